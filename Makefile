@@ -1,0 +1,63 @@
+# From a bare machine (Python 3.11, a C compiler, make): `make demo` and `make test`.
+
+PYTHON ?= python3.11
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+
+BIN    := .venv/bin
+NATIVE := setup.py $(wildcard kiln/*.c kiln/*.h)
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install develop build demo test smoke lint types pytest bench clean
+
+help:
+	@echo "demo: compile a small model and show what happened    test: lint, types, all tests    smoke: tests of seconds"
+	@echo "bench: every benchmark                                 build: the C extension           clean: remove .venv and builds"
+
+# torch comes first: it is large, pinned here, and the package then finds its requirement met.
+.venv/torch.stamp:
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip setuptools wheel
+	$(BIN)/pip install --quiet "$(TORCH)" numpy
+	@touch $@
+
+.venv/install.stamp: .venv/torch.stamp pyproject.toml $(NATIVE)
+	$(BIN)/pip install --quiet --no-build-isolation --editable .
+	@touch $@
+
+.venv/develop.stamp: .venv/install.stamp
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,models]"
+	@touch $@
+
+install: .venv/install.stamp
+develop: .venv/develop.stamp
+build: .venv/torch.stamp
+	$(BIN)/python setup.py --quiet build_ext --inplace
+
+demo: install
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: lint types pytest
+
+lint: develop
+	$(BIN)/ruff check .
+
+types: develop
+	$(BIN)/mypy
+
+pytest: develop
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+smoke: develop
+	$(BIN)/python -m pytest -m smoke $(ARGS)
+
+bench: develop
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/guards.py
+	$(BIN)/python benchmarks/capture.py
+
+clean:
+	rm -rf .venv build *.egg-info kiln/*.so

@@ -1,0 +1,40 @@
+"""What `import kiln` with all its public parts adds to `import torch`, in CPU seconds, in fresh processes.
+
+python benchmarks/import_time.py
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+from common import fresh, verdict
+
+IMPORTS = {"kiln": ("kiln", "kiln.api"), "torch._dynamo": ("torch._dynamo",)}
+
+
+def measure(name: str) -> None:
+    import importlib
+
+    import torch  # noqa: F401
+
+    start = time.process_time()
+    for module in IMPORTS[name]:
+        importlib.import_module(module)
+    print(json.dumps(time.process_time() - start))
+
+
+def main() -> None:
+    seconds: dict[str, list[float]] = {name: [] for name in IMPORTS}
+    for _ in range(5):
+        for name in IMPORTS:
+            seconds[name].append(fresh(__file__, name))
+    for name, values in seconds.items():
+        print(f"import {name:16}{statistics.median(values):8.3f} s CPU after import torch")
+    print(verdict("import kiln, s", statistics.median(seconds["kiln"]), 0.15))
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1]) if len(sys.argv) > 1 else main()

@@ -1,0 +1,61 @@
+"""Kiln compiles ordinary PyTorch programs: `kiln.compile(f)` does the job of `torch.compile(f)`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kiln.api import allow_in_graph as allow_in_graph
+    from kiln.api import assume_constant_result as assume_constant_result
+    from kiln.api import compile as compile
+    from kiln.api import config as config
+    from kiln.api import disable as disable
+    from kiln.api import disallow_in_graph as disallow_in_graph
+    from kiln.api import explain as explain
+    from kiln.api import graph_break as graph_break
+    from kiln.api import install as install
+    from kiln.api import is_compiling as is_compiling
+    from kiln.api import list_backends as list_backends
+    from kiln.api import lookup_backend as lookup_backend
+    from kiln.api import mark_dynamic as mark_dynamic
+    from kiln.api import mark_static as mark_static
+    from kiln.api import register_backend as register_backend
+    from kiln.api import reset as reset
+    from kiln.api import set_stance as set_stance
+    from kiln.api import uninstall as uninstall
+    from kiln.base.errors import Break as Break
+    from kiln.base.errors import Bug as Bug
+    from kiln.base.errors import KilnError as KilnError
+    from kiln.base.errors import RecompileError as RecompileError
+    from kiln.base.errors import Skip as Skip
+
+__version__ = "0.1.0"
+
+_FUNCTIONS = (
+    "allow_in_graph", "assume_constant_result", "capture", "compile", "config", "disable",
+    "disallow_in_graph", "explain", "graph_break", "install", "is_compiling", "list_backends",
+    "lookup_backend", "mark_dynamic", "mark_static", "register_backend", "reset", "set_stance", "uninstall",
+)  # fmt: skip
+_ERRORS = ("Break", "Bug", "KilnError", "RecompileError", "Skip")
+
+
+# The public names load at first use: the parts that need no torch (bytecode, the hook) import without it, and
+# `import kiln` weighs nothing.
+def __getattr__(name: str) -> Any:
+    if name in _ERRORS:
+        value = getattr(importlib.import_module("kiln.base.errors"), name)
+    elif name == "capture":
+        # Both a folder of the package and a public function: the folder's module, which answers calls.
+        importlib.import_module("kiln.api")
+        value = importlib.import_module("kiln.capture")
+    elif name in _FUNCTIONS:
+        value = getattr(importlib.import_module("kiln.api"), name)
+    else:
+        raise AttributeError(f"module 'kiln' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted((*_FUNCTIONS, *_ERRORS, "__version__"))

@@ -1,0 +1,45 @@
+/* kiln._hook: regions, guards and the frame hook. Needs a C compiler and Python's headers, nothing else. */
+#include "_hook_guards.h"
+#include "_hook_region.h"
+
+static PyMethodDef hook_methods[] = {
+    {"set_tensor_layout", set_tensor_layout, METH_VARARGS, "Sets where a tensor keeps its properties; without arguments, unsets."},
+    {"tensor_words", tensor_words, METH_O, "(kind, dispatch keys, requires_grad) of a tensor as the layout finds them."},
+    {"set_state_functions", set_state_functions, METH_VARARGS, "Sets how global state is read; without arguments, unsets."},
+    {"state_words", state_words, METH_NOARGS, "The global state as C reads it."},
+    {NULL},
+};
+
+static struct PyModuleDef hook_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kiln._hook",
+    .m_doc = "Compiled callables, guard evaluation and the frame hook.",
+    .m_size = -1,
+    .m_methods = hook_methods,
+};
+
+#define CONSTANT(name) {#name, name}
+
+static const struct {
+    const char *name;
+    long value;
+} constants[] = {
+    CONSTANT(FETCH_ARG), CONSTANT(FETCH_CONST), CONSTANT(FETCH_ATTR), CONSTANT(FETCH_DICT), CONSTANT(FETCH_KEY),
+    CONSTANT(FETCH_ITEM), CONSTANT(FETCH_CELL), CONSTANT(FETCH_CLOSURE), CONSTANT(FETCH_CALL),
+    CONSTANT(CHECK_TYPE), CONSTANT(CHECK_IS), CONSTANT(CHECK_EQUALS), CONSTANT(CHECK_LENGTH), CONSTANT(CHECK_KEYS),
+    CONSTANT(CHECK_HAS), CONSTANT(CHECK_LACKS), CONSTANT(CHECK_ABSENT), CONSTANT(CHECK_FUNCTION),
+    CONSTANT(CHECK_CONSTANT), CONSTANT(CHECK_TENSOR), CONSTANT(CHECK_STATE),
+    CONSTANT(CHECK_CLASS), CONSTANT(CHECK_SAME), CONSTANT(CHECK_DISTINCT), CONSTANT(CHECK_TEST), CONSTANT(CHECK_CALL),
+};
+
+PyMODINIT_FUNC PyInit__hook(void)
+{
+    PyObject *module = PyModule_Create(&hook_module);
+    if (module == NULL || PyModule_AddType(module, &Guards_Type) < 0 || PyModule_AddType(module, &Region_Type) < 0 ||
+        PyModule_AddType(module, &Entry_Type) < 0)
+        return NULL;
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
+            return NULL;
+    return module;
+}

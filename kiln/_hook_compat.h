@@ -1,0 +1,38 @@
+/* Every difference between CPython 3.11, 3.12 and 3.13 that the hook depends on. */
+#ifndef KILN_HOOK_COMPAT_H
+#define KILN_HOOK_COMPAT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdbool.h>
+#include <string.h>
+
+#if PY_VERSION_HEX < 0x030B0000 || PY_VERSION_HEX >= 0x030E0000
+#error "kiln._hook knows CPython 3.11, 3.12 and 3.13"
+#endif
+#ifdef Py_GIL_DISABLED
+#error "kiln._hook needs the GIL"
+#endif
+
+/* The word of a dict that changes with every mutation and is never reused. */
+#if PY_VERSION_HEX >= 0x030C0000
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+#endif
+#define DICT_VERSION(d) (((PyDictObject *)(d))->ma_version_tag)
+
+/* The namespace of a class: a borrowed reference. */
+static inline PyObject *type_dict(PyTypeObject *type)
+{
+#if PY_VERSION_HEX >= 0x030C0000
+    PyObject *dict = PyType_GetDict(type);
+    Py_XDECREF(dict); /* the type keeps it */
+    return dict;
+#else
+    return type->tp_dict;
+#endif
+}
+
+#endif

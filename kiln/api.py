@@ -1,0 +1,309 @@
+"""The public functions of Kiln, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MappingProxyType, MethodType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+from kiln import _hook, backends, modules, pipeline, redirect
+from kiln.base import live, log, marks, records
+from kiln.base.options import Backend, Compile, unknown
+from kiln.base.options import config as config
+from kiln.observe.explain import Captured, Explanation
+
+register_backend = backends.register_backend
+list_backends = backends.list_backends
+lookup_backend = backends.lookup_backend
+
+ARGUMENTS = ("model", "fullgraph", "dynamic", "backend", "mode", "options", "disable")
+
+
+def compile(
+    model: Any = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str | Backend = backends.DEFAULT,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    disable: bool = False,
+    **unknown_arguments: Any,
+) -> Any:
+    """Give a callable that captures what `model` does as graphs and runs them through the backend.
+
+    `model` is a function, method, lambda, module, class or any callable; without it, the result is a
+    decorator. The results are those of `model`. `fullgraph=True` raises where the graph would break.
+    """
+    for name in unknown_arguments:
+        raise unknown("argument of compile", name, ARGUMENTS)
+    if mode is not None and options:
+        raise ValueError("compile takes a mode or options, not both: mode is a name for a set of options")
+    given = dict(options or {})
+    bound, backend_name = backends.resolve(backend, mode, given)
+    if disable:
+        return (lambda function: function) if model is None else model
+    asked = Compile(bound, backend_name, bool(fullgraph), dynamic, mode, MappingProxyType(given))
+    again = functools.partial(
+        compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode, options=options
+    )
+    return again if model is None else _compiled(model, asked, again)
+
+
+def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
+    """The compiled form of any kind of callable: of the same kind, around one region."""
+    model = modules.original(model)
+    if isinstance(model, _hook.Region):
+        model = model.function
+    match model:
+        case torch.jit.ScriptModule():
+            return model
+        case torch.nn.Module():
+            function = modules.call_function(model)
+            named = Compile(
+                asked.backend,
+                asked.backend_name,
+                asked.fullgraph,
+                asked.dynamic,
+                asked.mode,
+                asked.options,
+                type(model).__qualname__,
+            )
+            return modules.twin(model, MethodType(_region(function, named), model), again)
+        case FunctionType():
+            return _region(model, asked)
+        case MethodType():
+            return MethodType(_region(model.__func__, asked), model.__self__)
+        case staticmethod():
+            return staticmethod(_region(model.__func__, asked))
+        case classmethod():
+            return classmethod(_region(model.__func__, asked))
+        case functools.partial():
+            return functools.partial(_compiled(model.func, asked, again), *model.args, **model.keywords)
+        case type():
+            setattr(model, "__call__", _region(model.__call__, asked))  # noqa: B010
+            return model
+    if not callable(model):
+        raise TypeError(f"compile takes a callable or a module, got {model!r}")
+    call = inspect.getattr_static(type(model), "__call__", None)
+    if isinstance(call, (FunctionType, _hook.Region)):
+        return MethodType(_region(call, asked), model)
+    return _region(_python_function(model), asked)
+
+
+def _region(function: Any, asked: Compile) -> Any:
+    """A region around the plain function behind any callable."""
+    if isinstance(function, _hook.Region):
+        function = function.function
+    if not isinstance(function, FunctionType):
+        function = _python_function(function)
+    return pipeline.region(function, asked)
+
+
+def _python_function(native: Callable[..., Any]) -> FunctionType:
+    """A Python function that calls one without bytecode of its own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return native(*args, **kwargs)
+
+    for name in ("__name__", "__qualname__", "__doc__"):
+        value = getattr(native, name, None)
+        if isinstance(value, str):
+            setattr(call, name, value)
+    return call  # type: ignore[return-value]
+
+
+def reset() -> None:
+    """Forget everything that was captured: every compiled callable captures anew at its next call."""
+    live.clear()
+    records.log.clear()
+    log.forget()
+
+
+def disable(fn: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:
+    """Keep a callable out of capture: its calls break the graph and run in Python.
+
+    With `recursive`, so does everything that it calls; without, what it calls may be captured on its own.
+    """
+    if fn is None:
+        return functools.partial(disable, recursive=recursive, reason=reason)
+    fn = modules.original(fn)
+    again = functools.partial(disable, recursive=recursive, reason=reason)
+    if isinstance(fn, torch.nn.Module):
+        call = MethodType(again(modules.call_function(fn)), fn)
+        return modules.twin(fn, call, again)
+    if isinstance(fn, type):
+        for name in ("__init__", "__call__"):
+            if isinstance(inspect.getattr_static(fn, name, None), FunctionType):
+                setattr(fn, name, again(getattr(fn, name)))
+        return fn
+    if isinstance(fn, (staticmethod, classmethod)):
+        return type(fn)(again(fn.__func__))
+    if isinstance(fn, MethodType):
+        return MethodType(again(fn.__func__), fn.__self__)
+    if not callable(fn):
+        raise TypeError(f"disable takes a callable or a module, got {fn!r}")
+    target = fn.function if isinstance(fn, _hook.Region) else fn
+
+    def disabled(*args: Any, **kwargs: Any) -> Any:
+        _hook.pause()
+        try:
+            return target(*args, **kwargs)
+        finally:
+            _hook.resume()
+
+    def skipped(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    wrapper = functools.update_wrapper(disabled if recursive else skipped, target)
+    marks.add(wrapper, marks.DISABLE if recursive else marks.SKIP)
+    if not recursive:
+        marks.add(target, marks.SKIP)
+    return wrapper
+
+
+def _mark(fn: Any, mark: str, against: str = "") -> Any:
+    """Mark one callable, or each of a list, and give it back."""
+    for one in fn if isinstance(fn, (list, tuple)) else (fn,):
+        if not callable(one):
+            raise TypeError(f"a callable or a list of callables is needed, got {one!r}")
+        marks.add(one, mark)
+        marks.remove(one, against)
+    return fn
+
+
+def allow_in_graph(fn: Any) -> Any:
+    """Put calls of `fn` into the graph as one node without looking inside."""
+    return _mark(fn, marks.ALLOW, against=marks.DISALLOW)
+
+
+def disallow_in_graph(fn: Any) -> Any:
+    """Break the graph at calls of `fn` and run them in Python."""
+    return _mark(fn, marks.DISALLOW, against=marks.ALLOW)
+
+
+def assume_constant_result(fn: Any) -> Any:
+    """Take the result of the first call of `fn` in a capture as a constant; the caller vouches for it."""
+    return _mark(fn, marks.CONSTANT)
+
+
+def graph_break(msg: str = "") -> None:
+    """End the graph here when captured, for the reason `msg`; does nothing in Python."""
+
+
+marks.add(graph_break, marks.BREAK)
+
+
+# One function under both names, so that code that asks either gets the same answer.
+is_compiling = torch.compiler.is_compiling
+
+
+def mark_dynamic(
+    t: torch.Tensor, index: int | Iterable[int], *, min: int | None = None, max: int | None = None
+) -> None:
+    """Say that these dimensions of the tensor vary; without dynamic shapes their sizes stay guarded."""
+    _mark_dims(t, index, ("dynamic", min, max))
+
+
+def mark_static(t: torch.Tensor, index: int | Iterable[int] | None = None) -> None:
+    """Say that these dimensions of the tensor, or all, do not vary."""
+    _mark_dims(t, range(t.dim()) if index is None else index, ("static", None, None))
+
+
+def _mark_dims(t: torch.Tensor, index: int | Iterable[int], what: tuple[str, int | None, int | None]) -> None:
+    dims = dict(getattr(t, "_kiln_dims", ()))
+    for i in (index,) if isinstance(index, int) else index:
+        if not -t.dim() <= i < t.dim():
+            raise IndexError(f"dimension {i} of a tensor with {t.dim()} dimensions")
+        dims[i % t.dim()] = what
+    t._kiln_dims = dims  # type: ignore[attr-defined]
+
+
+class set_stance:  # noqa: N801
+    """Put a stance in force: at once as a function, for a block in a with statement, or as a decorator.
+
+    "default" captures; "force_eager" runs everything in Python; "eager_on_recompile" and "fail_on_recompile"
+    use what is captured, and where nothing fits run in Python, or raise.
+    """
+
+    def __init__(self, stance: str = "default") -> None:
+        self._stance = stance
+        self._before = live.set_stance(stance)
+
+    def __enter__(self) -> set_stance:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        live.set_stance(self._before)
+
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        live.set_stance(self._before)
+
+        @functools.wraps(fn)
+        def with_stance(*args: Any, **kwargs: Any) -> Any:
+            with set_stance(self._stance):
+                return fn(*args, **kwargs)
+
+        return with_stance
+
+
+def explain(f: Any, **arguments: Any) -> Callable[..., Explanation]:
+    """Give a callable that runs `f` freshly compiled and tells what was captured, what broke, and why."""
+    arguments.setdefault("backend", "eager")
+    compiled = compile(f, **arguments)
+
+    @functools.wraps(getattr(f, "__wrapped__", f), updated=())
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
+        with records.collect() as collected:
+            result = compiled(*args, **kwargs)
+        return Explanation.of(collected, result)
+
+    return explained
+
+
+def capture(f: Any, *args: Any, **kwargs: Any) -> Captured:
+    """Run `f` once and give its full graph with the guards under which it stands for `f`; breaks raise."""
+    seen: list[list[Any]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        seen.append(list(inputs))
+        return backends.eager(graph, inputs)
+
+    with records.collect() as collected:
+        result = compile(f, fullgraph=True, backend=keep)(*args, **kwargs)
+    return Captured.of(collected, seen, result)
+
+
+def install() -> redirect.Redirection:
+    """Answer `torch.compile` and its companions with Kiln until `uninstall`, or for a with block."""
+    return redirect.redirect(
+        {
+            (torch, "compile"): redirect.torch_compile(compile),
+            (torch.compiler, "reset"): reset,
+            (torch.compiler, "disable"): disable,
+            (torch.compiler, "allow_in_graph"): allow_in_graph,
+            (torch.compiler, "assume_constant_result"): assume_constant_result,
+            (torch.compiler, "list_backends"): list_backends,
+            (torch.compiler, "set_stance"): set_stance,
+        }
+    )
+
+
+uninstall = redirect.undo
+
+
+class _CallablePackage(ModuleType):
+    """`kiln.capture` is a folder of this package and a public function: the folder's module answers calls."""
+
+    def __call__(self, f: Any, *args: Any, **kwargs: Any) -> Captured:
+        return capture(f, *args, **kwargs)
+
+
+sys.modules["kiln.capture"].__class__ = _CallablePackage

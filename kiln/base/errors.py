@@ -1,0 +1,51 @@
+"""The three refusals: Break (split the graph here), Skip (leave this frame alone), Bug (a fault of ours)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the user's source something happened."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+
+
+class KilnError(Exception):
+    """Base of every error that Kiln raises on purpose."""
+
+
+class Break(KilnError):
+    """The graph ends here: kind (a stable id), place, reason and remedy."""
+
+    def __init__(self, kind: str, why: str, hint: str = "", at: Place | None = None) -> None:
+        self.kind, self.why, self.hint, self.at = kind, why, hint, at
+        super().__init__(kind, why, hint, at)
+
+    def __str__(self) -> str:
+        where = f" at {self.at}" if self.at else ""
+        remedy = f"; {self.hint}" if self.hint else ""
+        return f"graph break [{self.kind}]{where}: {self.why}{remedy}"
+
+
+class Skip(KilnError):
+    """This frame is left to Python, unchanged."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        super().__init__(why)
+
+
+class Bug(KilnError):
+    """An internal fault: the frame runs eagerly, or the error is raised under fullgraph and KILN_STRICT=1."""
+
+
+class RecompileError(KilnError):
+    """A recompile was needed while the stance forbids it."""

@@ -1,0 +1,149 @@
+"""Source: a frozen path from the arguments of a frame to a value, rendered as Python text, bytecode or a guard accessor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Base of all paths; `fetch` evaluates it against the bound arguments of a call."""
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Arg(Source):
+    """The bound argument in slot `index`."""
+
+    index: int
+    name: str
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return args[self.index]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const(Source):
+    """One object, pinned by identity and kept alive by whoever holds this path."""
+
+    value: Any
+    name: str = ""
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return self.value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return hash((Const, id(self.value)))
+
+    def __str__(self) -> str:
+        return self.name or getattr(self.value, "__qualname__", None) or type(self.value).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Attr(Source):
+    """`getattr(base, name)`, by the generic protocol (slots, getset descriptors, module attributes)."""
+
+    base: Source
+    name: str
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return getattr(self.base.fetch(args), self.name)
+
+    def __str__(self) -> str:
+        return f"{self.base}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class DictAttr(Source):
+    """`base.__dict__[name]`: an attribute that lives in the instance dict."""
+
+    base: Source
+    name: str
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return self.base.fetch(args).__dict__[self.name]
+
+    def __str__(self) -> str:
+        return f"{self.base}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item(Source):
+    """`base[key]` of an exact list, tuple or dict (or a subclass of dict); keys compare by type and value."""
+
+    base: Source
+    key: Any
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((Item, self.base, type(self.key), self.key)))
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        base = self.base.fetch(args)
+        return dict.__getitem__(base, self.key) if isinstance(base, dict) else base[self.key]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Item) or self._hash != other._hash or type(self.key) is not type(other.key):
+            return False
+        return bool(self.key == other.key) and self.base == other.base
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __str__(self) -> str:
+        return f"{self.base}[{self.key!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class CellContents(Source):
+    """The contents of the cell `base`."""
+
+    base: Source
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return self.base.fetch(args).cell_contents
+
+    def __str__(self) -> str:
+        return f"{self.base}.cell_contents"
+
+
+@dataclass(frozen=True, slots=True)
+class ClosureCell(Source):
+    """The cell `base.__closure__[index]` of a function."""
+
+    base: Source
+    index: int
+    name: str
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return self.base.fetch(args).__closure__[self.index]
+
+    def __str__(self) -> str:
+        return f"{self.base}.<cell {self.name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Global(Source):
+    """The name in a globals dict, pinned by identity."""
+
+    namespace: Const
+    name: str
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return self.namespace.value[self.name]
+
+    def __str__(self) -> str:
+        return self.name

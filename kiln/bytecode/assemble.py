@@ -1,0 +1,365 @@
+"""Emitter: builds a code object from steps that mean the same on every supported CPython."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import CO_NEWLOCALS, CO_OPTIMIZED
+from types import CodeType
+from typing import Any
+
+from kiln.base.errors import Bug
+from kiln.bytecode.decode import Instruction, decode
+from kiln.bytecode.encode import NOWHERE, Position, encode
+from kiln.bytecode.flow import Guarded, Row, deepest, depths, is_jump
+from kiln.bytecode.versions import COMPARISONS, HERE, KIND, OPERATORS, OPNAME, REAL, SHIFT, Kind
+
+_BUILD = {
+    "tuple": "BUILD_TUPLE", "list": "BUILD_LIST", "set": "BUILD_SET",
+    "map": "BUILD_MAP", "string": "BUILD_STRING", "slice": "BUILD_SLICE",
+}  # fmt: skip
+_PAIR_PARTS = {
+    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+}
+_OPPOSITE = {
+    "POP_JUMP_IF_TRUE": "POP_JUMP_IF_FALSE",
+    "POP_JUMP_IF_FALSE": "POP_JUMP_IF_TRUE",
+    "POP_JUMP_IF_NONE": "POP_JUMP_IF_NOT_NONE",
+    "POP_JUMP_IF_NOT_NONE": "POP_JUMP_IF_NONE",
+}
+
+
+class Label:
+    """A place in the code, known once it is placed."""
+
+    __slots__ = ("row",)
+
+    def __init__(self, row: int = -1) -> None:
+        self.row = row
+
+
+class Emitter:
+    """Collects instructions; `finish` gives the code object.
+
+    Variables are named; their slots are given out at the end, arguments first. With `slots` the caller fixes
+    the order of all variable slots beforehand, which keeps the fused instructions of 3.13 whole.
+    """
+
+    def __init__(self, slots: Sequence[str] = ()) -> None:
+        self.position: Position = NOWHERE
+        self._slots = {name: at for at, name in enumerate(slots)}
+        self._fixed = bool(slots)
+        self._rows: list[tuple[int, Any]] = []
+        self._positions: list[Position] = []
+        self._guarded: list[tuple[Label, Label, Label, int, bool]] = []
+        self._consts: list[Any] = []
+        self._const_at: dict[int, int] = {}
+        self._names: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # Places
+
+    def line(self, number: int | None) -> None:
+        """The steps that follow belong to this line of the source."""
+        self.position = (number, number, None, None)
+
+    def label(self) -> Label:
+        """A new label, to be placed later."""
+        return Label()
+
+    def place(self, label: Label) -> Label:
+        """Put the label before the next step."""
+        if label.row >= 0:
+            raise Bug("a label is placed twice")
+        label.row = len(self._rows)
+        return label
+
+    def here(self) -> Label:
+        """A label before the next step."""
+        return self.place(Label())
+
+    def protect(self, start: Label, end: Label, handler: Label, depth: int, lasti: bool = False) -> None:
+        """Exceptions between two labels go to `handler`, with the stack cut to `depth`; ranges never overlap."""
+        self._guarded.append((start, end, handler, depth, lasti))
+
+    # Values and variables
+
+    def const(self, value: Any) -> None:
+        """Push this very object."""
+        self.raw("LOAD_CONST", value)
+
+    def load(self, name: str) -> None:
+        """Push a local variable, which must be bound."""
+        self.raw("LOAD_FAST", name)
+
+    def take(self, name: str) -> None:
+        """Push a bound local variable and unbind it."""
+        if "LOAD_FAST_AND_CLEAR" in REAL:
+            self.raw("LOAD_FAST_AND_CLEAR", name)
+        else:
+            self.load(name)
+            self.delete(name)
+
+    def store(self, name: str) -> None:
+        """Pop into a local variable."""
+        self.raw("STORE_FAST", name)
+
+    def delete(self, name: str) -> None:
+        """Unbind a local variable, which must be bound."""
+        self.raw("DELETE_FAST", name)
+
+    def load_global(self, name: str) -> None:
+        """Push a global or builtin."""
+        self.raw("LOAD_GLOBAL", name)
+
+    def attr(self, name: str) -> None:
+        """object -> object.name"""
+        self.raw("LOAD_ATTR", name)
+
+    def set_attr(self, name: str) -> None:
+        """value, object -> (object.name = value)"""
+        self.raw("STORE_ATTR", name)
+
+    def del_attr(self, name: str) -> None:
+        """object -> (del object.name)"""
+        self.raw("DELETE_ATTR", name)
+
+    def item(self) -> None:
+        """container, key -> container[key]"""
+        self.raw("BINARY_SUBSCR")
+
+    def set_item(self) -> None:
+        """value, container, key -> (container[key] = value)"""
+        self.raw("STORE_SUBSCR")
+
+    def del_item(self) -> None:
+        """container, key -> (del container[key])"""
+        self.raw("DELETE_SUBSCR")
+
+    def build(self, kind: str, count: int) -> None:
+        """Collect `count` values (pairs for a map) in a tuple, list, set, map, string or slice."""
+        self.raw(_BUILD[kind], count)
+
+    def unpack(self, count: int) -> None:
+        """sequence -> its `count` items, the first on top."""
+        self.raw("UNPACK_SEQUENCE", count)
+
+    def binary(self, sign: str) -> None:
+        """left, right -> left + right, or any other operator, in-place ones too."""
+        self.raw("BINARY_OP", OPERATORS.index(sign))
+
+    def compare(self, sign: str) -> None:
+        """left, right -> left < right, or any other comparison."""
+        self.raw("COMPARE_OP", COMPARISONS.index(sign) << HERE.compare_shift)
+
+    def is_(self, negated: bool = False) -> None:
+        """left, right -> left is right"""
+        self.raw("IS_OP", int(negated))
+
+    def contains(self, negated: bool = False) -> None:
+        """item, container -> item in container"""
+        self.raw("CONTAINS_OP", int(negated))
+
+    # Stack
+
+    def pop(self) -> None:
+        """Drop the top of the stack."""
+        self.raw("POP_TOP")
+
+    def copy(self, depth: int) -> None:
+        """Push the value at `depth`, the top being 1."""
+        self.raw("COPY", depth)
+
+    def swap(self, depth: int) -> None:
+        """Exchange the top with the value at `depth`, the top being 1."""
+        if depth > 1:
+            self.raw("SWAP", depth)
+
+    def push_null(self) -> None:
+        """Push the NULL that call sequences expect."""
+        self.raw("PUSH_NULL")
+
+    # Calls
+
+    def begin_call(self) -> None:
+        """Open a call; the callable follows."""
+        if HERE.null_first:
+            self.push_null()
+
+    def mid_call(self) -> None:
+        """The callable is pushed; the arguments follow."""
+        if not HERE.null_first:
+            self.push_null()
+
+    def end_call(self, count: int, kwnames: Sequence[str] = ()) -> None:
+        """Call with `count` arguments in all, the last of which are the keywords `kwnames`."""
+        if kwnames and not HERE.kw_names:
+            self.const(tuple(kwnames))
+            self.raw("CALL_KW", count)
+            return
+        if kwnames:
+            self.raw("KW_NAMES", tuple(kwnames))
+        if HERE.precall:
+            self.raw("PRECALL", count)
+        self.raw("CALL", count)
+
+    def call_ex(self, has_kwargs: bool = False) -> None:
+        """Call with an argument tuple, and a dict of keywords on top of it if `has_kwargs`."""
+        self.raw("CALL_FUNCTION_EX", int(has_kwargs))
+
+    # Control
+
+    def jump(self, label: Label) -> None:
+        """Go on at the label."""
+        self.raw("JUMP_FORWARD" if label.row < 0 else "JUMP_BACKWARD", label)
+
+    def jump_if(self, label: Label, truth: bool) -> None:
+        """value -> go on at the label if the value is true (or false)."""
+        if HERE.to_bool:
+            self.raw("TO_BOOL")
+        self.jump_on("POP_JUMP_IF_TRUE" if truth else "POP_JUMP_IF_FALSE", label)
+
+    def jump_if_none(self, label: Label, none: bool = True) -> None:
+        """value -> go on at the label if the value is None (or is not)."""
+        self.jump_on("POP_JUMP_IF_NONE" if none else "POP_JUMP_IF_NOT_NONE", label)
+
+    def jump_on(self, name: str, label: Label) -> None:
+        """A conditional jump named without its direction; on 3.13 the value of a truth test is a bool already."""
+        if HERE.directed_jumps:
+            direction = "FORWARD" if label.row < 0 else "BACKWARD"
+            self.raw(name.replace("JUMP_IF", f"JUMP_{direction}_IF"), label)
+        elif label.row < 0:
+            self.raw(name, label)
+        else:
+            past = self.label()
+            self.raw(_OPPOSITE[name], past)
+            self.jump(label)
+            self.place(past)
+
+    def ret(self) -> None:
+        """Return the top of the stack."""
+        self.raw("RETURN_VALUE")
+
+    def raise_(self) -> None:
+        """Raise the top of the stack."""
+        self.raw("RAISE_VARARGS", 1)
+
+    def raw(self, name: str, arg: Any = None, bits: int = 0) -> None:
+        """Any instruction: its argument is an object, a name, two names, a label or a number, as decoded.
+
+        `bits` are the flags that stand to the right of a name's index.
+        """
+        op = REAL.get(name, -1)
+        if op < 0:
+            raise Bug(f"this CPython has no instruction {name}")
+        kind = KIND[op]
+        if kind == Kind.PAIR and not (self._fixed and all(self._slots.get(n, 16) < 16 for n in arg)):
+            for part, variable in zip(_PAIR_PARTS[name], arg, strict=True):
+                self.raw(part, variable)
+            return
+        if kind == Kind.CONST:
+            arg = self._const(arg)
+        elif kind == Kind.NAME:
+            arg = self._names.setdefault(arg, len(self._names)) << SHIFT[op] | bits
+        elif is_jump(op) != isinstance(arg, Label) or (kind == Kind.NONE) != (arg is None):
+            raise Bug(f"{name} does not take {arg!r}")
+        self._rows.append((op, arg))
+        self._positions.append(self.position)
+
+    def repeat(self, instruction: Instruction, labels: Mapping[int, Label]) -> None:
+        """Emit a decoded instruction again; `labels` gives the label for the index of a jump's target."""
+        op, value = instruction.op, instruction.value
+        if is_jump(op):
+            self._repeat_jump(instruction.name, labels[value])
+        elif KIND[op] in (Kind.CONST, Kind.NAME, Kind.LOCAL, Kind.PAIR):
+            self.raw(instruction.name, value, (instruction.arg or 0) & ((1 << SHIFT[op]) - 1))
+        else:
+            self.raw(instruction.name, instruction.arg)
+
+    def _repeat_jump(self, name: str, label: Label) -> None:
+        if name.startswith("POP_JUMP"):
+            self.jump_on(name.replace("FORWARD_", "").replace("BACKWARD_", ""), label)
+        elif name in ("JUMP_FORWARD", "JUMP_BACKWARD"):
+            self.jump(label)
+        else:
+            self.raw(name, label)
+
+    def _const(self, value: Any) -> int:
+        at = self._const_at.get(id(value))
+        if at is None:
+            at = self._const_at[id(value)] = len(self._consts)
+            self._consts.append(value)
+        return at
+
+    # The end
+
+    def finish(
+        self,
+        name: str,
+        filename: str,
+        firstlineno: int,
+        argcount: int,
+        argnames: Sequence[str],
+        flags: int = CO_OPTIMIZED | CO_NEWLOCALS,
+        *,
+        posonlyargcount: int = 0,
+        kwonlyargcount: int = 0,
+        qualname: str | None = None,
+        varnames: tuple[str, ...] | None = None,
+        cellvars: tuple[str, ...] = (),
+        freevars: tuple[str, ...] = (),
+    ) -> CodeType:
+        """The code object; `argnames` names all parameters, keyword-only and starred ones too.
+
+        A code object with cells or free variables needs fixed slots and `varnames`, the slots that are locals.
+        """
+        slots = self._slots if self._fixed else {n: at for at, n in enumerate(argnames)}
+        rows = [self._settle(op, arg, slots) for op, arg in self._rows]
+        guarded = [
+            Guarded(start.row, end.row, handler.row, depth, lasti)
+            for start, end, handler, depth, lasti in self._guarded
+        ]
+        encoded = encode(rows, self._positions, guarded, firstlineno)
+        varnames = tuple(slots) if varnames is None else varnames
+        return CodeType(
+            argcount, posonlyargcount, kwonlyargcount, len(varnames),
+            deepest(rows, depths(rows, guarded)), flags, encoded.code,
+            tuple(self._consts), tuple(self._names), varnames, filename, name, qualname or name, firstlineno,
+            encoded.lines, encoded.exceptions, freevars, cellvars,
+        )  # fmt: skip
+
+    def _settle(self, op: int, arg: Any, slots: dict[str, int]) -> Row:
+        kind = KIND[op]
+        if kind == Kind.LOCAL:
+            return Row(op, slots.setdefault(arg, len(slots)))
+        if kind == Kind.PAIR:
+            return Row(op, slots[arg[0]] << 4 | slots[arg[1]])
+        if isinstance(arg, Label):
+            if arg.row < 0:
+                raise Bug(f"{OPNAME[op]} jumps to a label that was never placed")
+            return Row(op, 0, arg.row)
+        return Row(op, arg)
+
+
+def relocate(code: CodeType) -> CodeType:
+    """The same code object, taken apart and put together again."""
+    decoded = decode(code)
+    e = Emitter(decoded.locals)
+    labels = {at: Label() for at in range(len(decoded) + 1)}
+    positions = list(code.co_positions())
+    for i in decoded.instructions:
+        e.place(labels[i.index])
+        e.position = positions[i.offset >> 1]
+        e.repeat(i, labels)
+    e.place(labels[len(decoded)])
+    for start, end, handler in decoded.handlers:
+        e.protect(labels[start], labels[end], labels[handler.target], handler.depth, handler.lasti)
+    parameters = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
+    return e.finish(
+        code.co_name, code.co_filename, code.co_firstlineno, code.co_argcount, code.co_varnames[:parameters],
+        code.co_flags, posonlyargcount=code.co_posonlyargcount, kwonlyargcount=code.co_kwonlyargcount,
+        qualname=code.co_qualname, varnames=code.co_varnames, cellvars=code.co_cellvars, freevars=code.co_freevars,
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Copying the instructions of a function into another one, its cells as plain variables that hold the cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import CellType, CodeType
+
+from kiln.base.errors import Skip
+from kiln.bytecode.assemble import Emitter, Label
+from kiln.bytecode.decode import Instruction, decode
+from kiln.bytecode.flow import reachable, stack_depths
+from kiln.bytecode.versions import REAL
+
+_UNBOUND_LOCAL = "cannot access local variable '{}' where it is not associated with a value"
+_UNBOUND_FREE = "cannot access free variable '{}' where it is not associated with a value in enclosing scope"
+
+_Cover = tuple[Label, int, bool]
+
+
+class Body:
+    """The part of `code` that control may come to, behind what `emitter` holds already."""
+
+    def __init__(self, code: CodeType, emitter: Emitter) -> None:
+        self.code, self.decoded, self.e = code, decode(code), emitter
+        self._cells = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
+        self._depths = stack_depths(code) if self._cells else ()
+        self._positions = list(code.co_positions())
+        self._labels: dict[int, Label] = {}
+        self._cover: dict[int, _Cover] = {}
+        self._pads: list[tuple[Label, Instruction]] = []
+
+    def label(self, index: int) -> Label:
+        """The label of an instruction, which will be copied."""
+        return self._labels.setdefault(index, Label())
+
+    def at(self, index: int) -> None:
+        """The steps that follow belong to the place of an instruction in the source."""
+        self.e.position = self._positions[self.decoded.instructions[index].offset >> 1]
+
+    def cover(self, start: int, index: int) -> None:
+        """The steps from row `start` on are covered by the handlers of an instruction."""
+        handler = self.decoded.handler(index)
+        if handler is not None:
+            entry = (self.label(handler.target), handler.depth, handler.lasti)
+            for row in range(start, len(self.e)):
+                self._cover.setdefault(row, entry)
+
+    def emit(self, index: int, labels: Mapping[int, Label]) -> None:
+        """Emit one instruction, covered by its handlers; `labels` gives the target of a jump."""
+        i = self.decoded.instructions[index]
+        self.at(index)
+        start = len(self.e)
+        rule = _RULES.get(i.op)
+        if rule is None or not rule(self, i):
+            self.e.repeat(i, labels)
+        self.cover(start, index)
+
+    def copy(self, first: int | None = None) -> None:
+        """Copy all that control may come to from the labels asked for, and from `first`, where it comes now."""
+        kept = sorted(reachable(self.code, (*self._labels, *(() if first is None else (first,)))))
+        if first is not None and kept[0] != first:
+            self.at(first)
+            self.e.jump(self.label(first))
+        instructions = self.decoded.instructions
+        labels = _Placed(self.label)
+        for index in kept:
+            self.e.place(self.label(index))
+            if instructions[index].op != _RESUME:
+                self.emit(index, labels)
+        for label, i in self._pads:
+            self._unbound(label, i)
+        self._protect()
+
+    def read(self, name: str) -> None:
+        """Push the value of a variable, through its cell if it has one."""
+        self.e.load(name)
+        if name in self._cells:
+            self.e.attr("cell_contents")
+
+    def read_cell(self, i: Instruction) -> None:
+        """Push the contents of a cell; an empty one raises what Python raises for an unbound variable."""
+        pad = Label()
+        self._pads.append((pad, i))
+        self.e.load(i.value)
+        self._cover[len(self.e)] = (pad, self._depths[i.index], False)
+        self.e.attr("cell_contents")
+
+    def _unbound(self, label: Label, i: Instruction) -> None:
+        e, free = self.e, i.value in self.code.co_freevars
+        self.at(i.index)
+        e.place(label)
+        e.raw("PUSH_EXC_INFO")
+        e.pop()
+        e.raw("POP_EXCEPT")
+        start = len(e)
+        e.begin_call()
+        e.const(NameError if free else UnboundLocalError)
+        e.mid_call()
+        e.const((_UNBOUND_FREE if free else _UNBOUND_LOCAL).format(i.value))
+        if free:
+            e.const(i.value)
+        e.end_call(1 + free, ("name",) * free)
+        e.raise_()
+        self.cover(start, i.index)
+
+    def _protect(self) -> None:
+        runs: list[tuple[int, int, _Cover]] = []
+        for row, cover in sorted(self._cover.items(), key=lambda item: item[0]):
+            if runs and runs[-1][1] == row and runs[-1][2] == cover:
+                runs[-1] = (runs[-1][0], row + 1, cover)
+            else:
+                runs.append((row, row + 1, cover))
+        for start, end, cover in runs:
+            self.e.protect(Label(start), Label(end), *cover)
+
+    def calls_super(self, i: Instruction) -> bool:
+        """Whether the call is `super()`, which looks for its arguments in the frame of the original function."""
+        before = self.decoded.instructions[i.index - (2 if i.name == "CALL" and _PRECALL >= 0 else 1)]
+        return (
+            not i.arg and before.name == "LOAD_GLOBAL" and before.value == "super" and before.flag
+            and "__class__" in self.code.co_freevars and self.code.co_argcount > 0
+        )  # fmt: skip
+
+
+class _Placed(Mapping[int, Label]):
+    """The labels of a body by instruction index, made when asked for."""
+
+    def __init__(self, label: Callable[[int], Label]) -> None:
+        self._label = label
+
+    def __getitem__(self, index: int) -> Label:
+        return self._label(index)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+# Rules for instructions that do not stay as they are; a rule that answers False leaves the instruction alone.
+
+
+def _load_deref(body: Body, i: Instruction) -> bool:
+    body.read_cell(i)
+    return True
+
+
+def _store_deref(body: Body, i: Instruction) -> bool:
+    body.e.load(i.value)
+    body.e.set_attr("cell_contents")
+    return True
+
+
+def _delete_deref(body: Body, i: Instruction) -> bool:
+    # Deleting the contents of an empty cell is no error, deleting an unbound variable is one.
+    body.read_cell(i)
+    body.e.pop()
+    body.e.load(i.value)
+    body.e.del_attr("cell_contents")
+    return True
+
+
+def _load_closure(body: Body, i: Instruction) -> bool:
+    body.e.load(i.value)
+    return True
+
+
+def _make_cell(body: Body, i: Instruction) -> bool:
+    # Behind the start of a function this is a comprehension whose variable was put away just before: it is unbound.
+    make_cell(body.e, i.value)
+    return True
+
+
+def _call(body: Body, i: Instruction) -> bool:
+    if not body.calls_super(i):
+        return False
+    if i.op == _PRECALL or _PRECALL < 0:
+        body.read("__class__")
+        body.read(body.code.co_varnames[0])
+    body.e.raw(i.name, 2)
+    return True
+
+
+def _class_body(body: Body, i: Instruction) -> bool:
+    raise Skip(f"{body.code.co_qualname} looks names up as a class body does ({i.name})")
+
+
+def make_cell(e: Emitter, name: str) -> None:
+    """Bind a variable to a new, empty cell."""
+    e.begin_call()
+    e.const(CellType)
+    e.mid_call()
+    e.end_call(0)
+    e.store(name)
+
+
+_RESUME = REAL["RESUME"]
+_PRECALL = REAL.get("PRECALL", -1)
+_RULES: dict[int, Callable[[Body, Instruction], bool]] = {
+    REAL[name]: rule
+    for name, rule in {
+        "LOAD_DEREF": _load_deref,
+        "STORE_DEREF": _store_deref,
+        "DELETE_DEREF": _delete_deref,
+        "LOAD_CLOSURE": _load_closure,
+        "MAKE_CELL": _make_cell,
+        "PRECALL": _call,
+        "CALL": _call,
+        "LOAD_CLASSDEREF": _class_body,
+        "LOAD_FROM_DICT_OR_DEREF": _class_body,
+        "LOAD_NAME": _class_body,
+    }.items()
+    if name in REAL
+}
+CELL_USERS = frozenset(
+    REAL[name] for name in ("LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLOSURE") if name in REAL
+)
+"""Instructions that need the cell of their variable."""

@@ -1,0 +1,122 @@
+"""Stack depth and reachability of bytecode, over rows of (opcode, argument, target row)."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import CodeType
+from typing import NamedTuple
+
+from kiln.base.errors import Bug
+from kiln.bytecode.decode import decode
+from kiln.bytecode.versions import KIND, OPNAME, REAL, TERMINATORS, Kind
+
+
+class Row(NamedTuple):
+    """One instruction as it is laid out; `target` is the row it may jump to, or -1."""
+
+    op: int
+    arg: int | None
+    target: int = -1
+
+
+class Guarded(NamedTuple):
+    """Rows `start` to `end` (excluded) whose exceptions go to row `target`."""
+
+    start: int
+    end: int
+    target: int
+    depth: int
+    lasti: bool
+
+
+_PRECALL = REAL.get("PRECALL", -1)
+_CALL = REAL["CALL"]
+_RETURN_GENERATOR = REAL["RETURN_GENERATOR"]
+
+
+@cache
+def stack_effect(op: int, arg: int | None, jump: bool = False) -> int:
+    """The change of the stack depth by one instruction, on its jump or on its fall-through."""
+    # The compiler counts the operands of a call on PRECALL; the frame keeps them until CALL.
+    if op == _PRECALL:
+        return 0
+    if op == _CALL and arg is not None:
+        return -arg - 1
+    # The frame goes on with a value that was sent to it on the stack.
+    if op == _RETURN_GENERATOR:
+        return 1
+    return dis.stack_effect(op, arg, jump=jump)
+
+
+def depths(rows: Sequence[Row], guarded: Iterable[Guarded] = ()) -> list[int]:
+    """The depth of the stack before each row, -1 where control never comes."""
+    found = [-1] * len(rows)
+    pending = [(0, 0)] if rows else []
+    pending.extend((g.target, g.depth + g.lasti + 1) for g in guarded)
+    while pending:
+        at, depth = pending.pop()
+        while at < len(rows) and found[at] < 0:
+            found[at] = depth
+            op, arg, target = rows[at]
+            if target >= 0:
+                pending.append((target, depth + stack_effect(op, arg, True)))
+            if op in TERMINATORS:
+                break
+            depth += stack_effect(op, arg)
+            at += 1
+        else:
+            if at >= len(rows):
+                raise Bug("control runs past the last instruction")
+            if found[at] != depth:
+                raise Bug(f"{OPNAME[rows[at].op]} at row {at} is reached with {found[at]} and with {depth} values")
+    return found
+
+
+def deepest(rows: Sequence[Row], before: Sequence[int]) -> int:
+    """The largest number of values ever on the stack, given the depth before each row."""
+    most = max(before, default=0)
+    for row, depth in zip(rows, before, strict=True):
+        if depth >= 0:
+            most = max(most, depth + stack_effect(row.op, row.arg))
+    return most
+
+
+def is_jump(op: int) -> bool:
+    """Whether the instruction has a jump target."""
+    return KIND[op] in (Kind.FORWARD, Kind.BACKWARD)
+
+
+def code_rows(code: CodeType) -> tuple[list[Row], list[Guarded]]:
+    """The rows and guarded ranges of a code object."""
+    decoded = decode(code)
+    rows = [Row(i.op, i.arg, i.value if is_jump(i.op) else -1) for i in decoded.instructions]
+    return rows, [Guarded(start, end, *handler) for start, end, handler in decoded.handlers]
+
+
+def stack_depths(code: CodeType) -> tuple[int, ...]:
+    """The depth of the stack before each instruction of `code`, -1 where control never comes."""
+    return tuple(depths(*code_rows(code)))
+
+
+def reachable(code: CodeType, starts: Iterable[int]) -> set[int]:
+    """Indices of the instructions that control may come to from `starts`, through handlers too."""
+    decoded = decode(code)
+    instructions = decoded.instructions
+    seen: set[int] = set()
+    pending = list(starts)
+    while pending:
+        at = pending.pop()
+        while at not in seen:
+            seen.add(at)
+            i = instructions[at]
+            if is_jump(i.op):
+                pending.append(i.value)
+            handler = decoded.handler(at)
+            if handler is not None:
+                pending.append(handler.target)
+            if i.op in TERMINATORS:
+                break
+            at += 1
+    return seen

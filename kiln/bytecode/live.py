@@ -1,0 +1,90 @@
+"""Which variables the rest of a function still reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import CodeType
+
+from kiln.bytecode.decode import Code, decode
+from kiln.bytecode.flow import is_jump, reachable
+from kiln.bytecode.versions import REAL, TERMINATORS
+
+READ, WRITE, CLEAR = "read", "write", "clear"
+
+_ACCESS = {
+    "LOAD_FAST": (READ,),
+    "LOAD_FAST_CHECK": (READ,),
+    "LOAD_FAST_AND_CLEAR": (CLEAR,),
+    "DELETE_FAST": (CLEAR,),
+    "STORE_FAST": (WRITE,),
+    "LOAD_FAST_LOAD_FAST": (READ, READ),
+    "STORE_FAST_LOAD_FAST": (WRITE, READ),
+    "STORE_FAST_STORE_FAST": (WRITE, WRITE),
+    "LOAD_CLOSURE": (READ,),
+    "LOAD_DEREF": (READ,),
+    "STORE_DEREF": (READ,),
+    "DELETE_DEREF": (READ,),
+}
+"""What an instruction does with each of its variables; a cell is read by everything that goes through it."""
+
+_UNCHECKED = frozenset(("LOAD_FAST", "LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST"))
+_LOADS_CHECK = "LOAD_FAST_CHECK" not in REAL
+
+
+def live(code: CodeType, index: int) -> frozenset[str]:
+    """The variables whose value before instruction `index` may still be read; zero-argument super() reads too."""
+    return _before(decode(code), index, reachable(code, (index,)), checked=True) | _super_reads(code)
+
+
+def needed(code: CodeType, index: int, running: Iterable[int]) -> frozenset[str]:
+    """The variables that the instructions `running`, from `index` on, read without a look at whether they are bound."""
+    if _LOADS_CHECK:
+        return frozenset()
+    return _before(decode(code), index, running, checked=False)
+
+
+def _super_reads(code: CodeType) -> frozenset[str]:
+    if "__class__" in code.co_freevars and "super" in code.co_names and code.co_argcount:
+        return frozenset(("__class__", code.co_varnames[0]))
+    return frozenset()
+
+
+def _before(decoded: Code, index: int, running: Iterable[int], checked: bool) -> frozenset[str]:
+    """Backward flow: what is read before it is written, at `index`, one bit a variable."""
+    bit = {name: 1 << at for at, name in enumerate(decoded.locals)}
+    order = sorted(running, reverse=True)
+    reads: dict[int, int] = {}
+    writes: dict[int, int] = {}
+    for at in order:
+        reads[at], writes[at] = _access(decoded, at, bit, checked)
+    before = dict.fromkeys(order, 0)
+    settled = False
+    while not settled:
+        settled = True
+        for at in order:
+            i = decoded.instructions[at]
+            after = 0 if i.op in TERMINATORS else before.get(at + 1, 0)
+            if is_jump(i.op):
+                after |= before.get(i.value, 0)
+            found = reads[at] | after & ~writes[at]
+            handler = decoded.handler(at)
+            if handler is not None:
+                found |= before.get(handler.target, 0)
+            if found != before[at]:
+                before[at] = found
+                settled = False
+    return frozenset(name for name, mask in bit.items() if before[index] & mask)
+
+
+def _access(decoded: Code, at: int, bit: dict[str, int], checked: bool) -> tuple[int, int]:
+    """The variables that one instruction reads before writing them, and those that it writes or unbinds."""
+    i = decoded.instructions[at]
+    reads = writes = 0
+    names = i.value if isinstance(i.value, tuple) else (i.value,)
+    for how, name in zip(_ACCESS.get(i.name, ()), names, strict=False):
+        mask = bit[name]
+        if how == READ and (checked or i.name in _UNCHECKED) or how == CLEAR and checked:
+            reads |= mask & ~writes
+        if how != READ:
+            writes |= mask
+    return reads, writes

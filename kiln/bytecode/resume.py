@@ -1,0 +1,311 @@
+"""Code that goes on in the middle of a function, and code that runs one instruction and hands the state on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from inspect import (
+    CO_ASYNC_GENERATOR,
+    CO_COROUTINE,
+    CO_GENERATOR,
+    CO_NEWLOCALS,
+    CO_OPTIMIZED,
+    CO_VARARGS,
+    CO_VARKEYWORDS,
+)
+from types import CodeType
+from typing import Any
+
+from kiln.base.errors import Bug, Skip
+from kiln.bytecode.assemble import Emitter, Label
+from kiln.bytecode.body import CELL_USERS, Body, make_cell
+from kiln.bytecode.decode import Code, decode
+from kiln.bytecode.flow import is_jump, reachable, stack_effect
+from kiln.bytecode.live import needed
+from kiln.bytecode.versions import HERE, REAL, TERMINATORS
+
+
+class Slot(Enum):
+    """What one slot of the stack holds while a frame is handed on; every slot is named, bottom first."""
+
+    VALUE = "value"
+    """An object, carried by a parameter."""
+    NULL = "null"
+    """The NULL of a call sequence, or an unbound variable that a comprehension has put away; no parameter."""
+    HANDLED = "handled"
+    """What PUSH_EXC_INFO leaves below the exception; the parameter carries the exception being handled."""
+    LASTI = "lasti"
+    """The place of a raise, for RERAISE; no parameter."""
+
+
+VALUE, NULL, HANDLED, LASTI = Slot.VALUE, Slot.NULL, Slot.HANDLED, Slot.LASTI
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """Where control leaves: `callable(*values of the stack, *locals)` is called and its result returned."""
+
+    callable: Any
+    stack: tuple[Slot, ...]
+    locals: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """A call in the place of an instruction whose operands are not on the stack: `callable(*deeper)`.
+
+    `deeper` is the last parameter. With mode "push" the result stands for what the instruction pushes, with "drop"
+    nothing is pushed, with "object" the parameter before `deeper` is pushed instead of the result.
+    """
+
+    callable: Any
+    mode: str
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that this adds behind the others."""
+        return (_OBJECT, _DEEPER) if self.mode == "object" else (_DEEPER,)
+
+
+_OBJECT, _DEEPER, _DROPPED = "__object", "__deeper", "__dropped"
+_GENERATORS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+_CALL_HEAD = frozenset(REAL[name] for name in ("KW_NAMES", "PRECALL") if name in REAL)
+_CALL = REAL["CALL"]
+
+
+def resume_code(code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]) -> CodeType:
+    """The code of a function that takes the state of a frame of `code` and goes on at instruction `index`.
+
+    Parameters: the values of the stack, bottom first, then the variables `locals`, those that are cells or free
+    carrying the cell. Every variable that is bound must be given.
+    """
+    decoded = _checked(code)
+    index = _entry(decoded, index)
+    builder = _Builder(code, stack, locals, index, reachable(code, (index,)))
+    builder.prologue()
+    builder.body.copy(index)
+    return builder.finish()
+
+
+def continue_code(
+    code: CodeType,
+    index: int,
+    stack: Sequence[Slot],
+    locals: Sequence[str],
+    epilogues: Sequence[Epilogue | None],
+    replace: Replace | None = None,
+) -> CodeType:
+    """The code of a function that takes the same state, runs the instruction `index` and then leaves.
+
+    The first epilogue is for the fall-through, the second for the jump; where one is None or missing, control goes
+    on in `code`. An exception goes to the handlers of `code` that cover the instruction, and on from there.
+    """
+    decoded = _checked(code)
+    index = _entry(decoded, index)
+    last = index
+    while decoded.instructions[last].op in _CALL_HEAD:
+        last += 1
+    fall, jump = (*epilogues, None, None)[:2]
+    taken = [name for e in (fall, jump) if e is not None for name in e.locals]
+    builder = _Builder(code, stack, locals, index, _after(decoded, index, last, fall, jump), replace, taken)
+    builder.prologue()
+    builder.step(index, last, fall, jump)
+    builder.body.copy()
+    return builder.finish()
+
+
+def _checked(code: CodeType) -> Code:
+    if code.co_flags & _GENERATORS:
+        raise Skip(f"{code.co_qualname} is a generator or a coroutine: its frame cannot be left and entered again")
+    if not (code.co_flags & CO_OPTIMIZED and code.co_flags & CO_NEWLOCALS):
+        raise Skip(f"{code.co_qualname} is the body of a class or of a module")
+    decoded = decode(code)
+    if len(set(decoded.locals)) != len(decoded.locals):
+        raise Skip(f"{code.co_qualname} has two variables of one name")
+    return decoded
+
+
+def _entry(decoded: Code, index: int) -> int:
+    """The index to start from: the instructions that prepare a call go together with it."""
+    start = next(i.index for i in decoded.instructions if i.name == "RESUME")
+    index = max(index, start + 1)
+    if decoded.instructions[index].op == _CALL or decoded.instructions[index].op in _CALL_HEAD:
+        while decoded.instructions[index - 1].op in _CALL_HEAD:
+            index -= 1
+    return index
+
+
+def _after(
+    decoded: Code, index: int, last: int, fall: Epilogue | None, jump: Epilogue | None
+) -> set[int]:
+    """The instructions that run when `index` to `last` run and control leaves through the epilogues."""
+    starts = []
+    final = decoded.instructions[last]
+    if fall is None and final.op not in TERMINATORS:
+        starts.append(last + 1)
+    if jump is None and is_jump(final.op):
+        starts.append(final.value)
+    handlers = (decoded.handler(at) for at in range(index, last + 1))
+    starts.extend(handler.target for handler in handlers if handler is not None)
+    return reachable(decoded.code, starts) | set(range(index, last + 1))
+
+
+class _Builder:
+    """A function in the making: parameters, prologue, copied body, epilogues."""
+
+    def __init__(
+        self,
+        code: CodeType,
+        stack: Sequence[Slot],
+        locals: Sequence[str],
+        index: int,
+        running: set[int],
+        replace: Replace | None = None,
+        taken: Iterable[str] = (),
+    ) -> None:
+        self.code, self.stack, self.locals = code, tuple(stack), tuple(locals)
+        self.index, self.running, self.replace = index, running, replace
+        self.names = _Temporaries({*locals, *taken})
+        carried = sum(slot in (VALUE, HANDLED) for slot in self.stack)
+        self.parameters = [*(self.names[k] for k in range(carried)), *self.locals]
+        if replace is not None:
+            self.parameters += replace.parameters
+        self.e = Emitter(tuple(dict.fromkeys((*self.parameters, *decode(code).locals))))
+        self.body = Body(code, self.e)
+
+    def prologue(self) -> None:
+        """Build the stack up from the parameters, which are unbound on the way."""
+        e = self.e
+        self.body.at(self.index)
+        e.raw("RESUME", 0)
+        for name in self._missing_cells():
+            make_cell(e, name)
+        at = 0
+        for slot in self.stack:
+            if slot is NULL:
+                e.push_null()
+            elif slot is LASTI:
+                e.const(0)
+            else:
+                e.take(self.names[at])
+                at += 1
+                if slot is HANDLED:
+                    e.raw("PUSH_EXC_INFO")
+                    e.pop()
+
+    def _missing_cells(self) -> list[str]:
+        instructions = self.body.decoded.instructions
+        used = {instructions[at].value for at in self.running if instructions[at].op in CELL_USERS}
+        missing = used.difference(self.locals)
+        free = missing.intersection(self.code.co_freevars)
+        unbound = free | needed(self.code, self.index, self.running).difference(self.locals, missing)
+        if unbound:
+            raise Bug(f"{self.code.co_qualname} cannot go on at {self.index} without {', '.join(sorted(unbound))}")
+        return sorted(missing)
+
+    def step(self, index: int, last: int, fall: Epilogue | None, jump: Epilogue | None) -> None:
+        """Run the instructions `index` to `last`, or the call that replaces them, and leave."""
+        final = self.body.decoded.instructions[last]
+        depth = len(self.stack)
+        arm = Label()
+        if self.replace is not None:
+            start = len(self.e)
+            depth += self._replacement(self.replace)
+            self.body.cover(start, last)
+            self._leave(fall, last + 1, depth)
+            return
+        for at in range(index, last + 1):
+            self.body.emit(at, {final.value: arm} if is_jump(final.op) else {})
+        if final.op not in TERMINATORS:
+            self._leave(fall, last + 1, depth + stack_effect(final.op, final.arg))
+        if is_jump(final.op):
+            self.e.place(arm)
+            self._arrive(final.value, final.name == "FOR_ITER", jump, depth + stack_effect(final.op, final.arg, True))
+
+    def _arrive(self, target: int, exhausted: bool, epilogue: Epilogue | None, depth: int) -> None:
+        """Leave on the taken arm of a jump, after what the end of a loop passes over."""
+        for _ in range(HERE.for_exit_skip if exhausted else 0):
+            i = self.body.decoded.instructions[target]
+            self.body.emit(target, {})
+            depth += stack_effect(i.op, i.arg)
+            target += 1
+        self._leave(epilogue, target, depth)
+
+    def _replacement(self, replace: Replace) -> int:
+        e = self.e
+        e.begin_call()
+        e.const(replace.callable)
+        e.mid_call()
+        e.take(_DEEPER)
+        e.call_ex()
+        if replace.mode != "push":
+            e.pop()
+        if replace.mode == "object":
+            e.take(_OBJECT)
+        return int(replace.mode != "drop")
+
+    def _leave(self, epilogue: Epilogue | None, index: int, depth: int) -> None:
+        """Hand the state on, or go on in the body where there is nobody to hand it to."""
+        e = self.e
+        if epilogue is None:
+            e.jump(self.body.label(index))
+            return
+        if len(epilogue.stack) != depth:
+            raise Bug(f"{depth} values are on the stack where an epilogue expects {len(epilogue.stack)}")
+        carried = sum(slot in (VALUE, HANDLED) for slot in epilogue.stack)
+        at = carried
+        for slot in reversed(epilogue.stack):
+            if slot is NULL:
+                # Storing a NULL leaves the variable unbound; every other way to drop it would follow the pointer.
+                e.store(_DROPPED)
+            elif slot is LASTI:
+                e.pop()
+            else:
+                at -= 1
+                self._put_away(slot, self.names[at])
+        e.begin_call()
+        e.const(epilogue.callable)
+        e.mid_call()
+        for name in (*(self.names[k] for k in range(carried)), *epilogue.locals):
+            e.take(name)
+        e.end_call(carried + len(epilogue.locals))
+        e.ret()
+
+    def _put_away(self, slot: Slot, name: str) -> None:
+        e = self.e
+        if slot is HANDLED:
+            e.begin_call()
+            e.const(sys.exception)
+            e.mid_call()
+            e.end_call(0)
+            e.store(name)
+            e.raw("POP_EXCEPT")
+        else:
+            e.store(name)
+
+    def finish(self) -> CodeType:
+        """The code object, under the name and place of the original."""
+        code = self.code
+        return self.e.finish(
+            code.co_name, code.co_filename, code.co_firstlineno, len(self.parameters), self.parameters,
+            code.co_flags & ~(CO_VARARGS | CO_VARKEYWORDS), qualname=code.co_qualname,
+        )  # fmt: skip
+
+
+class _Temporaries:
+    """Names for values of the stack, none of them among the names taken."""
+
+    def __init__(self, taken: set[str]) -> None:
+        self._taken = taken
+        self._names: list[str] = []
+        self._next = 0
+
+    def __getitem__(self, at: int) -> str:
+        while len(self._names) <= at:
+            name = f"__stack{self._next}"
+            self._next += 1
+            if name not in self._taken:
+                self._names.append(name)
+        return self._names[at]

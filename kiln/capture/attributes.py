@@ -1,0 +1,471 @@
+"""Attribute lookup, assignment and deletion as CPython does them, with the user's hooks interpreted."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.base.source import Attr, Const, DictAttr, Item
+from kiln.capture.frame import UserError
+from kiln.capture.world import CONSTANTS, DELETED, MISSING
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+NATIVE_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+                      types.GetSetDescriptorType, types.MemberDescriptorType)  # fmt: skip
+PLAIN_GETATTRIBUTE = (object.__getattribute__, type.__getattribute__, types.ModuleType.__getattribute__, super.__getattribute__)
+
+
+def mro_lookup(cls: type, name: str) -> Any:
+    """The raw value of `name` along the MRO of a class, or MISSING."""
+    for base in cls.__mro__:
+        space = base.__dict__
+        if name in space:
+            return space[name]
+    return MISSING
+
+
+def type_lookup(m: Machine, cls: type, name: str) -> Any:
+    """The special method `name` of a class, or None; the lookup is guarded for the user's classes."""
+    value = mro_lookup(cls, name)
+    m.world.class_attr(cls, name, value)
+    return None if value is MISSING else value
+
+
+def load(m: Machine, value: Any, name: str, mode: str = "opaque") -> Any:
+    """`value.name`."""
+    kind = type(value)
+    loader = LOADERS.get(kind)
+    if loader is not None:
+        return loader(m, value, name)
+    if isinstance(value, type):
+        return load_from_class(m, value, name)
+    custom = mro_lookup(kind, "__getattribute__")
+    if custom not in PLAIN_GETATTRIBUTE and isinstance(custom, types.FunctionType):
+        try:
+            return m.inline(custom, (value, name), {})
+        except UserError as e:
+            hook = mro_lookup(kind, "__getattr__")
+            if not isinstance(e.error, AttributeError) or not isinstance(hook, types.FunctionType):
+                raise
+            return m.inline(hook, (value, name), {}, mode)
+    return load_from_object(m, value, name, mode)
+
+
+def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", hooks: bool = True) -> Any:
+    """The generic protocol: data descriptor, instance dict, class attribute, `__getattr__`."""
+    kind, world = type(value), m.world
+    found = mro_lookup(kind, name)
+    source = world.source(value) if id(value) not in world.shadows else None
+    if isinstance(value, enum.Enum) and not isinstance(found, types.FunctionType):
+        return m.native(getattr, value, name)
+    if found is not MISSING and is_data_descriptor(found):
+        world.class_attr(kind, name, found)
+        return bind(m, found, value, kind, name, mode)
+    if source is not None:
+        pending = world.read_slot(value, name)
+        if pending is not MISSING and pending is not DELETED:
+            return pending
+        space = instance_space(value) if pending is MISSING else None
+        if space is not None and name in space:
+            return world.outside(space[name], DictAttr(source, name))
+    else:
+        space = instance_space(value)
+        if space is not None and name in space:
+            return m.view(space[name])
+    if found is not MISSING:
+        if source is not None and space is not None:
+            world.absent(value, name)
+        world.class_attr(kind, name, found)
+        return bind(m, found, value, kind, name, mode)
+    hook = mro_lookup(kind, "__getattr__") if hooks else MISSING
+    if hook is torch.nn.Module.__getattr__:
+        return load_from_module(m, value, name)
+    if isinstance(hook, types.FunctionType):
+        if source is not None:
+            world.absent(value, name)
+        world.class_attr(kind, name, MISSING)
+        return m.inline(hook, (value, name), {}, mode)
+    if source is not None:
+        world.absent(value, name)
+        world.class_attr(kind, name, MISSING)
+    return m.native(missing, value, name)
+
+
+def missing(value: Any, name: str) -> Any:
+    error = AttributeError(f"'{type(value).__name__}' object has no attribute '{name}'")
+    error.name, error.obj = name, value
+    raise error
+
+
+def instance_space(value: Any) -> Any:
+    """The instance dict of an object, or None."""
+    try:
+        space = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return space if isinstance(space, dict) else None
+
+
+def is_data_descriptor(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__get__") and (hasattr(kind, "__set__") or hasattr(kind, "__delete__"))
+
+
+def load_from_module(m: Machine, module: torch.nn.Module, name: str) -> Any:
+    """What nn.Module.__getattr__ does: parameters, buffers, submodules."""
+    world = m.world
+    source = world.source(module)
+    for table in ("_parameters", "_buffers", "_modules"):
+        space = load_from_object(m, module, table, hooks=False) if source is None or world.read_slot(module, table) is not MISSING else None
+        if space is None:
+            real = module.__dict__.get(table)
+            if real is None:
+                continue
+            shadow = world.shadow_of.get(id(real))
+            if shadow is None:
+                if name in real:
+                    assert source is not None
+                    return world.outside(real[name], Item(DictAttr(source, table), name))
+                continue
+            space = world.touch(shadow.copy)
+        if name in space:
+            return m.view(space[name])
+    if source is not None:
+        for table in ("_parameters", "_buffers", "_modules"):
+            if table in module.__dict__ and id(module.__dict__[table]) not in world.shadow_of:
+                world.lacks(DictAttr(source, table), name)
+        world.absent(module, name)
+    return m.native(missing, module, name)
+
+
+def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = "opaque") -> Any:
+    """What a class attribute gives when it is read from an instance."""
+    if isinstance(found, types.FunctionType):
+        return types.MethodType(m.world.constant(found), value)
+    if isinstance(found, property):
+        if found.fget is None:
+            raise UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no getter"))
+        m.world.constant(found.fget)
+        return m.call(found.fget, (value,), {}, mode)
+    if isinstance(found, staticmethod):
+        return m.world.constant(found.__func__)
+    if isinstance(found, classmethod):
+        return bind_class_method(m, found, kind)
+    if isinstance(found, NATIVE_DESCRIPTORS):
+        return bind_native(m, found, value, kind, name)
+    if isinstance(found, functools.cached_property):
+        result = m.call(m.world.constant(found.func), (value,))
+        store_plain(m, value, name, result)
+        return result
+    getter = type_lookup(m, type(found), "__get__")
+    if isinstance(getter, types.FunctionType):
+        return m.call(getter, (m.world.constant(found), value, kind), {}, mode)
+    if getter is not None:
+        if isinstance(found, types.BuiltinFunctionType):
+            return found
+        return m.native(getter, found, value, kind)
+    return class_value(m, found, kind, name)
+
+
+def class_value(m: Machine, found: Any, cls: type, name: str) -> Any:
+    """A plain attribute of a class; the class guard covers its identity."""
+    if type(found) in CONSTANTS:
+        return found
+    return m.world.outside(found, Const(found, f"{cls.__name__}.{name}"))
+
+
+def bind_class_method(m: Machine, found: classmethod[Any, Any, Any], cls: type) -> Any:
+    inner = found.__func__
+    if isinstance(inner, types.FunctionType):
+        return types.MethodType(m.world.constant(inner), cls)
+    return m.native(found.__get__, None, cls)
+
+
+def bind_native(m: Machine, found: Any, value: Any, kind: type, name: str) -> Any:
+    """A slot, a getset or a native method of an object."""
+    world = m.world
+    source = world.source(value) if id(value) not in world.shadows else None
+    if name == "__dict__" and isinstance(found, types.GetSetDescriptorType):
+        return world.instance_dict(value) if source is not None else value.__dict__
+    if name == "__class__":
+        return world.constant(kind)
+    if isinstance(found, (types.GetSetDescriptorType, types.MemberDescriptorType)):
+        if source is None:
+            return m.view(m.native(getattr, value, name))
+        pending = world.read_slot(value, name)
+        if pending is DELETED:
+            return m.native(missing, value, name)
+        if pending is not MISSING:
+            return pending
+        return world.outside(m.native(getattr, value, name), Attr(source, name))
+    return m.native(found.__get__, value, kind)
+
+
+# ---------------------------------------------------------------------- special kinds of objects
+
+
+def load_from_class(m: Machine, cls: type, name: str) -> Any:
+    """Attribute of a class: metaclass data descriptors, the class's own MRO, then the metaclass."""
+    meta, world = type(cls), m.world
+    on_meta = mro_lookup(meta, name)
+    if on_meta is not MISSING and is_data_descriptor(on_meta):
+        if isinstance(on_meta, property):
+            return m.call(on_meta.fget, (cls,))
+        if name == "__dict__":
+            return m.native(getattr, cls, name)
+        value = m.native(getattr, cls, name)
+        return value if type(value) in CONSTANTS else world.outside(value, Attr(Const(cls), name))
+    if isinstance(cls, enum.EnumMeta) and not isinstance(mro_lookup(cls, name), (types.FunctionType, classmethod, staticmethod)):
+        value = m.native(getattr, cls, name)
+        return value if type(value) in CONSTANTS else world.outside(value, Const(value, f"{cls.__name__}.{name}"))
+    pending = world.read_slot(cls, name)
+    if pending is not MISSING and pending is not DELETED:
+        return pending
+    found = mro_lookup(cls, name)
+    world.class_attr(cls, name, found)
+    if found is not MISSING:
+        return from_class(m, found, cls, name)
+    if on_meta is not MISSING:
+        return bind(m, on_meta, cls, meta, name)
+    hook = mro_lookup(meta, "__getattr__")
+    if isinstance(hook, types.FunctionType):
+        return m.inline(hook, (cls, name), {})
+    return m.native(getattr, cls, name)
+
+
+def from_class(m: Machine, found: Any, cls: type, name: str) -> Any:
+    """A class attribute read from the class itself."""
+    if isinstance(found, types.FunctionType):
+        return m.world.constant(found)
+    if isinstance(found, classmethod):
+        return bind_class_method(m, found, cls)
+    if isinstance(found, staticmethod):
+        return m.world.constant(found.__func__)
+    if isinstance(found, (property, functools.cached_property)):
+        return m.world.constant(found)
+    if isinstance(found, NATIVE_DESCRIPTORS) or isinstance(found, types.BuiltinFunctionType):
+        return m.native(getattr, cls, name)
+    getter = type_lookup(m, type(found), "__get__")
+    if isinstance(getter, types.FunctionType):
+        return m.call(getter, (m.world.constant(found), None, cls))
+    return class_value(m, found, cls, name)
+
+
+def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> Any:
+    space = vars(module)
+    if name not in space:
+        hook = space.get("__getattr__")
+        if isinstance(hook, types.FunctionType) and not (module.__name__ or "").startswith("torch"):
+            return m.call(m.world.constant(hook), (name,))
+        value = m.native(getattr, module, name)
+        return value if type(value) in CONSTANTS else m.world.outside(value, Const(value, f"{module.__name__}.{name}"))
+    value = space[name]
+    overlay = m.world.spaces.get(id(space))
+    if overlay is None and module.__name__.partition(".")[0] == "torch" and isinstance(value, STABLE):
+        return m.world.constant(value)
+    found = m.world.read_global(space, name)
+    if found is DELETED:
+        return m.native(missing, module, name)
+    return found
+
+
+STABLE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType, torch.dtype)
+
+
+def load_from_super(m: Machine, value: super, name: str) -> Any:
+    this, owner, start = value.__thisclass__, value.__self__, value.__self_class__
+    mro = start.__mro__
+    for base in mro[mro.index(this) + 1:]:
+        if name in base.__dict__:
+            found = base.__dict__[name]
+            m.world.class_attr(base, name, found)
+            if isinstance(owner, type) and owner is start:
+                return super_from_class(m, found, start, name)
+            return bind(m, found, owner, start, name)
+    if name == "__class__":
+        return super
+    raise UserError(AttributeError(f"'super' object has no attribute '{name}'"))
+
+
+def super_from_class(m: Machine, found: Any, start: type, name: str) -> Any:
+    if isinstance(found, types.BuiltinFunctionType):
+        return found
+    if isinstance(found, NATIVE_DESCRIPTORS):
+        return m.native(found.__get__, None, start) if isinstance(found, types.ClassMethodDescriptorType) else found
+    return from_class(m, found, start, name)
+
+
+def load_from_method(m: Machine, value: types.MethodType, name: str) -> Any:
+    if name in ("__func__", "__self__"):
+        return getattr(value, name)
+    if name in ("__call__", "__get__", "__eq__", "__hash__", "__reduce__", "__class__"):
+        return m.native(getattr, value, name)
+    return load(m, value.__func__, name)
+
+
+def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
+    """Attributes of tensors: properties without tensors are constants here, methods are bound, the rest is recorded."""
+    world = m.world
+    pending = world.read_slot(value, name) if world.instance else MISSING
+    if pending is not MISSING and pending is not DELETED:
+        return pending
+    if name == "__class__":
+        return world.constant(tensor_type(value))
+    if name == "__dict__":
+        raise Break("tensor-attribute", "the __dict__ of a tensor is read", "keep such values beside the tensor")
+    found = mro_lookup(torch.Tensor, name)
+    source = world.source(value)
+    if name in ("grad", "_grad"):
+        if source is None:
+            return None
+        real = m.recorder.real(value)
+        return world.outside(real.grad, Attr(source, name))
+    if found is MISSING:
+        real = m.recorder.real(value) if source is not None else None
+        if real is not None and name in getattr(real, "__dict__", {}):
+            return world.outside(real.__dict__[name], DictAttr(source, name))  # type: ignore[arg-type]
+        if name in value.__dict__ and name not in FAKE_SLOTS:
+            return value.__dict__[name]
+        if real is not None:
+            world.absent_attr(source, name)
+        raise UserError(AttributeError(f"'{tensor_type(value).__name__}' object has no attribute '{name}'"))
+    if isinstance(found, types.FunctionType):
+        return types.MethodType(world.constant(found), value)
+    if isinstance(found, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        return m.native(getattr, value, name)
+    if isinstance(found, property):
+        return m.call(found.fget, (value,)) if name not in RECORDED else m.torch_call(getattr, (value, name), {})
+    if name in RECORDED:
+        return m.torch_call(getattr, (value, name), {})
+    return m.native(getattr, value, name)
+
+
+RECORDED = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
+
+
+def tensor_type(value: FakeTensor) -> type:
+    return getattr(value, "real_type", None) or torch.Tensor
+
+
+LOADERS: dict[type, Any] = {
+    FakeTensor: load_from_tensor,
+    types.ModuleType: load_from_python_module,
+    super: load_from_super,
+    types.MethodType: load_from_method,
+}
+
+# ---------------------------------------------------------------------- writing
+
+
+def store(m: Machine, value: Any, name: str, item: Any, mode: str = "opaque") -> None:
+    """`value.name = item`."""
+    kind = type(value)
+    if kind is FakeTensor:
+        store_on_tensor(m, value, name, item)
+        return
+    if isinstance(value, types.ModuleType):
+        m.world.write_global(vars(value), name, item)
+        return
+    custom = type_lookup(m, kind, "__setattr__")
+    if custom is torch.nn.Module.__setattr__ and plain_module_write(m, value, name, item):
+        store_plain(m, value, name, item)
+        return
+    if isinstance(custom, types.FunctionType):
+        m.inline(custom, (value, name, item), {}, mode)
+        return
+    store_by_protocol(m, value, name, item, mode)
+
+
+def store_by_protocol(m: Machine, value: Any, name: str, item: Any, mode: str = "opaque") -> None:
+    """What object.__setattr__ does."""
+    kind = type(value)
+    found = mro_lookup(kind, name)
+    if found is not MISSING:
+        m.world.class_attr(kind, name, found)
+        if isinstance(found, property):
+            if found.fset is None:
+                raise UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no setter"))
+            m.call(m.world.constant(found.fset), (value, item), {}, mode)
+            return
+        setter = mro_lookup(type(found), "__set__")
+        if isinstance(setter, types.FunctionType):
+            m.call(setter, (m.world.constant(found), value, item), {}, mode)
+            return
+        if name in ("__dict__", "__class__"):
+            raise Break("attribute-write", f"{name} of a {kind.__name__} is replaced", "change the attributes one by one")
+    store_plain(m, value, name, item)
+
+
+def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
+    if type(value) is types.CellType:
+        m.world.write_cell(value, item)
+    elif m.source(value) is not None and id(value) not in m.world.shadows:
+        m.world.write_slot(value, name, item)
+    else:
+        m.native(type.__setattr__ if isinstance(value, type) else object.__setattr__, value, name, item)
+
+
+def plain_module_write(m: Machine, module: Any, name: str, item: Any) -> bool:
+    """Whether nn.Module.__setattr__ would just put the item into the instance dict."""
+    if isinstance(item, (torch.Tensor, torch.nn.Module)) or mro_lookup(type(module), name) is not MISSING:
+        return False
+    space = module.__dict__
+    return not any(name in space.get(table, ()) for table in ("_parameters", "_buffers", "_modules"))
+
+
+def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None:
+    if name in ("data", "requires_grad", "names", "real", "imag"):
+        raise Break("metadata-mutation", f"{name} of a tensor is assigned", "make a new tensor instead")
+    found = mro_lookup(torch.Tensor, name)
+    if name == "grad" and m.source(value) is None:
+        raise Break("metadata-mutation", "grad of an intermediate tensor is assigned", "assign it outside")
+    if found is not MISSING and name not in ("grad", "_grad"):
+        raise Break("tensor-attribute", f"{name} of a tensor is assigned", "make a new tensor instead")
+    m.world.write_tensor_slot(value, name, item)
+
+
+def delete(m: Machine, value: Any, name: str, mode: str = "opaque") -> None:
+    """`del value.name`."""
+    kind = type(value)
+    custom = type_lookup(m, kind, "__delattr__")
+    if isinstance(custom, types.FunctionType):
+        m.inline(custom, (value, name), {}, mode)
+        return
+    delete_by_protocol(m, value, name, mode)
+
+
+def delete_by_protocol(m: Machine, value: Any, name: str, mode: str = "opaque") -> None:
+    """What object.__delattr__ does."""
+    kind = type(value)
+    found = mro_lookup(kind, name)
+    if isinstance(found, property):
+        if found.fdel is None:
+            raise UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no deleter"))
+        m.call(found.fdel, (value,), {}, mode)
+        return
+    deleter = mro_lookup(type(found), "__delete__") if found is not MISSING else MISSING
+    if isinstance(deleter, types.FunctionType):
+        m.call(deleter, (found, value), {}, mode)
+        return
+    if kind is types.CellType:
+        m.world.write_cell(value, MISSING)
+    elif isinstance(value, types.ModuleType):
+        m.world.write_global(vars(value), name, MISSING)
+    elif m.source(value) is not None and id(value) not in m.world.shadows:
+        pending = m.world.read_slot(value, name)
+        if pending is DELETED or (pending is MISSING and name not in (instance_space(value) or ()) and found is MISSING):
+            raise UserError(AttributeError(f"'{kind.__name__}' object has no attribute '{name}'"))
+        m.world.write_slot(value, name, MISSING)
+    else:
+        m.native(object.__delattr__, value, name)
+
+

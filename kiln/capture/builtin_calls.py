@@ -1,0 +1,613 @@
+"""How calls of Python's builtins and standard library functions are captured, where running them natively is not enough."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import contextlib
+import copy as copying
+import dataclasses
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.capture import attributes, operators
+from kiln.capture.calls import METHODS, Args, Kwargs, handles, native
+from kiln.capture.frame import UserError
+from kiln.capture.iterators import Generator, Mapped
+from kiln.capture.variables import first_read
+from kiln.capture.world import MISSING, nested
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+
+@handles(len)
+def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) == 1:
+        value = args[0]
+        if type(value) is FakeTensor:
+            return m.native(len, value)
+        n = m.world.length(value)
+        if n is not None:
+            return n
+        method = operators.python_method(m, value, "__len__")
+        if method is not None:
+            return m.inline(method, (value,), {})
+        if operators.opaque(m, value):
+            raise Break("foreign-object", f"the length of a {type(value).__name__} from outside is read", "use a list")
+    return native(m, len, args, kwargs)
+
+
+@handles(getattr)
+def get_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) not in (2, 3) or type(args[1]) is not str:
+        return m.native(getattr, *args, **kwargs)
+    try:
+        return m.getattr(args[0], args[1])
+    except UserError as e:
+        if len(args) == 3 and isinstance(e.error, AttributeError):
+            return args[2]
+        raise
+
+
+@handles(hasattr)
+def has_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) != 2 or type(args[1]) is not str:
+        return m.native(hasattr, *args, **kwargs)
+    try:
+        m.getattr(args[0], args[1])
+    except UserError as e:
+        if isinstance(e.error, AttributeError):
+            return False
+        raise
+    return True
+
+
+@handles(setattr)
+def set_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) != 3 or type(args[1]) is not str:
+        return m.native(setattr, *args, **kwargs)
+    m.setattr(*args)
+
+
+@handles(delattr)
+def delete_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    attributes.delete(m, args[0], args[1])
+
+
+@handles(object.__setattr__, type.__setattr__, BaseException.__setattr__)
+def raw_set_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    attributes.store_by_protocol(m, *args)
+
+
+@handles(object.__delattr__)
+def raw_delete_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    attributes.delete_by_protocol(m, *args)
+
+
+@handles(object.__getattribute__, type.__getattribute__)
+def raw_get_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if isinstance(args[0], type) or type(args[0]) in attributes.LOADERS:
+        return m.getattr(*args)
+    return attributes.load_from_object(m, args[0], args[1], hooks=False)
+
+
+@handles(object.__init__)
+def raw_init(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return None
+
+
+@handles(object.__new__)
+def raw_new(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.native(object.__new__, args[0])
+
+
+@handles(isinstance)
+def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    value, kinds = args
+    if type(value) is FakeTensor:
+        kind = attributes.tensor_type(value)
+        return any(tensor_is(kind, value, k) for k in flat(kinds))
+    if type(value) is Generator:
+        return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
+    for k in flat(kinds):
+        hook = attributes.mro_lookup(type(k), "__instancecheck__")
+        if isinstance(hook, types.FunctionType) and not trusted(type(k)):
+            if m.truth(m.inline(hook, (k, value), {})):
+                return True
+        elif m.native(isinstance, value, k):
+            return True
+    return False
+
+
+def trusted(meta: type) -> bool:
+    return meta.__module__.partition(".")[0] in ("abc", "typing", "torch", "enum", "collections", "_py_abc", "typing_extensions")
+
+
+def flat(kinds: Any) -> list[Any]:
+    if isinstance(kinds, types.UnionType):
+        return list(kinds.__args__)
+    return [k for part in kinds for k in flat(part)] if isinstance(kinds, tuple) else [kinds]
+
+
+def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
+    if wanted in LEGACY:
+        return value.dtype is LEGACY[wanted] and value.device.type == "cpu"
+    if isinstance(wanted, type) and type(wanted) in (type, abc_meta):
+        return issubclass(kind, wanted)
+    return isinstance(value, wanted) if wanted is torch.nn.Parameter or wanted is torch.nn.Buffer else issubclass(kind, wanted)
+
+
+abc_meta = type(collections.abc.Sized)
+LEGACY = {getattr(torch, f"{name}Tensor"): dtype for name, dtype in (
+    ("Float", torch.float32), ("Double", torch.float64), ("Half", torch.float16), ("Long", torch.int64), ("Int", torch.int32),
+    ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8), ("Bool", torch.bool), ("BFloat16", torch.bfloat16))}  # fmt: skip
+
+
+@handles(issubclass)
+def is_subclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.native(issubclass, *args)
+
+
+@handles(type)
+def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) == 1 and not kwargs:
+        value = args[0]
+        kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
+        return m.world.constant(types.GeneratorType if kind is Generator else kind)
+    return native(m, type, args, kwargs)
+
+
+@handles(super)
+def super_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if args:
+        return m.native(super, *args)
+    frame = m.frames[-1]
+    cell = frame.cells.get("__class__")
+    cls = m.world.read_cell(cell) if cell is not None else frame.locals.get("__class__", MISSING)
+    if type(cls) is types.CellType:
+        cls = m.world.read_cell(cls)
+    name = frame.code.code.co_varnames[0]
+    names = [n for n in frame.code.code.co_varnames if not n.startswith("$")]
+    owner = first_read(m, frame, name) if name in frame.lazy else frame.locals.get(name, MISSING)
+    if owner is MISSING and name in frame.cells:
+        owner = m.world.read_cell(frame.cells[name])
+    if owner is MISSING or cls is MISSING:
+        raise Break("super", f"super() has no first argument among {names}", "write super(Class, self)")
+    if type(owner) is types.CellType:
+        owner = m.world.read_cell(owner)
+    return m.native(super, cls, owner)
+
+
+@handles(iter)
+def iterator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) == 1:
+        return m.iterate(args[0])
+    return native(m, lambda f, end: iter(lambda: m.call(f), end), args, kwargs)
+
+
+@handles(next)
+def advance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    value = m.next(args[0])
+    if value is not MISSING:
+        return value
+    if len(args) > 1:
+        return args[1]
+    raise UserError(StopIteration(getattr(args[0], "result", None)))
+
+
+@handles(bool)
+def boolean(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.truth(args[0]) if args else False
+
+
+@handles(id)
+def identity(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("identity", "id() gives an address that differs from call to call", "compare objects with `is`")
+
+
+@handles(hash)
+def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    method = operators.python_method(m, args[0], "__hash__")
+    if method is not None:
+        return m.inline(method, args, {})
+    if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))):
+        return m.native(hash, args[0])
+    raise Break("identity", "hash() of an object is its address", "use a hash of its value")
+
+
+@handles(callable)
+def is_callable(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.native(callable, *args)
+
+
+@handles(vars)
+def variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if not args:
+        return local_variables(m, args, kwargs)
+    return m.getattr(args[0], "__dict__")
+
+
+@handles(locals)
+def local_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    frame = m.frames[-1]
+    for name in list(frame.lazy):
+        first_read(m, frame, name)
+    cells = {name: value for name, cell in frame.cells.items() if (value := m.world.read_cell(cell)) is not MISSING}
+    return {**frame.locals, **cells}
+
+
+@handles(globals)
+def global_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    space = m.frames[-1].globals
+    return m.world.outside(space, m.world.namespace(space))
+
+
+@handles(dir)
+def directory(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if args and m.source(args[0]) is not None and not isinstance(args[0], (type, types.ModuleType)):
+        m.world.instance_dict(args[0]) if attributes.instance_space(args[0]) is not None else None
+    return m.native(dir, *args)
+
+
+@handles(print, input, open, exec, eval, compile, breakpoint, sys.exit)
+def outside_world(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("io", "input or output happens here", "move it out of the compiled function")
+
+
+@handles(sys.exc_info)
+def exception_info(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    for frame in reversed(m.frames):
+        if frame.handled:
+            error = frame.handled[-1]
+            return (type(error), error, error.__traceback__)
+    return (None, None, None)
+
+
+@handles(sys._getframe)
+def current_frame(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("frame", "the running frame is inspected", "pass what is needed as an argument")
+
+
+@handles(sys.getrecursionlimit, sys.getsizeof, sys.intern, sys.is_finalizing)
+def interpreter_fact(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function")
+
+
+def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec: str) -> str:
+    """`format(convert(value), spec)`."""
+    if convert is not None:
+        value = text_of(m, value, "__str__" if convert is str else "__repr__") if convert is not ascii else m.native(ascii, value)
+    method = operators.python_method(m, value, "__format__")
+    if method is not None:
+        return str(m.inline(method, (value, spec), {}))
+    if type(value) not in operators.PLAIN and not spec:
+        value = text_of(m, value, "__str__")
+    if type(value) is FakeTensor:
+        return str(m.native(format, value, spec)) if value.dim() else tensor_text()
+    return str(m.native(format, value, spec))
+
+
+def tensor_text() -> str:
+    raise Break("data-dependent", "the value of a tensor is formatted", "format its shape or dtype, or print outside")
+
+
+def text_of(m: Machine, value: Any, name: str) -> str:
+    if any(type(part) is FakeTensor for part in nested([value])):
+        return tensor_text()
+    method = operators.python_method(m, value, name)
+    if method is None and name == "__str__":
+        if attributes.mro_lookup(type(value), "__str__") is object.__str__:
+            method = operators.python_method(m, value, "__repr__")
+    if method is not None:
+        return str(m.inline(method, (value,), {}))
+    m.world.touch(value)
+    if attributes.mro_lookup(type(value), "__repr__") is object.__repr__ and not isinstance(value, (type, BaseException)):
+        raise Break("identity", f"the text of a {type(value).__name__} holds its address", "define __repr__")
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        raise Break("identity", "the text of a function holds its address", "use its __name__")
+    return str(m.native(str if name == "__str__" else repr, value))
+
+
+@handles(str)
+def to_text(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) == 1 and not kwargs and type(args[0]) not in operators.PLAIN:
+        return text_of(m, args[0], "__str__")
+    return native(m, str, args, kwargs)
+
+
+@handles(repr)
+def to_repr(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return text_of(m, args[0], "__repr__") if type(args[0]) not in operators.PLAIN else repr(args[0])
+
+
+@handles(format)
+def to_format(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return formatted(m, args[0], None, args[1] if len(args) > 1 else "")
+
+
+def by_dunder(function: Any, name: str) -> None:
+    """A builtin that asks its argument's class for a special method."""
+
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        if args:
+            if type(args[0]) is FakeTensor and function in (abs, round):
+                return m.torch_call(torch.abs if function is abs else torch.round, (args[0],), {}) if len(args) == 1 else \
+                    m.torch_call(torch.round, (args[0],), {"decimals": args[1]})  # fmt: skip
+            method = operators.python_method(m, args[0], name)
+            if method is not None:
+                return m.call(method, args, kwargs)
+        return native(m, function, args, kwargs)
+
+    handles(function)(handler)
+
+
+for _function, _name in ((abs, "__abs__"), (round, "__round__"), (int, "__int__"), (float, "__float__"), (complex, "__complex__"),
+                         (reversed, "__reversed__"), (operator.index, "__index__"), (bytes, "__bytes__")):  # fmt: skip
+    by_dunder(_function, _name)
+
+
+for _sign, _function in {**operators.BINARY, **operators.COMPARE}.items():
+    def _operator(m: Machine, args: Args, kwargs: Kwargs, sign: str = _sign) -> Any:
+        step = operators.compare if sign in operators.COMPARE else operators.binary
+        return step(m, sign, *args)
+
+    handles(_function)(_operator)
+
+handles(operator.getitem)(lambda m, args, kwargs: operators.getitem(m, *args))
+handles(operator.setitem)(lambda m, args, kwargs: operators.setitem(m, *args))
+handles(operator.delitem)(lambda m, args, kwargs: operators.delitem(m, *args))
+handles(operator.contains)(lambda m, args, kwargs: operators.contains(m, *args))
+handles(operator.not_)(lambda m, args, kwargs: not m.truth(*args))
+handles(operator.truth)(lambda m, args, kwargs: m.truth(*args))
+handles(operator.is_)(lambda m, args, kwargs: args[0] is args[1])
+handles(operator.is_not)(lambda m, args, kwargs: args[0] is not args[1])
+handles(operator.neg)(lambda m, args, kwargs: operators.unary(m, "UNARY_NEGATIVE", *args))
+handles(operator.pos)(lambda m, args, kwargs: operators.unary(m, "UNARY_POSITIVE", *args))
+handles(operator.invert)(lambda m, args, kwargs: operators.unary(m, "UNARY_INVERT", *args))
+
+
+def items_of(m: Machine, value: Any) -> Any:
+    """An iterable that native code may walk: Python iterators go through the interpreter."""
+    kind = type(value)
+    if kind in (list, tuple, set, dict, str, range, frozenset):
+        return m.world.touch(value)
+    return Stepper(m, m.iterate(value))
+
+
+class Stepper:
+    """A native iterator over an iterator of the program."""
+
+    def __init__(self, machine: Machine, inner: Any) -> None:
+        self.machine, self.inner = machine, inner
+
+    def __iter__(self) -> Stepper:
+        return self
+
+    def __next__(self) -> Any:
+        value = self.machine.next(self.inner)
+        if value is MISSING:
+            raise StopIteration
+        return value
+
+
+def over_items(*functions: Any, every: bool = False) -> None:
+    """Builtins that walk their first argument (or all of them): user-defined iterables are interpreted."""
+
+    for function in functions:
+        def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
+            if args:
+                count = len(args) if every else 1
+                args = (*(items_of(m, a) if not isinstance(a, FakeTensor) or every else list(m.iterate(a)) for a in args[:count]), *args[count:])
+            return native(m, function, args, kwargs)
+
+        handles(function)(handler)
+
+
+over_items(list, tuple, set, frozenset, enumerate, collections.deque, dict.fromkeys)
+over_items(zip, every=True)
+
+
+@handles(all)
+def all_true(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return all(m.truth(item) for item in items_of(m, args[0]))
+
+
+@handles(any)
+def any_true(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return any(m.truth(item) for item in items_of(m, args[0]))
+
+
+@handles(sum)
+def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    result = args[1] if len(args) > 1 else kwargs.get("start", 0)
+    for item in items_of(m, args[0]):
+        result = operators.binary(m, "+", result, item)
+    return result
+
+
+@handles(dict)
+def dictionary(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if args and not isinstance(args[0], dict):
+        if not hasattr(type(args[0]), "keys"):
+            args = ([tuple(items_of(m, pair)) for pair in items_of(m, args[0])],)
+        else:
+            keys = list(items_of(m, m.call(m.getattr(args[0], "keys"))))
+            args = ({key: operators.getitem(m, args[0], key) for key in keys},)
+    return native(m, dict, args, kwargs)
+
+
+def extremum(function: Any, sign: str) -> None:
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        values = list(items_of(m, args[0])) if len(args) == 1 else list(args)
+        key = kwargs.get("key")
+        if not values:
+            if "default" in kwargs:
+                return kwargs["default"]
+            return m.native(function, values)
+        best, score = values[0], m.call(key, (values[0],)) if key else values[0]
+        for value in values[1:]:
+            other = m.call(key, (value,)) if key else value
+            if m.truth(operators.compare(m, sign, other, score)):
+                best, score = value, other
+        return best
+
+    handles(function)(handler)
+
+
+extremum(max, ">")
+extremum(min, "<")
+
+
+@handles(map)
+def mapped(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return Mapped(m, map, args[0], [m.iterate(a) for a in args[1:]])
+
+
+@handles(filter)
+def filtered(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return Mapped(m, filter, args[0], [m.iterate(args[1])])
+
+
+@handles(functools.reduce)
+def reduced(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    function, values, *start = args
+    return m.native(functools.reduce, lambda a, b: m.call(function, (a, b)), items_of(m, values), *start)
+
+
+@handles(functools.wraps)
+def wraps(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return lambda function: functools.update_wrapper(function, *args, **kwargs) if m.source(function) is None else function
+
+
+@handles(functools.update_wrapper)
+def update_wrapper(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if m.source(args[0]) is not None:
+        raise Break("function-write", "a function from outside is changed", "decorate it outside")
+    return m.native(functools.update_wrapper, *args, **kwargs)
+
+
+@handles(property, staticmethod, classmethod)
+def descriptor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("descriptor-made", "a descriptor is made by hand", "use a class statement outside")
+
+
+@handles(copying.copy)
+def shallow_copy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    value = args[0]
+    if type(value) is FakeTensor:
+        return m.torch_call(torch.Tensor.detach, (value,), {}) if not value.requires_grad else refuse_copy(value)
+    if isinstance(value, (list, dict, set, tuple, collections.deque, *operators.PLAIN)):
+        return m.native(copying.copy, m.world.touch(value))
+    return m.inline(copying.copy, args, kwargs)
+
+
+@handles(copying.deepcopy)
+def deep_copy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    value = m.world.touch(args[0])
+    for part in nested([value]):
+        if type(part) is FakeTensor or (m.source(part) is not None and id(part) not in m.world.shadows and not isinstance(part, operators.READABLE)):
+            refuse_copy(part)
+    return m.native(copying.deepcopy, value)
+
+
+def refuse_copy(value: Any) -> Any:
+    raise Break("deepcopy", f"a {type(value).__name__} is copied", "copy it outside the compiled function")
+
+
+@handles(dataclasses.fields)
+def dataclass_fields(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.native(dataclasses.fields, *args)
+
+
+@handles(dataclasses.is_dataclass)
+def is_dataclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.native(dataclasses.is_dataclass, *args)
+
+
+@handles(contextlib.nullcontext.__enter__)
+def null_enter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.getattr(args[0], "enter_result")
+
+
+# ---------------------------------------------------------------------- native methods with a treatment of their own
+
+
+def method(*keys: tuple[type, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how these native methods are captured; MISSING means: as any other."""
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        for key in keys:
+            METHODS[key] = function
+        return function
+
+    return declare
+
+
+@method((dict, "get"), (dict, "__getitem__"))
+def dict_get(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    if len(args) == 2:
+        found = m.world.item(owner, args[0])
+        if found is not MISSING:
+            return found
+        known = m.world.contains(owner, args[0])
+        return MISSING if known is None else args[1]
+    return m.world.item(owner, args[0]) if args else MISSING
+
+
+@method((dict, "__contains__"))
+def dict_contains(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    known = m.world.contains(owner, args[0])
+    return MISSING if known is None else known
+
+
+def walking(*keys: tuple[type, str]) -> None:
+    """Native methods that walk their arguments: user-defined iterables are interpreted."""
+    for kind, name in keys:
+        def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = getattr(kind, name)) -> Any:
+            m.world.touch(owner)
+            if m.source(owner) is not None and id(owner) not in m.world.shadows and not isinstance(owner, (str, frozenset)):
+                return MISSING
+            return native(m, function, (owner, *(items_of(m, a) for a in args)), kwargs)
+
+        METHODS[kind, name] = handler
+
+
+walking((list, "extend"), (collections.deque, "extend"), (collections.deque, "extendleft"), (set, "update"), (str, "join"),
+        (list, "__init__"), (set, "union"), (set, "intersection"), (set, "difference"), (set, "symmetric_difference"),
+        (set, "issubset"), (set, "issuperset"), (set, "isdisjoint"), (set, "difference_update"), (set, "intersection_update"),
+        (frozenset, "union"), (frozenset, "intersection"), (frozenset, "difference"), (set, "__init__"))  # fmt: skip
+
+
+@method((list, "sort"))
+def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    m.world.touch(owner)
+    key = kwargs.get("key")
+    wrapped = None if key is None else (lambda value: m.call(key, (value,)))
+    m.native(list.sort, owner, key=wrapped, reverse=kwargs.get("reverse", False))
+    return None
+
+
+@handles(sorted)
+def in_order(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    values = list(items_of(m, args[0]))
+    sort_list(m, values, (), kwargs)
+    return values
+
+
+@handles(__build_class__)
+def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    body = args[0]
+    for cell in body.__closure__ or ():
+        if any(type(v) is FakeTensor for v in nested([m.world.read_cell(cell)])):
+            raise Break("class-body", "a class made here closes over a tensor", "define the class outside")
+    return m.native(builtins.__build_class__, *args, **kwargs)
+

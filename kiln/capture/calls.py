@@ -1,0 +1,410 @@
+"""The call protocol: what happens when the program calls something.
+
+Python functions are inlined, torch functions become nodes, native functions known to be free of side effects run now on
+the real objects, and everything else breaks the graph. Dispatch is by identity first (HANDLERS), then by the callable's type.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.base import marks
+from kiln.base.errors import Break
+from kiln.base.source import Attr, Const, DictAttr, Item
+from kiln.capture import attributes, purity
+from kiln.capture.frame import UserError
+from kiln.capture.world import CONSTANTS, MISSING, nested
+from kiln.check.guards import FunctionState, Length
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}  # by id of the callable; filled by builtin_calls and torch_calls
+ALIVE: list[Any] = []
+
+
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how calls of these very objects are captured."""
+
+    def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            HANDLERS[id(function)] = handler
+            ALIVE.append(function)
+        return handler
+
+    return declare
+
+
+def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
+    """Call anything."""
+    handler = HANDLERS.get(id(function))
+    if handler is not None:
+        return handler(m, args, kwargs)
+    caller = CALLERS.get(type(function))
+    if caller is not None:
+        return caller(m, function, args, kwargs, mode)
+    for kind, caller in CALLER_BASES:
+        if isinstance(function, kind):
+            return caller(m, function, args, kwargs, mode)
+    return call_object(m, function, args, kwargs, mode)
+
+
+# ---------------------------------------------------------------------- Python functions
+
+
+def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    marked = marks.of(function)
+    if marked:
+        action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
+        if action is not None:
+            return action(m, function, args, kwargs)
+    policy = purity.python_policy(function)
+    if policy == "leaf":
+        return leaf(m, function, args, kwargs)
+    if policy == "native":
+        return native(m, function, args, kwargs)
+    if policy == "dropped":
+        return None
+    if policy == "break":
+        raise Break("side-effect", f"{function.__module__}.{function.__qualname__} has effects outside the graph",
+                    "move the call out of the compiled function")  # fmt: skip
+    return m.inline(function, args, kwargs, mode)
+
+
+def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A torch function: one node."""
+    for value in (*args, *kwargs.values()):
+        m.world.touch(value)
+    return m.torch_call(function, args, kwargs)
+
+
+def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    why = str(args[0]) if args else kwargs.get("msg", "") or "kiln.graph_break() was called"
+    raise Break("graph-break-called", why, "remove the call of graph_break")
+
+
+def marked_disable(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("disabled", f"{getattr(function, '__qualname__', function)} is disabled for compilation", "remove kiln.disable")
+
+
+def marked_disallow(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("disallowed", f"{getattr(function, '__qualname__', function)} is kept out of graphs", "remove disallow_in_graph")
+
+
+def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    value = m.native(function, *args, **kwargs)
+    return m.world.outside(value, Const(value)) if isinstance(value, torch.Tensor) else value
+
+
+MARKED: dict[str, Callable[..., Any]] = {
+    marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant, marks.DISABLE: marked_disable,
+    marks.DISALLOW: marked_disallow,
+}  # fmt: skip
+
+
+def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The local variables that a call starts with."""
+    code = function.__code__
+    names, count, kwonly = code.co_varnames, code.co_argcount, code.co_kwonlyargcount
+    values = dict(zip(names[:count], args, strict=False))
+    extra = args[count:]
+    rest: dict[str, Any] = {}
+    flags = code.co_flags
+    if kwargs:
+        allowed = names[code.co_posonlyargcount:count + kwonly]
+        for name, value in kwargs.items():
+            if name in allowed:
+                if name in values:
+                    return refused(m, function, args, kwargs)
+                values[name] = value
+            elif flags & 8:
+                rest[name] = value
+            else:
+                return refused(m, function, args, kwargs)
+    if extra and not flags & 4:
+        return refused(m, function, args, kwargs)
+    if len(values) < count + kwonly:
+        fill_defaults(m, function, values, names, count, kwonly)
+        if any(name not in values for name in names[:count + kwonly]):
+            return refused(m, function, args, kwargs)
+    at = count + kwonly
+    if flags & 4:
+        values[names[at]] = tuple(extra)
+        at += 1
+    if flags & 8:
+        values[names[at]] = rest
+    return values
+
+
+def fill_defaults(m: Machine, function: types.FunctionType, values: dict[str, Any], names: Args, count: int, kwonly: int) -> None:
+    source = m.source(function)
+    defaults, kwdefaults = function.__defaults__ or (), function.__kwdefaults__ or {}
+    if source is not None:
+        m.world.guard(FunctionState(source, function.__code__, function.__defaults__, function.__kwdefaults__))
+    for i, value in enumerate(defaults):
+        name = names[count - len(defaults) + i]
+        if name not in values:
+            path = None if source is None else Item(Attr(source, "__defaults__"), i)
+            values[name] = value if path is None or type(value) in CONSTANTS else m.world.outside(value, path)
+    for name in names[count:count + kwonly]:
+        if name not in values and name in kwdefaults:
+            value = kwdefaults[name]
+            path = None if source is None else Item(Attr(source, "__kwdefaults__"), name)
+            values[name] = value if path is None or type(value) in CONSTANTS else m.world.outside(value, path)
+
+
+def refused(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -> Any:
+    """Arguments that do not fit: Python itself says so before it runs anything."""
+    m.native(function, *args, **kwargs)
+    raise Break("argument-binding", f"the arguments of {function.__qualname__} are not understood", "call it with plain arguments")
+
+
+# ---------------------------------------------------------------------- other callables
+
+
+def call_method(m: Machine, function: types.MethodType, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    return call(m, function.__func__, (function.__self__, *args), kwargs, mode)
+
+
+def call_partial(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    inner, fixed, named = (m.getattr(function, name) for name in ("func", "args", "keywords"))
+    m.world.touch(named)
+    return call(m, inner, (*fixed, *args), {**named, **kwargs}, mode)
+
+
+def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """functools.lru_cache: the function itself is inlined; a cache may always miss."""
+    return call(m, m.world.constant(function.__wrapped__), args, kwargs, mode)
+
+
+def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """Any object whose class defines `__call__`."""
+    method = attributes.type_lookup(m, type(function), "__call__")
+    if method is None:
+        raise UserError(TypeError(f"'{type(function).__name__}' object is not callable"))
+    if isinstance(method, types.FunctionType):
+        return call(m, method, (function, *args), kwargs, mode)
+    if isinstance(method, (staticmethod, classmethod)):
+        return call(m, attributes.bind(m, method, function, type(function), "__call__"), args, kwargs, mode)
+    bound = attributes.bind(m, method, function, type(function), "__call__") if hasattr(type(method), "__get__") else method
+    if type(bound) is types.MethodWrapperType:
+        raise unknown(function)
+    return call(m, bound, args, kwargs, mode)
+
+
+def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """An nn.Module: straight to forward when no hook is registered anywhere."""
+    cls = type(module)
+    entry = attributes.type_lookup(m, cls, "__call__")
+    if entry is not PLAIN_CALL or not unhooked(m, module):
+        return call(m, entry, (module, *args), kwargs, mode)
+    return call(m, m.getattr(module, "forward"), args, kwargs, mode)
+
+
+PLAIN_CALL = torch.nn.Module.__call__
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = tuple(
+    (name, getattr(torch.nn.modules.module, name))
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+)
+
+
+def unhooked(m: Machine, module: torch.nn.Module) -> bool:
+    source, space = m.source(module), module.__dict__
+    if source is None:
+        return not any(space.get(name) for name in HOOKS) and not any(table for _, table in GLOBAL_HOOKS)
+    if space.get("_compiled_call_impl") is not None or "forward" in space or any(space.get(name) for name in HOOKS):
+        return False
+    if id(module) in m.world.instance or id(space) in m.world.shadow_of:
+        return False
+    for name, table in GLOBAL_HOOKS:
+        if table:
+            return False
+        m.world.guard(Length(Const(table, name), 0))
+    for name in HOOKS:
+        m.world.guard(Length(DictAttr(source, name), 0))
+    return True
+
+
+# ---------------------------------------------------------------------- classes
+
+
+def call_class(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """Make an instance: `__new__`, then `__init__`, each inlined where it is Python."""
+    meta_call = attributes.mro_lookup(type(cls), "__call__")
+    if isinstance(meta_call, types.FunctionType) and not purity.native_class(cls):
+        return m.inline(meta_call, (cls, *args), kwargs, "opaque")
+    if purity.native_class(cls):
+        return native(m, cls, args, kwargs)
+    if purity.leaf_class(cls):
+        return leaf(m, cls, args, kwargs)
+    return make(m, cls, args, kwargs, mode)
+
+
+def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
+    """type.__call__ for the user's classes."""
+    if issubclass(cls, torch.Tensor) and cls is not torch.Tensor:
+        raise Break("tensor-subclass", f"a {cls.__name__} is made", "make it outside the compiled function")
+    maker = attributes.type_lookup(m, cls, "__new__")
+    if getattr(cls, "__abstractmethods__", None):
+        return m.native(cls, *args, **kwargs)
+    if isinstance(maker, staticmethod):
+        made = call(m, m.world.constant(maker.__func__), (cls, *args), kwargs)
+    elif isinstance(maker, types.FunctionType):
+        made = call(m, m.world.constant(maker), (cls, *args), kwargs)
+    elif maker is object.__new__ or maker is attributes.mro_lookup(object, "__new__"):
+        if args or kwargs:
+            init = attributes.mro_lookup(cls, "__init__")
+            if init is attributes.mro_lookup(object, "__init__"):
+                raise UserError(TypeError(f"{cls.__name__}() takes no arguments"))
+        made = m.native(object.__new__, cls)
+    else:
+        made = native(m, maker, (cls, *args), kwargs, known=purity.native_base(cls), what=cls)
+    if not isinstance(made, cls):
+        return made
+    init = attributes.type_lookup(m, type(made), "__init__")
+    if isinstance(init, types.FunctionType):
+        result = m.inline(init, (made, *args), kwargs, "object" if mode == "push" else "opaque", payload=made)
+        if result is not None:
+            raise UserError(TypeError(f"__init__() should return None, not '{type(result).__name__}'"))
+    elif init is not attributes.mro_lookup(object, "__init__"):
+        native(m, init, (made, *args), kwargs, known=purity.native_base(cls), what=cls)
+    return made
+
+
+# ---------------------------------------------------------------------- native code
+
+
+def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A builtin function, or a native method bound to its object."""
+    owner = getattr(function, "__self__", None)
+    if type(owner) is FakeTensor:
+        return leaf(m, getattr(torch.Tensor, function.__name__), (owner, *args), kwargs)
+    policy = purity.builtin_policy(function)
+    if policy == "leaf":
+        return leaf(m, function, args, kwargs)
+    if policy == "effect":
+        return m.native(m.recorder.effect, function, args, kwargs)
+    if policy == "native":
+        return native(m, function, args, kwargs)
+    if owner is not None and not isinstance(owner, types.ModuleType):
+        return call_native_method(m, function, owner, function.__name__, args, kwargs)
+    raise unknown(function)
+
+
+def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """A native method of an object: safe when the object is a constant, or made or shadowed by the capture."""
+    handler = METHODS.get((type(owner), name)) or next(
+        (h for base in type(owner).__mro__[1:] if (h := METHODS.get((base, name))) is not None), None)  # fmt: skip
+    if handler is not None:
+        result = handler(m, owner, args, kwargs)
+        if result is not MISSING:
+            return result
+    m.world.touch(owner)
+    if isinstance(owner, type):
+        return native(m, function, args, kwargs, known=purity.native_base(owner) or purity.native_class(owner), what=owner)
+    outside = m.source(owner) is not None and id(owner) not in m.world.shadows
+    if outside and not isinstance(owner, purity.VALUES):
+        raise unknown(function)
+    return native(m, function, args, kwargs, known=not outside or isinstance(owner, purity.VALUES), what=function)
+
+
+METHODS: dict[tuple[type, str], Callable[..., Any]] = {}  # native methods with a treatment of their own; MISSING: go on
+
+
+def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `torch.Tensor.add(x, y)`."""
+    if args and type(args[0]) is FakeTensor and function.__objclass__ in torch.Tensor.__mro__[:-1]:
+        return leaf(m, function, args, kwargs)
+    if not args:
+        return m.native(function, *args, **kwargs)
+    handler = HANDLERS.get(id(function))
+    if handler is not None:
+        return handler(m, args, kwargs)
+    return call_native_method(m, functools.partial(function, args[0]), args[0], function.__name__, args[1:], kwargs)
+
+
+def call_method_wrapper(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A slot of a native type bound to its object: `(1).__add__`, `super().__init__`."""
+    owner, name = function.__self__, function.__name__
+    if type(owner) is FakeTensor:
+        return leaf(m, getattr(torch.Tensor, name), (owner, *args), kwargs)
+    descriptor = getattr(function.__objclass__, name) if hasattr(function, "__objclass__") else None
+    handler = HANDLERS.get(id(descriptor))
+    if handler is not None:
+        return handler(m, (owner, *args), kwargs)
+    if name == "__init__" and not isinstance(owner, type):
+        return native(m, function, args, kwargs, known=purity.native_base(type(owner)), what=type(owner))
+    return call_native_method(m, function, owner, name, args, kwargs)
+
+
+def native(m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = True, what: Any = None) -> Any:
+    """Run native code now, on real objects and fake tensors; Python callbacks come back to the interpreter."""
+    if not known:
+        raise unknown(what or function)
+    world = m.world
+    for value in (*args, *kwargs.values()):
+        world.touch(value)
+    if any(type(value) in CALLABLE for value in (*args, *kwargs.values())) and purity.calls_back(function):
+        args = tuple(callback(m, value) for value in args)
+        kwargs = {name: callback(m, value) for name, value in kwargs.items()}
+    if not any(type(value) is FakeTensor for value in nested((*args, *kwargs.values()))):
+        return m.view(m.native(function, *args, **kwargs))
+    with m.recorder.mode():
+        return m.view(m.native(function, *args, **kwargs))
+
+
+CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
+
+
+def callback(m: Machine, value: Any) -> Any:
+    """A native callable that hands a Python function's calls to the interpreter."""
+    if type(value) in (types.FunctionType, types.MethodType, functools.partial):
+        return lambda *args, **kwargs: m.call(value, args, kwargs)
+    if isinstance(value, type) and not purity.native_class(value):
+        return lambda *args, **kwargs: m.call(value, args, kwargs)
+    return value
+
+
+def unknown(function: Any) -> Break:
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__name__
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return Break("native-call", f"{module}.{name} is native code that is not known to be free of side effects",
+                 "move the call out of the compiled function, or mark a wrapper with kiln.allow_in_graph")  # fmt: skip
+
+
+def call_operation(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    return leaf(m, function, args, kwargs)
+
+
+def call_static(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    return call(m, m.world.constant(function.__func__), args, kwargs, mode)
+
+
+CALLERS: dict[type, Callable[..., Any]] = {
+    types.FunctionType: call_function,
+    types.MethodType: call_method,
+    types.BuiltinFunctionType: call_builtin,
+    types.MethodDescriptorType: call_descriptor,
+    types.WrapperDescriptorType: call_descriptor,
+    types.ClassMethodDescriptorType: call_descriptor,
+    types.MethodWrapperType: call_method_wrapper,
+    functools.partial: call_partial,
+    functools._lru_cache_wrapper: call_cached,
+    staticmethod: call_static,
+    torch._ops.OpOverload: call_operation,
+    torch._ops.OpOverloadPacket: call_operation,
+}
+CALLER_BASES: tuple[tuple[Any, Callable[..., Any]], ...] = (
+    (torch.nn.Module, call_module),
+    (type, call_class),
+    (functools.partial, call_partial),
+)

@@ -1,0 +1,334 @@
+"""The end of a capture: the graph, the guards, and residual code that calls the one and goes on after a break."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import CO_NEWLOCALS, CO_OPTIMIZED
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break, Skip
+from kiln.bytecode import versions
+from kiln.bytecode.assemble import Emitter
+from kiln.bytecode.decode import Instruction
+from kiln.bytecode.flow import is_jump, stack_effect
+from kiln.bytecode.live import live
+from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Epilogue, Replace, Slot, continue_code, resume_code
+from kiln.bytecode.resume import NULL as NULL_SLOT
+from kiln.capture import runtime, state
+from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Restart
+from kiln.capture.machine import Machine
+from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable
+from kiln.capture.world import MISSING
+from kiln.ops.fake import FakeTensor
+
+Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+@dataclass(slots=True)
+class Captured:
+    """What one capture gives: guards, the graph (None when no torch call was made) and the code that runs instead."""
+
+    guards: Any
+    graph: torch.fx.GraphModule | None
+    ops: int
+    inputs: int
+    run: types.FunctionType
+    reason: Break | None
+
+
+class Finisher:
+    """Turns the state of a machine, at a return or at a break, into a function of the frame's arguments."""
+
+    def __init__(self, machine: Machine, root: Frame, names: tuple[str, ...], before: tuple[Any, ...],
+                 compiler: Compiler, resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any]) -> None:  # fmt: skip
+        self.m, self.root, self.names, self.before = machine, root, names, before
+        self.compiler, self.resume, self.cache = compiler, resume, cache
+        self.after = state.snapshot()
+        self.graph: torch.fx.GraphModule | None = None
+        self.ops = self.inputs = 0
+
+    def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
+        """Emit graph call, rebuilt values, writes and the tail."""
+        dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
+        self.body(dry, tail)
+        call, inputs = self.compile_graph(dry.outputs)
+        e = Emitter()
+        e.line(self.root.code.code.co_firstlineno)
+        e.raw("RESUME", 0)
+        r = Rebuilder(self.m.world, e, self.m.steps)
+        if call is not None:
+            e.begin_call()
+            e.const(call)
+            e.mid_call()
+            for info in inputs:
+                r.source(info.source)
+            e.end_call(len(inputs))
+            e.store("__out")
+        self.body(r, tail)
+        e.ret()
+        code = self.root.code.code
+        built = e.finish(f"<{code.co_name} captured>", code.co_filename, code.co_firstlineno, len(self.names), self.names,
+                         CO_OPTIMIZED | CO_NEWLOCALS)  # fmt: skip
+        run = types.FunctionType(built, self.root.globals)
+        return Captured(None, self.graph, self.ops, self.inputs, run, reason)
+
+    def compile_graph(self, outputs: list[FakeTensor]) -> tuple[Any, list[Any]]:
+        graph, inputs = self.m.recorder.finish(outputs)
+        calls = [n for n in graph.graph.nodes if n.op.startswith("call")]
+        if not calls:
+            if not outputs:
+                return None, []
+        self.graph, self.ops, self.inputs = graph, len(calls), len(inputs)
+        call = self.compiler(graph, [info.real for info in inputs])
+        if any(n.target in EFFECTS for n in calls):
+            call = state.guarded(call)
+        return call, inputs
+
+    def body(self, r: Rebuilder, tail: Callable[[Rebuilder], None]) -> None:
+        """Values first, while every path still leads to what capture saw; then the writes; then the tail."""
+        writes = self.writes()
+        for _, values in writes:
+            for value in values:
+                r.prepare(value)
+        prepared = Emission(tail)
+        prepared.prepare(r)
+        for function, values in writes:
+            r.call(function, *values)
+            r.e.pop()
+        for function, value in state.difference(self.before, self.after):
+            r.call(function, value)
+            r.e.pop()
+        prepared.emit(r)
+
+    def writes(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Calls that bring the outside world to the state that capture left."""
+        world = self.m.world
+        calls: list[tuple[Any, tuple[Any, ...]]] = []
+        for shadow in list(world.shadows.values()):
+            if shadow.full:
+                calls.extend(shadow_writes(shadow))
+        for overlay in list(world.instance.values()):
+            for name, value in overlay.writes.items():
+                if value is MISSING:
+                    calls.append((runtime.delete_attribute, (overlay.owner, name)))
+                else:
+                    calls.append((setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute, (overlay.owner, name, value)))
+        for overlay in list(world.spaces.values()):
+            for name, value in overlay.writes.items():
+                function = runtime.delete_item if value is MISSING else dict.__setitem__
+                calls.append((function, (Raw(overlay.owner), name) if value is MISSING else (Raw(overlay.owner), name, value)))
+        for overlay in list(world.cells.values()):
+            value = overlay.writes["cell_contents"]
+            if value is MISSING:
+                calls.append((runtime.delete_contents, (overlay.owner,)))
+            else:
+                calls.append((setattr, (overlay.owner, "cell_contents", value)))
+        return calls
+
+    # ------------------------------------------------------------------ tails
+
+    def returned(self, value: Any) -> Captured:
+        return self.finish(lambda r: r.push(value), None)
+
+    def broken(self, frames: list[Frame], reason: Break) -> Captured:
+        """Residual code that rebuilds every frame of the inlined stack and runs the breaking instruction in Python."""
+        for frame in frames[1:]:
+            if frame.mode == "opaque" or frame.code.code.co_flags & 0x2A0:
+                raise Restart(self.m.safe_step_of(frames), reason)
+        target, state_of = self.continuation(frames, 0)
+
+        def tail(r: Rebuilder) -> None:
+            r.e.begin_call()
+            r.e.const(target)
+            r.e.mid_call()
+            count = state_of(r)
+            r.e.end_call(count)
+
+        return self.finish(tail, reason)
+
+    def continuation(self, frames: list[Frame], k: int) -> tuple[types.FunctionType, Callable[[Rebuilder], int]]:
+        """The function that goes on with frame k (and those it called), and what pushes its arguments."""
+        frame, last = frames[k], k == len(frames) - 1
+        instruction = frame.code.instructions[frame.index]
+        code = frame.code.code
+        if last:
+            kept = frame.before
+            replace, inner = None, None
+            falls = None if instruction.op in versions.TERMINATORS and not is_jump(instruction.op) else self.epilogue(frame, instruction, False)
+            jumps = self.epilogue(frame, instruction, True) if is_jump(instruction.op) else None
+            epilogues: tuple[Epilogue | None, ...] = (falls, jumps)
+        else:
+            pops = operands(instruction)
+            kept = frame.before[:len(frame.before) - pops]
+            callee = frames[k + 1]
+            function, inner = self.continuation(frames, k + 1)
+            replace = Replace(function, callee.mode)
+            pushed = [] if callee.mode == "drop" else [VALUE]
+            epilogues = (self.resumed(frame, frame.index + 1, (*slots(kept), *pushed)),)
+        names = self.bound(frame, frame.index)
+        built = continue_code(code, frame.index, slots(kept), names, epilogues, replace)
+        target = types.FunctionType(built, frame.globals)
+        payload = None if last else frames[k + 1].payload
+
+        def push_state(r: Rebuilder) -> int:
+            count = 0
+            handled = iter(frame.handled)
+            for value in kept:
+                if value is NULL or value is LAST_INSTRUCTION:
+                    continue
+                r.push(next(handled) if isinstance(value, Handled) else value)
+                count += 1
+            for name in names:
+                self.push_local(r, frame, name)
+                count += 1
+            if replace is not None and inner is not None:
+                if replace.mode == "object":
+                    r.push(payload)
+                    count += 1
+                r.e.build("tuple", inner(r))
+                count += 1
+            return count
+
+        return target, push_state
+
+    def push_local(self, r: Rebuilder, frame: Frame, name: str) -> None:
+        if name in frame.locals:
+            r.push(frame.locals[name])
+        elif name in frame.lazy:
+            r.source(frame.lazy[name][1])
+        else:
+            r.push(frame.cells[name])
+
+    def bound(self, frame: Frame, index: int) -> tuple[str, ...]:
+        """The variables that have a value and may still be read."""
+        wanted = live(frame.code.code, index)
+        have = {**frame.locals, **frame.lazy, **frame.cells}
+        return tuple(name for name in sorted(have) if name in wanted)
+
+    def epilogue(self, frame: Frame, instruction: Instruction, jump: bool) -> Epilogue | None:
+        shape = after(frame.before, instruction, jump)
+        if shape is None:
+            return None
+        index = instruction.value if jump else frame.index + 1
+        if jump and instruction.name == "FOR_ITER":
+            index += versions.HERE.for_exit_skip
+        return self.resumed(frame, index, shape)
+
+    def resumed(self, frame: Frame, index: int, shape: tuple[Slot, ...]) -> Epilogue:
+        """Hand the state to the region that goes on at `index`; one region for each place and shape."""
+        code = frame.code.code
+        names = self.bound(frame, index)
+        key = (code, index, shape, names)
+        region = self.cache.get(key)
+        if region is None:
+            function = types.FunctionType(resume_code(code, index, shape, names), frame.globals)
+            function.__qualname__ = frame.function.__qualname__
+            function.__module__ = frame.function.__module__
+            region = self.cache[key] = self.resume(function)
+        return Epilogue(region, shape, names)
+
+
+class Emission:
+    """A tail emitted after the writes whose values are made before them."""
+
+    def __init__(self, tail: Callable[[Rebuilder], None]) -> None:
+        self.tail = tail
+
+    def prepare(self, r: Rebuilder) -> None:
+        self.tail(Preparing(r))  # type: ignore[arg-type]
+
+    def emit(self, r: Rebuilder) -> None:
+        self.tail(r)
+
+
+class Preparing:
+    """Looks like a Rebuilder; pushes become preparations and nothing else is emitted."""
+
+    def __init__(self, inner: Rebuilder) -> None:
+        self.inner, self.e = inner, Silent()
+
+    def push(self, value: Any) -> None:
+        self.inner.prepare(value)
+
+    def source(self, source: Any) -> None:
+        return None
+
+
+class Silent:
+    """An emitter that emits nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+EFFECTS = frozenset({write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled})
+PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
+ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",
+       "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC")  # fmt: skip
+
+
+def pushes(instruction: Instruction) -> int | None:
+    """How many values an instruction pushes when it falls through; None when their kind cannot be told."""
+    name = instruction.name
+    if name in PUSHES:
+        return PUSHES[name]
+    if instruction.flag and name in ("LOAD_ATTR", "LOAD_GLOBAL"):
+        return None
+    if name == "UNPACK_SEQUENCE":
+        return instruction.arg
+    if name == "UNPACK_EX":
+        assert instruction.arg is not None
+        return (instruction.arg & 255) + 1 + (instruction.arg >> 8)
+    return 1 if name.startswith(ONE) else 0
+
+
+def operands(instruction: Instruction) -> int:
+    """How many values an instruction takes from the stack."""
+    return (pushes(instruction) or 0) - stack_effect(instruction.op, instruction.arg)
+
+
+def slots(values: list[Any]) -> tuple[Slot, ...]:
+    kinds = {id(NULL): NULL_SLOT, id(LAST_INSTRUCTION): LASTI}
+    return tuple(HANDLED if isinstance(v, Handled) else kinds.get(id(v), VALUE) for v in values)
+
+
+def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:
+    """The shape of the stack after an instruction; None when Python must go on alone."""
+    shape = slots(before)
+    count = pushes(instruction)
+    if count is None:
+        return None
+    net = stack_effect(instruction.op, instruction.arg, jump)
+    if jump:
+        return shape[:len(shape) + net] if net <= 0 else None
+    taken = count - net
+    return (*shape[:len(shape) - taken], *[VALUE] * count)
+
+
+def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """How a changed container is brought up to date."""
+    copy, before = shadow.copy, shadow.before
+    if isinstance(copy, dict):
+        now = dict(dict.items(copy))
+        if list(now) == list(before) and all(now[k] is before[k] for k in now):
+            return []
+        deleted = tuple(k for k in before if k not in now)
+        changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
+        natural = [k for k in before if k in now] + [k for k in now if k not in before]
+        if natural == list(now):
+            return [(runtime.write_dict, (copy, changed, deleted))]
+        return [(runtime.rewrite_dict, (copy, now))]
+    if isinstance(copy, set):
+        return [] if copy == before else [(runtime.write_set, (copy, set(copy)))]
+    now_list = list(copy)
+    if len(now_list) == len(before) and all(a is b for a, b in zip(now_list, before, strict=True)):
+        return []
+    write = runtime.write_list if isinstance(copy, list) else runtime.write_deque
+    return [(write, (copy, now_list))]
+
+
+__all__ = ["Captured", "Finisher", "Skip", "Unbuildable"]

@@ -1,0 +1,82 @@
+"""The state of one interpreted frame, and the sentinels that live on its stack."""
+
+from __future__ import annotations
+
+import linecache
+import types
+from typing import Any
+
+from kiln.base.errors import Break, Place
+from kiln.bytecode.decode import Code, decode
+
+NULL: Any = type("Null", (), {"__repr__": lambda self: "<NULL>"})()
+
+
+LAST_INSTRUCTION: Any = type("LastInstruction", (), {})()  # the slot of the raising instruction's place
+
+
+class Handled:
+    """The stack slot under an exception being handled; `previous` is what was handled before it."""
+
+    __slots__ = ("previous",)
+
+    def __init__(self, previous: BaseException | None) -> None:
+        self.previous = previous
+
+
+class UserError(Exception):
+    """An exception of the program being captured, on its way to a handler of that program."""
+
+    def __init__(self, error: BaseException, step: int = -1) -> None:
+        self.error, self.step = error, step
+        super().__init__(error)
+
+
+RETURN: Any = object()  # what an opcode gives when its frame returns the top of the stack
+YIELD: Any = object()  # likewise for a generator that gives the top of the stack
+
+
+class Yielded(Exception):
+    """A generator frame gave a value; it stays suspended at its next instruction."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        super().__init__()
+
+
+class Restart(Exception):
+    """Capture must begin again and break at an earlier step, because this break cannot be resumed where it is."""
+
+    def __init__(self, step: int, reason: Break) -> None:
+        self.step, self.reason = step, reason
+        super().__init__(step)
+
+
+class Frame:
+    """One Python frame: code, variables, stack and position."""
+
+    __slots__ = ("before", "cells", "code", "function", "globals", "handled", "index", "kwnames",
+                 "lazy", "locals", "mode", "payload", "stack", "step")  # fmt: skip
+
+    def __init__(self, function: types.FunctionType, values: dict[str, Any], cells: dict[str, types.CellType]) -> None:
+        self.function = function
+        self.code: Code = decode(function.__code__)
+        self.locals = values
+        self.cells = cells
+        self.lazy: dict[str, tuple[Any, Any]] = {}  # arguments of the captured frame that nobody has read: value, source
+        self.globals: dict[str, Any] = function.__globals__
+        self.stack: list[Any] = []
+        self.before: list[Any] = []  # the stack as it was when the current instruction began
+        self.index = 0
+        self.step = 0
+        self.kwnames: tuple[str, ...] = ()
+        self.handled: list[BaseException] = []
+        self.mode = "push"  # what the caller does with the result: push, drop, object, or opaque (cannot be resumed)
+        self.payload: Any = None  # for mode "object": what the caller pushes instead
+
+    def place(self) -> Place:
+        """Where in the source this frame stands."""
+        code = self.code.code
+        line = self.code.instructions[self.index].line or code.co_firstlineno
+        text = linecache.getline(code.co_filename, line).strip()
+        return Place(code.co_filename, line, code.co_qualname, text)

@@ -1,0 +1,134 @@
+"""Iterators of the program that live in the interpreter; native code may iterate over them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kiln.capture import attributes
+from kiln.capture.frame import Frame, UserError, Yielded
+from kiln.capture.world import MISSING
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+
+class Generator:
+    """A generator of the program, suspended in the interpreter; native code may iterate over it."""
+
+    def __init__(self, machine: Machine, frame: Frame) -> None:
+        self.machine, self.frame, self.done, self.started = machine, frame, False, False
+        self.safe = machine.safe_step()
+        frame.mode = "opaque"
+        machine.generators[id(frame)] = self.safe
+        machine.world.keep.append(frame)
+
+    def __iter__(self) -> Generator:
+        return self
+
+    def __next__(self) -> Any:
+        value = self.advance()
+        if value is MISSING:
+            raise StopIteration(self.result)
+        return value
+
+    result: Any = None
+
+    def advance(self, sent: Any = None, error: BaseException | None = None) -> Any:
+        """Run to the next yield; MISSING at the end, with the return value in `result`."""
+        frame, machine = self.frame, self.machine
+        if self.done:
+            if error is not None:
+                raise UserError(error)
+            return MISSING
+        if not self.started:
+            self.started = True
+            if error is not None:
+                self.done = True
+                raise UserError(error)
+        elif error is not None:
+            frame.index -= 1
+            frame.stack.append(sent)
+            try:
+                machine.unwind(frame, UserError(error, machine.safe_step()))
+            except UserError:
+                self.done = True
+                raise
+        else:
+            frame.stack.append(sent)
+        try:
+            self.result = machine.run(frame)
+        except Yielded as y:
+            return y.value
+        except UserError as e:
+            self.done = True
+            if isinstance(e.error, StopIteration):
+                e.error = RuntimeError("generator raised StopIteration")
+            raise
+        self.done = True
+        return MISSING
+
+    def send(self, value: Any) -> Any:
+        return self.finish(self.advance(value))
+
+    def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any:
+        error = kind() if isinstance(kind, type) else kind
+        return self.finish(self.advance(None, error))
+
+    def finish(self, value: Any) -> Any:
+        if value is MISSING:
+            raise UserError(StopIteration(self.result))
+        return value
+
+    def close(self) -> None:
+        if not self.done and self.started:
+            try:
+                self.advance(None, GeneratorExit())
+            except UserError as e:
+                if not isinstance(e.error, (GeneratorExit, StopIteration)):
+                    raise
+        self.done = True
+
+
+class Indexed:
+    """The old iteration protocol: `__getitem__` with 0, 1, 2, … until IndexError."""
+
+    def __init__(self, machine: Machine, value: Any) -> None:
+        self.machine, self.value, self.at = machine, value, 0
+
+    def __iter__(self) -> Indexed:
+        return self
+
+    def __next__(self) -> Any:
+        method = attributes.type_lookup(self.machine, type(self.value), "__getitem__")
+        try:
+            item = self.machine.call(method, (self.value, self.at))
+        except UserError as e:
+            if isinstance(e.error, (IndexError, StopIteration)):
+                raise StopIteration from None
+            raise
+        self.at += 1
+        return item
+
+
+class Mapped:
+    """`map` or `filter` over iterators of the program."""
+
+    def __init__(self, machine: Machine, kind: Any, function: Any, iterators: list[Any]) -> None:
+        self.machine, self.kind, self.function, self.iterators = machine, kind, function, iterators
+
+    def __iter__(self) -> Mapped:
+        return self
+
+    def __next__(self) -> Any:
+        m = self.machine
+        while True:
+            values = []
+            for iterator in self.iterators:
+                value = m.next(iterator)
+                if value is MISSING:
+                    raise StopIteration
+                values.append(value)
+            if self.kind is map:
+                return m.call(self.function, tuple(values))
+            if m.truth(values[0] if self.function is None else m.call(self.function, (values[0],))):
+                return values[0]

@@ -1,0 +1,255 @@
+"""The interpreter: runs the bytecode of a frame on real objects and fake tensors, and inlines the calls it makes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break, Bug, Skip
+from kiln.base.source import Source
+from kiln.capture import attributes, builtin_calls, calls, torch_calls
+from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
+from kiln.capture.iterators import Generator, Indexed
+from kiln.capture.opcodes.all import TABLE
+from kiln.capture.recorder import Recorder
+from kiln.capture.world import MISSING, World
+from kiln.ops.fake import FakeTensor
+
+CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
+MAX_DEPTH = 150
+
+
+class Machine:
+    """One capture: a stack of frames, the recorder of torch calls and the knowledge of the outside world."""
+
+    def __init__(self, recorder: Recorder, world: World, stop_at: int = -1, stop_reason: Break | None = None) -> None:
+        self.recorder, self.world = recorder, world
+        self.frames: list[Frame] = []
+        self.step = 0
+        self.stop_at, self.stop_reason = stop_at, stop_reason
+        self.broken: list[Frame] | None = None  # the frames as they stood when a Break was raised
+        self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
+        self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
+
+    # ------------------------------------------------------------------ running
+
+    def run(self, frame: Frame) -> Any:
+        """Interpret a frame until it returns; UserError when the program raises out of it."""
+        if len(self.frames) >= MAX_DEPTH:
+            raise Break("recursion", f"calls are nested {MAX_DEPTH} deep", "compile a function further inside")
+        self.frames.append(frame)
+        try:
+            result = self.loop(frame)
+        except Break:
+            if self.broken is None:
+                self.broken = list(self.frames)
+            self.frames.pop()
+            raise
+        except BaseException:
+            self.frames.pop()
+            raise
+        self.frames.pop()
+        return result
+
+    def loop(self, frame: Frame) -> Any:
+        instructions, stack = frame.code.instructions, frame.stack
+        table, stop_at = TABLE, self.stop_at
+        while True:
+            instruction = instructions[frame.index]
+            self.step = step = self.step + 1
+            frame.step = step
+            frame.before = stack.copy()
+            if step == stop_at:
+                assert self.stop_reason is not None
+                raise self.located(self.stop_reason, frame)
+            try:
+                jump = table[instruction.op](self, frame, instruction)
+            except UserError as e:
+                if e.step < 0:
+                    e.step = self.safe_step()
+                self.unwind(frame, e)
+                continue
+            except Break as e:
+                raise self.located(e, frame) from None
+            if jump is None:
+                frame.index += 1
+            elif jump is RETURN:
+                return stack.pop()
+            elif jump is YIELD:
+                frame.index += 1
+                raise Yielded(stack.pop())
+            else:
+                frame.index = jump
+
+    def located(self, reason: Break, frame: Frame) -> Break:
+        if reason.at is None:
+            reason.at = self.user_place(frame)
+        return reason
+
+    def where(self) -> str:
+        """The stack of the program, for the nodes of the graph."""
+        lines = []
+        for frame in self.frames:
+            code = frame.code.code
+            line = frame.code.instructions[frame.index].line or code.co_firstlineno
+            lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}')
+        return "\n".join(lines)
+
+    def user_place(self, frame: Frame) -> Any:
+        return frame.place()
+
+    def unwind(self, frame: Frame, raised: UserError) -> None:
+        """Go to the handler that covers the current instruction, or leave the frame."""
+        handler = frame.code.handler(frame.index)
+        if handler is None:
+            raise raised
+        error = raised.error
+        if frame.handled and error.__context__ is None and error is not frame.handled[-1]:
+            error.__context__ = frame.handled[-1]
+        del frame.stack[handler.depth:]
+        if handler.lasti:
+            frame.stack.append(LAST_INSTRUCTION)
+        frame.stack.append(error)
+        frame.index = handler.target
+
+    def safe_step(self) -> int:
+        """The step of the innermost instruction at which the program can be split."""
+        return self.safe_step_of(self.frames)
+
+    def safe_step_of(self, frames: list[Frame]) -> int:
+        for i, frame in enumerate(frames):
+            if i and frame.mode == "opaque":
+                owner = self.generators.get(id(frame))
+                return frames[i - 1].step if owner is None else owner
+        return frames[-1].step if frames else -1
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, mode: str = "opaque") -> Any:
+        """Call anything as the program would; `mode` says how the calling instruction uses the result."""
+        return calls.call(self, function, args, kwargs or {}, mode)
+
+    def inline(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str = "opaque",
+               payload: Any = None) -> Any:  # fmt: skip
+        """Interpret a call of a Python function."""
+        frame = self.enter(function, args, kwargs)
+        frame.mode, frame.payload = mode, payload
+        flags = function.__code__.co_flags
+        if flags & CO_GENERATOR:
+            return Generator(self, frame)
+        if flags & (CO_COROUTINE | CO_ASYNC_GENERATOR):
+            raise Break("coroutine", f"{function.__qualname__} is a coroutine", "await outside the compiled function")
+        return self.run(frame)
+
+    def enter(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+        """A frame with the arguments bound; UserError(TypeError) when they do not fit."""
+        values = calls.bind(self, function, args, kwargs)
+        code = function.__code__
+        cells = dict(zip(code.co_freevars, self.world.closure(function), strict=True)) if code.co_freevars else {}
+        return Frame(function, values, cells)
+
+    def native(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run native code of the program; its exceptions are the program's."""
+        try:
+            return function(*args, **kwargs)
+        except (UserError, Break, Bug, Skip, Restart, Yielded):
+            raise
+        except RecursionError:
+            raise
+        except Exception as e:
+            raise UserError(clean(e)) from None
+
+    def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that becomes one node of the graph."""
+        return self.native(self.recorder.call, function, args, kwargs)
+
+    def fail(self, error: BaseException) -> UserError:
+        return UserError(error)
+
+    # ------------------------------------------------------------------ protocol helpers
+
+    def getattr(self, value: Any, name: str, mode: str = "opaque") -> Any:
+        return attributes.load(self, value, name, mode)
+
+    def setattr(self, value: Any, name: str, item: Any, mode: str = "opaque") -> None:
+        attributes.store(self, value, name, item, mode)
+
+    def truth(self, value: Any) -> bool:
+        """`bool(value)` as the program would see it."""
+        kind = type(value)
+        if kind is bool:
+            return bool(value)
+        if kind is FakeTensor:
+            raise Break("branch-on-tensor", "the condition is the value of a tensor",
+                        "use torch.where, or move the branch out of the compiled function")  # fmt: skip
+        n = self.world.length(value)
+        if n is not None:
+            return n > 0
+        self.world.touch(value)
+        for name in ("__bool__", "__len__"):
+            method = attributes.type_lookup(self, kind, name)
+            if isinstance(method, types.FunctionType):
+                return bool(self.inline(method, (value,), {}))
+        return bool(self.native(bool, value))
+
+    def iterate(self, value: Any) -> Any:
+        """`iter(value)` as the program would see it."""
+        world = self.world
+        kind = type(value)
+        if kind is FakeTensor:
+            return iter(self.torch_call(torch.Tensor.unbind, (value, 0), {})) if value.dim() else self.native(iter, value)
+        if kind is Generator:
+            return value
+        method = attributes.type_lookup(self, kind, "__iter__")
+        if isinstance(method, types.FunctionType):
+            return self.call(method, (value,))
+        if method is None and isinstance(attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType):
+            return Indexed(self, value)
+        source = world.source(value)
+        if source is not None and id(value) not in world.shadows and not isinstance(value, SAFE_ITERABLES):
+            raise Break("foreign-iterator", f"{source} is a {kind.__name__} made outside", "iterate over a list")
+        world.touch(value)
+        return self.native(iter, value)
+
+    def next(self, iterator: Any) -> Any:
+        """The next item, or MISSING at the end."""
+        kind = type(iterator)
+        if kind is Generator:
+            return iterator.advance()
+        method = attributes.type_lookup(self, kind, "__next__")
+        try:
+            if isinstance(method, types.FunctionType):
+                return self.inline(method, (iterator,), {})
+            if self.world.source(iterator) is not None:
+                raise Break("foreign-iterator", f"a {kind.__name__} made outside is advanced", "iterate over a list")
+            with self.recorder.mode():
+                value = self.native(next, iterator)
+        except UserError as e:
+            if isinstance(e.error, StopIteration):
+                return MISSING
+            raise
+        return self.view(value)
+
+    def view(self, value: Any) -> Any:
+        """The program's view of a value that native code handed out: real tensors become their fakes."""
+        if isinstance(value, torch.Tensor) and type(value) is not FakeTensor:
+            return self.recorder.input(value, None, as_attr=True)
+        return value
+
+    def source(self, value: Any) -> Source | None:
+        return self.world.source(value)
+
+
+SAFE_ITERABLES = (str, bytes, range, tuple, frozenset, torch.Size, type)
+
+
+def clean(error: BaseException) -> BaseException:
+    """The exception without the interpreter's own frames."""
+    error.__traceback__ = None
+    return error
+
+
+__all__ = ["Machine", "builtin_calls", "torch_calls"]

@@ -1,0 +1,59 @@
+"""The table of opcodes: one function each, by name, for every CPython that has it."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kiln.base.errors import Break
+from kiln.bytecode.decode import Instruction
+from kiln.capture.frame import Frame
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+Handler = Callable[["Machine", Frame, Instruction], Any]
+NAMED: dict[str, Handler] = {}
+
+
+def opcode(*names: str) -> Callable[[Handler], Handler]:
+    """Declare the function that interprets these opcodes; it returns None, a jump target, RETURN or YIELD."""
+
+    def declare(function: Handler) -> Handler:
+        for name in names:
+            assert name not in NAMED, f"opcode {name} is declared twice"
+            NAMED[name] = function
+        return function
+
+    return declare
+
+
+def refuse(name: str) -> Handler:
+    """An opcode that always breaks the graph."""
+
+    def broken(m: Machine, f: Frame, i: Instruction) -> Any:
+        raise Break("opcode", f"{name} is not captured", "move this construct out of the compiled function")
+
+    return broken
+
+
+REFUSED = frozenset("""
+    ASYNC_GEN_WRAP BEFORE_ASYNC_WITH CHECK_EG_MATCH CLEANUP_THROW END_ASYNC_FOR GET_AITER GET_ANEXT GET_AWAITABLE
+    IMPORT_STAR LOAD_BUILD_CLASS_NEVER PREP_RERAISE_STAR PRINT_EXPR SETUP_ANNOTATIONS LOAD_LOCALS
+    CALL_INTRINSIC_2 INTERPRETER_EXIT RESERVED
+""".split())
+
+
+def build() -> list[Handler]:
+    """The dispatch list by opcode number; fails at import when an opcode of this Python is unknown."""
+    known = {name: op for name, op in dis.opmap.items() if op < 256 and not name.startswith(("INSTRUMENTED_", "ENTER_EXEC"))}
+    lacking = known.keys() - NAMED.keys() - REFUSED - {"CACHE", "EXTENDED_ARG"} - SPECIALIZED
+    assert not lacking, f"opcodes without a function: {sorted(lacking)}"
+    table: list[Handler] = [refuse("an unknown opcode")] * 256
+    for name, op in known.items():
+        table[op] = NAMED.get(name) or refuse(name)
+    return table
+
+
+SPECIALIZED: frozenset[str] = frozenset(getattr(dis, "_all_opmap", {}).keys() - dis.opmap.keys())

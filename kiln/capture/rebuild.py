@@ -1,0 +1,341 @@
+"""From values seen during capture to bytecode that makes them again in every call."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
+from kiln.bytecode.assemble import Emitter
+from kiln.capture import runtime
+from kiln.capture.attributes import instance_space
+from kiln.capture.frame import Handled
+from kiln.capture.iterators import Generator, Mapped
+from kiln.capture.world import CONSTANTS, World
+from kiln.ops.fake import FakeTensor
+
+REDUCIBLE = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())), type(iter({}.values())),
+             type(iter(set())), type(iter("")), zip, enumerate, reversed, type(reversed([])), type(iter(b"")),
+             type(iter(collections.deque())), type(iter(collections.OrderedDict())))  # fmt: skip
+
+
+class Unbuildable(Exception):
+    """A live value that residual code cannot make; capture goes back to `step`, where it came to be."""
+
+    def __init__(self, value: Any, step: int = -1) -> None:
+        self.step = step
+        self.text = f"a {type(value).__name__} that is still in use cannot be rebuilt"
+        super().__init__(self.text)
+
+
+class Rebuilder:
+    """Emits code that pushes values; each object is made once, so identities between them are kept."""
+
+    def __init__(self, world: World, emitter: Emitter, steps: dict[int, int]) -> None:
+        self.world, self.e, self.steps = world, emitter, steps
+        self.outputs: list[FakeTensor] = []
+        self.names: dict[int, str] = {}  # id of a value -> local variable that holds it
+        self.open: set[int] = set()
+        self.alive: list[Any] = []
+
+    # ------------------------------------------------------------------ entry points
+
+    def push(self, value: Any) -> None:
+        """Emit code that leaves the value on the stack."""
+        if type(value) in CONSTANTS:
+            self.e.const(value)
+            return
+        known = self.names.get(id(value))
+        if known is not None:
+            self.e.load(known)
+            return
+        if id(value) in self.open:
+            raise Unbuildable(value)
+        self.open.add(id(value))
+        self.make(value)
+        self.open.discard(id(value))
+        if id(value) not in self.names:
+            self.e.copy(1)
+            self.name(value)
+
+    def name(self, value: Any) -> str:
+        """Store the top of the stack as the variable that holds the value from now on."""
+        name = f"__v{len(self.names)}"
+        self.e.store(name)
+        self.names[id(value)] = name
+        self.alive.append(value)
+        return name
+
+    def prepare(self, value: Any) -> None:
+        """Make the value now, for a later push."""
+        if type(value) not in CONSTANTS and id(value) not in self.names:
+            self.push(value)
+            self.e.pop()
+
+    def call(self, function: Any, *args: Any) -> None:
+        """Emit `function(*args)`."""
+        e = self.e
+        e.begin_call()
+        e.const(function)
+        e.mid_call()
+        for arg in args:
+            self.push(arg)
+        e.end_call(len(args))
+
+    # ------------------------------------------------------------------ making
+
+    def make(self, value: Any) -> None:
+        source = self.world.sources.get(id(value))
+        if source is not None:
+            self.source(source)
+            return
+        if isinstance(value, FakeTensor):
+            self.e.load("__out")
+            self.e.const(len(self.outputs))
+            self.e.item()
+            self.outputs.append(value)
+            return
+        maker = MAKERS.get(type(value))
+        if maker is not None:
+            maker(self, value)
+            return
+        for kind, maker in MAKER_BASES:
+            if isinstance(value, kind):
+                maker(self, value)
+                return
+        self.object(value)
+
+    def source(self, source: Source) -> None:
+        """Emit a load along a path."""
+        e = self.e
+        match source:
+            case Arg():
+                e.load(source.name)
+            case Const():
+                e.const(source.value)
+            case Attr():
+                self.source(source.base)
+                e.attr(source.name)
+            case DictAttr():
+                self.source(source.base)
+                e.attr("__dict__")
+                e.const(source.name)
+                e.item()
+            case Item():
+                self.source(source.base)
+                e.const(source.key)
+                e.item()
+            case CellContents():
+                self.source(source.base)
+                e.attr("cell_contents")
+            case ClosureCell():
+                self.source(source.base)
+                e.attr("__closure__")
+                e.const(source.index)
+                e.item()
+            case Global():
+                e.const(source.namespace.value)
+                e.const(source.name)
+                e.item()
+            case _:
+                raise Unbuildable(source)
+
+    def constant(self, value: Any) -> None:
+        self.e.const(value)
+
+    def sequence(self, value: Any) -> None:
+        for item in value:
+            self.push(item)
+        self.e.build("list" if type(value) is list else "tuple", len(value))
+
+    def named_tuple(self, value: Any) -> None:
+        if type(value).__module__ == "torch.return_types":
+            self.call(type(value), tuple(value))
+        else:
+            self.call(functools.partial(tuple.__new__, type(value)), tuple(value))
+
+    def mapping(self, value: dict[Any, Any]) -> None:
+        for key, item in value.items():
+            self.push(key)
+            self.push(item)
+        self.e.build("map", len(value))
+
+    def ordered(self, value: Any) -> None:
+        self.call(type(value), dict(value))
+
+    def default_dict(self, value: Any) -> None:
+        self.call(collections.defaultdict, value.default_factory, dict(value))
+
+    def deque(self, value: Any) -> None:
+        self.call(collections.deque, list(value), value.maxlen)
+
+    def set(self, value: Any) -> None:
+        self.call(type(value), tuple(value))
+
+    def slice(self, value: Any) -> None:
+        for part in (value.start, value.stop, value.step):
+            self.push(part)
+        self.e.build("slice", 3)
+
+    def method(self, value: types.MethodType) -> None:
+        self.call(types.MethodType, value.__func__, value.__self__)
+
+    def native_method(self, value: Any) -> None:
+        owner = getattr(value, "__self__", None)
+        if owner is None or isinstance(owner, (types.ModuleType, type)):
+            self.e.const(value)
+            return
+        self.push(owner)
+        self.e.attr(value.__name__)
+
+    def function(self, value: types.FunctionType) -> None:
+        attributes = {k: v for k, v in value.__dict__.items()}
+        cells = value.__closure__
+        for cell in cells or ():
+            self.cell_shell(cell)
+        self.call(runtime.make_function, Raw(value.__code__), Raw(value.__globals__), value.__name__, value.__defaults__, cells,
+                  value.__kwdefaults__, {} if cells else attributes)  # fmt: skip
+        if cells:
+            self.e.copy(1)
+            self.name(value)
+            for cell in cells:
+                self.cell_contents(cell)
+            if attributes:
+                self.call(runtime.fill_object, value, attributes, {})
+                self.e.pop()
+
+    def cell(self, value: types.CellType) -> None:
+        self.cell_shell(value)
+        self.cell_contents(value)
+        self.e.load(self.names[id(value)])
+
+    def cell_shell(self, cell: types.CellType) -> None:
+        if id(cell) in self.names or self.world.sources.get(id(cell)) is not None:
+            return
+        self.call(types.CellType)
+        self.name(cell)
+
+    def cell_contents(self, cell: types.CellType) -> None:
+        if id(cell) in self.filled or self.world.sources.get(id(cell)) is not None:
+            return
+        self.filled.add(id(cell))
+        try:
+            contents = cell.cell_contents
+        except ValueError:
+            return
+        self.push(contents)
+        self.e.load(self.names[id(cell)])
+        self.e.set_attr("cell_contents")
+
+    @functools.cached_property
+    def filled(self) -> set[int]:
+        return set()
+
+    def partial(self, value: Any) -> None:
+        e = self.e
+        e.begin_call()
+        e.const(functools.partial)
+        e.mid_call()
+        for part in (value.func, *value.args, *value.keywords.values()):
+            self.push(part)
+        e.end_call(1 + len(value.args) + len(value.keywords), tuple(value.keywords))
+
+    def reduced(self, value: Any) -> None:
+        """A native iterator, through its pickle protocol."""
+        parts = value.__reduce__()
+        if len(parts) > 2 and parts[2] is not None:
+            self.call(runtime.set_state, Call(parts[0], parts[1]), parts[2])
+        else:
+            self.call(parts[0], *parts[1])
+
+    def pending_call(self, value: Call) -> None:
+        self.call(value.function, *value.args)
+
+    def raw(self, value: Raw) -> None:
+        self.e.const(value.value)
+
+    def mapped(self, value: Mapped) -> None:
+        self.call(value.kind, value.function, *value.iterators)
+
+    def generator(self, value: Generator) -> None:
+        raise Unbuildable(value, value.safe)
+
+    def super(self, value: Any) -> None:
+        self.call(super, value.__thisclass__, value.__self__)
+
+    def error(self, value: BaseException) -> None:
+        self.call(runtime.make_error, Raw(type(value)), value.args, dict(value.__dict__), value.__cause__)
+
+    def handled(self, value: Handled) -> None:
+        self.push(value.previous)
+
+    def object(self, value: Any) -> None:
+        """An instance of a user's class: an empty one, known by name, then filled."""
+        cls = type(value)
+        natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
+        if cls not in OPAQUE_OK and (not cls.__flags__ & 1 << 9 or id(value) in self.steps
+                                     or any(base not in (object, dict, list) for base in natives)):  # fmt: skip
+            raise Unbuildable(value, self.steps.get(id(value), -1))
+        self.call(runtime.make_object, Raw(cls))
+        self.e.copy(1)
+        self.name(value)
+        if isinstance(value, dict) and dict.__len__(value):
+            self.call(runtime.fill_dict, value, dict(dict.items(value)))
+            self.e.pop()
+        if isinstance(value, list) and list.__len__(value):
+            self.call(runtime.fill_list, value, list(list.__iter__(value)))
+            self.e.pop()
+        slots = {
+            name: getattr(value, name)
+            for base in cls.__mro__ for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
+        }  # fmt: skip
+        attributes = instance_space(value) or {}
+        if attributes or slots:
+            self.call(runtime.fill_object, value, dict(attributes), slots)
+            self.e.pop()
+
+
+class Raw:
+    """A constant that is pushed as it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Call:
+    """A call whose result is an argument of another."""
+
+    __slots__ = ("args", "function")
+
+    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
+        self.function, self.args = function, args
+
+
+OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
+Maker = Callable[[Rebuilder, Any], None]
+MAKERS: dict[type, Maker] = {
+    list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, set: Rebuilder.set, frozenset: Rebuilder.set,
+    collections.OrderedDict: Rebuilder.ordered, collections.Counter: Rebuilder.ordered, collections.defaultdict: Rebuilder.default_dict,
+    collections.deque: Rebuilder.deque, slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
+    types.BuiltinFunctionType: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
+    types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
+    Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
+    Handled: Rebuilder.handled, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
+    types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
+    torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
+}  # fmt: skip
+MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
+    (BaseException, Rebuilder.error),
+    ((type, types.ModuleType, enum.Enum, torch.Generator, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
+    (tuple, Rebuilder.named_tuple),
+    ((str, int, float, bytes, complex), Rebuilder.constant),
+)

@@ -1,0 +1,422 @@
+"""The recorder: torch calls on fake tensors become nodes of a torch.fx graph."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.overrides import TorchFunctionMode
+
+from kiln.base.errors import Break, Bug
+from kiln.base.source import Source
+from kiln.ops.fake import FakeMode, FakeTensor, fake_like
+
+_push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
+_pop_dispatch = torch._C._pop_torch_dispatch_stack
+_push_function = torch._C._push_on_torch_function_stack
+_pop_function = torch._C._pop_torch_function_stack
+
+
+@dataclass(frozen=True, slots=True)
+class InputInfo:
+    """A graph input: where its value comes from, and the value seen while capturing."""
+
+    source: Source
+    real: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A registered tensor that no node has used yet."""
+
+    source: Source | None
+    real: torch.Tensor
+    as_attr: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An element of a node's result that no node has used yet."""
+
+    whole: Node
+    path: tuple[Any, ...]
+
+
+Binding = Node | _Input | _Part
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A state of the recorder that `rollback` returns to."""
+
+    nodes: int
+    changes: int
+
+
+METHODS: dict[Any, str] = {}
+for _name in dir(torch.Tensor):
+    _member = getattr(torch.Tensor, _name)
+    if callable(_member) and not isinstance(_member, type) and type(_member).__name__ != "method":
+        METHODS.setdefault(_member, _name)
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(operator, name + "_" if name in ("and", "or") else name)
+    return function
+
+
+#: Tensor methods that Python's operators call: the operator, and whether the operands are swapped.
+OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
+    **{f"__{n}__": (_operator(n), False) for n in _BINARY},
+    **{f"__r{n}__": (_operator(n), True) for n in _BINARY},
+    **{f"__i{n}__": (getattr(operator, "i" + n), False) for n in _BINARY},
+    **{f"__{n}__": (getattr(operator, n), False) for n in "lt le eq ne gt ge neg pos abs invert getitem setitem".split()},
+}
+
+#: Tensor methods and attributes whose result leaves the world of tensors, with the kind of break.
+LEAVING = {
+    "tolist": "data-dependent",
+    "numpy": "data-dependent",
+    "__array__": "data-dependent",
+    "data_ptr": "data-pointer",
+    "storage": "storage",
+    "untyped_storage": "storage",
+    "_typed_storage": "storage",
+    "__reduce_ex__": "pickle",
+    "__deepcopy__": "deepcopy",
+    "__dlpack__": "data-pointer",
+    "share_memory_": "storage",
+    "pin_memory": "storage",
+    "backward": "backward",
+    "register_hook": "tensor-hook",
+    "register_post_accumulate_grad_hook": "tensor-hook",
+    "to_sparse": "sparse",
+    "to_sparse_csr": "sparse",
+    "to_mkldnn": "sparse",
+    "set_": "metadata-mutation",
+    "resize_": "metadata-mutation",
+    "resize_as_": "metadata-mutation",
+}
+
+#: Argument values that an fx node holds as they are.
+PLAIN = {
+    int, float, bool, str, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, bytes, range,
+}  # fmt: skip
+
+ATTRIBUTE_DICTS = re.compile(r"\.(_modules|_parameters|_buffers)\b")
+
+
+class Recorder:
+    """Builds one graph from the torch calls made on fake tensors."""
+
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.where: Callable[[], str] | None = None
+        self.fakes: dict[int, FakeTensor] = {}
+        self.dispatch = FakeMode()
+        self._bindings: dict[int, Binding] = {}
+        self._alive: list[Any] = []
+        self._nodes: list[Node] = []
+        self._changes: list[tuple[int, Binding | None]] = []
+        self._inputs: dict[Node, InputInfo] = {}
+        self._attrs: dict[str, Any] = {}
+        self._attr_names: dict[int, str] = {}
+        self._results: dict[int, Node] = {}
+        self._start: Node = self.graph._root
+        self._busy = False
+        self._mode = RecorderMode(self)
+
+    # Tensors and their nodes
+
+    def input(self, real: torch.Tensor, source: Source | None, as_attr: bool = False) -> FakeTensor:
+        """The fake of `real`, registered as a graph input, or as an attribute of the graph module."""
+        fake = self.fakes.get(id(real))
+        if fake is None:
+            fake = real if isinstance(real, FakeTensor) else fake_like(real)
+            self.fakes[id(real)] = fake
+            self._alive.append(real)
+            fake.pinned = True
+            self._bind(fake, _Input(source, real, as_attr))
+        return fake
+
+    def knows(self, fake: FakeTensor) -> bool:
+        """Whether `fake` was registered here or made by a recorded call."""
+        return id(fake) in self._bindings
+
+    def node(self, fake: FakeTensor) -> Node:
+        """The node that gives `fake`, created when this is its first use."""
+        binding = self._bindings.get(id(fake))
+        if type(binding) is Node:
+            return binding
+        if binding is None:
+            raise Bug(f"{fake} was not made by this recorder")
+        node = self._materialise(binding, fake)  # type: ignore[arg-type]
+        self._bind(fake, node)
+        return node
+
+    def _bind(self, fake: FakeTensor, binding: Binding) -> None:
+        key = id(fake)
+        previous = self._bindings.get(key)
+        if previous is None:
+            self._alive.append(fake)
+        self._changes.append((key, previous))
+        self._bindings[key] = binding
+
+    def _materialise(self, binding: _Input | _Part, fake: FakeTensor) -> Node:
+        if isinstance(binding, _Part):
+            node = binding.whole
+            for i, key in enumerate(binding.path):
+                node = self._part(node, key, fake if i == len(binding.path) - 1 else None)
+            return node
+        if binding.as_attr or binding.source is None:
+            return self._attribute(binding.real, str(binding.source or "_tensor_constant"), fake)
+        with self.graph.inserting_after(self._start):
+            node = self.graph.placeholder(identifier(str(binding.source)))
+        self._start = node
+        self._inputs[node] = InputInfo(binding.source, binding.real)
+        return self._added(node, fake)
+
+    def _part(self, whole: Node, key: Any, value: Any) -> Node:
+        for user in whole.users:
+            if user.target is operator.getitem and user.args == (whole, key):
+                return user
+        return self._added(self.graph.create_node("call_function", operator.getitem, (whole, key)), value)
+
+    def _attribute(self, value: Any, hint: str, example: Any = None) -> Node:
+        name = self._attr_names.get(id(value))
+        if name is None:
+            name = base = identifier(hint)
+            count = 0
+            while name in self._attrs:
+                count += 1
+                name = f"{base}_{count}"
+            self._attrs[name] = value
+            self._attr_names[id(value)] = name
+        return self._added(self.graph.create_node("get_attr", name), example)
+
+    def _added(self, node: Node, example: Any = None) -> Node:
+        if example is not None:
+            node.meta["example_value"] = example
+        if self.where is not None:
+            node.meta["stack_trace"] = self.where()
+        self._nodes.append(node)
+        return node
+
+    # Calls
+
+    def call(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """What `func` gives on these arguments, recorded as one node when tensors come out or are written to."""
+        kwargs = kwargs or {}
+        owner = getattr(func, "__self__", None)
+        if isinstance(owner, torch.Tensor):
+            func, args = getattr(torch.Tensor, func.__name__), (owner, *args)
+        self._refuse(func, args)
+        args = tuple([self._faked(a) for a in args])
+        kwargs = {k: self._faked(v) for k, v in kwargs.items()}
+        writes = self.dispatch.writes
+        outer, self._busy = self._busy, True
+        _push_dispatch(self.dispatch)
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            _pop_dispatch(None)
+            self._busy = outer
+        return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
+
+    def _refuse(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = METHODS.get(func) if func.__hash__ is not None else None
+        kind = LEAVING.get(name or "")
+        if kind is not None:
+            raise Break(kind, f"Tensor.{name} is called", "move it out of the compiled function")
+        if getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data":
+            raise Break("metadata-mutation", "an assignment to Tensor.data", "use copy_ under torch.no_grad()")
+
+    def _faked(self, value: Any) -> Any:
+        """`value` with real tensors replaced by their fakes."""
+        kind = type(value)
+        if kind is FakeTensor or kind in PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.input(value, None, as_attr=True)
+        if kind is tuple or kind is list:
+            return kind([self._faked(v) for v in value])
+        if kind is dict:
+            return {k: self._faked(v) for k, v in value.items()}
+        if kind is slice:
+            return slice(self._faked(value.start), self._faked(value.stop), self._faked(value.step))
+        return value
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, wrote: bool) -> Any:
+        fakes: list[tuple[tuple[Any, ...], torch.Tensor]] = []
+        collect(result, (), fakes)
+        if any(type(f) is not FakeTensor for _, f in fakes):
+            made: dict[int, FakeTensor] = {}
+            result = replace_real(result, made)
+            fakes = [(path, made.get(id(f), f)) for path, f in fakes]
+        if not wrote and not changes_state(func) and all(id(f) in self._bindings for _, f in fakes):
+            # An op that handed its argument back has done nothing; one without tensors is folded.
+            return result
+        target = self._node(func, args, kwargs)
+        node = self._added(target, result if fakes else None)
+        for path, fake in fakes:
+            self._bind(fake, _Part(node, path) if path else node)  # type: ignore[arg-type]
+        return result
+
+    def _node(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        create = self.graph.create_node
+        name = METHODS.get(func)
+        if name is None and getattr(func, "__name__", None) in ("__get__", "__set__", "__delete__"):
+            attribute = func.__self__.__name__
+            accessor = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}[func.__name__]
+            rest = args[1:] if accessor is setattr else ()
+            return create("call_function", accessor, (self._argument(args[0]), attribute, *map(self._argument, rest)))
+        fx_args = tuple([self._argument(a) for a in args])
+        fx_kwargs = {k: self._argument(v) for k, v in kwargs.items()}
+        if name is None:
+            return create("call_function", func, fx_args, fx_kwargs)
+        known = OPERATORS.get(name)
+        if known is not None and not fx_kwargs:
+            function, swapped = known
+            return create("call_function", function, fx_args[::-1] if swapped else fx_args)
+        return create("call_method", name, fx_args, fx_kwargs)
+
+    def _argument(self, value: Any) -> Any:
+        """`value` as an fx argument: nodes for tensors, attributes of the graph module for other objects."""
+        kind = type(value)
+        if kind is FakeTensor:
+            return self.node(value)
+        if kind in PLAIN:
+            return value
+        if kind is tuple or kind is list:
+            return kind([self._argument(v) for v in value])
+        if kind is torch.Size:
+            return tuple(value)
+        if kind is dict and all(type(k) is str for k in value):
+            return {k: self._argument(v) for k, v in value.items()}
+        if kind is slice:
+            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return kind(*[self._argument(v) for v in value])
+        known = self._results.get(id(value))
+        return known if known is not None else self._attribute(value, f"_{kind.__name__}")
+
+    def effect(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Call `func`, which changes torch's state, for real, and record that the graph does so here."""
+        result = func(*args, **(kwargs or {}))
+        fx_args = tuple([self._argument(a) for a in args])
+        fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
+        node = self._added(self.graph.create_node("call_function", func, fx_args, fx_kwargs))
+        if result is not None and type(result) not in PLAIN:
+            self._results[id(result)] = node
+            self._alive.append(result)
+        return result
+
+    def mode(self) -> RecorderMode:
+        """A context in which every torch function that native code calls is recorded."""
+        return self._mode
+
+    # Marks and the end
+
+    def checkpoint(self) -> Mark:
+        """The present state, for `rollback`."""
+        return Mark(len(self._nodes), len(self._changes))
+
+    def rollback(self, mark: Mark) -> None:
+        """Forget all that was recorded since `mark`."""
+        for key, previous in reversed(self._changes[mark.changes :]):
+            if previous is None:
+                del self._bindings[key]
+            else:
+                self._bindings[key] = previous
+        del self._changes[mark.changes :]
+        for node in reversed(self._nodes[mark.nodes :]):
+            self._forget(node)
+        del self._nodes[mark.nodes :]
+        self.fakes = {k: f for k, f in self.fakes.items() if id(f) in self._bindings}
+
+    def _forget(self, node: Node) -> None:
+        if node is self._start:
+            self._start = node.prev
+        self._inputs.pop(node, None)
+        self.graph.erase_node(node)
+
+    def finish(self, outputs: Iterable[FakeTensor]) -> tuple[GraphModule, list[InputInfo]]:
+        """The graph module that returns `outputs` as a tuple, and its inputs in order."""
+        self.graph.output(tuple([self.node(fake) for fake in outputs]))
+        for node in [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and not n.users]:
+            self._forget(node)
+        used = {n.target for n in self.graph.nodes if n.op == "get_attr"}
+        module = GraphModule({name: value for name, value in self._attrs.items() if name in used}, self.graph)
+        inputs = [self._inputs[n] for n in self.graph.nodes if n.op == "placeholder"]
+        return module, inputs
+
+
+class RecorderMode(TorchFunctionMode):
+    """Routes torch functions called by native code to the recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.recorder._busy:
+            return func(*args, **(kwargs or {}))
+        return self.recorder.call(func, args, kwargs)
+
+    def __enter__(self) -> RecorderMode:
+        _push_function(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _pop_function()
+
+
+def changes_state(func: Any) -> bool:
+    """Whether `func` is named as one that changes its argument, such as `requires_grad_`."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__", "retain_grad")
+
+
+def identifier(text: str) -> str:
+    """`text` as an attribute name: `self.layers[0].weight` gives `self_layers_0_weight`."""
+    name = re.sub(r"\W+", "_", ATTRIBUTE_DICTS.sub("", text)).rstrip("_") or "value"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def collect(value: Any, path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], torch.Tensor]]) -> None:
+    """Append every tensor in the nest `value` with its path."""
+    if isinstance(value, torch.Tensor):
+        found.append((path, value))
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            collect(item, (*path, i), found)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            collect(item, (*path, key), found)
+
+
+def replace_real(value: Any, made: dict[int, FakeTensor]) -> Any:
+    """The nest `value` with a fake for each real tensor."""
+    if isinstance(value, torch.Tensor) and type(value) is not FakeTensor:
+        if id(value) not in made:
+            made[id(value)] = fake_like(value)
+        return made[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[replace_real(v, made) for v in value])
+    if isinstance(value, (tuple, list)):
+        return type(value)([replace_real(v, made) for v in value])
+    if isinstance(value, dict):
+        return type(value)({k: replace_real(v, made) for k, v in value.items()})
+    return value

@@ -1,0 +1,88 @@
+"""capture: from a function and its arguments to guards, a graph and residual code."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break, Skip
+from kiln.base.source import Arg, Const
+from kiln.capture import state
+from kiln.capture.finish import Captured, Compiler, Finisher
+from kiln.capture.frame import Frame, Restart, UserError
+from kiln.capture.machine import Machine
+from kiln.capture.rebuild import Unbuildable
+from kiln.capture.recorder import Recorder
+from kiln.capture.world import World
+from kiln.check.torch_guards import GlobalState
+
+ATTEMPTS = 12
+UNSUPPORTED = 0x20 | 0x80 | 0x200  # generators and coroutines are not captured from the outside
+
+
+def slot_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of the argument slots, in the order of a bound call."""
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
+    return code.co_varnames[:count]
+
+
+def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
+            cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset()) -> Captured:  # fmt: skip
+    """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
+    if function.__code__.co_flags & UNSUPPORTED:
+        raise Skip(f"{function.__qualname__} is a generator or a coroutine")
+    stop, reason = -1, None
+    for _ in range(ATTEMPTS):
+        try:
+            return attempt(function, argv, compiler, resume, cache, fullgraph, unstable, stop, reason)
+        except Restart as again:
+            if again.step < 0 or again.step == stop:
+                raise Skip(str(again.reason)) from None
+            stop, reason = again.step, again.reason
+    raise Skip(f"no place to split {function.__qualname__} was found")
+
+
+def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
+            cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None) -> Captured:  # fmt: skip
+    recorder = Recorder()
+    world = World(recorder, unstable)
+    machine = Machine(recorder, world, stop, reason)
+    recorder.where = machine.where
+    names = slot_names(function.__code__)
+    world.remember(function, Const(function))
+    world.guard(GlobalState.now())
+    cells = dict(zip(function.__code__.co_freevars, world.closure(function), strict=True)) if function.__closure__ else {}
+    frame = Frame(function, {}, cells)
+    frame.lazy = {name: (value, Arg(i, name)) for i, (name, value) in enumerate(zip(names, argv, strict=True))}
+    before = state.snapshot()
+    modes = torch._C._len_torch_function_stack()
+    try:
+        try:
+            value = machine.run(frame)
+            ended: Break | None = None
+        except Break as e:
+            ended = e
+            if fullgraph and e.kind != "raises":
+                raise
+        except UserError as e:
+            kind = type(e.error).__name__
+            raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
+        finisher = Finisher(machine, frame, names, before, compiler, resume, cache)
+        state.restore(before)
+        while torch._C._len_torch_function_stack() > modes:
+            torch._C._pop_torch_function_stack()
+        try:
+            captured = finisher.returned(value) if ended is None else finisher.broken(machine.broken or [], ended)
+        except Unbuildable as e:
+            at = e.step
+            raise Restart(at, Break("rebuild", e.text, "keep such objects out of what lives across the break")) from None
+    finally:
+        state.restore(before)
+        while torch._C._len_torch_function_stack() > modes:
+            torch._C._pop_torch_function_stack()
+    world.finish_guards()
+    captured.guards = world.guards
+    return captured

@@ -1,0 +1,93 @@
+"""Small functions that residual code calls: they rebuild objects and write to the outside world."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+
+def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaults: Any, closure: Any, kwdefaults: Any,
+                  attributes: dict[str, Any]) -> types.FunctionType:  # fmt: skip
+    function = types.FunctionType(code, space, name, defaults, closure)
+    function.__kwdefaults__ = kwdefaults
+    function.__dict__.update(attributes)
+    function.__qualname__ = code.co_qualname
+    return function
+
+
+def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any], cause: Any) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    error.__cause__ = cause
+    return error
+
+
+def make_object(cls: type) -> Any:
+    """An instance without its `__init__`; the native base class decides which `__new__` serves."""
+    for base in cls.__mro__:
+        if not base.__flags__ & 1 << 9:
+            return base.__new__(cls)
+    return object.__new__(cls)
+
+
+def fill_object(value: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
+    if attributes:
+        value.__dict__.update(attributes)
+    for name, item in slots.items():
+        object.__setattr__(value, name, item)
+
+
+def fill_list(value: list[Any], items: list[Any]) -> None:
+    list.extend(value, items)
+
+
+def fill_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
+    dict.update(value, items)
+
+
+def set_state(iterator: Any, state: Any) -> Any:
+    iterator.__setstate__(state)
+    return iterator
+
+
+def write_list(value: Any, items: list[Any]) -> None:
+    list.__setitem__(value, slice(None), items)
+
+
+def write_dict(value: dict[Any, Any], changed: dict[Any, Any], deleted: tuple[Any, ...]) -> None:
+    for key in deleted:
+        dict.__delitem__(value, key)
+    dict.update(value, changed)
+
+
+def rewrite_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
+    dict.clear(value)
+    dict.update(value, items)
+
+
+def write_set(value: set[Any], items: set[Any]) -> None:
+    value.clear()
+    value.update(items)
+
+
+def write_deque(value: deque[Any], items: list[Any]) -> None:
+    value.clear()
+    value.extend(items)
+
+
+def write_attribute(owner: Any, name: str, value: Any) -> None:
+    (type.__setattr__ if isinstance(owner, type) else object.__setattr__)(owner, name, value)
+
+
+def delete_attribute(owner: Any, name: str) -> None:
+    (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
+
+
+def delete_item(space: dict[str, Any], name: str) -> None:
+    space.pop(name, None)
+
+
+def delete_contents(cell: types.CellType) -> None:
+    del cell.cell_contents

@@ -1,0 +1,67 @@
+"""torch's global switches: what capture may flip, how to put it back, and what residual code must set."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _are_deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _autocast(device: str) -> list[Switch]:
+    return [
+        (functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)),
+        (functools.partial(torch.get_autocast_dtype, device), functools.partial(torch.set_autocast_dtype, device)),
+    ]
+
+
+SWITCHES: tuple[Switch, ...] = (
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    *_autocast("cpu"),
+    *_autocast("cuda"),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.get_default_dtype, torch._C._set_default_dtype),
+    (_are_deterministic, _deterministic),
+)
+
+
+def snapshot() -> tuple[Any, ...]:
+    """The values of all switches."""
+    return tuple([read() for read, _ in SWITCHES])
+
+
+def restore(before: tuple[Any, ...]) -> None:
+    """Put the switches back to a snapshot."""
+    for (read, write), value in zip(SWITCHES, before, strict=True):
+        if read() != value:
+            write(value)
+
+
+def difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[Callable[[Any], Any], Any]]:
+    """The writes that lead from one snapshot to another."""
+    return [(write, new) for (_, write), old, new in zip(SWITCHES, before, after, strict=True) if old != new]
+
+
+def guarded(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that flips switches, wrapped so that they are put back when it raises."""
+
+    def run(*args: Any) -> Any:
+        before = snapshot()
+        try:
+            return graph(*args)
+        except BaseException:
+            restore(before)
+            raise
+
+    return run

@@ -1,0 +1,124 @@
+"""How calls of torch's Python functions are captured where they are neither plain code nor a single node."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+
+from kiln.base.errors import Break
+from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, leaf
+from kiln.capture.world import nested
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+
+def folds(value: Any, *names: str) -> None:
+    """Functions whose answer is the same for every captured program."""
+    for name in names:
+        owner: Any = torch
+        for part in name.split("."):
+            owner = getattr(owner, part, None)
+        if owner is not None:
+            handles(owner)(lambda m, args, kwargs: value)
+
+
+folds(True, "compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
+folds(False, "jit.is_scripting", "jit.is_tracing", "_jit_internal.is_scripting", "onnx.is_in_onnx_export",
+      "compiler.is_exporting", "_C._has_torch_function", "_C._has_torch_function_unary", "_C._has_torch_function_variadic",
+      "overrides.has_torch_function", "overrides.has_torch_function_unary", "overrides.has_torch_function_variadic",
+      "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
+folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
+
+
+@handles(torch.is_tensor)
+def is_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return isinstance(args[0], torch.Tensor)
+
+
+@handles(torch.is_storage, torch.overrides.is_tensor_like)
+def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return isinstance(args[0], torch.Tensor)
+
+
+@handles(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
+def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A custom autograd function: one node, its forward and backward stay as they are."""
+    cls, *rest = args
+    return leaf(m, cls.apply, tuple(rest), kwargs)
+
+
+@handles(torch.utils.checkpoint.checkpoint)
+def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Activation checkpointing: the function is inlined; what to recompute is decided when the graph is differentiated."""
+    function, *rest = args
+    options = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
+    return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
+
+
+@handles(warnings.warn, warnings.warn_explicit)
+def warn(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A warning is given once, while capturing."""
+    if not any(type(v) is FakeTensor for v in nested(args)):
+        warnings.warn(*args, **{k: v for k, v in kwargs.items() if k != "stacklevel"})
+
+
+@handles(logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error, logging.Logger.log,
+         logging.debug, logging.info, logging.warning, logging.error, logging.Logger.exception, logging.Logger.critical)  # fmt: skip
+def log(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Log calls inside compiled code are dropped, as documented."""
+    return None
+
+
+@handles(logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel)
+def log_enabled(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return False
+
+
+@handles(torch.autograd.grad_mode.inference_mode.__enter__)
+def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    mode = m.getattr(args[0], "mode")
+    m.setattr(args[0], "_inference_mode_context", m.native(m.recorder.effect, _enter_inference_mode, (mode,)))
+
+
+@handles(torch.autograd.grad_mode.inference_mode.__exit__)
+def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    m.native(m.recorder.effect, _exit_inference_mode, (m.getattr(args[0], "_inference_mode_context"),))
+
+
+@handles(torch.manual_seed, torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all)
+def random_state(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("random-state", "the state of the random generator is changed or read", "seed outside the compiled function")
+
+
+@handles(torch.set_default_device, torch.set_default_tensor_type)
+def default_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("global-state", "torch's default device is changed", "use `with torch.device(...)`")
+
+
+@handles(torch._assert)
+def torch_assert(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    condition = args[0]
+    if type(condition) is FakeTensor:
+        return m.torch_call(torch._assert, args, kwargs)
+    if not m.truth(condition):
+        raise m.fail(AssertionError(*args[1:]))
+
+
+@handles(torch.autograd.backward, torch.autograd.grad)
+def run_backward(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("backward", "gradients are computed inside the compiled function", "call backward outside of it")
+
+
+def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    raise Break("script", f"{type(function).__name__} is compiled by TorchScript", "compile the Python function instead")
+
+
+CALLERS[torch.jit.ScriptFunction] = CALLERS[torch.jit.ScriptModule] = call_script

@@ -1,0 +1,533 @@
+"""What capture knows of the outside world: where values came from, what was read (guards), what is to be written.
+
+Containers from outside are seen by the program as *shadows*: copies that native code may read and change freely. What a
+shadow differs by from its first state at the end is written back after the graph has run. Instance dicts, globals and
+cells that are written get the same treatment through overlays.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
+from kiln.capture.recorder import Recorder
+from kiln.check.guards import (
+    MISSING,
+    Absent,
+    ClassAttr,
+    Contains,
+    Distinct,
+    Equals,
+    FunctionState,
+    Guard,
+    Is,
+    Keys,
+    Length,
+    SameObject,
+    SetEquals,
+    TypeIs,
+)
+from kiln.check.torch_guards import TensorMatch
+from kiln.check.tree import GuardSet
+from kiln.ops.fake import FakeTensor
+
+BUILTINS = vars(builtins)
+CONSTANTS = frozenset({
+    int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type(NotImplemented), range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
+})  # fmt: skip
+BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+               types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, property,
+               staticmethod, classmethod, types.CodeType, functools._lru_cache_wrapper, enum.Enum,
+               torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias, types.MappingProxyType)  # fmt: skip
+IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
+
+
+@dataclass(slots=True, eq=False)
+class Shadow:
+    """A container from outside, and the copy that stands for it during capture."""
+
+    real: Any
+    copy: Any
+    source: Source
+    before: Any = None  # the copy's contents when it was last known to equal the real container's
+    full: bool = False  # every item has been wrapped and guarded
+    items: dict[Any, Any] = field(default_factory=dict)  # items read one by one
+
+
+@dataclass(slots=True, eq=False)
+class Overlay:
+    """Pending writes to the named slots of an object, a globals dict or a cell."""
+
+    owner: Any
+    source: Source
+    writes: dict[str, Any] = field(default_factory=dict)
+
+
+class World:
+    """Sources, guards, shadows and pending writes of one capture."""
+
+    def __init__(self, recorder: Recorder, unstable: frozenset[str] = frozenset()) -> None:
+        self.recorder = recorder
+        self.guards = GuardSet()
+        self.unstable = unstable
+        self.sources: dict[int, Source] = {}
+        self.shadows: dict[int, Shadow] = {}  # by id of the copy
+        self.shadow_of: dict[int, Shadow] = {}  # by id of the real container
+        self.instance: dict[int, Overlay] = {}  # attribute writes, by id of the owner
+        self.spaces: dict[int, Overlay] = {}  # global writes, by id of the namespace
+        self.cells: dict[int, Overlay] = {}  # writes to cells from outside, by id of the cell
+        self.tensors: dict[int, tuple[Any, Source]] = {}  # by id of the real tensor
+        self.pinned: set[int] = set()
+        self.keep: list[Any] = []
+        self.wrappers: dict[int, Any] = {}
+
+    # ------------------------------------------------------------------ reading
+
+    def guard(self, guard: Guard) -> None:
+        self.guards.add(guard)
+
+    def source(self, value: Any) -> Source | None:
+        """The path of an object from outside; None for what was made during capture."""
+        return self.sources.get(id(value))
+
+    def remember(self, value: Any, source: Source) -> None:
+        if id(value) not in self.sources:
+            self.sources[id(value)] = source
+            self.keep.append(value)
+
+    def outside(self, value: Any, source: Source) -> Any:
+        """The program's view of a value read from outside, with the guards that the read calls for."""
+        kind = type(value)
+        if kind in CONSTANTS:
+            self.guard(Equals(source, value))
+            return value
+        known = self.sources.get(id(value))
+        if known is not None:
+            return self.again(value, known, source)
+        reader = READERS.get(kind)
+        if reader is not None:
+            return reader(self, value, source)
+        for base, reader in READER_BASES:
+            if isinstance(value, base):
+                return reader(self, value, source)
+        return self.thing(value, source)
+
+    def again(self, value: Any, known: Source, source: Source) -> Any:
+        """A second path to an object that is known already."""
+        if known != source:
+            if id(value) in self.pinned:
+                self.guard(Is(source, value))
+            else:
+                self.guard(SameObject(known, source))
+        shadow = self.shadow_of.get(id(value))
+        if shadow is not None:
+            return shadow.copy
+        if id(value) in self.tensors:
+            return self.tensors[id(value)][0]
+        return self.wrappers.get(id(value), value)
+
+    def thing(self, value: Any, source: Source) -> Any:
+        """Any other object: known by its exact type and its path."""
+        self.guard(TypeIs(source, type(value)))
+        self.remember(value, source)
+        return value
+
+    def pin(self, value: Any, source: Source) -> Any:
+        """An object that must stay the same one; its parts are reached from the object itself."""
+        if isinstance(source, Const) and source.value is value:
+            pass
+        else:
+            self.guard(Is(source, value))
+        self.pinned.add(id(value))
+        self.remember(value, Const(value, str(source)))
+        return value
+
+    def module(self, value: torch.nn.Module, source: Source) -> Any:
+        return self.pin(value, source)
+
+    def function(self, value: types.FunctionType, source: Source) -> Any:
+        """A Python function: by identity where it lives in a namespace, by its code where it is passed in."""
+        if rooted(source):
+            return self.pin(value, source)
+        self.guard(TypeIs(source, types.FunctionType))
+        self.guard(FunctionState(source, value.__code__, value.__defaults__, value.__kwdefaults__))
+        self.remember(value, source)
+        return value
+
+    def method(self, value: types.MethodType, source: Source) -> Any:
+        self.guard(TypeIs(source, types.MethodType))
+        func = self.outside(value.__func__, Attr(source, "__func__"))
+        owner = self.outside(value.__self__, Attr(source, "__self__"))
+        bound = types.MethodType(func, owner)
+        self.remember(value, source)
+        self.wrappers[id(value)] = bound
+        self.remember(bound, source)
+        return bound
+
+    def native_method(self, value: Any, source: Source) -> Any:
+        """A builtin function, or a native method bound to an object from outside."""
+        owner = getattr(value, "__self__", None)
+        if owner is None or isinstance(owner, (types.ModuleType, type)):
+            return self.pin(value, source)
+        self.guard(TypeIs(source, type(value)))
+        inner = self.outside(owner, Attr(source, "__self__"))
+        bound = getattr(inner, value.__name__, None)
+        if type(bound) is not type(value):
+            raise Break("native-method", f"{source} is a bound native method", "call the method by its name")
+        self.guard(Equals(Attr(source, "__name__"), value.__name__))
+        self.remember(value, source)
+        self.wrappers[id(value)] = bound
+        return bound
+
+    def tensor(self, value: torch.Tensor, source: Source) -> Any:
+        """A tensor from outside: an input of the graph, or an attribute of it when its owner is pinned."""
+        known = self.tensors.get(id(value))
+        if known is not None:
+            if known[1] != source:
+                self.guard(SameObject(known[1], source))
+            return known[0]
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise Break("tensor-subclass", f"{source} is a {type(value).__name__}", "pass plain tensors, or disable the function")
+        if value.layout is not torch.strided or value.is_quantized:
+            raise Break("tensor-layout", f"{source} is {value.layout}", "only strided tensors are captured")
+        as_attr = self.owned(source) and str(source) not in self.unstable
+        if as_attr:
+            self.guard(Is(source, value))
+        self.guard(TensorMatch.of(source, value))
+        fake = self.recorder.input(value, source, as_attr)
+        self.tensors[id(value)] = (fake, source)
+        self.sources[id(fake)] = source
+        self.keep.append(fake)
+        self.keep.append(value)
+        self.sources[id(value)] = source
+        return fake
+
+    def owned(self, source: Source) -> bool:
+        """Whether the path leads to a parameter or buffer of a pinned module."""
+        return (isinstance(source, Item) and isinstance(source.base, DictAttr) and source.base.name in ("_parameters", "_buffers")
+                and isinstance(source.base.base, Const) and isinstance(source.base.base.value, torch.nn.Module))  # fmt: skip
+
+    # ------------------------------------------------------------------ containers
+
+    def container(self, value: Any, source: Source) -> Any:
+        """A mutable container: its shadow, empty-handed until somebody looks inside."""
+        self.guard(TypeIs(source, type(value)))
+        shadow = Shadow(value, SHADOWS[type(value)](value), source)
+        return self.adopt(shadow)
+
+    def adopt(self, shadow: Shadow) -> Any:
+        self.shadows[id(shadow.copy)] = shadow
+        self.shadow_of[id(shadow.real)] = shadow
+        self.remember(shadow.real, shadow.source)
+        self.remember(shadow.copy, shadow.source)
+        return shadow.copy
+
+    def subclassed(self, value: Any, source: Source) -> Any:
+        """An instance of a user's subclass of list or dict: contents and instance dict are both shadowed."""
+        self.guard(TypeIs(source, type(value)))
+        base = dict if isinstance(value, dict) else list
+        copy = type(value).__new__(type(value))
+        (dict.update if base is dict else list.extend)(copy, value)
+        shadow = Shadow(value, copy, source)
+        self.adopt(shadow)
+        for name, item in getattr(value, "__dict__", {}).items():
+            copy.__dict__[name] = self.outside(item, DictAttr(source, name))
+        self.touch(copy)
+        return copy
+
+    def immutable(self, value: Any, source: Source) -> Any:
+        """A tuple (or named tuple): rebuilt from the program's view of its items."""
+        self.guard(TypeIs(source, type(value)))
+        self.guard(Length(source, len(value)))
+        items = [self.outside(item, Item(source, i)) for i, item in enumerate(value)]
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        copy = value if same else tuple.__new__(type(value), items)
+        self.remember(value, source)
+        self.wrappers[id(value)] = copy
+        self.remember(copy, source)
+        return copy
+
+    def frozen_set(self, value: Any, source: Source) -> Any:
+        self.guard(TypeIs(source, type(value)))
+        self.guard(SetEquals(source, frozenset(value)))
+        for item in value:
+            if isinstance(item, torch.Tensor):
+                raise Break("set-of-tensors", f"{source} is a set of tensors", "use a list")
+        self.remember(value, source)
+        return value
+
+    def touch(self, value: Any) -> Any:
+        """Make a value safe for native reading: what it holds from outside is wrapped and guarded."""
+        shadow = self.shadows.get(id(value))
+        if shadow is not None:
+            if not shadow.full:
+                self.fill(shadow)
+        elif type(value) in (list, tuple, dict) and id(value) not in self.sources:
+            for item in value.values() if type(value) is dict else value:
+                if id(item) in self.shadows:
+                    self.touch(item)
+        return value
+
+    def fill(self, shadow: Shadow) -> None:
+        shadow.full = True
+        real, copy, source = shadow.real, shadow.copy, shadow.source
+        if isinstance(real, (set, frozenset)):
+            self.guard(SetEquals(source, frozenset(real)))
+            if any(isinstance(item, torch.Tensor) for item in real):
+                raise Break("set-of-tensors", f"{source} is a set of tensors", "use a list")
+            shadow.before = set(copy)
+            return
+        if isinstance(real, dict):
+            self.guard(Keys(source, tuple(dict.keys(real))))
+            for key, item in list(dict.items(real)):
+                wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
+                dict.__setitem__(copy, key, wrapped)
+            shadow.before = dict(dict.items(copy))
+            if isinstance(real, collections.defaultdict):
+                self.outside(real.default_factory, Attr(source, "default_factory"))
+            return
+        self.guard(Length(source, len(real)))
+        for i, item in enumerate(list(real)):
+            copy[i] = shadow.items[i] if i in shadow.items else self.outside(item, Item(source, i))
+        shadow.before = list(copy)
+
+    def item(self, container: Any, key: Any) -> Any:
+        """One item of a shadow that has not been filled, or MISSING where a plain native read is right."""
+        shadow = self.shadows.get(id(container))
+        if shadow is None or shadow.full:
+            return MISSING
+        real = shadow.real
+        if type(real) is dict or type(real) is collections.OrderedDict:
+            if type(key) not in (str, int, bool, type(None)) and not isinstance(key, (type, enum.Enum)):
+                return MISSING
+            if key not in real:
+                self.guard(Contains(shadow.source, key, False))
+                return MISSING
+        elif type(real) is list and type(key) is int:
+            if not -len(real) <= key < len(real):
+                return MISSING
+            if key < 0:
+                self.guard(Length(shadow.source, len(real)))
+                key += len(real)
+        else:
+            return MISSING
+        if key not in shadow.items:
+            shadow.items[key] = self.outside(real[key], Item(shadow.source, key))
+        return shadow.items[key]
+
+    def length(self, container: Any) -> int | None:
+        """The length of an unfilled shadow, guarded alone."""
+        shadow = self.shadows.get(id(container))
+        if shadow is None or shadow.full or type(shadow.real) not in (list, dict, collections.OrderedDict):
+            return None
+        self.guard(Length(shadow.source, len(shadow.real)))
+        return len(shadow.real)
+
+    def contains(self, container: Any, key: Any) -> bool | None:
+        """Membership in an unfilled dict shadow, guarded alone."""
+        shadow = self.shadows.get(id(container))
+        if shadow is None or shadow.full or type(shadow.real) not in (dict, collections.OrderedDict) or type(key) is not str:
+            return None
+        self.guard(Contains(shadow.source, key, key in shadow.real))
+        return key in shadow.real
+
+    # ------------------------------------------------------------------ named slots
+
+    def instance_dict(self, owner: Any) -> Any:
+        """The shadow of an outside object's __dict__, made when somebody asks for the dict itself."""
+        source = self.sources[id(owner)]
+        known = self.shadow_of.get(id(owner.__dict__))
+        if known is not None:
+            return known.copy
+        real = owner.__dict__
+        shadow = Shadow(real, {}, Attr(source, "__dict__"))
+        shadow.full = True
+        self.guard(Keys(shadow.source, tuple(real)))
+        self.adopt(shadow)
+        writes = self.instance.pop(id(owner), None)
+        for name, item in real.items():
+            shadow.copy[name] = self.outside(item, DictAttr(source, name))
+        shadow.before = dict(shadow.copy)
+        for name, item in writes.writes.items() if writes else ():
+            if item is MISSING:
+                shadow.copy.pop(name, None)
+            else:
+                shadow.copy[name] = item
+        return shadow.copy
+
+    def read_slot(self, owner: Any, name: str) -> Any:
+        """A pending write of `owner.name`, or MISSING; a pending deletion comes out as DELETED."""
+        overlay = self.instance.get(id(owner))
+        if overlay is not None and name in overlay.writes:
+            value = overlay.writes[name]
+            return DELETED if value is MISSING else value
+        if self.shadow_of:
+            shadow = self.shadow_of.get(id(getattr(owner, "__dict__", None)))
+            if shadow is not None:
+                return shadow.copy.get(name, DELETED)
+        return MISSING
+
+    def write_slot(self, owner: Any, name: str, value: Any) -> None:
+        """Hold back `owner.name = value` (or its deletion, with MISSING) for an object from outside."""
+        shadow = self.shadow_of.get(id(getattr(owner, "__dict__", None)))
+        if shadow is not None:
+            if value is MISSING:
+                del shadow.copy[name]
+            else:
+                shadow.copy[name] = value
+            return
+        overlay = self.instance.setdefault(id(owner), Overlay(owner, self.sources[id(owner)]))
+        overlay.writes.pop(name, None)
+        overlay.writes[name] = value
+        self.keep.append(value)
+
+    def read_global(self, namespace: dict[str, Any], name: str) -> Any:
+        overlay = self.spaces.get(id(namespace))
+        if overlay is not None and name in overlay.writes:
+            value = overlay.writes[name]
+            return DELETED if value is MISSING else value
+        if name in namespace:
+            return self.outside(namespace[name], Global(Const(namespace, "globals"), name))
+        self.guard(Contains(Const(namespace, "globals"), name, False))
+        return MISSING
+
+    def write_global(self, namespace: dict[str, Any], name: str, value: Any) -> None:
+        overlay = self.spaces.setdefault(id(namespace), Overlay(namespace, Const(namespace, "globals")))
+        overlay.writes[name] = value
+
+    def read_cell(self, cell: types.CellType) -> Any:
+        """The contents of a cell; MISSING when it is empty."""
+        overlay = self.cells.get(id(cell))
+        if overlay is not None:
+            return overlay.writes["cell_contents"]
+        source = self.sources.get(id(cell))
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            return MISSING
+        return value if source is None else self.outside(value, CellContents(source))
+
+    def write_cell(self, cell: types.CellType, value: Any) -> None:
+        source = self.sources.get(id(cell))
+        if source is not None:
+            self.cells.setdefault(id(cell), Overlay(cell, source)).writes["cell_contents"] = value
+        elif value is MISSING:
+            del cell.cell_contents
+        else:
+            cell.cell_contents = value
+
+    def closure(self, function: types.FunctionType) -> tuple[types.CellType, ...]:
+        """The cells of a function, each known by its path when the function is from outside."""
+        cells = function.__closure__ or ()
+        source = self.sources.get(id(function))
+        if source is not None:
+            for i, (cell, name) in enumerate(zip(cells, function.__code__.co_freevars, strict=True)):
+                if id(cell) not in self.sources and id(cell) not in self.made_cells:
+                    self.remember(cell, ClosureCell(source, i, name))
+        return cells
+
+    @functools.cached_property
+    def made_cells(self) -> set[int]:
+        """Ids of the cells made during capture."""
+        return set()
+
+    def builtin(self, name: str, value: Any) -> None:
+        """A builtin was read."""
+        self.guard(Is(Global(Const(BUILTINS, "builtins"), name), value))
+
+    def namespace(self, space: dict[str, Any]) -> Source:
+        return Const(space, "globals")
+
+    def constant(self, value: Any) -> Any:
+        """An object that is the same in every call: reached from itself, without a guard."""
+        self.pinned.add(id(value))
+        self.remember(value, Const(value))
+        return value
+
+    def class_attr(self, cls: type, name: str, value: Any) -> None:
+        """A lookup of `name` along the MRO of `cls` was made."""
+        if not cls.__flags__ & IMMUTABLE_TYPE:
+            self.guard(ClassAttr(cls, name, value))
+
+    def absent(self, owner: Any, name: str) -> None:
+        source = self.sources.get(id(owner))
+        if source is not None:
+            self.guard(Absent(source, name))
+
+    def absent_attr(self, source: Source | None, name: str) -> None:
+        if source is not None:
+            self.guard(Absent(source, name))
+
+    def lacks(self, source: Source, name: str) -> None:
+        """A dict at this path does not have the key."""
+        self.guard(Contains(source, name, False))
+
+    def write_tensor_slot(self, tensor: Any, name: str, value: Any) -> None:
+        """Hold back an attribute write on a tensor, from outside or made here."""
+        source = self.sources.get(id(tensor), Const(tensor, "tensor"))
+        self.instance.setdefault(id(tensor), Overlay(tensor, source)).writes[name] = value
+        self.keep.append(tensor)
+
+    def finish_guards(self) -> None:
+        """Guards over several inputs at once: tensors and containers that were different objects must stay so."""
+        free = [source for _, source in self.tensors.values() if not rooted(source)]
+        if len(free) > 1:
+            self.guard(Distinct(tuple(free)))
+
+
+DELETED: Any = type("Deleted", (), {"__repr__": lambda self: "<deleted>"})()
+
+
+def rooted(source: Source) -> bool:
+    """Whether a path starts at a pinned object or a namespace, and not at an argument."""
+    while not isinstance(source, (Arg, Const, Global)):
+        source = source.base  # type: ignore[attr-defined]
+    return not isinstance(source, Arg)
+
+
+Reader = Callable[[World, Any, Source], Any]
+
+SHADOWS: dict[type, Callable[[Any], Any]] = {
+    list: list, dict: dict, set: set, collections.OrderedDict: collections.OrderedDict,
+    collections.defaultdict: lambda d: collections.defaultdict(d.default_factory, d),
+    collections.deque: lambda d: collections.deque(d, d.maxlen), collections.Counter: collections.Counter,
+}  # fmt: skip
+
+READERS: dict[type, Reader] = {
+    torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
+    types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, tuple: World.immutable,
+    frozenset: World.frozen_set, types.MethodWrapperType: World.native_method,
+    **dict.fromkeys(SHADOWS, World.container),
+}  # fmt: skip
+
+READER_BASES: tuple[tuple[Any, Reader], ...] = (
+    (torch.Tensor, World.tensor),
+    (torch.nn.Module, World.module),
+    (BY_IDENTITY, World.pin),
+    (tuple, World.immutable),
+    ((dict, list), World.subclassed),
+)
+
+
+def nested(values: Iterable[Any]) -> Iterable[Any]:
+    """The values and what stands inside their lists, tuples and dicts."""
+    for value in values:
+        yield value
+        if type(value) in (list, tuple):
+            yield from nested(value)
+        elif type(value) is dict:
+            yield from nested(value.values())
+
+
+__all__ = ["DELETED", "MISSING", "FakeTensor", "Overlay", "Shadow", "World", "nested", "rooted"]

@@ -1,0 +1,444 @@
+"""Guard kinds that need no torch: each is a frozen predicate on a Source, with `holds` as its reference meaning."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Final, Protocol
+
+from kiln import _hook
+from kiln.base.source import Const, Source
+
+
+class _Missing:
+    """The value of a name that no class of an MRO defines."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Final = _Missing()
+
+
+def _same_float(a: float, b: float) -> bool:
+    return a.hex() == b.hex()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a program could not tell two constants apart: exact types, signs of zeros and NaNs included."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return _same_float(a, b)
+    if isinstance(a, complex):
+        return _same_float(a.real, b.real) and _same_float(a.imag, b.imag)
+    if isinstance(a, tuple):
+        return tuple.__len__(a) == tuple.__len__(b) and all(map(same, tuple.__iter__(a), tuple.__iter__(b)))
+    if isinstance(a, (slice, range)):
+        return same(a.start, b.start) and same(a.stop, b.stop) and same(a.step, b.step)
+    if isinstance(a, frozenset):
+        return _typed(a) == _typed(b)
+    return bool(a == b)
+
+
+def _typed(elements: set[Any] | frozenset[Any]) -> set[tuple[type, Any]]:
+    return {(type(e), e) for e in elements}
+
+
+def keys_of(mapping: dict[Any, Any]) -> Iterator[Any]:
+    """The keys of a dict in its own order, whatever its subclass says."""
+    return OrderedDict.__iter__(mapping) if isinstance(mapping, OrderedDict) else dict.__iter__(mapping)
+
+
+def lookup(cls: type, name: str) -> Any:
+    """What the MRO of a class gives for a name, without binding; MISSING when nothing."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return MISSING
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A short text of a value for a recompile reason."""
+    text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+class Paths(Protocol):
+    """The tree under construction: numbers the nodes that guards hang on."""
+
+    def node(self, source: Source) -> int: ...
+
+    def instance_dict(self, base: Source) -> int: ...
+
+
+# Types whose values C compares as `same` does; tuples of these too.
+_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), type(Ellipsis)})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether C can compare with this constant."""
+    return all(map(is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guard:
+    """A predicate on the bound arguments of a call; a value that cannot be fetched fails it."""
+
+    source: Source
+
+    def nodes(self, paths: Paths) -> tuple[int, ...]:
+        """The nodes whose values the check reads."""
+        return (paths.node(self.source),)
+
+    def emit(self) -> tuple[int, Any]:
+        """The kind and the operand of the check in C."""
+        return _hook.CHECK_TEST, self.test
+
+    def test(self, value: Any) -> bool:
+        """Whether the fetched value passes."""
+        raise NotImplementedError
+
+    def describe(self, value: Any) -> str:
+        """What was expected and what came, without the name of the value."""
+        raise NotImplementedError
+
+    def key(self) -> object:
+        """Guards with equal keys are the same guard."""
+        raise NotImplementedError
+
+    def holds(self, argv: Sequence[Any]) -> bool:
+        try:
+            return self.test(self.source.fetch(argv))
+        except Exception:
+            return False
+
+    def why(self, argv: Sequence[Any]) -> str:
+        try:
+            value = self.source.fetch(argv)
+        except Exception as error:
+            return f"{self.source} can no longer be read ({type(error).__name__}: {error})"
+        return f"{self.source}{self.describe(value)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TypeIs(Guard):
+    """The value's exact type."""
+
+    type: type
+
+    def test(self, value: Any) -> bool:
+        return type(value) is self.type
+
+    def describe(self, value: Any) -> str:
+        return f" was of type {show(self.type)}, now {show(type(value))}"
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_TYPE, self.type
+
+    def key(self) -> object:
+        return TypeIs, self.source, id(self.type)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Is(Guard):
+    """The value's identity."""
+
+    value: Any
+
+    def test(self, value: Any) -> bool:
+        return value is self.value
+
+    def describe(self, value: Any) -> str:
+        if show(value) == show(self.value):
+            return f" was {show(self.value)}, now another object that prints alike"
+        return f" was {show(self.value)}, now {show(value)}"
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_IS, self.value
+
+    def key(self) -> object:
+        return Is, self.source, id(self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equals(Guard):
+    """The value of an immutable constant, in the sense of `same`."""
+
+    value: Any
+
+    def test(self, value: Any) -> bool:
+        return same(value, self.value)
+
+    def describe(self, value: Any) -> str:
+        kind = "" if type(value) is type(self.value) else f" ({type(value).__name__})"
+        return f" was {show(self.value)}, now {show(value)}{kind}"
+
+    def emit(self) -> tuple[int, Any]:
+        return (_hook.CHECK_EQUALS, self.value) if is_plain(self.value) else (_hook.CHECK_CONSTANT, self.test)
+
+    def key(self) -> object:
+        return Equals, self.source, type(self.value), repr(self.value)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Length(Guard):
+    """The length of a container."""
+
+    n: int
+
+    def test(self, value: Any) -> bool:
+        return len(value) == self.n
+
+    def describe(self, value: Any) -> str:
+        now = str(len(value)) if hasattr(value, "__len__") else f"a {type(value).__name__}"
+        return f" had length {self.n}, now {now}"
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_LENGTH, self.n
+
+    def key(self) -> object:
+        return Length, self.source, self.n
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Keys(Guard):
+    """The keys of a dict, in order."""
+
+    keys: tuple[Any, ...]
+
+    def test(self, value: Any) -> bool:
+        return isinstance(value, dict) and same(tuple(keys_of(value)), self.keys)
+
+    def describe(self, value: Any) -> str:
+        now = show(list(keys_of(value))) if isinstance(value, dict) else f"a {type(value).__name__}"
+        return f" had keys {show(list(self.keys))}, now {now}"
+
+    def emit(self) -> tuple[int, Any]:
+        return (_hook.CHECK_KEYS, self.keys) if is_plain(self.keys) else (_hook.CHECK_TEST, self.test)
+
+    def key(self) -> object:
+        return Keys, self.source, tuple((type(k), k) for k in self.keys)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contains(Guard):
+    """Whether a dict or set has a key."""
+
+    item: Any
+    present: bool
+
+    def test(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            return dict.__contains__(value, self.item) is self.present
+        if isinstance(value, set):
+            return set.__contains__(value, self.item) is self.present
+        return isinstance(value, frozenset) and frozenset.__contains__(value, self.item) is self.present
+
+    def describe(self, value: Any) -> str:
+        if not isinstance(value, (dict, set, frozenset)):
+            return f" was a dict or set, now a {type(value).__name__}"
+        return f" {'had' if self.present else 'lacked'} {show(self.item)}, now it {'lacks' if self.present else 'has'} it"
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_HAS if self.present else _hook.CHECK_LACKS, self.item
+
+    def key(self) -> object:
+        return Contains, self.source, type(self.item), self.item, self.present
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Absent(Guard):
+    """The instance dict of an object lacks a name; an object without a dict lacks every name."""
+
+    name: str
+
+    def test(self, value: Any) -> bool:
+        return self.name not in getattr(value, "__dict__", ())
+
+    def describe(self, value: Any) -> str:
+        return f" had no attribute {self.name!r} of its own, now {show(value.__dict__[self.name])}"
+
+    def nodes(self, paths: Paths) -> tuple[int, ...]:
+        return (paths.instance_dict(self.source),)
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_ABSENT, self.name
+
+    def key(self) -> object:
+        return Absent, self.source, self.name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetEquals(Guard):
+    """The elements of a set or frozenset, by type and value."""
+
+    elements: frozenset[Any]
+
+    def test(self, value: Any) -> bool:
+        return isinstance(value, (set, frozenset)) and _typed(value) == _typed(self.elements)
+
+    def describe(self, value: Any) -> str:
+        return f" was {show(set(self.elements))}, now {show(value)}"
+
+    def key(self) -> object:
+        return SetEquals, self.source, frozenset(_typed(self.elements))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FunctionState(Guard):
+    """The code, defaults and keyword defaults of a function, by identity."""
+
+    code: CodeType
+    defaults: Any
+    kwdefaults: Any
+
+    def test(self, value: Any) -> bool:
+        return (
+            value.__code__ is self.code
+            and value.__defaults__ is self.defaults
+            and value.__kwdefaults__ is self.kwdefaults
+        )
+
+    def describe(self, value: Any) -> str:
+        if getattr(value, "__code__", None) is not self.code:
+            return f" ran {self.code.co_name} (line {self.code.co_firstlineno}), now another function"
+        if value.__defaults__ is not self.defaults:
+            return f" had defaults {show(self.defaults)}, now {show(value.__defaults__)}"
+        return f" had keyword defaults {show(self.kwdefaults)}, now {show(value.__kwdefaults__)}"
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_FUNCTION, (self.code, self.defaults, self.kwdefaults)
+
+    def key(self) -> object:
+        return FunctionState, self.source, id(self.code), id(self.defaults), id(self.kwdefaults)
+
+
+class ClassAttr(Guard):
+    """MRO lookup of a name on a class gives this very object, or MISSING."""
+
+    __slots__ = ("cls", "name", "value")
+    cls: type
+    name: str
+    value: Any
+
+    def __init__(self, cls: type, name: str, value: Any) -> None:
+        Guard.__init__(self, Const(cls))
+        object.__setattr__(self, "cls", cls)
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "value", value)
+
+    def test(self, value: Any) -> bool:
+        return lookup(value, self.name) is self.value
+
+    def describe(self, value: Any) -> str:
+        return f".{self.name} was {show(self.value)}, now {show(lookup(value, self.name))}"
+
+    def nodes(self, paths: Paths) -> tuple[int, ...]:
+        return ()
+
+    def emit(self) -> tuple[int, Any]:
+        value = () if self.value is MISSING else (self.value,)
+        return _hook.CHECK_CLASS, (self.cls, self.name, *value)
+
+    def key(self) -> object:
+        return ClassAttr, id(self.cls), self.name, id(self.value)
+
+
+class Relation(Guard):
+    """A predicate on the identities of several values."""
+
+    __slots__ = ("sources",)
+    sources: tuple[Source, ...]
+
+    def __init__(self, *sources: Source) -> None:
+        Guard.__init__(self, sources[0])
+        object.__setattr__(self, "sources", sources)
+
+    def relates(self, values: Sequence[Any]) -> bool:
+        """Whether the fetched values stand in the relation."""
+        raise NotImplementedError
+
+    def holds(self, argv: Sequence[Any]) -> bool:
+        try:
+            return self.relates([s.fetch(argv) for s in self.sources])
+        except Exception:
+            return False
+
+    def nodes(self, paths: Paths) -> tuple[int, ...]:
+        return tuple(map(paths.node, self.sources))
+
+    def key(self) -> object:
+        return type(self), self.sources
+
+
+class SameObject(Relation):
+    """Two paths lead to one object."""
+
+    __slots__ = ()
+
+    def __init__(self, a: Source, b: Source) -> None:
+        Relation.__init__(self, a, b)
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_SAME, None
+
+    def relates(self, values: Sequence[Any]) -> bool:
+        return values[0] is values[1]
+
+    def why(self, argv: Sequence[Any]) -> str:
+        a, b = self.sources
+        return f"{a} and {b} were one object, now they are two"
+
+
+class Distinct(Relation):
+    """Several paths lead to pairwise different objects."""
+
+    __slots__ = ()
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        Relation.__init__(self, *sources)
+
+    def emit(self) -> tuple[int, Any]:
+        return _hook.CHECK_DISTINCT, None
+
+    def relates(self, values: Sequence[Any]) -> bool:
+        return len({id(v) for v in values}) == len(values)
+
+    def why(self, argv: Sequence[Any]) -> str:
+        seen: dict[int, Source] = {}
+        for source in self.sources:
+            try:
+                value = source.fetch(argv)
+            except Exception as error:
+                return f"{source} can no longer be read ({type(error).__name__}: {error})"
+            if id(value) in seen:
+                return f"{seen[id(value)]} and {source} were different objects, now they are one"
+            seen[id(value)] = source
+        return "the values are different objects"
+
+
+class Custom(Guard):
+    """Any predicate on one value, with the text of its failure: for what no other kind can say."""
+
+    __slots__ = ("predicate", "text")
+    predicate: Callable[[Any], bool]
+    text: str
+
+    def __init__(self, source: Source, predicate: Callable[[Any], bool], text: str) -> None:
+        Guard.__init__(self, source)
+        object.__setattr__(self, "predicate", predicate)
+        object.__setattr__(self, "text", text)
+
+    def test(self, value: Any) -> bool:
+        return bool(self.predicate(value))
+
+    def describe(self, value: Any) -> str:
+        return f" {self.text}, now {show(value)}"
+
+    def key(self) -> object:
+        return Custom, self.source, id(self.predicate), self.text

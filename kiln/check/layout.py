@@ -1,0 +1,148 @@
+"""Finds where torch keeps a tensor's properties in memory, so that C reads them without Python.
+
+What is found is verified on tensors of all kinds; what does not verify is left to Python calls."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from kiln import _hook
+
+_SPAN = 256  # bytes of a TensorImpl, and of its autograd metadata, that are looked at
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
+_DTYPES += (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
+
+_KEYS = ("CPU", "CUDA", "Meta", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutocastCPU")
+_KEYS += ("AutocastCUDA", "Conjugate", "Negative")
+
+
+def _word(address: int) -> int:
+    return ctypes.c_uint64.from_address(address).value
+
+
+def _words(address: int) -> tuple[int, ...]:
+    return tuple(_word(address + offset) for offset in range(0, _SPAN, 8))
+
+
+def _only(candidates: Iterable[int]) -> int:
+    (found,) = candidates
+    return found
+
+
+def keys_of(tensor: torch.Tensor) -> int:
+    """The dispatch key set of a tensor as an integer."""
+    return int(torch._C._dispatch_keys(tensor).raw_repr())
+
+
+@functools.cache
+def _plain_keys() -> int:
+    """The dispatch keys of tensors whose sizes, strides and storage are plain memory."""
+    return functools.reduce(int.__or__, map(_key_set, _KEYS))
+
+
+def _key_set(name: str) -> int:
+    return int(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr())
+
+
+def is_plain(keys: int) -> bool:
+    """Whether a tensor with these dispatch keys may be compared as memory."""
+    return ready() and not keys & ~_plain_keys()
+
+
+def _find_layout() -> tuple[int, ...]:
+    """Offsets in bytes, in the order that `_hook.set_tensor_layout` takes."""
+    sample = torch.empty(2, 3, 4)
+    impl = _only(o for o in range(16, 64, 8) if _word(id(sample) + o) == sample._cdata)
+    words = _words(sample._cdata)
+    dims = 8 * _only(i for i in range(len(words) - 11) if words[i : i + 4] == (3, 2, 3, 4))
+    inline = _only(n for n in range(3, 9) if words[dims // 8 + 1 + n :][:3] == (12, 4, 1))
+    keys = 8 * _only(i for i, w in enumerate(words) if w == keys_of(sample))
+    kind = _find_kind(sample)
+    leaf = torch.empty(2, 3, 4, requires_grad=True)
+    before_dims = zip(words[: dims // 8], _words(leaf._cdata), strict=False)
+    meta = 8 * _only(i for i, (plain, with_grad) in enumerate(before_dims) if not plain and with_grad)
+    requires_grad, grad_fn = _find_autograd(leaf, meta)
+    return impl, meta, dims, kind, keys, requires_grad, grad_fn, inline, 0xFF_FFFF_FFFF
+
+
+def _find_kind(sample: torch.Tensor) -> int:
+    """The word that starts with the dtype (2 bytes), the device's type, its index and a flag (a byte each)."""
+    others = [torch.empty(2, 3, 4, dtype=dtype) for dtype in _DTYPES]
+    meta = torch.empty(2, 3, 4, device="meta")
+
+    def fits(offset: int) -> bool:
+        codes = [ctypes.c_uint16.from_address(t._cdata + offset).value for t in others]
+        cpu, far = (ctypes.string_at(t._cdata + offset + 2, 3) for t in (sample, meta))
+        return len(set(codes)) == len(codes) and codes[0] == 6 and cpu == b"\0\xff\1" and far[0] != 0 and far[2] == 1
+
+    return _only(o for o in range(0, 192, 8) if fits(o))
+
+
+def _find_autograd(leaf: torch.Tensor, meta: int) -> tuple[int, int]:
+    address = _word(leaf._cdata + meta)
+    on = ctypes.string_at(address, _SPAN)
+    off = ctypes.string_at(_word(leaf.requires_grad_(False)._cdata + meta), _SPAN)
+    requires_grad = _only(i for i, (a, b) in enumerate(zip(on, off, strict=True)) if (a, b) == (1, 0))
+    leaf.requires_grad_(True)
+    result = torch.mul(leaf, 2)
+    grad_fn = result.grad_fn
+    node = _word(id(grad_fn) + 16)  # what the Python object of a grad_fn holds first
+    words = _words(_word(result._cdata + meta))
+    return requires_grad, 8 * _only(i for i, w in enumerate(words) if w == node and 8 * i < requires_grad)
+
+
+def _samples() -> Iterator[torch.Tensor]:
+    for dtype in _DTYPES:
+        yield torch.empty(3, dtype=dtype)
+    for shape in ((), (0,), (1,), (4, 5), (2, 3, 4, 5, 6), (2, 1, 2, 1, 2, 3), (1,) * 9):
+        yield torch.empty(shape)
+        yield torch.empty(shape, device="meta", dtype=torch.float64)
+    base = torch.empty(4, 6, requires_grad=True)
+    yield from (base, base.t(), base[:, ::2], base.detach(), base * 2, torch.nn.Parameter(torch.empty(2, 2)))
+    yield torch.nn.Parameter(torch.empty(2, 2), requires_grad=False)
+    yield base.detach().requires_grad_(True).requires_grad_(False)
+    yield torch.view_as_complex(torch.empty(2, 2)).conj()
+    with torch.inference_mode():
+        yield torch.empty(2, 2)
+
+
+def kind_word(dtype: torch.dtype, device: torch.device) -> int:
+    """The word that tensors of this dtype and device carry."""
+    return _kind_word(dtype, str(device))
+
+
+@functools.cache
+def _kind_word(dtype: torch.dtype, device: str) -> int:
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        return int(_hook.tensor_words(torch.empty(0, dtype=dtype, device=device))[0])
+
+
+def _verify_layout() -> None:
+    for tensor in _samples():
+        expected = kind_word(tensor.dtype, tensor.device), keys_of(tensor), tensor.requires_grad
+        _demand(_hook.tensor_words(tensor) == expected, tensor)
+        operand = type(tensor), *expected, tuple(tensor.shape), tuple(tensor.stride())
+        guards = _hook.Guards([(-1, _hook.FETCH_ARG, 0)], [(_hook.CHECK_TENSOR, (0,), operand)])
+        _demand(guards.check((tensor,)), tensor)
+
+
+def _demand(true: bool, tensor: torch.Tensor) -> None:
+    if not true:
+        raise LookupError(f"a tensor is not as the layout has it: {tensor.dtype}, {tuple(tensor.shape)}")
+
+
+@functools.cache
+def ready() -> bool:
+    """Whether C reads tensors as memory; finds the layout on the first call."""
+    try:
+        with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+            _hook.set_tensor_layout(*_find_layout())
+            _verify_layout()
+    except Exception:
+        _hook.set_tensor_layout()
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""Guard kinds about tensors and torch's global state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kiln import _hook
+from kiln.base.source import Const, Source
+from kiln.check import layout, state
+from kiln.check.guards import Guard, Paths, show
+from kiln.check.state import State, read_state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMatch(Guard):
+    """All that compiled code assumes of a tensor: type, dtype, device, shape, strides, requires_grad, dispatch keys."""
+
+    type: type
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    requires_grad: bool
+    dispatch_keys: int
+
+    @staticmethod
+    def of(source: Source, tensor: torch.Tensor) -> TensorMatch:
+        return TensorMatch(source, type(tensor), *_facts(tensor))
+
+    def test(self, value: Any) -> bool:
+        return type(value) is self.type and _facts(value) == self._expected()
+
+    def _expected(self) -> tuple[Any, ...]:
+        return self.dtype, self.device, self.shape, self.strides, self.requires_grad, self.dispatch_keys
+
+    def describe(self, value: Any) -> str:
+        if type(value) is not self.type:
+            return f" was of type {show(self.type)}, now {show(type(value))}"
+        names = ("dtype", "device", "shape", "strides", "requires_grad", "dispatch keys")
+        for name, old, new in zip(names, self._expected(), _facts(value), strict=True):
+            if old != new:
+                return f".{name} was {old}, now {new}"
+        return " matches"
+
+    def emit(self) -> tuple[int, Any]:
+        if self.strides is None or not layout.is_plain(self.dispatch_keys):
+            return _hook.CHECK_TEST, self.test
+        kind = layout.kind_word(self.dtype, self.device)
+        return _hook.CHECK_TENSOR, (self.type, kind, self.dispatch_keys, self.requires_grad, self.shape, self.strides)
+
+    def key(self) -> object:
+        return TensorMatch, self.source, self.type, *self._expected()
+
+
+_DTYPE, _DEVICE, _SHAPE = (torch._C.TensorBase.__dict__[n].__get__ for n in ("dtype", "device", "shape"))
+_LAYOUT, _REQUIRES_GRAD = (torch._C.TensorBase.__dict__[n].__get__ for n in ("layout", "requires_grad"))
+
+
+def _facts(t: torch.Tensor) -> tuple[Any, ...]:
+    with torch._C.DisableTorchFunctionSubclass():
+        strides = tuple(torch._C.TensorBase.stride(t)) if _LAYOUT(t) is torch.strided else None
+        return _DTYPE(t), _DEVICE(t), tuple(_SHAPE(t)), strides, _REQUIRES_GRAD(t), layout.keys_of(t)
+
+
+class GlobalState(Guard):
+    """A snapshot of the switches that change what torch functions do."""
+
+    __slots__ = ("state",)
+    state: State
+
+    def __init__(self, state: State) -> None:
+        Guard.__init__(self, Const(None, "global state"))
+        object.__setattr__(self, "state", state)
+
+    @staticmethod
+    def now() -> GlobalState:
+        return GlobalState(read_state())
+
+    def test(self, value: Any) -> bool:
+        return read_state() == self.state
+
+    def why(self, argv: Sequence[Any]) -> str:
+        now = read_state()
+        for name, old in self.state.items():
+            if now[name] != old:
+                return f"{name} was {old}, now {now[name]}"
+        return "global state matches"
+
+    def nodes(self, paths: Paths) -> tuple[int, ...]:
+        return ()
+
+    def emit(self) -> tuple[int, Any]:
+        operand = state.operand(self.state) if state.ready() else None
+        return (_hook.CHECK_CALL, self.holds) if operand is None else (_hook.CHECK_STATE, operand)
+
+    def key(self) -> object:
+        return GlobalState, tuple(self.state.items())

@@ -1,0 +1,109 @@
+"""GuardSet: collects guards and merges them into the tree of fetches and checks that `_hook.Guards` evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kiln import _hook
+from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
+from kiln.check.guards import Guard
+
+Node = tuple[int, int, Any]
+Check = tuple[int, tuple[int, ...], Any]
+
+
+class GuardSet:
+    """An ordered set of guards."""
+
+    def __init__(self) -> None:
+        self._guards: dict[object, Guard] = {}
+
+    def add(self, guard: Guard) -> None:
+        self._guards.setdefault(guard.key(), guard)
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        return tuple(self._guards.values())
+
+    def __len__(self) -> int:
+        return len(self._guards)
+
+    def build(self) -> _hook.Guards:
+        tree = _Tree()
+        for guard in self._guards.values():
+            tree.check(guard)
+        return _hook.Guards(tree.nodes, tree.checks)
+
+
+class _Tree:
+    """Nodes by path, parents first, and one check a guard."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.checks: list[Check] = []
+        self._known: dict[object, int] = {}
+
+    def node(self, source: Source) -> int:
+        make = _FETCH.get(type(source), _Tree._by_call)
+        known = self._known.get(source)
+        if known is None:
+            known = self._known[source] = make(self, source)
+        return known
+
+    def _put(self, parent: int, kind: int, operand: Any, key: object) -> int:
+        known = self._known.get(key)
+        if known is None:
+            self.nodes.append((parent, kind, operand))
+            known = self._known[key] = len(self.nodes) - 1
+        return known
+
+    def instance_dict(self, base: Source) -> int:
+        parent = self.node(base)
+        return self._put(parent, _hook.FETCH_DICT, None, ("dict", parent))
+
+    def _in_dict(self, parent: int, name: Any) -> int:
+        return self._put(parent, _hook.FETCH_KEY, name, ("key", parent, type(name), name))
+
+    def _arg(self, s: Arg) -> int:
+        return self._put(-1, _hook.FETCH_ARG, s.index, s)
+
+    def _const(self, s: Const) -> int:
+        return self._put(-1, _hook.FETCH_CONST, s.value, s)
+
+    def _attr(self, s: Attr) -> int:
+        return self._put(self.node(s.base), _hook.FETCH_ATTR, s.name, s)
+
+    def _dict_attr(self, s: DictAttr) -> int:
+        return self._in_dict(self.instance_dict(s.base), s.name)
+
+    def _item(self, s: Item) -> int:
+        return self._put(self.node(s.base), _hook.FETCH_ITEM, s.key, s)
+
+    def _cell(self, s: CellContents) -> int:
+        return self._put(self.node(s.base), _hook.FETCH_CELL, None, s)
+
+    def _closure(self, s: ClosureCell) -> int:
+        return self._put(self.node(s.base), _hook.FETCH_CLOSURE, s.index, ("closure", self.node(s.base), s.index))
+
+    def _global(self, s: Global) -> int:
+        return self.node(Item(s.namespace, s.name))
+
+    def _by_call(self, s: Source) -> int:
+        return self._put(-1, _hook.FETCH_CALL, s.fetch, s)
+
+    def check(self, guard: Guard) -> None:
+        kind, operand = guard.emit()
+        self.checks.append((kind, guard.nodes(self), operand))
+
+
+_FETCH: dict[type, Callable[[_Tree, Any], int]] = {
+    Arg: _Tree._arg,
+    Const: _Tree._const,
+    Attr: _Tree._attr,
+    DictAttr: _Tree._dict_attr,
+    Item: _Tree._item,
+    CellContents: _Tree._cell,
+    ClosureCell: _Tree._closure,
+    Global: _Tree._global,
+}

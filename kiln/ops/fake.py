@@ -1,0 +1,283 @@
+"""Fake tensors: true size, stride, dtype, device and autograd state, no data; real `torch.Tensor` instances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kiln.base.errors import Break
+from kiln.ops.layout import Mismatch
+from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, Layout, Same, by_mask, infer
+from kiln.ops.oracle import consult, too_large
+from kiln.ops.table import RULES, aten, rule
+
+_wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_push = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
+_pop = torch._C._pop_torch_dispatch_stack
+_strided = torch.strided
+
+#: In-place ops that give a tensor other memory, which no fake can follow.
+REALLOCATING = frozenset(
+    overload for packet in (aten.set_, aten.resize_, aten.resize_as_) for overload in
+    (getattr(packet, name) for name in packet.overloads())
+)  # fmt: skip
+
+#: A literal of more elements than this is not kept as a constant.
+LARGEST_CONSTANT = 1024
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor without data, made only by `make` and `fake_like`.
+
+    `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids changing its shape in place.
+    `value` is the real tensor when the contents are a constant of the program, valid while `_version` is
+    `value_version`.
+    """
+
+    real_type: type = torch.Tensor
+    pinned: bool = False
+    value: torch.Tensor | None = None
+    value_version: int = 0
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"FakeTensor({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensor:
+        memo[id(self)] = copy = fake_like(self)
+        return copy
+
+
+def make(
+    size: Sequence[int],
+    stride: Sequence[int] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int = 0,
+    requires_grad: bool = False,
+) -> FakeTensor:
+    """A new fake of this layout; `stride` None means contiguous."""
+    start = None if stride is None else offset
+    fake: FakeTensor = _wrap(FakeTensor, size, stride, start, None, dtype, _strided, device, False, requires_grad)
+    return fake
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` returns on these arguments, as fakes: by its shape rule, else through torch's meta kernels."""
+    rule = RULES.get(func)
+    if rule is not None:
+        try:
+            out = rule(*args, **kwargs)
+        except Mismatch:
+            out = NotImplemented
+        if out is not NotImplemented:
+            return out
+    return general(func, args, kwargs)
+
+
+def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` returns when it has no rule, or its rule does not cover these arguments."""
+    if DATA[func] and not (func in INDEXING and not by_mask(args[1])):
+        return constant_or_break(func, args, kwargs)
+    if RESHAPES[func]:
+        return reshape_in_place(func, args, kwargs)
+    if DECOMPOSES[func]:
+        with INNER:
+            return func.decompose(*args, **kwargs)
+    try:
+        answer, tensors = infer(func, args, kwargs)
+    except Break:
+        raise
+    except Exception as error:
+        answer, tensors = second_opinion(error, func, args, kwargs)
+    return build(answer, tensors)
+
+
+def second_opinion(
+    error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[torch.Tensor]]:
+    """What the real op says where the meta kernel failed: mostly the error that eager raises."""
+    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    missing = isinstance(error, NotImplementedError)
+    answer = None
+    if func.namespace == "aten" and not too_large(tensors):
+        try:
+            answer = consult(func, args, kwargs, tensors)
+        except Break:
+            raise
+        except Exception as real:
+            if not missing:
+                raise real from None
+    elif not missing:
+        raise error
+    if answer is None:
+        why = f"{func} has no kernel for tensors without data"
+        raise Break("no-meta-kernel", why, "register one with torch.library.register_fake") from error
+    return answer, tensors
+
+
+def build(answer: Any, tensors: list[torch.Tensor]) -> Any:
+    """The fakes that an answer of `infer` describes."""
+    kind = type(answer)
+    if kind is Layout:
+        fake = make(answer.size, answer.stride, answer.dtype, answer.device, answer.offset)
+        if answer.conj:
+            torch._C._set_conj(fake, True)
+        if answer.neg:
+            torch._C._set_neg(fake, True)
+        return fake
+    if kind is Same:
+        return tensors[answer.index]
+    if kind is tuple or kind is list:
+        return kind([build(item, tensors) for item in answer])
+    return answer
+
+
+def leaves(value: Any) -> list[Any]:
+    """The values in a nest of lists, tuples and dicts."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in leaves(item)]
+    if isinstance(value, dict):
+        return leaves(list(value.values()))
+    return [value]
+
+
+def reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change the shape or strides of a fake as `func` would; Break for a tensor that others see."""
+    fake = args[0]
+    if func in REALLOCATING or not isinstance(fake, FakeTensor) or fake.pinned:
+        why = f"{func} changes the shape, strides or memory of a tensor in place"
+        raise Break("metadata-mutation", why, "use the form that returns a new tensor")
+    with torch._C._DisableTorchDispatch():
+        func(*args, **kwargs)
+    return fake
+
+
+def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a data-dependent op gives when its tensors are constants of the program; else Break."""
+    if any(isinstance(leaf, FakeTensor) and constant_of(leaf) is None for leaf in leaves((args, kwargs))):
+        why = f"{func} needs the values of a tensor"
+        raise Break("data-dependent", why, "move it out of the compiled function")
+
+    def lower(value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return constant_of(value)
+        return type(value)([lower(v) for v in value]) if isinstance(value, (list, tuple)) else value
+
+    return literal(func(*[lower(a) for a in args], **{k: lower(v) for k, v in kwargs.items()}))
+
+
+def constant_of(fake: FakeTensor) -> torch.Tensor | None:
+    """The real tensor that `fake` stands for when its contents are known."""
+    if fake.value is None or fake._version != fake.value_version:
+        return None
+    return fake.value
+
+
+def literal(value: Any) -> Any:
+    """Fakes for the real tensors in `value`, their contents kept as constants."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([literal(v) for v in value])
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+        return value
+    fake = make(value.shape, value.stride(), value.dtype, value.device)
+    if value.numel() <= LARGEST_CONSTANT and not fake.is_inference():
+        fake.value, fake.value_version = value, fake._version
+    return fake
+
+
+@rule(aten.lift_fresh.default, aten.lift.default)
+def _lift(value: torch.Tensor) -> Any:
+    return literal(value)
+
+
+class FakeMode(TorchDispatchMode):
+    """While it is entered, every aten call gives fakes: factories too, and calls on real tensors.
+
+    `writes` counts the calls that wrote into one of their arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # The wrapper that the base class would add imports torch's compiler on the first call.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if MUTATING[func]:
+            self.writes += 1
+        return dispatch(func, args, kwargs or {})
+
+    def __enter__(self) -> FakeMode:
+        _push(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _pop(None)
+
+
+#: Entered while a composite op runs inside a dispatch, where the mode that called it is off.
+INNER = FakeMode()
+
+
+class _Computed(torch.autograd.Function):
+    """Gives a fake that has a grad_fn, for a real tensor that is not a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return make(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.storage_offset())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad
+
+
+def refuse_exotic(real: torch.Tensor) -> None:
+    """Raise Break for tensors that have no strides or whose dtype carries more than its numbers."""
+    if real.is_nested:
+        raise Break("nested", "a nested tensor is used", "pad it, or keep this code out of the compiled function")
+    if real.layout is not torch.strided:
+        raise Break("sparse", f"a tensor of layout {real.layout} is used", "convert it with to_dense() outside")
+    if real.is_quantized:
+        raise Break("quantized", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
+
+
+def fake_like(real: torch.Tensor) -> FakeTensor:
+    """A fake with the layout and the autograd state of `real`."""
+    refuse_exotic(real)
+    grad, leaf = real.requires_grad, real.is_leaf
+    # A tensor made outside inference mode stays a normal tensor inside it, and the other way round.
+    with torch.inference_mode(real.is_inference()):
+        fake = make(real.shape, real.stride(), real.dtype, real.device, real.storage_offset(), grad and leaf)
+        if grad and not leaf:
+            with torch.enable_grad():
+                fake = _Computed.apply(fake.requires_grad_())
+    kind = real.real_type if isinstance(real, FakeTensor) else type(real)
+    if kind is not torch.Tensor:
+        fake.real_type = kind
+    if isinstance(real, torch.nn.Parameter):
+        fake._is_param = True  # type: ignore[attr-defined]
+    if real.is_conj():
+        torch._C._set_conj(fake, True)
+    if real.is_neg():
+        torch._C._set_neg(fake, True)
+    return fake

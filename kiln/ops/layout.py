@@ -1,0 +1,266 @@
+"""Sizes, strides and dtypes of results: the arithmetic that shape rules share, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+Size = tuple[int, ...]
+CHANNELS_LAST_ORDER = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
+
+FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
+INEXACT = FLOATS | COMPLEX
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+NUMBERS = frozenset({int, float, bool, complex})
+PLAIN_DTYPES = INEXACT | INTEGERS | {torch.bool}
+
+
+class Mismatch(Exception):
+    """The arguments do not fit: eager raises here, and its error is the one to show."""
+
+
+@lru_cache(8192)
+def contiguous(size: Size) -> Size:
+    """The strides of a contiguous tensor of this size."""
+    strides = [1] * len(size)
+    step = 1
+    for i in range(len(size) - 1, -1, -1):
+        strides[i] = step
+        step *= size[i] or 1
+    return tuple(strides)
+
+
+def channels_last(size: Size) -> Size:
+    """The strides of a channels-last tensor of this size, which has four or five dimensions."""
+    strides = [1] * len(size)
+    step = 1
+    for d in CHANNELS_LAST_ORDER[len(size)]:
+        strides[d] = step
+        step *= max(size[d], 1)
+    return tuple(strides)
+
+
+def fits(size: Size, stride: Size, order: Sequence[int]) -> bool:
+    """Whether the tensor is packed with its dimensions in this order, innermost first; extents of 1 do not matter."""
+    step = 1
+    for d in order:
+        if size[d] != 1:
+            if stride[d] != step:
+                return False
+            step *= size[d]
+    return True
+
+
+def is_contiguous(size: Size, stride: Size) -> bool:
+    """Whether a tensor of this layout is contiguous, as `Tensor.is_contiguous` sees it."""
+    return 0 in size or fits(size, stride, range(len(size) - 1, -1, -1))
+
+
+def is_channels_last(size: Size, stride: Size) -> bool:
+    """Whether a tensor of this layout is contiguous in the channels-last order."""
+    order = CHANNELS_LAST_ORDER.get(len(size))
+    return order is not None and fits(size, stride, order)
+
+
+@lru_cache(8192)
+def is_dense(size: Size, stride: Size) -> bool:
+    """Whether the elements fill one block of memory without overlap."""
+    step = 1
+    for n, s in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n >= 2), key=lambda p: p[1]):
+        if s != step:
+            return 0 in size
+        step *= n
+    return True
+
+
+@lru_cache(8192)
+def pointwise(shape: Size, *operands: tuple[Size, Size]) -> Size:
+    """The strides of an elementwise op's result, from its operands' (size, stride) in order."""
+    if not shape:
+        return ()
+    if all(size == shape for size, _ in operands):
+        if all(is_contiguous(*o) for o in operands):
+            return contiguous(shape)
+        if len(shape) == 4 and all(is_channels_last(*o) for o in operands):
+            return channels_last(shape)
+        first = operands[0][1]
+        if all(is_dense(*o) and o[1] == first for o in operands):
+            return first
+    return packed(shape, [spread(shape, size, stride) for size, stride in operands])
+
+
+def spread(shape: Size, size: Size, stride: Size) -> Size:
+    """The strides with which an operand is read when it is broadcast to `shape`."""
+    lead = len(shape) - len(size)
+    own = [0 if n == 1 and shape[lead + i] != 1 else s for i, (n, s) in enumerate(zip(size, stride, strict=True))]
+    return (0,) * lead + tuple(own)
+
+
+def packed(shape: Size, operands: Sequence[Size]) -> Size:
+    """The strides of a dense result whose dimensions are ordered as the operands' strides are."""
+    rank = len(shape)
+
+    def order(inner: int, outer: int) -> int:
+        for stride in operands:
+            a, b = stride[inner], stride[outer]
+            if a == 0 or b == 0:
+                continue
+            if a != b:
+                return -1 if a < b else 1
+            if shape[inner] > shape[outer]:
+                return 1
+        return 0
+
+    perm = list(range(rank - 1, -1, -1))
+    for i in range(1, rank):
+        here = i
+        for j in range(i - 1, -1, -1):
+            verdict = order(perm[j], perm[here])
+            if verdict > 0:
+                perm[j], perm[here] = perm[here], perm[j]
+                here = j
+            elif verdict < 0:
+                break
+    if perm == list(range(rank - 1, -1, -1)):
+        return contiguous(shape)
+    strides = [0] * rank
+    step = 1
+    for d in perm:
+        strides[d] = step
+        step *= shape[d]
+    return tuple(strides)
+
+
+@lru_cache(8192)
+def preserved(size: Size, stride: Size) -> Size:
+    """The strides of a copy that preserves the memory format."""
+    return stride if is_dense(size, stride) else inferred(size, stride)
+
+
+def inferred(size: Size, stride: Size) -> Size:
+    """Dense strides that keep the order of the dimensions of a tensor with gaps or overlaps."""
+    rank = len(size)
+    perm = list(range(rank - 1, -1, -1))
+
+    def order(a: int, b: int) -> int:
+        if stride[a] == 0 or stride[b] == 0:
+            return 0
+        if stride[a] != stride[b]:
+            return -1 if stride[a] < stride[b] else 1
+        return 1 if size[a] > size[b] else 0
+
+    for i in range(1, rank):
+        here = i
+        for j in range(i - 1, -1, -1):
+            verdict = order(perm[j], perm[here])
+            if verdict > 0:
+                perm[j], perm[here] = perm[here], perm[j]
+                here = j
+            elif verdict < 0:
+                break
+    strides = [0] * rank
+    step = 1
+    for d in perm:
+        strides[d] = step
+        step *= max(size[d], 1)
+    return tuple(strides)
+
+
+@lru_cache(8192)
+def formatted(size: Size, stride: Size, memory_format: torch.memory_format | None) -> Size:
+    """The strides of a copy in this memory format; None and preserve_format keep the order of the dimensions."""
+    if memory_format is None or memory_format is torch.preserve_format:
+        return preserved(size, stride)
+    if memory_format is torch.contiguous_format:
+        return contiguous(size)
+    wanted = 4 if memory_format is torch.channels_last else 5
+    if len(size) != wanted:
+        raise Mismatch(f"required rank {wanted} tensor to use {memory_format} format")
+    return channels_last(size)
+
+
+@lru_cache(8192)
+def broadcast(a: Size, b: Size) -> Size:
+    """The common shape of two operands."""
+    if len(a) < len(b):
+        a, b = b, a
+    lead = len(a) - len(b)
+    shape = list(a)
+    for i, n in enumerate(b, lead):
+        m = shape[i]
+        if m != n:
+            if m == 1:
+                shape[i] = n
+            elif n != 1:
+                raise Mismatch(f"{a} and {b} do not broadcast")
+    return tuple(shape)
+
+
+def wrap_dim(dim: int, rank: int) -> int:
+    """`dim` counted from the front; scalars have one dimension here, as in torch."""
+    low = rank if rank > 0 else 1
+    if not -low <= dim < low:
+        raise Mismatch(f"dimension {dim} is out of range for rank {rank}")
+    return dim + low if dim < 0 else dim
+
+
+_COMPLEX_OF = {
+    torch.float16: torch.complex32,
+    torch.bfloat16: torch.complex64,
+    torch.float32: torch.complex64,
+    torch.float64: torch.complex128,
+}
+REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+_PROMOTED = {(a, b): torch.promote_types(a, b) for a in PLAIN_DTYPES for b in PLAIN_DTYPES}
+
+
+def outranked(high: torch.dtype, low: torch.dtype) -> torch.dtype:
+    """The dtype when one operand outranks the other: dimensions over scalars, tensors over Python numbers."""
+    if high in COMPLEX:
+        return high
+    if high in FLOATS:
+        return _COMPLEX_OF[high] if low in COMPLEX else high
+    if high is torch.bool or low in INEXACT:
+        return _PROMOTED[high, low]
+    return high
+
+
+def of_number(kind: type) -> torch.dtype:
+    """The dtype that a Python number of this type has in an expression."""
+    if kind is int:
+        return torch.int64
+    if kind is bool:
+        return torch.bool
+    default = torch.get_default_dtype()
+    return default if kind is float else _COMPLEX_OF[default]
+
+
+def promote(a: torch.dtype, a_rank: int, b: torch.dtype, b_rank: int) -> torch.dtype:
+    """The dtype of an expression over two tensors."""
+    if a is b:
+        return a
+    if (a_rank == 0) == (b_rank == 0):
+        return _PROMOTED[a, b]
+    return outranked(a, b) if a_rank else outranked(b, a)
+
+
+def promote_number(dtype: torch.dtype, kind: type) -> torch.dtype:
+    """The dtype of an expression over a tensor and a Python number."""
+    if kind is int and dtype is not torch.bool or kind is float and dtype in INEXACT or kind is bool:
+        return dtype
+    return outranked(dtype, of_number(kind))
+
+
+def casts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a result of dtype `source` may be written into a tensor of dtype `target`."""
+    if source is target:
+        return True
+    if source in COMPLEX:
+        return target in COMPLEX
+    if source in FLOATS:
+        return target in INEXACT
+    return source is torch.bool or target is not torch.bool

@@ -1,0 +1,203 @@
+"""The way for ops without a shape rule: torch's meta kernels on data-free twins, remembered by layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.ops.quiet import keep_compiler_out
+
+aten = torch.ops.aten
+META = torch.device("meta")
+REMEMBERED = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All that is known of an output tensor."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int = 0
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """An output that is one of the argument tensors, by its position among them."""
+
+    index: int
+
+
+class _Facts(dict[Any, bool]):
+    """A dict from overload to a fact about it, computed when first asked."""
+
+    def __init__(self, ask: Callable[[Any], bool]) -> None:
+        self.ask = ask
+
+    def __missing__(self, func: Any) -> bool:
+        fact = self[func] = self.ask(func)
+        return fact
+
+
+DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.allclose.default}
+DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+#: Ops whose result's shape depends on data only when an index is a mask.
+INDEXING = {aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor}
+
+#: Whether an overload writes into one of its arguments.
+MUTATING = _Facts(lambda func: bool(func._schema.is_mutable))
+#: Whether an overload's result depends on the values of its arguments in dtype-independent ways.
+DATA = _Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
+#: Whether an overload changes the shape or strides of its argument.
+RESHAPES = _Facts(lambda func: torch.Tag.inplace_view in func.tags)
+DECOMPOSES = _Facts(
+    lambda func: torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+)
+MAKES = _Facts(lambda func: any(a.name == "device" for a in func._schema.arguments))
+
+_MEMO: dict[Any, Any] = {}
+
+
+def by_mask(indices: Any) -> bool:
+    """Whether one of the indices selects by truth, so that the number of elements depends on data."""
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    """A nest of Layout, Same and plain values that says what `func` returns, and the argument tensors in order."""
+    tensors: list[torch.Tensor] = []
+    try:
+        key = (func, torch.get_default_dtype(), _key(args, tensors), *[(k, _key(v, tensors)) for k, v in kwargs.items()])
+        known = _MEMO.get(key)
+    except TypeError:
+        key = known = None
+    if known is not None:
+        return known, tensors
+    answer = _ask(func, args, kwargs, tensors)
+    if key is not None:
+        if len(_MEMO) > REMEMBERED:
+            _MEMO.clear()
+        _MEMO[key] = answer
+    return answer, tensors
+
+
+def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """A hashable stand-in for an argument: what of it the shape of a result can depend on."""
+    kind = type(value)
+    if kind is int or kind is float or kind is bool or kind is complex:
+        return kind, value
+    if kind is tuple or kind is list:
+        return tuple([_key(v, tensors) for v in value])
+    if isinstance(value, torch.Tensor):
+        # A tensor given twice must not be taken for two tensors of one layout.
+        place = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
+        if place < len(tensors):
+            return place
+        tensors.append(value)
+        flags = value.is_complex() and value.is_conj(), value.is_neg()
+        return value.shape, value.stride(), value.dtype, value.device, value.storage_offset(), flags
+    return value
+
+
+def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    twins = [twin_of(t) for t in tensors]
+    by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
+
+    def lower(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return by_id[id(value)]
+        if type(value) is list or type(value) is tuple:
+            return type(value)([lower(v) for v in value])
+        return value
+
+    kwargs = {k: lower(v) for k, v in kwargs.items()}
+    device = common_device(tensors)
+    if kwargs.get("device") is not None:
+        device = full_device(kwargs["device"])
+        kwargs["device"] = META
+    elif not tensors and MAKES[func]:
+        kwargs["device"] = META
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise Break("sparse", f"{func} makes a sparse tensor", "keep sparse tensors out of the compiled function")
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    if kwargs.get("generator") is not None:
+        kwargs["generator"] = None
+    args = tuple([lower(a) for a in args])
+    before = [(t, t.shape, t.stride()) for t in written(func, args, kwargs)]
+    out = func(*args, **kwargs)
+    if any(t.shape != size or t.stride() != stride for t, size, stride in before):
+        raise Break("metadata-mutation", f"{func} resizes its output", "pass an output of the right shape")
+    return describe(out, twins, device)
+
+
+def describe(value: Any, known: list[torch.Tensor], device: torch.device | None) -> Any:
+    """The nest of tensors `value` as layouts; tensors in `known` by position; `device` None keeps each one's own."""
+    if isinstance(value, torch.Tensor):
+        for i, tensor in enumerate(known):
+            if tensor is value:
+                return Same(i)
+        if value.layout is not torch.strided:
+            raise Break("sparse", f"a tensor of layout {value.layout} is made", "keep it out of the compiled function")
+        conj, neg, place = value.is_conj(), value.is_neg(), device or value.device
+        return Layout(value.shape, value.stride(), value.dtype, place, value.storage_offset(), conj, neg)
+    if isinstance(value, (list, tuple)):
+        items = [describe(v, known, device) for v in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def twin_of(value: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same layout as `value`."""
+    size, stride, offset = value.shape, value.stride(), value.storage_offset()
+    if offset:
+        reach = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else offset
+        twin = torch.empty(reach, dtype=value.dtype, device=META).as_strided(size, stride, offset)
+    else:
+        twin = torch.empty_strided(size, stride, dtype=value.dtype, device=META)
+    if value.is_conj():
+        torch._C._set_conj(twin, True)
+    if value.is_neg():
+        torch._C._set_neg(twin, True)
+    return twin
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that `func` writes into."""
+    if not MUTATING[func]:
+        return
+    for i, declared in enumerate(func._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(declared.name)
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor):
+                    yield item
+
+
+def common_device(tensors: list[torch.Tensor]) -> torch.device:
+    """The device on which an op over these tensors runs: scalars on the CPU go anywhere."""
+    found: torch.device | None = None
+    for tensor in tensors:
+        if found is None or found.type == "cpu" and tensor.dim():
+            found = tensor.device
+    return found or torch.device("cpu")
+
+
+def full_device(device: torch.device | str | int) -> torch.device:
+    """`device` with its index filled in where the kind has one."""
+    device = torch.device(device)
+    if device.index is None and device.type not in ("cpu", "meta"):
+        return torch.device(device.type, torch.get_device_module(device).current_device())
+    return device
+
+
+keep_compiler_out()

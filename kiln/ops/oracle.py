@@ -1,0 +1,49 @@
+"""The last resort: the op itself, on small real tensors of zeros, for its error or for the layout of its result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kiln.ops.meta import describe
+
+LARGEST = 1 << 26
+CPU = torch.device("cpu")
+
+
+def too_large(tensors: list[torch.Tensor]) -> bool:
+    """Whether the arguments hold too many elements for the op to be run for real."""
+    return sum(t.numel() for t in tensors) > LARGEST
+
+
+def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    """What `func` returns on zeros of these layouts, described; eager's error comes out when there is one."""
+    twins = [zeros_of(t) for t in tensors]
+    by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
+
+    def lower(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return by_id[id(value)]
+        if type(value) is list or type(value) is tuple:
+            return type(value)([lower(v) for v in value])
+        return value
+
+    state = torch.get_rng_state()
+    try:
+        out = func(*[lower(a) for a in args], **{k: lower(v) for k, v in kwargs.items()})
+    finally:
+        torch.set_rng_state(state)
+    return describe(out, twins, tensors[0].device if tensors else None)
+
+
+def zeros_of(value: torch.Tensor) -> torch.Tensor:
+    """A real tensor of zeros on the CPU with the layout of `value`."""
+    size, stride, offset = value.shape, value.stride(), value.storage_offset()
+    reach = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else offset
+    twin = torch.zeros(reach, dtype=value.dtype, device=CPU).as_strided(size, stride, offset)
+    if value.is_conj():
+        torch._C._set_conj(twin, True)
+    if value.is_neg():
+        torch._C._set_neg(twin, True)
+    return twin

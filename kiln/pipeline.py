@@ -1,0 +1,144 @@
+"""Runs the stages in order: a miss of a region becomes a capture, a compiled graph and a new entry."""
+
+from __future__ import annotations
+
+import threading
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kiln import _hook
+from kiln.base import live, log, options, records
+from kiln.base.errors import Break, Place, RecompileError, Skip
+from kiln.base.options import Compile
+from kiln.capture.finish import Captured
+from kiln.capture.run import capture
+
+LOCK = threading.RLock()
+
+
+@dataclass(eq=False)
+class Family:
+    """What the regions of one compile call share: the options and the resume functions."""
+
+    options: Compile
+    resumes: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """What is remembered of one entry of a region."""
+
+    guards: tuple[Any, ...]
+    built: Any
+
+
+def region(function: types.FunctionType, asked: Compile) -> Any:
+    """A callable that runs the function captured and compiled."""
+    return make_region(function, Family(asked))
+
+
+def make_region(function: types.FunctionType, family: Family) -> Any:
+    made = _hook.Region(function, lambda region, argv: miss(region, argv, family))
+    live.register(made)
+    return made
+
+
+def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
+    """No entry holds: capture, add an entry, run it."""
+    function = region.function
+    with LOCK:
+        for entry in region.entries:  # another thread may have been faster
+            if entry.guards.check(argv):
+                run = entry.run
+                break
+        else:
+            run = compile_entry(region, function, argv, family)
+    if run is None:
+        return original(function, argv)
+    return run(*argv)
+
+
+def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
+    asked, name = family.options, family.options.name or function.__qualname__
+    entries = region.entries
+    stance = options.stance()
+    if stance == "eager_on_recompile":
+        return None
+    reasons = tuple(why(entry, argv) for entry in entries)
+    if stance == "fail_on_recompile":
+        raise RecompileError(f"{name} would be compiled again: {'; '.join(reasons) or 'it has not been compiled yet'}")
+    if entries:
+        records.emit(records.RecompileRecord(name, reasons))
+        if len(entries) >= asked.setting("cache_limit"):
+            region.limit_hit = True
+            log.warn_once(("cache_limit", id(region)), f"{name} was compiled {len(entries)} times and runs eagerly from now on; "
+                          f"the guard that keeps failing: {reasons[0]}")  # fmt: skip
+            return None
+    unstable = frozenset(str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0)
+    try:
+        captured = capture(function, argv, compiler_for(asked, name, function), lambda f: make_region(f, family), family.resumes,
+                           asked.fullgraph, unstable)  # fmt: skip
+    except Skip as e:
+        return skip(region, name, e, asked)
+    except Break:
+        raise
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as e:
+        return failed(region, name, e, asked)
+    return install(region, captured, name)
+
+
+def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any:
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        calls = sum(n.op.startswith("call") for n in graph.graph.nodes)
+        start = Place(function.__code__.co_filename, function.__code__.co_firstlineno, function.__qualname__)
+        records.emit(records.GraphRecord(name, graph, calls, len(inputs), start, name))
+        return asked.backend(graph, inputs)
+
+    return compiler
+
+
+def install(region: Any, captured: Captured, name: str) -> Any:
+    if captured.reason is not None and captured.reason.kind != "raises":
+        reason = captured.reason
+        records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name))
+    records.emit(records.ResidualRecord(name, captured.run.__code__))
+    built = captured.guards.build()
+    region.add(built, captured.run, Entry(captured.guards.guards, built))
+    return captured.run
+
+
+def skip(region: Any, name: str, error: Skip, asked: Compile) -> None:
+    if asked.fullgraph:
+        raise error
+    records.emit(records.BreakRecord("skipped", None, error.why, "", name))
+    region.enabled = False
+
+
+def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
+    """An internal error: one line, and the function runs eagerly."""
+    if asked.fullgraph or options.config.strict:
+        raise error
+    records.emit(records.FallbackRecord(name, f"{type(error).__name__}: {error}"))
+    log.warn_once(("fallback", name), f"{name} runs eagerly after an internal error ({type(error).__name__}: {error}); "
+                  "set KILN_STRICT=1 to see it raised")  # fmt: skip
+    region.enabled = False
+
+
+def why(entry: Any, argv: tuple[Any, ...]) -> str:
+    index = entry.guards.failing(argv)
+    return str(entry.info.guards[index].why(argv)) if index >= 0 else "the guards hold now"
+
+
+def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
+    """Call the function itself on bound arguments."""
+    code = function.__code__
+    at, kwonly = code.co_argcount, code.co_kwonlyargcount
+    args, named = argv[:at], dict(zip(code.co_varnames[at:at + kwonly], argv[at:at + kwonly], strict=True))
+    rest = list(argv[at + kwonly:])
+    extra = rest.pop(0) if code.co_flags & 4 else ()
+    return function(*args, *extra, **named, **(rest.pop(0) if code.co_flags & 8 else {}))
