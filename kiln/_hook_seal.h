@@ -439,6 +439,18 @@ static inline bool words_same(const Seal *seal)
     return differ == 0;
 }
 
+enum { AHEAD = 6 };
+
+static inline void pinned_prefetch(const PinnedTensor *t)
+{
+    __builtin_prefetch(t->object);
+    __builtin_prefetch(t->impl + layout.meta);
+    __builtin_prefetch(t->impl + layout.dims + 48);
+    __builtin_prefetch(t->impl + layout.kind);
+    if (t->meta != NULL)
+        __builtin_prefetch(t->meta + layout.requires_grad);
+}
+
 static inline bool pinned_same(const PinnedTensor *t)
 {
     return Py_TYPE(t->object) == t->type && pointer_at((char *)t->object, layout.impl) == t->impl &&
@@ -537,9 +549,13 @@ static int check_pinned(Guards *self, Seal *seal)
     int holds = words_same(seal) ? 1 : mend_words(self, seal);
     if (holds == 1 && seal->tags.count)
         holds = mend_tags(self, seal);
-    for (int i = 0; holds == 1 && i < seal->tensors.count; i++)
-        if (!pinned_same(&seal->tensors.items[i]))
+    const PinnedTensor *tensors = seal->tensors.items;
+    for (int i = 0, n = seal->tensors.count; holds == 1 && i < n; i++) {
+        if (i + AHEAD < n)
+            pinned_prefetch(&tensors[i + AHEAD]);
+        if (!pinned_same(&tensors[i]))
             holds = mend_tensor(seal, i);
+    }
     for (int i = 0; holds == 1 && i < seal->lists.count; i++)
         holds = look_again(self, seal, seal->lists.items[i]);
     return holds;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -123,6 +124,8 @@ class Same:
             self.sequence(list(a), list(b), f"{path}<iterator>")
         elif hasattr(a, "__array__"):
             assert a.dtype == b.dtype and a.shape == b.shape and (a == b).all(), f"{path}: {a!r} became {b!r}"
+        elif isinstance(a, weakref.ref):
+            self(a(), b(), f"{path}()")
         elif not attributes(a):
             plain = type(a).__eq__ is object.__eq__
             assert plain or a == b or repr(a) == repr(b), f"{path}: {a!r} became {b!r}"

@@ -324,12 +324,12 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     found = mro_lookup(torch.Tensor, name)
     source = world.source(value)
     if name in ("grad", "_grad"):
-        if source is None:
+        if source is None or id(value) not in world.reals:
             return None
-        real = m.recorder.real(value)
+        real = world.reals[id(value)]
         return world.outside(real.grad, Attr(source, name))
     if found is MISSING:
-        real = m.recorder.real(value) if source is not None else None
+        real = world.reals.get(id(value))
         if real is not None and name in getattr(real, "__dict__", {}):
             return world.outside(real.__dict__[name], DictAttr(source, name))  # type: ignore[arg-type]
         if name in value.__dict__ and name not in FAKE_SLOTS:

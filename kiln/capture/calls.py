@@ -181,7 +181,11 @@ def call_partial(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
 
 
 def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """functools.lru_cache: the function itself is inlined; a cache may always miss."""
+    """functools.lru_cache: on constants the cache itself answers, as in eager; otherwise it misses, as a cache may."""
+    if all(type(value) in CONSTANTS for value in (*args, *kwargs.values())):
+        result = m.native(function, *args, **kwargs)
+        if type(result) in CONSTANTS or isinstance(result, (type, types.ModuleType, types.FunctionType)):
+            return result
     return call(m, m.world.constant(function.__wrapped__), args, kwargs, mode)
 
 

@@ -53,7 +53,7 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     """`a sign b`, in-place signs included."""
     ta, tb = type(a), type(b)
     if ta is FakeTensor or tb is FakeTensor:
-        return tensor_binary(m, BINARY[sign], a, b)
+        return tensor_binary(m, BINARY[sign if ta is FakeTensor else sign.rstrip("=")], a, b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(BINARY[sign], a, b)
     stem = sign.rstrip("=")

@@ -35,7 +35,7 @@ NATIVE_MODULES = frozenset({
     "statistics", "bisect", "heapq", "_py_abc", "abc", "keyword", "ast", "datetime", "posixpath", "genericpath", "fnmatch",
     "torch._C", "torch._prims_common", "torch.nn._reduction", "importlib.metadata", "importlib.util", "packaging.version",
     "torch._utils", "torch.torch_version", "json", "json.decoder", "json.encoder", "difflib", "unicodedata", "colorsys", "types",
-    "torch.overrides", "torch._sources", "torch._namedtensor_internals", "transformers.utils.import_utils",
+    "torch.overrides", "torch._sources", "torch._namedtensor_internals",
 })  # fmt: skip
 #: Modules whose functions talk to the world.
 BREAK_MODULES = frozenset({

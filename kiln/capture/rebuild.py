@@ -280,13 +280,13 @@ class Rebuilder:
         cls = type(value)
         natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
         if cls not in OPAQUE_OK and (not cls.__flags__ & 1 << 9 or id(value) in self.steps
-                                     or any(base not in (object, dict, list) for base in natives)):  # fmt: skip
+                                     or any(base not in FILLED for base in natives)):  # fmt: skip
             raise Unbuildable(value, self.steps.get(id(value), -1))
         self.call(runtime.make_object, Raw(cls))
         self.e.copy(1)
         self.name(value)
         if isinstance(value, dict) and dict.__len__(value):
-            self.call(runtime.fill_dict, value, dict(dict.items(value)))
+            self.call(runtime.fill_dict, value, dict(runtime.mapping_type(value).items(value)))
             self.e.pop()
         if isinstance(value, list) and list.__len__(value):
             self.call(runtime.fill_list, value, list(list.__iter__(value)))
@@ -320,6 +320,7 @@ class Call:
         self.function, self.args = function, args
 
 
+FILLED = (object, dict, list, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 
@@ -43,8 +43,15 @@ def fill_list(value: list[Any], items: list[Any]) -> None:
     list.extend(value, items)
 
 
+def mapping_type(value: Any) -> Any:
+    """The native class whose methods keep a dict consistent."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
 def fill_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
-    dict.update(value, items)
+    write = mapping_type(value).__setitem__
+    for key, item in items.items():
+        write(value, key, item)
 
 
 def set_state(iterator: Any, state: Any) -> Any:
@@ -57,14 +64,15 @@ def write_list(value: Any, items: list[Any]) -> None:
 
 
 def write_dict(value: dict[Any, Any], changed: dict[Any, Any], deleted: tuple[Any, ...]) -> None:
+    delete = mapping_type(value).__delitem__
     for key in deleted:
-        dict.__delitem__(value, key)
-    dict.update(value, changed)
+        delete(value, key)
+    fill_dict(value, changed)
 
 
 def rewrite_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
-    dict.clear(value)
-    dict.update(value, items)
+    mapping_type(value).clear(value)
+    fill_dict(value, items)
 
 
 def write_set(value: set[Any], items: set[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 def folds(value: Any, *names: str) -> None:
     """Functions whose answer is the same for every captured program."""
     for name in names:
-        owner: Any = torch
-        for part in name.split("."):
-            owner = getattr(owner, part, None)
+        module, _, function = name.rpartition(".")
+        owner = getattr(sys.modules.get(f"torch.{module}"), function, None)
         if owner is not None:
             handles(owner)(lambda m, args, kwargs: value)
 

@@ -20,6 +20,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
+from kiln.capture import runtime
 from kiln.capture.recorder import Recorder
 from kiln.check.guards import (
     MISSING,
@@ -88,6 +89,7 @@ class World:
         self.spaces: dict[int, Overlay] = {}  # global writes, by id of the namespace
         self.cells: dict[int, Overlay] = {}  # writes to cells from outside, by id of the cell
         self.tensors: dict[int, tuple[Any, Source]] = {}  # by id of the real tensor
+        self.reals: dict[int, torch.Tensor] = {}  # by id of the fake
         self.pinned: set[int] = set()
         self.keep: list[Any] = []
         self.wrappers: dict[int, Any] = {}
@@ -207,6 +209,7 @@ class World:
         self.guard(TensorMatch.of(source, value))
         fake = self.recorder.input(value, source, as_attr)
         self.tensors[id(value)] = (fake, source)
+        self.reals[id(fake)] = value
         self.sources[id(fake)] = source
         self.keep.append(fake)
         self.keep.append(value)
@@ -236,9 +239,8 @@ class World:
     def subclassed(self, value: Any, source: Source) -> Any:
         """An instance of a user's subclass of list or dict: contents and instance dict are both shadowed."""
         self.guard(TypeIs(source, type(value)))
-        base = dict if isinstance(value, dict) else list
-        copy = type(value).__new__(type(value))
-        (dict.update if base is dict else list.extend)(copy, value)
+        copy = runtime.make_object(type(value))
+        (runtime.fill_dict if isinstance(value, dict) else runtime.fill_list)(copy, value)
         shadow = Shadow(value, copy, source)
         self.adopt(shadow)
         for name, item in getattr(value, "__dict__", {}).items():
@@ -292,7 +294,7 @@ class World:
             self.guard(Keys(source, tuple(dict.keys(real))))
             for key, item in list(dict.items(real)):
                 wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
-                dict.__setitem__(copy, key, wrapped)
+                runtime.mapping_type(copy).__setitem__(copy, key, wrapped)
             shadow.before = dict(dict.items(copy))
             if isinstance(real, collections.defaultdict):
                 self.outside(real.default_factory, Attr(source, "default_factory"))

@@ -97,8 +97,10 @@ def _autograd_bits() -> tuple[int, int, int, int]:
     torch._C._set_fwd_grad_enabled(not forward)
     fwd = changed()[offset]
     torch._C._set_fwd_grad_enabled(forward)
+    with torch.autograd.set_multithreading_enabled(not torch._C._is_multithreading_enabled()):
+        others = changed()[offset] | grads[offset] | fwd
     with torch.inference_mode(not torch.is_inference_mode_enabled()):
-        inference = changed()[offset] & ~(grads[offset] | fwd)
+        inference = changed()[offset] & ~others
     _demand([bit.bit_count() for bit in (grads[offset], fwd, inference)] == [1, 1, 1], "one bit a mode")
     return offset, grads[offset], fwd, inference
 

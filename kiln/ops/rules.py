@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kiln.ops import pointwise
+from kiln.ops import factories, linear, network, pointwise, reductions, views
 from kiln.ops.table import RULES
 
-FAMILIES = (pointwise,)
+FAMILIES = (factories, linear, network, pointwise, reductions, views)
 
 __all__ = ["FAMILIES", "RULES"]

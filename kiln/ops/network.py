@@ -1,0 +1,170 @@
+"""Shape rules of the ops of neural networks: convolution, normalisation, embedding, joining."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import FakeTensor, make
+from kiln.ops.layout import FLOATS, contiguous, wrap_dim
+from kiln.ops.table import aten, rule
+
+WIDE = frozenset({torch.float32, torch.float64})
+
+
+def _plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether all are contiguous with the usual strides; channels-last and other orders are for the meta kernels."""
+    return all(t is None or t.stride() == contiguous(t.shape) for t in tensors)
+
+
+def _similar(x: torch.Tensor) -> FakeTensor:
+    return make(x.shape, None, x.dtype, x.device)
+
+
+def _each(value: list[int], rank: int) -> list[int]:
+    return value * rank if len(value) == 1 else value
+
+
+@rule(aten.convolution.default)
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Any:
+    size, kernel, dtype = x.shape, weight.shape, x.dtype
+    rank = len(size) - 2
+    if transposed or rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel or not _plain(x, weight):
+        return NotImplemented
+    if dtype is not weight.dtype or dtype not in FLOATS or size[1] != kernel[1] * groups or kernel[0] % groups:
+        return NotImplemented
+    if bias is not None and (bias.dtype is not dtype or bias.shape != (kernel[0],)) or x.device != weight.device:
+        return NotImplemented
+    stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
+    if not len(stride) == len(padding) == len(dilation) == rank or min(stride) < 1 or min(padding) < 0:
+        return NotImplemented
+    out = [size[0], kernel[0]]
+    for i in range(rank):
+        extent = size[i + 2] + 2 * padding[i] - dilation[i] * (kernel[i + 2] - 1) - 1
+        if extent < 0:
+            return NotImplemented
+        out.append(extent // stride[i] + 1)
+    return make(out, None, dtype, x.device)
+
+
+@rule(aten.convolution_backward.default)
+def _convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
+) -> Any:
+    mask = rest[-1]
+    if not _plain(grad, x, weight) or x.device.type != "cpu" and x.dim() != 4:
+        return NotImplemented
+    bias = make((weight.shape[0] if not rest[3] else grad.shape[1],), None, grad.dtype, grad.device) if mask[2] else None
+    return _similar(x) if mask[0] else None, _similar(weight) if mask[1] else None, bias
+
+
+@rule(aten.native_batch_norm.default)
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    given = (weight, bias, mean, var)
+    if x.device.type != "cpu" or x.dtype not in WIDE or x.dim() < 2 or any(t is not None and t.dtype is not x.dtype for t in given):
+        return NotImplemented
+    channels = x.shape[1]
+    if any(t is not None and t.shape != (channels,) for t in given) or 0 in x.shape:
+        return NotImplemented
+    if not training and (mean is None or var is None):
+        return NotImplemented
+    out = _similar(x) if _plain(x) else make(x.shape, x.stride(), x.dtype, x.device)
+    if not _plain(x) and not x.is_contiguous(memory_format=torch.channels_last):
+        return NotImplemented
+    stats = (channels if training else 0,)
+    return out, make(stats, None, x.dtype, x.device), make(stats, None, x.dtype, x.device)
+
+
+@rule(aten.native_batch_norm_backward.default)
+def _batch_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any
+) -> Any:
+    mask = rest[-1]
+    if not _plain(grad, x) or x.dtype not in WIDE or weight is None or weight.dtype is not x.dtype:
+        return NotImplemented
+    if x.device.type != "cpu":
+        return NotImplemented
+    return (
+        _similar(x) if mask[0] else None,
+        _similar(weight) if mask[1] else None,
+        _similar(weight) if mask[2] else None,
+    )
+
+
+@rule(aten.native_layer_norm.default)
+def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
+    size, inner = x.shape, len(shape)
+    if x.dtype not in WIDE or not inner or tuple(size[len(size) - inner :]) != tuple(shape) or not _plain(x):
+        return NotImplemented
+    if any(t is not None and (t.dtype is not x.dtype or tuple(t.shape) != tuple(shape)) for t in (weight, bias)):
+        return NotImplemented
+    stats = (*size[: len(size) - inner], *[1] * inner)
+    return _similar(x), make(stats, None, x.dtype, x.device), make(stats, None, x.dtype, x.device)
+
+
+@rule(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
+) -> Any:
+    if x.dtype not in WIDE or not _plain(grad, x):
+        return NotImplemented
+    weights = [_similar(t) if wanted and t is not None else None for t, wanted in zip((weight, bias), mask[1:], strict=True)]
+    return _similar(x) if mask[0] else None, *weights
+
+
+@rule(aten.embedding.default)
+def _embedding(
+    weight: torch.Tensor, indices: torch.Tensor, padding: int = -1, scale: bool = False, sparse: bool = False
+) -> Any:
+    if weight.dim() != 2 or indices.dtype not in (torch.int64, torch.int32) or weight.device != indices.device:
+        return NotImplemented
+    return make((*indices.shape, weight.shape[1]), None, weight.dtype, weight.device)
+
+
+@rule(aten.cat.default)
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+    first = tensors[0]
+    size = list(first.shape)
+    if not size or 0 in size:
+        return NotImplemented
+    dim = wrap_dim(dim, len(size))
+    total = 0
+    for t in tensors:
+        other = t.shape
+        if len(other) != len(size) or t.dtype is not first.dtype or t.device != first.device or not _plain(t):
+            return NotImplemented
+        total += other[dim]
+        if any(n != size[i] and i != dim for i, n in enumerate(other)):
+            return NotImplemented
+    size[dim] = total
+    return make(size, None, first.dtype, first.device)
+
+
+@rule(aten.stack.default)
+def _stack(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+    first = tensors[0]
+    if any(t.shape != first.shape or t.dtype is not first.dtype or t.device != first.device or not _plain(t) for t in tensors):
+        return NotImplemented
+    size = list(first.shape)
+    size.insert(wrap_dim(dim, len(size) + 1), len(tensors))
+    return make(size, None, first.dtype, first.device)

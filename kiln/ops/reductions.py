@@ -1,0 +1,99 @@
+"""Shape rules of reductions and scans."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import FakeTensor, make
+from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, Size, contiguous, wrap_dim
+from kiln.ops.table import aten, rule
+
+
+@lru_cache(8192)
+def reduced(size: Size, dims: tuple[int, ...] | None, keepdim: bool) -> Size:
+    """The shape after reducing `dims`; None means all."""
+    rank = len(size)
+    gone = {wrap_dim(d, rank) for d in dims} if dims else set(range(rank))
+    if dims and len(gone) != len(dims):
+        raise Mismatch("a dimension appears twice")
+    if keepdim:
+        return tuple([1 if i in gone else n for i, n in enumerate(size)])
+    return tuple([n for i, n in enumerate(size) if i not in gone])
+
+
+def _reduce(x: torch.Tensor, dims: Any, keepdim: bool, dtype: torch.dtype) -> FakeTensor:
+    if dims is not None:
+        dims = (dims,) if type(dims) is int else tuple(dims)
+    return make(reduced(x.shape, dims, keepdim), None, dtype, x.device)
+
+
+@rule(aten.sum.dim_IntList, aten.sum.default)
+def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _reduce(x, dims, keepdim, dtype or (x.dtype if x.dtype in INEXACT else torch.int64))
+
+
+@rule(aten.mean.dim, aten.mean.default)
+def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dtype = dtype or x.dtype
+    return _reduce(x, dims, keepdim, dtype) if dtype in INEXACT else NotImplemented
+
+
+@rule(aten.amax.default, aten.amin.default)
+def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
+    if x.dtype in COMPLEX or 0 in x.shape:
+        return NotImplemented
+    return _reduce(x, dims, keepdim, x.dtype)
+
+
+@rule(aten.max.dim, aten.min.dim)
+def _extreme_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    if x.dtype in COMPLEX or 0 in x.shape:
+        return NotImplemented
+    return _reduce(x, dim, keepdim, x.dtype), _reduce(x, dim, keepdim, torch.int64)
+
+
+@rule(aten.argmax.default, aten.argmin.default)
+def _arg_extreme(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    if x.dtype in COMPLEX or x.dtype is torch.bool or 0 in x.shape:
+        return NotImplemented
+    return _reduce(x, dim, keepdim, torch.int64)
+
+
+@rule(aten.any.default, aten.all.default)
+def _truth(x: torch.Tensor) -> Any:
+    return NotImplemented if x.dtype is torch.uint8 else make((), None, torch.bool, x.device)
+
+
+@rule(aten.any.dim, aten.all.dim)
+def _truth_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    return NotImplemented if x.dtype is torch.uint8 else _reduce(x, dim, keepdim, torch.bool)
+
+
+@rule(aten.cumsum.default)
+def _cumsum(x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
+    wrap_dim(dim, x.dim())
+    if x.stride() != contiguous(x.shape):
+        return NotImplemented
+    return make(x.shape, None, dtype or (x.dtype if x.dtype in INEXACT else torch.int64), x.device)
+
+
+def _along(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    wrap_dim(dim, x.dim())
+    if x.dtype not in FLOATS or x.stride() != contiguous(x.shape) or half_to_float:
+        return NotImplemented
+    return make(x.shape, None, x.dtype, x.device)
+
+
+@rule(aten._softmax.default, aten._log_softmax.default)
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    return _along(x, dim, half_to_float)
+
+
+@rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
+def _softmax_backward(grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype) -> Any:
+    if grad.dtype is not dtype or grad.shape != out.shape or out.stride() != grad.stride():
+        return NotImplemented
+    return _along(grad, dim, False)

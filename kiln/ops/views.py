@@ -1,0 +1,243 @@
+"""Shape rules of views: the result shares the memory of the argument."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import FakeTensor, make
+from kiln.ops.layout import Mismatch, Size, contiguous, wrap_dim
+from kiln.ops.table import aten, rule
+
+
+def _view_of(x: torch.Tensor, size: Any, stride: Any, offset: int) -> FakeTensor:
+    fake = make(size, stride, x.dtype, x.device, offset)
+    if x.is_conj():
+        torch._C._set_conj(fake, True)
+    if x.is_neg():
+        torch._C._set_neg(fake, True)
+    return fake
+
+
+@lru_cache(8192)
+def inferred_size(size: Size, numel: int) -> Size:
+    """`size` with its -1 filled in."""
+    if any(n < -1 for n in size) or size.count(-1) > 1:
+        raise Mismatch("invalid shape")
+    if -1 in size:
+        known = -prod(size)
+        if known == 0 or numel % known:
+            raise Mismatch("the elements do not fit into this shape")
+        size = tuple([numel // known if n == -1 else n for n in size])
+    if prod(size) != numel:
+        raise Mismatch("the elements do not fit into this shape")
+    return size
+
+
+@lru_cache(8192)
+def view_strides(old: Size, stride: Size, new: Size) -> Size:
+    """The strides of a view of the shape `new`; runs of dimensions that lie evenly in memory may be split and merged."""
+    if not old:
+        return (1,) * len(new)
+    strides = [0] * len(new)
+    place = len(new) - 1
+    step, in_old, in_new = stride[-1], 1, 1
+    for d in range(len(old) - 1, -1, -1):
+        in_old *= old[d]
+        if d and (old[d - 1] == 1 or stride[d - 1] == in_old * step):
+            continue
+        while place >= 0 and (in_new < in_old or new[place] == 1):
+            strides[place] = in_new * step
+            in_new *= new[place]
+            place -= 1
+        if in_new != in_old:
+            raise Mismatch("the view spans two memory runs")
+        if d:
+            step, in_old, in_new = stride[d - 1], 1, 1
+    if place != -1:
+        raise Mismatch("the view spans two memory runs")
+    return tuple(strides)
+
+
+@rule(aten.view.default, aten._unsafe_view.default)
+def _view(x: torch.Tensor, size: list[int]) -> Any:
+    old, stride = x.shape, x.stride()
+    new = inferred_size(tuple(size), x.numel())
+    if 0 in new:
+        return NotImplemented
+    strides = contiguous(new) if stride == contiguous(old) else view_strides(old, stride, new)
+    return _view_of(x, new, strides, x.storage_offset())
+
+
+@rule(aten._reshape_alias.default, aten.as_strided.default)
+def _strided(x: torch.Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+    if any(n < 0 for n in size) or any(s < 0 for s in stride) or len(size) != len(stride):
+        return NotImplemented
+    return _view_of(x, size, stride, x.storage_offset() if offset is None else offset)
+
+
+@rule(aten.detach.default, aten.alias.default)
+def _alias(x: torch.Tensor) -> FakeTensor:
+    fake = _view_of(x, x.shape, x.stride(), x.storage_offset())
+    if isinstance(x, FakeTensor) and x.value is not None:
+        fake.value, fake.value_version = x.value, x.value_version
+    return fake
+
+
+@lru_cache(8192)
+def expanded(size: Size, stride: Size, wanted: Size) -> tuple[Size, Size]:
+    """Size and strides of an expansion."""
+    lead = len(wanted) - len(size)
+    if lead < 0:
+        raise Mismatch("fewer dimensions than the tensor has")
+    sizes, strides = list(wanted), [0] * len(wanted)
+    for i in range(len(wanted) - 1, -1, -1):
+        own = size[i - lead] if i >= lead else 1
+        step = stride[i - lead] if i >= lead else (sizes[i + 1] * strides[i + 1] if i + 1 < len(wanted) else 1)
+        if sizes[i] == -1 and i >= lead:
+            sizes[i] = own
+        if sizes[i] != own:
+            if own != 1 or sizes[i] < 0:
+                raise Mismatch("an expanded dimension must have the extent 1")
+            step = 0
+        strides[i] = step
+    return tuple(sizes), tuple(strides)
+
+
+@rule(aten.expand.default)
+def _expand(x: torch.Tensor, size: list[int], *, implicit: bool = False) -> Any:
+    if x.dim() == 0 and not size:
+        return NotImplemented
+    sizes, strides = expanded(x.shape, x.stride(), tuple(size))
+    return _view_of(x, sizes, strides, x.storage_offset())
+
+
+@rule(aten.permute.default)
+def _permute(x: torch.Tensor, dims: list[int]) -> Any:
+    size, stride = x.shape, x.stride()
+    rank = len(size)
+    order = [wrap_dim(d, rank) for d in dims]
+    if len(order) != rank or len(set(order)) != rank:
+        return NotImplemented
+    return _view_of(x, [size[d] for d in order], [stride[d] for d in order], x.storage_offset())
+
+
+@rule(aten.transpose.int)
+def _transpose(x: torch.Tensor, a: int, b: int) -> Any:
+    size, stride = list(x.shape), list(x.stride())
+    rank = len(size)
+    a, b = wrap_dim(a, rank), wrap_dim(b, rank)
+    if rank:
+        size[a], size[b] = size[b], size[a]
+        stride[a], stride[b] = stride[b], stride[a]
+    return _view_of(x, size, stride, x.storage_offset())
+
+
+@rule(aten.t.default)
+def _t(x: torch.Tensor) -> Any:
+    size, stride = x.shape, x.stride()
+    if len(size) > 2:
+        return NotImplemented
+    return _view_of(x, size[::-1], stride[::-1], x.storage_offset())
+
+
+@rule(aten.unsqueeze.default)
+def _unsqueeze(x: torch.Tensor, dim: int) -> Any:
+    size, stride = list(x.shape), list(x.stride())
+    dim = wrap_dim(dim, len(size) + 1)
+    step = size[dim] * stride[dim] if dim < len(size) else 1
+    size.insert(dim, 1)
+    stride.insert(dim, step)
+    return _view_of(x, size, stride, x.storage_offset())
+
+
+def _without(x: torch.Tensor, dropped: set[int]) -> FakeTensor:
+    size, stride = x.shape, x.stride()
+    kept = [d for d in range(len(size)) if d not in dropped or size[d] != 1]
+    return _view_of(x, [size[d] for d in kept], [stride[d] for d in kept], x.storage_offset())
+
+
+@rule(aten.squeeze.default)
+def _squeeze(x: torch.Tensor) -> Any:
+    return _without(x, set(range(x.dim())))
+
+
+@rule(aten.squeeze.dim)
+def _squeeze_dim(x: torch.Tensor, dim: int) -> Any:
+    return _without(x, {wrap_dim(dim, x.dim())})
+
+
+@rule(aten.squeeze.dims)
+def _squeeze_dims(x: torch.Tensor, dims: list[int]) -> Any:
+    dropped = {wrap_dim(d, x.dim()) for d in dims}
+    return _without(x, dropped) if len(dropped) == len(dims) else NotImplemented
+
+
+@rule(aten.slice.Tensor)
+def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    size, stride = list(x.shape), list(x.stride())
+    if not size or step <= 0:
+        return NotImplemented
+    dim = wrap_dim(dim, len(size))
+    first, last, _ = slice(start, end).indices(size[dim])
+    size[dim] = (max(last - first, 0) + step - 1) // step
+    offset = x.storage_offset() + first * stride[dim]
+    stride[dim] *= step
+    return _view_of(x, size, stride, offset)
+
+
+@rule(aten.select.int)
+def _select(x: torch.Tensor, dim: int, index: int) -> Any:
+    size, stride = list(x.shape), list(x.stride())
+    if not size:
+        return NotImplemented
+    dim = wrap_dim(dim, len(size))
+    extent, step = size.pop(dim), stride.pop(dim)
+    if not -extent <= index < extent:
+        return NotImplemented
+    return _view_of(x, size, stride, x.storage_offset() + (index + extent if index < 0 else index) * step)
+
+
+@rule(aten.unbind.int)
+def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
+    size, stride = list(x.shape), list(x.stride())
+    if not size:
+        return NotImplemented
+    dim = wrap_dim(dim, len(size))
+    extent, step = size.pop(dim), stride.pop(dim)
+    start = x.storage_offset()
+    return [_view_of(x, size, stride, start + i * step) for i in range(extent)]
+
+
+def _cut(x: torch.Tensor, parts: list[int], dim: int) -> list[FakeTensor]:
+    size, stride, start = list(x.shape), x.stride(), x.storage_offset()
+    out = []
+    for part in parts:
+        size[dim] = part
+        out.append(_view_of(x, size, stride, start))
+        start += part * stride[dim]
+    return out
+
+
+@rule(aten.split.Tensor)
+def _split(x: torch.Tensor, part: int, dim: int = 0) -> Any:
+    if not x.dim() or part <= 0:
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    extent = x.shape[dim]
+    if not extent:
+        return NotImplemented
+    return _cut(x, [min(part, extent - i) for i in range(0, extent, part)], dim)
+
+
+@rule(aten.split_with_sizes.default)
+def _split_with_sizes(x: torch.Tensor, parts: list[int], dim: int = 0) -> Any:
+    if not x.dim():
+        return NotImplemented
+    dim = wrap_dim(dim, x.dim())
+    if any(p < 0 for p in parts) or sum(parts) != x.shape[dim]:
+        return NotImplemented
+    return _cut(x, parts, dim)
