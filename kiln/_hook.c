@@ -1,12 +1,19 @@
 /* kiln._hook: regions, guards and the frame hook. Needs a C compiler and Python's headers, nothing else. */
-#include "_hook_guards.h"
-#include "_hook_region.h"
+#include "_hook_frame.h"
 
 static PyMethodDef hook_methods[] = {
     {"set_tensor_layout", set_tensor_layout, METH_VARARGS, "Sets where a tensor keeps its properties; without arguments, unsets."},
     {"tensor_words", tensor_words, METH_O, "(kind, dispatch keys, requires_grad) of a tensor as the layout finds them."},
     {"set_state_functions", set_state_functions, METH_VARARGS, "Sets how global state is read; without arguments, unsets."},
     {"state_words", state_words, METH_NOARGS, "The global state as C reads it."},
+    {"set_frame_callback", hook_set_callback, METH_O, "Sets callback(function, argv) -> Region | None; gives the one before."},
+    {"enter", hook_enter, METH_NOARGS, "From here on frames of this thread may run as regions; nests."},
+    {"leave", hook_leave, METH_NOARGS, "Ends what the last enter() began."},
+    {"pause", hook_pause, METH_NOARGS, "Leaves the frames of this thread alone until resume(); nests."},
+    {"resume", hook_resume, METH_NOARGS, "Ends what the last pause() began."},
+    {"depth", hook_depth, METH_NOARGS, "(enters, pauses) of this thread and the number of threads that entered."},
+    {"skip", hook_skip, METH_O, "Frames of this code object are left alone."},
+    {"forget", hook_forget, METH_O, "The callback is asked about this code object again."},
     {NULL},
 };
 
@@ -38,6 +45,9 @@ PyMODINIT_FUNC PyInit__hook(void)
     if (module == NULL || PyModule_AddType(module, &Guards_Type) < 0 || PyModule_AddType(module, &Region_Type) < 0 ||
         PyModule_AddType(module, &Entry_Type) < 0)
         return NULL;
+    if (PyType_Ready(&Runner_Type) < 0 || watch_start() < 0)
+        return NULL;
+    code_state_index = code_extra_index(code_state_free);
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
             return NULL;

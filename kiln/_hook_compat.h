@@ -17,12 +17,6 @@
 #error "kiln._hook needs the GIL"
 #endif
 
-/* The word of a dict that changes with every mutation and is never reused. */
-#if PY_VERSION_HEX >= 0x030C0000
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-#endif
-#define DICT_VERSION(d) (((PyDictObject *)(d))->ma_version_tag)
-
 /* The namespace of a class: a borrowed reference. */
 static inline PyObject *type_dict(PyTypeObject *type)
 {

@@ -291,7 +291,7 @@ static PyObject *Guards_sealed(Guards *self, void *unused)
     const Seal *s = self->seal;
     if (s == NULL)
         Py_RETURN_NONE;
-    return Py_BuildValue("{sisisisisisi}", "words", s->words.count, "classes", s->tags.count, "tensors",
+    return Py_BuildValue("{sisisisisisisi}", "dicts", s->versions.count, "words", s->words.count, "classes", s->tags.count, "tensors",
                          s->tensors.count, "lists", s->lists.count, "fetches", s->live.count, "checks",
                          s->tests.count + s->loose.count);
 }

@@ -20,12 +20,16 @@ typedef struct {
     PyObject *weakrefs;
     Entry **entries;
     int count, capacity;
-    int slots; /* how many values the bound arguments have */
+    PyObject *trampoline;  /* for frames that run as this region, or NULL */
+    struct Runner *runner; /* of the trampoline: borrowed */
     char enabled;
     char limit_hit;
 } Region;
 
 static PyTypeObject Entry_Type, Region_Type;
+
+static PyObject *call_alone(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *names);
+static void forget_region(Region *region);
 
 static void Entry_dealloc(Entry *self)
 {
@@ -256,12 +260,12 @@ static PyObject *region_vectorcall(PyObject *object, PyObject *const *args, size
         if (result != NULL || PyErr_Occurred())
             return result;
     }
-    return PyObject_Vectorcall(self->function, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
+    return call_alone(self->function, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
 }
 
 static PyObject *Region_call_original(Region *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
-    return PyObject_Vectorcall(self->function, args, nargs, names);
+    return call_alone(self->function, args, nargs, names);
 }
 
 static PyObject *Region_add(Region *self, PyObject *args)
@@ -372,6 +376,7 @@ static void Region_dealloc(Region *self)
     if (self->weakrefs != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
     Region_clear(self);
+    forget_region(self);
     Py_XDECREF(self->function);
     Py_XDECREF(self->miss);
     Py_TYPE(self)->tp_free((PyObject *)self);

@@ -8,6 +8,7 @@
 #define KILN_HOOK_SEAL_H
 
 #include "_hook_tree.h"
+#include "_hook_watch.h"
 
 enum { BROKEN = -2 }; /* the seal no longer says anything: walk the tree */
 
@@ -48,6 +49,10 @@ struct Seal {
     char *marks;       /* by node */
     VECTOR(Word) words;
     VECTOR(int) owners; /* by word: the node to look at again */
+    VECTOR(Word) versions; /* of dicts */
+    VECTOR(int) version_owners;
+    VECTOR(PyObject *) dicts; /* by version: borrowed from the values */
+    uint64_t epoch;           /* of the watched dicts when the versions were last right */
     VECTOR(Tag) tags;
     VECTOR(PinnedTensor) tensors;
     VECTOR(const Check *) tensor_checks;
@@ -79,6 +84,8 @@ static int grow(void **items, int *capacity, size_t size)
 
 static void seal_free(Seal *seal, int nodes)
 {
+    for (int i = 0; i < seal->dicts.count; i++)
+        dict_word_done(seal->dicts.items[i]);
     for (int i = 0; i < nodes && seal->values != NULL; i++)
         Py_XDECREF(seal->values[i]);
     for (int i = 0; i < seal->crowds.count; i++)
@@ -87,6 +94,9 @@ static void seal_free(Seal *seal, int nodes)
     PyMem_Free(seal->marks);
     PyMem_Free(seal->words.items);
     PyMem_Free(seal->owners.items);
+    PyMem_Free(seal->versions.items);
+    PyMem_Free(seal->version_owners.items);
+    PyMem_Free(seal->dicts.items);
     PyMem_Free(seal->tags.items);
     PyMem_Free(seal->tensors.items);
     PyMem_Free(seal->tensor_checks.items);
@@ -123,8 +133,15 @@ static int add_version(Seal *seal, int owner, PyObject *dict)
 {
     if (seal->marks[owner] & VERSIONED)
         return 0;
+    const AnyWord *at = dict_word(dict);
+    if (at == NULL)
+        return -1;
+    if (PUSH(seal->dicts, dict) < 0) {
+        dict_word_done(dict);
+        return -1;
+    }
     seal->marks[owner] |= VERSIONED | WORDED;
-    return add_word(seal, owner, &DICT_VERSION(dict));
+    return PUSH(seal->versions, (Word){at, *at}) < 0 || PUSH(seal->version_owners, owner) < 0 ? -1 : 0;
 }
 
 static int add_list(Seal *seal, int owner)
@@ -264,7 +281,7 @@ static int seal_tensor(Seal *seal, int number, const Check *check, PyObject *val
 static int seal_length(Seal *seal, const Node *node, int number, int check, PyObject *value)
 {
     if (PyDict_CheckExact(value) || PyODict_CheckExact(value)) {
-        if (node->child_count > 0)
+        if (WATCHING || node->child_count > 0)
             return add_version(seal, number, value);
         seal->marks[number] |= WORDED;
         return seal->marks[number] & VERSIONED ? 0 : add_word(seal, number, &((PyDictObject *)value)->ma_used);
@@ -413,6 +430,7 @@ static Seal *seal_make(Guards *self)
     if (seal == NULL)
         return NULL;
     seal->users = 1;
+    seal->epoch = watch_epoch;
     seal->values = PyMem_Calloc(self->node_count + 1, sizeof *seal->values);
     seal->marks = PyMem_Calloc(self->node_count + 1, 1);
     int failed = seal->values == NULL || seal->marks == NULL ? -1 : 0;
@@ -427,14 +445,18 @@ static Seal *seal_make(Guards *self)
     return NULL;
 }
 
-static inline bool words_same(const Seal *seal)
+static inline bool words_same(const Word *words, int count)
 {
-    const Word *word = seal->words.items, *end = word + seal->words.count;
     uint64_t differ = 0;
-    for (; word < end; word++)
+    for (const Word *word = words, *end = words + count; word < end; word++)
         differ |= *word->at ^ word->want;
-    const Tag *tag = seal->tags.items, *last = tag + seal->tags.count;
-    for (; tag < last; tag++)
+    return differ == 0;
+}
+
+static inline bool tags_same(const Tag *tags, int count)
+{
+    unsigned differ = 0;
+    for (const Tag *tag = tags, *end = tags + count; tag < end; tag++)
         differ |= tag->type->tp_version_tag ^ tag->want;
     return differ == 0;
 }
@@ -497,17 +519,28 @@ static int look_again(Guards *self, Seal *seal, int number)
     return holds;
 }
 
-static int mend_words(Guards *self, Seal *seal)
+static int mend_words(Guards *self, Seal *seal, Word *words, const int *owners, int count)
 {
     int holds = 1;
-    for (int i = 0; holds == 1 && i < seal->words.count; i++) {
-        uint64_t now = *seal->words.items[i].at;
-        if (now == seal->words.items[i].want)
+    for (int i = 0; holds == 1 && i < count; i++) {
+        uint64_t now = *words[i].at;
+        if (now == words[i].want)
             continue;
-        holds = look_again(self, seal, seal->owners.items[i]);
+        holds = look_again(self, seal, owners[i]);
         if (holds == 1)
-            seal->words.items[i].want = now;
+            words[i].want = now;
     }
+    return holds;
+}
+
+static int mend_versions(Guards *self, Seal *seal)
+{
+    uint64_t epoch = watch_epoch;
+    int holds = words_same(seal->versions.items, seal->versions.count)
+                    ? 1
+                    : mend_words(self, seal, seal->versions.items, seal->version_owners.items, seal->versions.count);
+    if (holds == 1)
+        seal->epoch = epoch;
     return holds;
 }
 
@@ -546,8 +579,10 @@ static int mend_tensor(Seal *seal, int number)
 /* The sealed part: 1, 0, BROKEN, or -1 with an error. */
 static int check_pinned(Guards *self, Seal *seal)
 {
-    int holds = words_same(seal) ? 1 : mend_words(self, seal);
-    if (holds == 1 && seal->tags.count)
+    int holds = WATCHING && seal->epoch == watch_epoch ? 1 : mend_versions(self, seal);
+    if (holds == 1 && !words_same(seal->words.items, seal->words.count))
+        holds = mend_words(self, seal, seal->words.items, seal->owners.items, seal->words.count);
+    if (holds == 1 && !tags_same(seal->tags.items, seal->tags.count))
         holds = mend_tags(self, seal);
     const PinnedTensor *tensors = seal->tensors.items;
     for (int i = 0, n = seal->tensors.count; holds == 1 && i < n; i++) {

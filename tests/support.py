@@ -177,11 +177,12 @@ def run_once(call: Callable[..., Any], args: tuple[Any, ...], kw: dict[str, Any]
 
 
 def copies(f: Any, args: tuple[Any, ...], kw: dict[str, Any], how: How) -> tuple[Any, list[Any]]:
-    """A copy of the callable, and the arguments of two calls; what is shared between them stays shared."""
+    """A copy of the callable, and the arguments of two calls: equal ones, but the same modules in both."""
     memo: dict[int, Any] = {}
     mine = copy.deepcopy(f, memo)
-    first = copy.deepcopy((args, kw), dict(memo))
-    return mine, [first, copy.deepcopy((args, kw), dict(memo)) if how.fresh else first]
+    first = copy.deepcopy((args, kw), memo)
+    kept = {key: value for key, value in memo.items() if isinstance(value, torch.nn.Module) or value is mine}
+    return mine, [first, copy.deepcopy((args, kw), kept) if how.fresh else first]
 
 
 def same_as_eager(f: Callable[..., Any], *args: Any, how: How | None = None, **kw: Any) -> Result:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kiln import _hook
 from kiln.base import marks
 from kiln.base.errors import Break
 from kiln.base.source import Attr, Const, DictAttr, Item
@@ -393,6 +394,11 @@ def call_static(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
     return call(m, m.world.constant(function.__func__), args, kwargs, mode)
 
 
+def call_region(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A function that is compiled already: inlined as if it were not."""
+    return call(m, m.world.constant(function.function), args, kwargs, mode)
+
+
 CALLERS: dict[type, Callable[..., Any]] = {
     types.FunctionType: call_function,
     types.MethodType: call_method,
@@ -404,6 +410,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     functools.partial: call_partial,
     functools._lru_cache_wrapper: call_cached,
     staticmethod: call_static,
+    _hook.Region: call_region,
     torch._ops.OpOverload: call_operation,
     torch._ops.OpOverloadPacket: call_operation,
 }

@@ -10,7 +10,7 @@ import torch
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
-from kiln.capture import attributes, builtin_calls, calls, torch_calls
+from kiln.capture import attributes, builtin_calls, calls, purity, torch_calls
 from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
@@ -201,7 +201,7 @@ class Machine:
         kind = type(value)
         if kind is FakeTensor:
             return iter(self.torch_call(torch.Tensor.unbind, (value, 0), {})) if value.dim() else self.native(iter, value)
-        if kind is Generator:
+        if kind.__module__ in purity.OWN_MODULES:
             return value
         method = attributes.type_lookup(self, kind, "__iter__")
         if isinstance(method, types.FunctionType):
@@ -219,6 +219,8 @@ class Machine:
         kind = type(iterator)
         if kind is Generator:
             return iterator.advance()
+        if kind.__module__ in purity.OWN_MODULES:
+            return self.view(next(iterator, MISSING))
         method = attributes.type_lookup(self, kind, "__next__")
         try:
             if isinstance(method, types.FunctionType):

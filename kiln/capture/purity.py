@@ -43,6 +43,8 @@ BREAK_MODULES = frozenset({
     "threading", "multiprocessing", "asyncio", "torch._dynamo.eval_frame", "torch.distributed.distributed_c10d",
     "torch.cuda.random", "numpy", "numpy.random", "pdb", "bdb", "traceback", "torch.autograd", "torch._tensor_str", "gc", "weakref",
 })  # fmt: skip
+#: The interpreter's own iterators, met by the program as ordinary objects.
+OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"})
 DROPPED_MODULES = frozenset({"logging", "warnings"})
 
 
@@ -53,6 +55,8 @@ def python_policy_of(module: str, name: str) -> str:
     if module in NATIVE_MODULES:
         return "native"
     root = module.partition(".")[0]
+    if module in OWN_MODULES:
+        return "native"
     if module in BREAK_MODULES or root in ("numpy", "random", "pickle", "subprocess", "socket", "threading", "asyncio", "multiprocessing"):
         return "break"
     if root in DROPPED_MODULES:

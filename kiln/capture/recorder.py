@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from kiln.base.errors import Break, Bug
 from kiln.base.source import Source
+from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import FakeMode, FakeTensor, fake_like
 
 _push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]

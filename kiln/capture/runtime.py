@@ -20,7 +20,8 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict
     error = cls.__new__(cls, *args)
     error.args = args
     error.__dict__.update(attributes)
-    error.__cause__ = cause
+    if cause is not None:
+        error.__cause__ = cause
     return error
 
 

@@ -156,6 +156,9 @@ class World:
         return value
 
     def module(self, value: torch.nn.Module, source: Source) -> Any:
+        """A module is pinned, unless other modules have come along the same path before."""
+        if str(source) in self.unstable and not rooted(source):
+            return self.thing(value, source)
         return self.pin(value, source)
 
     def function(self, value: types.FunctionType, source: Source) -> Any:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
 from kiln.ops.layout import Mismatch
-from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, Layout, Same, by_mask, infer
+from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, Layout, Same, by_mask, infer, written
 from kiln.ops.oracle import consult, too_large
 from kiln.ops.table import RULES, aten, rule
 
@@ -80,8 +80,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rule is not None:
         try:
             out = rule(*args, **kwargs)
-        except Mismatch:
-            out = NotImplemented
+        except Mismatch as error:
+            return refuse(error, func, args, kwargs)
         if out is not NotImplemented:
             return out
     return general(func, args, kwargs)
@@ -96,6 +96,8 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if DECOMPOSES[func]:
         with INNER:
             return func.decompose(*args, **kwargs)
+    if MUTATING[func] and any(overlaps(t) for t in written(func, args, kwargs)):
+        return refuse(Mismatch("elements share a place"), func, args, kwargs)
     try:
         answer, tensors = infer(func, args, kwargs)
     except Break:
@@ -103,6 +105,21 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except Exception as error:
         answer, tensors = second_opinion(error, func, args, kwargs)
     return build(answer, tensors)
+
+
+def refuse(error: Mismatch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raise what eager raises on these arguments; should it not, its result."""
+    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if too_large(tensors):
+        answer, tensors = infer(func, args, kwargs)
+        return build(answer, tensors)
+    return build(*second_opinion(error, func, args, kwargs))
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of `tensor` share a place by broadcasting."""
+    stride = tensor.stride()
+    return 0 in stride and any(s == 0 and n > 1 for s, n in zip(stride, tensor.shape, strict=True))
 
 
 def second_opinion(

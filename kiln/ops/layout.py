@@ -19,7 +19,7 @@ PLAIN_DTYPES = INEXACT | INTEGERS | {torch.bool}
 
 
 class Mismatch(Exception):
-    """The arguments do not fit: eager raises here, and its error is the one to show."""
+    """Eager raises on these arguments: its own error is the one to show."""
 
 
 @lru_cache(8192)
@@ -63,6 +63,19 @@ def is_channels_last(size: Size, stride: Size) -> bool:
     """Whether a tensor of this layout is contiguous in the channels-last order."""
     order = CHANNELS_LAST_ORDER.get(len(size))
     return order is not None and fits(size, stride, order)
+
+
+def suggests_channels_last(size: Size, stride: Size) -> bool:
+    """Whether kernels take a tensor of this layout for channels-last; ambiguous layouts are not."""
+    order = CHANNELS_LAST_ORDER.get(len(size))
+    if order is None or stride[1] == 0:
+        return False
+    least = 0
+    for d in order:
+        if size[d] == 0 or stride[d] < least or (d == 0 and least == stride[1]):
+            return False
+        least = stride[d] * max(size[d], 1)
+    return True
 
 
 @lru_cache(8192)

@@ -7,15 +7,18 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import make
-from kiln.ops.layout import INEXACT, INTEGERS, broadcast
+from kiln.ops.layout import INEXACT, INTEGERS, Mismatch, broadcast
+from kiln.ops.pointwise import two_devices
 from kiln.ops.table import aten, rule
 
 
 @rule(aten.mm.default)
 def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
     left, right, dtype = a.shape, b.shape, a.dtype
-    if len(left) != 2 or len(right) != 2 or left[1] != right[0] or dtype is not b.dtype or a.device != b.device:
-        return NotImplemented
+    if len(left) != 2 or len(right) != 2 or left[1] != right[0] or dtype is not b.dtype:
+        raise Mismatch("the matrices do not fit")
+    if a.device != b.device:
+        raise two_devices(a.device, b.device)
     if dtype not in INEXACT and dtype not in INTEGERS:
         return NotImplemented
     return make((left[0], right[1]), None, dtype, a.device)
@@ -33,8 +36,10 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
     left, right, dtype = a.shape, b.shape, a.dtype
     if len(left) != 3 or len(right) != 3 or left[0] != right[0] or left[2] != right[1] or dtype is not b.dtype:
-        return NotImplemented
-    if dtype not in INEXACT and dtype not in INTEGERS or a.device != b.device:
+        raise Mismatch("the matrices do not fit")
+    if a.device != b.device:
+        raise two_devices(a.device, b.device)
+    if dtype not in INEXACT and dtype not in INTEGERS:
         return NotImplemented
     return make((left[0], left[1], right[2]), None, dtype, a.device)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import FLOATS, contiguous, wrap_dim
+from kiln.ops.layout import FLOATS, channels_last, contiguous, is_channels_last, suggests_channels_last, wrap_dim
 from kiln.ops.table import aten, rule
 
 WIDE = frozenset({torch.float32, torch.float64})
@@ -40,7 +40,7 @@ def _convolution(
 ) -> Any:
     size, kernel, dtype = x.shape, weight.shape, x.dtype
     rank = len(size) - 2
-    if transposed or rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel or not _plain(x, weight):
+    if transposed or rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel:
         return NotImplemented
     if dtype is not weight.dtype or dtype not in FLOATS or size[1] != kernel[1] * groups or kernel[0] % groups:
         return NotImplemented
@@ -55,7 +55,12 @@ def _convolution(
         if extent < 0:
             return NotImplemented
         out.append(extent // stride[i] + 1)
-    return make(out, None, dtype, x.device)
+    if _plain(x, weight):
+        return make(out, None, dtype, x.device)
+    if x.device.type != "cpu":
+        return NotImplemented
+    last = any(suggests_channels_last(t.shape, t.stride()) for t in (x, weight))
+    return make(out, channels_last(tuple(out)) if last else None, dtype, x.device)
 
 
 @rule(aten.convolution_backward.default)
@@ -88,9 +93,8 @@ def _batch_norm(
         return NotImplemented
     if not training and (mean is None or var is None):
         return NotImplemented
-    out = _similar(x) if _plain(x) else make(x.shape, x.stride(), x.dtype, x.device)
-    if not _plain(x) and not x.is_contiguous(memory_format=torch.channels_last):
-        return NotImplemented
+    last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
+    out = make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
     stats = (channels if training else 0,)
     return out, make(stats, None, x.dtype, x.device), make(stats, None, x.dtype, x.device)
 

@@ -24,23 +24,33 @@ from kiln.ops.layout import (
     of_number,
     outranked,
     pointwise,
+    preserved,
     promote,
     promote_number,
 )
+from kiln.ops.meta import common_device
 from kiln.ops.table import RULES, aten
 
 Operand = Any
 SCALAR: tuple[Size, Size] = ((), ())
 
 
-def like(x: torch.Tensor, dtype: torch.dtype) -> FakeTensor:
-    """The result of an elementwise op over one tensor."""
+def like(x: torch.Tensor, dtype: torch.dtype, computed: torch.dtype | None = None) -> FakeTensor:
+    """The result of an elementwise op over one tensor, computed in another dtype where one is given."""
     size = x.shape
-    return make(size, None if x.is_contiguous() else pointwise(size, (size, x.stride())), dtype, x.device)
+    if x.is_contiguous():
+        return make(size, None, dtype, x.device)
+    stride = x.stride()
+    if computed is not None and computed is not x.dtype and x.device.type == "cpu":
+        stride = preserved(size, stride)
+    return make(size, pointwise(size, (size, stride)), dtype, x.device)
 
 
-def over(operands: Iterable[Operand], dtype: torch.dtype) -> FakeTensor:
-    """The result of an elementwise op over tensors and numbers, in the order in which the op reads them."""
+def over(operands: Iterable[Operand], computed: torch.dtype, dtype: torch.dtype | None = None) -> FakeTensor:
+    """The result of an elementwise op over tensors and numbers, in the order in which the op reads them.
+
+    On the CPU an operand of another dtype than the computation's is first copied, which closes gaps in its layout.
+    """
     layouts = []
     shape: Size = ()
     device = None
@@ -52,16 +62,24 @@ def over(operands: Iterable[Operand], dtype: torch.dtype) -> FakeTensor:
         size, stride = operand.shape, operand.stride()
         if stride != contiguous(size):
             plain = False
+            if operand.dtype is not computed and operand.device.type == "cpu":
+                stride = preserved(size, stride)
         if size != shape:
             shape = broadcast(shape, size)
         here = operand.device
         if device is None or (len(size) and device.type == "cpu"):
             device = here
-        elif len(size) and here is not device and here != device:
-            raise Mismatch("two devices")
+        elif len(size) and here != device:
+            raise two_devices(device, here)
         layouts.append((size, stride))
     assert device is not None
-    return make(shape, None if plain and 0 not in shape else pointwise(shape, *layouts), dtype, device)
+    strides = None if plain and 0 not in shape else pointwise(shape, *layouts)
+    return make(shape, strides, dtype or computed, device)
+
+
+def two_devices(a: torch.device, b: torch.device) -> RuntimeError:
+    """The error for operands that live apart."""
+    return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {a} and {b}!")
 
 
 def common_dtype(a: Operand, b: Operand) -> torch.dtype:
@@ -106,7 +124,7 @@ def _float(x: torch.Tensor, *_: Any, **__: Any) -> Any:
         if dtype not in PLAIN_DTYPES:
             return NotImplemented
         dtype = torch.get_default_dtype()
-    return like(x, dtype)
+    return like(x, dtype, dtype)
 
 
 def _bool(x: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -115,7 +133,21 @@ def _bool(x: torch.Tensor, *_: Any, **__: Any) -> Any:
 
 def _abs(x: torch.Tensor) -> Any:
     dtype = x.dtype
-    return NotImplemented if dtype is torch.bool else like(x, REAL_OF.get(dtype, dtype))
+    if dtype in COMPLEX:
+        return make(x.shape, preserved(x.shape, x.stride()), REAL_OF[dtype], x.device)
+    return NotImplemented if dtype is torch.bool else like(x, dtype)
+
+
+def _hardtanh(x: torch.Tensor, *_: Any) -> Any:
+    if x.dtype not in FLOATS:
+        return NotImplemented
+    return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
+
+
+def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
+    if any(v.dtype is torch.bool if isinstance(v, torch.Tensor) else type(v) is bool for v in (a, b)):
+        raise Mismatch("booleans are not subtracted")
+    return _arithmetic(a, b, alpha=alpha)
 
 
 def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
@@ -147,24 +179,37 @@ def _divide(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Any:
 
 
 def _compare(a: Operand, b: Operand) -> Any:
-    return over((a, b), torch.bool)
+    return over((a, b), common_dtype(a, b), torch.bool)
 
 
 def _power(a: Operand, b: Operand) -> Any:
     dtype = common_dtype(a, b)
-    if dtype not in INEXACT:
-        return NotImplemented
+    if dtype not in INEXACT and type(b) is int and b < 0:
+        raise Mismatch("an integer to a negative power")
     return like(a, dtype) if type(b) in NUMBERS else over((a, b), dtype)
 
 
 def _gradient(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return over((a, b), a.dtype) if a.dtype is b.dtype and a.dtype in FLOATS else NotImplemented
+    if a.dtype is not b.dtype or a.dtype not in FLOATS or a.shape != b.shape:
+        return NotImplemented
+    return over((a, b), a.dtype)
 
 
 def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
     if condition.dtype is not torch.bool:
         return NotImplemented
-    return over((condition, a, b), common_dtype(a, b))
+    return where(condition, a, b, common_dtype(a, b))
+
+
+def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> FakeTensor:
+    """A choice between two tensors, each cast to `dtype` before."""
+    layouts = [(condition.shape, condition.stride())]
+    for t in (a, b):
+        stride = t.stride() if t.dtype is dtype else preserved(t.shape, t.stride())
+        layouts.append((t.shape, stride))
+    shape = broadcast(broadcast(condition.shape, a.shape), b.shape)
+    device = common_device([condition, a, b])
+    return make(shape, pointwise(shape, *layouts), dtype, device)
 
 
 def _ternary(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, value: Any = 1) -> Any:
@@ -183,7 +228,7 @@ def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
     if (low is None and high is None) or x.dtype in COMPLEX:
         return NotImplemented
     dtype = common_dtype_of_all(x, *[v for v in (low, high) if v is not None])
-    return like(x, dtype)
+    return like(x, dtype, dtype)
 
 
 def _bound(x: torch.Tensor, bound: Any) -> Any:
@@ -197,15 +242,21 @@ def in_place(x: Any, *operands: Operand, **_: Any) -> Any:
         kind = type(operand)
         if kind in NUMBERS:
             if not casts(promote_number(x.dtype, kind), x.dtype):
-                return NotImplemented
+                raise Mismatch("the result does not fit the dtype")
             continue
         other = operand.shape
         if other != size and broadcast(size, other) != size:
-            return NotImplemented
+            raise Mismatch("the result does not fit the shape")
         if operand.dtype is not x.dtype and not casts(common_dtype(x, operand), x.dtype):
-            return NotImplemented
-    # Writing through a broadcast dimension is an error that the meta kernels find.
-    return NotImplemented if 0 in x.stride() else x
+            raise Mismatch("the result does not fit the dtype")
+    return writable(x)
+
+
+def writable(x: Any) -> Any:
+    """`x`, unless elements of it share a place."""
+    if 0 in x.stride() and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+        raise Mismatch("elements share a place")
+    return x
 
 
 def _in_place_float(x: Any, *operands: Operand, **kwargs: Any) -> Any:
@@ -213,39 +264,55 @@ def _in_place_float(x: Any, *operands: Operand, **kwargs: Any) -> Any:
 
 
 def _in_place_activation(x: Any, *_: Any, **__: Any) -> Any:
-    return x if x.dtype in FLOATS and 0 not in x.stride() else NotImplemented
+    return writable(x) if x.dtype in FLOATS else NotImplemented
 
 
 def _fill(x: Any, *_: Any, **__: Any) -> Any:
-    return NotImplemented if 0 in x.stride() else x
+    return writable(x)
+
+
+def _uniform(x: Any, low: float = 0, high: float = 1, **_: Any) -> Any:
+    return writable(x) if x.dtype in FLOATS and low <= high else NotImplemented
+
+
+def _bernoulli(x: Any, p: float = 0.5, **_: Any) -> Any:
+    return writable(x) if x.dtype in FLOATS and 0 <= p <= 1 else NotImplemented
+
+
+def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
+    if x.dtype is torch.bool or (other.dtype is torch.bool if isinstance(other, torch.Tensor) else type(other) is bool):
+        raise Mismatch("booleans are not subtracted")
+    return in_place(x, other)
 
 
 def _copy(x: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
     if source.shape != x.shape and broadcast(x.shape, source.shape) != x.shape:
-        return NotImplemented
-    return NotImplemented if 0 in x.stride() else x
+        raise Mismatch("the source does not fit")
+    return writable(x)
+
+
+def _fills(x: torch.Tensor, mask: torch.Tensor, value: Any) -> bool:
+    """Whether this is the plain case of filling: a mask of booleans, a value of the tensor's own kind."""
+    if mask.dtype is not torch.bool or x.device != mask.device and mask.dim():
+        return False
+    if type(value) in NUMBERS:
+        return x.dtype in FLOATS and type(value) is not complex or casts(of_number(type(value)), x.dtype)
+    return value.dtype is x.dtype and value.dim() == 0
 
 
 def _masked_fill(x: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
-    if mask.dtype is not torch.bool or not (type(value) in NUMBERS or value.dim() == 0):
-        return NotImplemented
-    if type(value) in NUMBERS and not casts(of_number(type(value)), x.dtype) and x.dtype not in FLOATS:
-        return NotImplemented
-    if type(value) not in NUMBERS and value.dtype is not x.dtype:
+    if not _fills(x, mask, value):
         return NotImplemented
     size = x.shape
-    shape = size if mask.shape == size else broadcast(mask.shape, size)
-    if shape != size or not x.is_contiguous():
-        return NotImplemented
-    return make(shape, None, x.dtype, x.device)
+    return make(size if mask.shape == size else broadcast(size, mask.shape), None, x.dtype, x.device)
 
 
 def _masked_fill_in_place(x: Any, mask: torch.Tensor, value: Any) -> Any:
-    if mask.dtype is not torch.bool or type(value) not in NUMBERS or x.dtype not in FLOATS or type(value) is complex:
+    if not _fills(x, mask, value):
         return NotImplemented
     if mask.shape != x.shape and broadcast(x.shape, mask.shape) != x.shape:
-        return NotImplemented
-    return NotImplemented if 0 in x.stride() else x
+        raise Mismatch("the mask does not fit")
+    return writable(x)
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
@@ -264,10 +331,11 @@ def declare(rule: Callable[..., Any], names: str, overload: str = "default") -> 
 
 declare(
     _same,
-    "relu gelu silu mish hardswish hardsigmoid hardtanh leaky_relu elu softplus softshrink hardshrink "
+    "gelu silu mish hardswish hardsigmoid leaky_relu elu softplus softshrink hardshrink "
     "ceil floor trunc round frac threshold",
 )
-declare(_any, "neg sgn")
+declare(_any, "neg sgn relu")
+declare(_hardtanh, "hardtanh")
 declare(
     _float,
     "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p log2 "
@@ -275,7 +343,8 @@ declare(
 )
 declare(_bool, "isnan logical_not")
 declare(_abs, "abs")
-declare(_arithmetic, "add sub mul", "Tensor")
+declare(_arithmetic, "add mul", "Tensor")
+declare(_subtract, "sub", "Tensor")
 declare(_divide, "div", "Tensor")
 declare(_divide, "div", "Tensor_mode")
 declare(_real, "maximum minimum fmax fmin")
@@ -294,16 +363,18 @@ declare(_lerp, "lerp", "Scalar")
 declare(_lerp, "lerp", "Tensor")
 declare(_clamp, "clamp")
 declare(_bound, "clamp_min clamp_max")
-declare(in_place, "add_ sub_ mul_", "Tensor")
+declare(in_place, "add_ mul_", "Tensor")
+declare(_subtract_in_place, "sub_", "Tensor")
 declare(_in_place_float, "div_", "Tensor")
 declare(_in_place_float, "addcmul_ addcdiv_")
 declare(_in_place_float, "lerp_", "Scalar")
 declare(
     _in_place_activation,
     "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ sigmoid_ exp_ sqrt_ rsqrt_ neg_ "
-    "abs_ log_ sin_ cos_ normal_ uniform_",
+    "abs_ log_ sin_ cos_",
 )
-declare(_in_place_activation, "bernoulli_", "float")
+declare(_uniform, "uniform_")
+declare(_bernoulli, "bernoulli_", "float")
 declare(_fill, "zero_")
 declare(_copy, "copy_")
 declare(_masked_fill, "masked_fill", "Scalar")

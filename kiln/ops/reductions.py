@@ -50,14 +50,18 @@ def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
 
 @rule(aten.max.dim, aten.min.dim)
 def _extreme_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-    if x.dtype in COMPLEX or 0 in x.shape:
+    if x.dtype in COMPLEX:
+        raise Mismatch("complex numbers have no order")
+    if 0 in x.shape:
         return NotImplemented
     return _reduce(x, dim, keepdim, x.dtype), _reduce(x, dim, keepdim, torch.int64)
 
 
 @rule(aten.argmax.default, aten.argmin.default)
 def _arg_extreme(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    if x.dtype in COMPLEX or x.dtype is torch.bool or 0 in x.shape:
+    if x.dtype in COMPLEX:
+        raise Mismatch("complex numbers have no order")
+    if x.dtype is torch.bool or 0 in x.shape:
         return NotImplemented
     return _reduce(x, dim, keepdim, torch.int64)
 

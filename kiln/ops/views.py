@@ -109,8 +109,10 @@ def expanded(size: Size, stride: Size, wanted: Size) -> tuple[Size, Size]:
 
 @rule(aten.expand.default)
 def _expand(x: torch.Tensor, size: list[int], *, implicit: bool = False) -> Any:
-    if x.dim() == 0 and not size:
-        return NotImplemented
+    if x.dim() == 0:
+        if any(n < 0 for n in size):
+            raise Mismatch("a scalar has no extent to keep")
+        return _view_of(x, size, [0] * len(size), x.storage_offset())
     sizes, strides = expanded(x.shape, x.stride(), tuple(size))
     return _view_of(x, sizes, strides, x.storage_offset())
 

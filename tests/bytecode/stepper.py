@@ -91,7 +91,7 @@ class Stepper:
         return self._resume_function(state.index, state.slots, tuple(state.variables))(*state.values)
 
     def _resume_function(self, index: int, slots: tuple[Slot, ...], names: tuple[str, ...]) -> FunctionType:
-        key = (self.code, index, slots, names)
+        key = ("resume", self.code, index, slots, names)
         if key not in _functions:
             code = resume_code(self.code, index, slots, names)
             assert not code.co_cellvars and not code.co_freevars
@@ -99,10 +99,10 @@ class Stepper:
         return _functions[key]
 
     def _step_function(self, state: State) -> FunctionType:
-        key = (self.bare, state.index, state.slots, tuple(state.variables))
+        key = ("step", self.bare, state.index, state.slots, tuple(state.variables))
         if key not in _functions:
             i = self.decoded.instructions[state.index]
-            code = continue_code(self.bare, *key[1:], self._successors(i, state))
+            code = continue_code(self.bare, *key[2:], self._successors(i, state))
             _functions[key] = FunctionType(code, self.function.__globals__)
         return _functions[key]
 

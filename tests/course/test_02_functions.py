@@ -411,7 +411,7 @@ def test_bound_method_as_entry():
 
 @program(X)
 def test_bound_method_returned(x):
-    return Both(2).scale
+    return x + 1, Both(2).scale
 
 
 @program(X, Left(2))

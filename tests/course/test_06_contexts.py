@@ -213,12 +213,15 @@ def test_context_decorator(x, log):
     return inner(inner(x))
 
 
-@noting([], "deco")
+DECORATION: list = []
+
+
+@noting(DECORATION, "deco")
 def decorated_by_contextmanager(x):
     return x * 3
 
 
-@program(X)
+@program(X, how=How(setup=DECORATION.clear, state=lambda: DECORATION))
 def test_contextmanager_as_decorator(x):
     return decorated_by_contextmanager(x)
 

@@ -47,15 +47,7 @@ def lambda_of(text):
 
 @pytest.mark.parametrize(("args", "name"), families(UNARY) + families(BINARY), ids=lambda v: v.replace(" ", ""))
 def test_named(args, name):
-    f, tensors = lambda_of(", ".join(spelled(args, name)))
-    if name in QUESTIONS:
-        f = eval(f"lambda x, y: (x + 1, {', '.join(spelled(args, name))})", dict(SCOPE))
-        tensors = [TENSORS["x"], TENSORS["y"]]
-    one_graph(f, *tensors)
-
-
-QUESTIONS = {"numel", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg", "is_signed", "get_device",
-             "is_same_size"}  # fmt: skip
+    one_graph(*as_program(", ".join(spelled(args, name))))
 
 
 def pieces(table):
@@ -108,7 +100,7 @@ def test_gradients(text):
 
 @pytest.mark.parametrize("text", rows(DATA_DEPENDENT))
 def test_data_dependent_calls_break(text):
-    names = ["x", "y", "i", "j", "k"]
+    names = ["x", "y", "i", "j", "k", "v"]
     scope = dict(SCOPE)
     exec(f"def f({', '.join(names)}):\n  before = x * 2\n  r = {text}\n  return before + 1, r", scope)
     pin(same_as_eager(scope["f"], *[TENSORS[n] for n in names]), graphs=2, breaks=1)

@@ -65,7 +65,7 @@ LAYERS = {
     "LayerNorm": (lambda: nn.LayerNorm(4), X), "GroupNorm": (lambda: nn.GroupNorm(3, 3), IMG), "RMSNorm": (lambda: nn.RMSNorm(4), X),
     "MaxPool2d": (lambda: nn.MaxPool2d(2), IMG), "AvgPool2d": (lambda: nn.AvgPool2d(2), IMG),
     "AdaptiveAvgPool2d": (lambda: nn.AdaptiveAvgPool2d((1, None)), IMG), "Dropout": (lambda: nn.Dropout(0.5), X),
-    "Dropout eval": (lambda: nn.Dropout(0.5).eval(), X), "GELU": (lambda: nn.GELU(), X), "PReLU": (lambda: nn.PReLU(), X),
+    "Dropout eval": (lambda: nn.Sequential(nn.Dropout(0.5), nn.Tanh()).eval(), X), "GELU": (lambda: nn.GELU(), X), "PReLU": (lambda: nn.PReLU(), X),
     "Softmax": (lambda: nn.Softmax(-1), X), "Upsample": (lambda: nn.Upsample(scale_factor=2), IMG),
     "PixelShuffle": (lambda: nn.PixelShuffle(2), t(1, 4, 2, 2)), "Flatten": (lambda: nn.Flatten(), IMG),
     "Unflatten": (lambda: nn.Unflatten(1, (2, 2)), X), "ZeroPad2d": (lambda: nn.ZeroPad2d(1), IMG), "Identity": (lambda: Twice(nn.Identity()), X),

@@ -1,0 +1,138 @@
+/* A word for each dict that changes whenever the dict does.
+
+   On 3.11 it is the dict's own version. From 3.12 on dicts can be watched: then the word is a counter of ours, and one
+   epoch tells whether any watched dict has changed at all. (3.13 no longer moves the version on every change.) */
+#ifndef KILN_HOOK_WATCH_H
+#define KILN_HOOK_WATCH_H
+
+#include "_hook_compat.h"
+
+#if PY_VERSION_HEX < 0x030C0000
+
+enum { WATCHING = 0 };
+static uint64_t watch_epoch;
+
+static const void *dict_word(PyObject *dict)
+{
+    return &((PyDictObject *)dict)->ma_version_tag;
+}
+
+static void dict_word_done(PyObject *dict)
+{
+}
+
+static int watch_start(void)
+{
+    return 0;
+}
+
+#else
+
+enum { WATCHING = 1 };
+
+typedef struct Watched {
+    uint64_t version;
+    PyObject *dict; /* borrowed: whoever has the word keeps the dict */
+    Py_ssize_t users;
+    struct Watched *next;
+} Watched;
+
+static uint64_t watch_epoch;
+static int watcher = -1;
+static struct {
+    Watched **buckets;
+    size_t mask, count;
+} watched;
+
+static inline size_t watch_bucket(PyObject *dict)
+{
+    return ((uintptr_t)dict >> 4) * 0x9E3779B97F4A7C15u >> 32 & watched.mask;
+}
+
+static Watched *watch_find(PyObject *dict)
+{
+    Watched *w = watched.buckets == NULL ? NULL : watched.buckets[watch_bucket(dict)];
+    while (w != NULL && w->dict != dict)
+        w = w->next;
+    return w;
+}
+
+static int dict_changed(PyDict_WatchEvent event, PyObject *dict, PyObject *key, PyObject *value)
+{
+    Watched *w = watch_find(dict);
+    if (w != NULL) {
+        w->version++;
+        watch_epoch++;
+    }
+    return 0;
+}
+
+static int watch_grow(void)
+{
+    size_t size = watched.buckets == NULL ? 256 : (watched.mask + 1) * 2, old = watched.buckets ? watched.mask + 1 : 0;
+    Watched **buckets = PyMem_RawCalloc(size, sizeof *buckets), **before = watched.buckets;
+    if (buckets == NULL)
+        return -1;
+    watched.buckets = buckets;
+    watched.mask = size - 1;
+    for (size_t i = 0; i < old; i++)
+        for (Watched *w = before[i], *next; w != NULL; w = next) {
+            next = w->next;
+            w->next = buckets[watch_bucket(w->dict)];
+            buckets[watch_bucket(w->dict)] = w;
+        }
+    PyMem_RawFree(before);
+    return 0;
+}
+
+/* The word of a dict, to be given back with dict_word_done; NULL when the dict cannot be watched. */
+static const void *dict_word(PyObject *dict)
+{
+    Watched *w = watch_find(dict);
+    if (w == NULL) {
+        if (watcher < 0 || ((watched.buckets == NULL || watched.count > watched.mask) && watch_grow() < 0))
+            return NULL;
+        if ((w = PyMem_RawCalloc(1, sizeof *w)) == NULL)
+            return NULL;
+        if (PyDict_Watch(watcher, dict) < 0) {
+            PyErr_Clear();
+            PyMem_RawFree(w);
+            return NULL;
+        }
+        w->dict = dict;
+        w->next = watched.buckets[watch_bucket(dict)];
+        watched.buckets[watch_bucket(dict)] = w;
+        watched.count++;
+    }
+    w->users++;
+    return &w->version;
+}
+
+static void dict_word_done(PyObject *dict)
+{
+    if (watched.buckets == NULL)
+        return;
+    for (Watched **place = &watched.buckets[watch_bucket(dict)]; *place != NULL; place = &(*place)->next) {
+        Watched *w = *place;
+        if (w->dict != dict)
+            continue;
+        if (--w->users == 0) {
+            *place = w->next;
+            watched.count--;
+            PyDict_Unwatch(watcher, dict);
+            PyErr_Clear();
+            PyMem_RawFree(w);
+        }
+        return;
+    }
+}
+
+static int watch_start(void)
+{
+    watcher = PyDict_AddWatcher(dict_changed);
+    PyErr_Clear(); /* without a watcher dicts are looked at each time */
+    return 0;
+}
+
+#endif
+#endif

@@ -1,0 +1,120 @@
+"""C and Python agree on every guard, sealed or not, whatever happens to the objects."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+
+from kiln.base.source import Const
+from kiln.check.guards import Is
+from kiln.check.tree import GuardSet
+from tests.check import world
+
+
+def build(thing, argument, loose, namespace):
+    guards = GuardSet()
+    pinned, other = world.roots()
+    for guard in world.guards_of(Const(thing, "thing"), thing):
+        guards.add(guard)
+    guards.add(Is(pinned, argument))
+    for source, value in ((pinned, argument), (other, loose)):
+        for guard in world.guards_of(source, value, 1):
+            guards.add(guard)
+    for guard in (*world.class_guards(), *world.global_guards(namespace)):
+        guards.add(guard)
+    return guards
+
+
+def agree(guards, built, argv):
+    expected = [g.holds(argv) for g in guards.guards]
+    first = expected.index(False) if False in expected else -1
+    assert built.failing(argv) == first
+    assert built.check(argv) is (first < 0)
+    assert built.check(argv) is (first < 0)
+    if first >= 0:
+        assert guards.guards[first].why(argv)
+    return first < 0
+
+
+@pytest.fixture(autouse=True)
+def classes():
+    kind = world.Thing.kind
+    yield
+    world.restore_classes(kind)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_agreement_under_random_changes(seed):
+    rng = random.Random(seed)
+    held = broke = 0
+    for _ in range(6):
+        world.restore_classes("thing")
+        thing, argument, loose = world.make_thing(), world.make_thing(1), world.make_thing(1)
+        namespace = {"LIMIT": 10, "thing": world.make_thing(0)}
+        guards = build(thing, argument, loose, namespace)
+        built = guards.build()
+        argv = (argument, loose)
+        assert agree(guards, built, argv)
+        for _ in range(25):
+            target = rng.choice([thing, argument, loose, namespace["thing"]])
+            world.change(rng, target)
+            if rng.random() < 0.1:
+                namespace[rng.choice(["LIMIT", "unrelated", "len"])] = rng.choice([10, 11])
+            if agree(guards, built, argv):
+                held += 1
+            else:
+                broke += 1
+                if rng.random() < 0.7:
+                    break
+    assert held and broke
+
+
+def test_changes_that_are_undone_hold_again():
+    thing = world.make_thing()
+    guards = GuardSet()
+    for guard in world.guards_of(Const(thing), thing):
+        guards.add(guard)
+    built = guards.build()
+    for _ in range(50):
+        assert built.check(())
+        thing.child.flag = False
+        assert not built.check(())
+        thing.child.flag = True
+        assert built.check(())
+        before = thing.child
+        thing.child = world.make_thing(1)
+        assert not built.check(())
+        thing.child = before
+        assert built.check(())
+        before.child.unrelated = object()
+        assert built.check(())
+
+
+def test_a_seal_covers_the_pinned_tree():
+    thing = world.make_thing()
+    guards = GuardSet()
+    for guard in world.guards_of(Const(thing), thing):
+        guards.add(guard)
+    built = guards.build()
+    assert built.sealed is None
+    assert built.check(())
+    counts = built.sealed
+    # left each time: sets, deques, ordered dicts of several keys, Python predicates, attributes by the generic protocol
+    assert counts["fetches"] <= 6 and counts["checks"] <= 3 * 8 and counts["dicts"] + counts["words"] > 50
+
+
+def test_a_dict_of_the_same_address_is_not_taken_for_the_old_one():
+    thing = world.make_thing(0)
+    guards = GuardSet()
+    for guard in world.guards_of(Const(thing), thing, 0):
+        guards.add(guard)
+    built = guards.build()
+    assert built.check(())
+    for i in range(200):
+        thing.table = {"a": 1, "b": world.Thing(), 3: "three"}
+        assert built.check(())
+        thing.table = {"a": 2, "b": world.Thing(), 3: "three"}
+        assert not built.check(())
+        gc.collect(0)
