@@ -133,7 +133,7 @@ static int add_version(Seal *seal, int owner, PyObject *dict)
 {
     if (seal->marks[owner] & VERSIONED)
         return 0;
-    const AnyWord *at = dict_word(dict);
+    const AnyWord *at = dict_own_values(dict) < 0 ? NULL : dict_word(dict);
     if (at == NULL)
         return -1;
     if (PUSH(seal->dicts, dict) < 0) {

@@ -7,6 +7,35 @@
 
 #include "_hook_compat.h"
 
+/* Makes an instance dict the only place of its values. On 3.13 they may lie in the object, and storing an attribute
+   there is seen neither by the dict's version nor by its watchers. Taking out the last item and putting it back gives
+   the dict a table of its own; nothing else changes. */
+static int dict_own_values(PyObject *dict)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    if (((PyDictObject *)dict)->ma_values == NULL)
+        return 0;
+    if (PyDict_GET_SIZE(dict) == 0) {
+        PyObject *key = PyLong_FromLong(0); /* not a name: the shared keys of the class stay as they are */
+        int failed = key == NULL || PyDict_SetItem(dict, key, Py_None) < 0 || PyDict_DelItem(dict, key) < 0;
+        Py_XDECREF(key);
+        if (failed)
+            return -1;
+    }
+    else {
+        PyObject *item = PyObject_CallMethod(dict, "popitem", NULL);
+        if (item == NULL || PyDict_SetItem(dict, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1)) < 0) {
+            Py_XDECREF(item);
+            return -1;
+        }
+        Py_DECREF(item);
+    }
+    return ((PyDictObject *)dict)->ma_values == NULL ? 0 : -1;
+#else
+    return 0;
+#endif
+}
+
 #if PY_VERSION_HEX < 0x030C0000
 
 enum { WATCHING = 0 };

@@ -85,12 +85,18 @@ def log_enabled(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(torch.autograd.grad_mode.inference_mode.__enter__)
 def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     mode = m.getattr(args[0], "mode")
-    m.setattr(args[0], "_inference_mode_context", m.native(m.recorder.effect, _enter_inference_mode, (mode,)))
+    context = m.native(m.recorder.effect, _enter_inference_mode, (mode,))
+    m.steps[id(context)] = m.safe_step()
+    m.setattr(args[0], "_inference_mode_context", context)
 
 
 @handles(torch.autograd.grad_mode.inference_mode.__exit__)
 def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    m.native(m.recorder.effect, _exit_inference_mode, (m.getattr(args[0], "_inference_mode_context"),))
+    context = m.getattr(args[0], "_inference_mode_context")
+    if m.source(context) is not None:
+        raise Break("foreign-context", "inference mode was entered before this graph", "enter and leave it in one function")
+    m.steps.pop(id(context), None)
+    m.native(m.recorder.effect, _exit_inference_mode, (context,))
 
 
 @handles(torch.manual_seed, torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all)

@@ -20,7 +20,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
     if a.device != b.device:
         raise two_devices(a.device, b.device)
     if dtype not in INEXACT and dtype not in INTEGERS:
-        return NotImplemented
+        raise Mismatch("no product for this dtype")
     return make((left[0], right[1]), None, dtype, a.device)
 
 
@@ -40,7 +40,7 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
     if a.device != b.device:
         raise two_devices(a.device, b.device)
     if dtype not in INEXACT and dtype not in INTEGERS:
-        return NotImplemented
+        raise Mismatch("no product for this dtype")
     return make((left[0], left[1], right[2]), None, dtype, a.device)
 
 

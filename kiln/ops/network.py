@@ -59,8 +59,21 @@ def _convolution(
         return make(out, None, dtype, x.device)
     if x.device.type != "cpu":
         return NotImplemented
-    last = any(suggests_channels_last(t.shape, t.stride()) for t in (x, weight))
-    return make(out, channels_last(tuple(out)) if last else None, dtype, x.device)
+    if any(_suggests_channels_last(t) for t in (x, weight)):
+        if rank > 1:
+            return make(out, channels_last(tuple(out)), dtype, x.device)
+        step = channels_last((out[0], out[1], 1, out[2]))
+        return make(out, (step[0], step[1], step[3]), dtype, x.device)
+    return make(out, None, dtype, x.device)
+
+
+def _suggests_channels_last(x: torch.Tensor) -> bool:
+    """Whether a convolution takes `x` for channels-last; one dimension is run as two, the first of extent 1."""
+    size, stride = x.shape, x.stride()
+    if len(size) == 3:
+        n, c, w = stride
+        return suggests_channels_last((*size[:2], 1, size[2]), (n, c, size[2] * w, w))
+    return suggests_channels_last(size, stride)
 
 
 @rule(aten.convolution_backward.default)
@@ -86,7 +99,11 @@ def _batch_norm(
     eps: float,
 ) -> Any:
     given = (weight, bias, mean, var)
-    if x.device.type != "cpu" or x.dtype not in WIDE or x.dim() < 2 or any(t is not None and t.dtype is not x.dtype for t in given):
+    dtypes = {t.dtype for t in given if t is not None} or {x.dtype}
+    kind = dtypes.pop()
+    if x.device.type != "cpu" or x.dtype not in FLOATS or x.dim() < 2 or dtypes:
+        return NotImplemented
+    if kind is not x.dtype and (x.dtype in WIDE or kind is not torch.float32):
         return NotImplemented
     channels = x.shape[1]
     if any(t is not None and t.shape != (channels,) for t in given) or 0 in x.shape:
@@ -96,7 +113,7 @@ def _batch_norm(
     last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
     out = make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
     stats = (channels if training else 0,)
-    return out, make(stats, None, x.dtype, x.device), make(stats, None, x.dtype, x.device)
+    return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
 @rule(aten.native_batch_norm_backward.default)
@@ -118,7 +135,9 @@ def _batch_norm_backward(
 @rule(aten.native_layer_norm.default)
 def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
     size, inner = x.shape, len(shape)
-    if x.dtype not in WIDE or not inner or tuple(size[len(size) - inner :]) != tuple(shape) or not _plain(x):
+    if not inner or tuple(size[len(size) - inner :]) != tuple(shape) or x.dtype not in FLOATS:
+        return NotImplemented
+    if x.dtype not in WIDE and x.device.type != "cpu":
         return NotImplemented
     if any(t is not None and (t.dtype is not x.dtype or tuple(t.shape) != tuple(shape)) for t in (weight, bias)):
         return NotImplemented

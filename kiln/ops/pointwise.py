@@ -139,7 +139,7 @@ def _abs(x: torch.Tensor) -> Any:
 
 
 def _hardtanh(x: torch.Tensor, *_: Any) -> Any:
-    if x.dtype not in FLOATS:
+    if x.dtype not in FLOATS and x.dtype not in INTEGERS or x.dtype is torch.uint8:
         return NotImplemented
     return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
 
@@ -296,8 +296,8 @@ def _fills(x: torch.Tensor, mask: torch.Tensor, value: Any) -> bool:
     if mask.dtype is not torch.bool or x.device != mask.device and mask.dim():
         return False
     if type(value) in NUMBERS:
-        return x.dtype in FLOATS and type(value) is not complex or casts(of_number(type(value)), x.dtype)
-    return value.dtype is x.dtype and value.dim() == 0
+        return type(value) in (int, bool) or casts(of_number(type(value)), x.dtype)
+    return casts(value.dtype, x.dtype) and value.dim() == 0
 
 
 def _masked_fill(x: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:

@@ -52,16 +52,16 @@ def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
 def _extreme_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     if x.dtype in COMPLEX:
         raise Mismatch("complex numbers have no order")
-    if 0 in x.shape:
-        return NotImplemented
+    if x.dim() and x.shape[wrap_dim(dim, x.dim())] == 0:
+        raise Mismatch("no element to choose")
     return _reduce(x, dim, keepdim, x.dtype), _reduce(x, dim, keepdim, torch.int64)
 
 
 @rule(aten.argmax.default, aten.argmin.default)
 def _arg_extreme(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    if x.dtype in COMPLEX:
-        raise Mismatch("complex numbers have no order")
-    if x.dtype is torch.bool or 0 in x.shape:
+    if x.dtype in COMPLEX or x.dtype is torch.bool:
+        raise Mismatch("no order for this dtype")
+    if 0 in x.shape:
         return NotImplemented
     return _reduce(x, dim, keepdim, torch.int64)
 

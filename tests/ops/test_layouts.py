@@ -14,7 +14,7 @@ from kiln.ops.table import RULES, aten
 
 Random = random.Random
 DTYPES = [torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool,
-          torch.uint8, torch.complex64]  # fmt: skip
+          torch.int8, torch.complex64]  # fmt: skip
 
 
 def shape(r: Random, rank: int | None = None) -> list[int]:

@@ -68,22 +68,27 @@ def list_to_tuple(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack[-1] = tuple(f.stack[-1])
 
 
+def target(m: Machine, f: Frame, i: Instruction) -> Any:
+    """The container that an instruction adds to; it may have come from outside, through a resumed frame."""
+    return m.world.touch(f.stack[-(i.arg or 1)])
+
+
 @opcode("LIST_APPEND")
 def list_append(m: Machine, f: Frame, i: Instruction) -> Any:
     value = f.stack.pop()
-    f.stack[-(i.arg or 1)].append(value)
+    target(m, f, i).append(value)
 
 
 @opcode("SET_ADD")
 def set_add(m: Machine, f: Frame, i: Instruction) -> Any:
     value = f.stack.pop()
-    m.native(f.stack[-(i.arg or 1)].add, value)
+    m.native(target(m, f, i).add, value)
 
 
 @opcode("MAP_ADD")
 def map_add(m: Machine, f: Frame, i: Instruction) -> Any:
     key, value = take(f, 2)
-    m.native(f.stack[-(i.arg or 1)].__setitem__, key, value)
+    m.native(target(m, f, i).__setitem__, key, value)
 
 
 @opcode("LIST_EXTEND")
@@ -95,13 +100,13 @@ def list_extend(m: Machine, f: Frame, i: Instruction) -> Any:
             raise UserError(TypeError(f"Value after * must be an iterable, not {type(f.stack[-1]).__name__}")) from None
         raise
     f.stack.pop()
-    f.stack[-(i.arg or 1)].extend(items)
+    target(m, f, i).extend(items)
 
 
 @opcode("SET_UPDATE")
 def set_update(m: Machine, f: Frame, i: Instruction) -> Any:
     items = sequence(m, f.stack.pop())
-    m.native(f.stack[-(i.arg or 1)].update, items)
+    m.native(target(m, f, i).update, items)
 
 
 def mapping(m: Machine, value: Any) -> dict[Any, Any]:
@@ -120,19 +125,19 @@ def mapping(m: Machine, value: Any) -> dict[Any, Any]:
 def dict_update(m: Machine, f: Frame, i: Instruction) -> Any:
     items = mapping(m, f.stack[-1])
     f.stack.pop()
-    f.stack[-(i.arg or 1)].update(items)
+    target(m, f, i).update(items)
 
 
 @opcode("DICT_MERGE")
 def dict_merge(m: Machine, f: Frame, i: Instruction) -> Any:
     items = mapping(m, f.stack[-1])
     f.stack.pop()
-    target = f.stack[-(i.arg or 1)]
+    merged = target(m, f, i)
     for key in items:
-        if key in target:
+        if key in merged:
             name = getattr(f.stack[-(i.arg or 1) - 2], "__qualname__", "function")
             raise UserError(TypeError(f"{name}() got multiple values for keyword argument '{key}'"))
-    target.update(items)
+    merged.update(items)
 
 
 @opcode("FORMAT_VALUE")
