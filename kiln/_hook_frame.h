@@ -185,9 +185,7 @@ static Region *ask_callback(PyObject *function, CodeState *state, Frame *frame)
         PyTuple_SET_ITEM(argv, i, Py_NewRef(FRAME_SLOTS(frame)[i]));
     if (argv != NULL) {
         PyObject *args[] = {function, argv};
-        paused++;
         answer = PyObject_Vectorcall(callback, args, 2, NULL);
-        paused--;
         Py_DECREF(argv);
     }
     if (answer == NULL) {
@@ -256,8 +254,11 @@ static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
     if (depth > 0 && paused == 0 && !throwflag) {
         if (left_alone != NULL && FRAME_FUNCTION(frame) == left_alone)
             left_alone = NULL;
-        else
+        else {
+            paused++; /* the callback, and whoever is told of its errors, run as they are */
             divert(frame);
+            paused--;
+        }
     }
     return next_eval(tstate, frame, throwflag);
 }

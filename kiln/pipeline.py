@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from kiln import _hook
 from kiln.base import live, log, options, records
 from kiln.base.errors import Break, Place, RecompileError, Skip
 from kiln.base.options import Compile
+from kiln.capture import nested
 from kiln.capture.finish import Captured
 from kiln.capture.run import capture
+from kiln.check.tree import GuardSet
 
 LOCK = threading.RLock()
 
@@ -35,6 +37,18 @@ class Entry:
     built: Any
 
 
+def frame_region(function: types.FunctionType, family: Family) -> Any:
+    """The region of a function that code outside any graph calls while a compiled region runs."""
+    key = ("frame", function.__code__)
+    known = family.resumes.get(key)
+    if known is None:
+        known = family.resumes[key] = make_region(function, Family(replace(family.options, fullgraph=False), family.resumes))
+    return known if known.function is function else None
+
+
+nested.install(frame_region)
+
+
 def region(function: types.FunctionType, asked: Compile) -> Any:
     """A callable that runs the function captured and compiled."""
     return make_region(function, Family(asked))
@@ -49,16 +63,22 @@ def make_region(function: types.FunctionType, family: Family) -> Any:
 def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
     """No entry holds: capture, add an entry, run it."""
     function = region.function
+    _hook.pause()
+    try:
+        run = find_run(region, function, argv, family)
+    finally:
+        _hook.resume()
+    if run is None:
+        return nested.original(function, argv)
+    return run(*argv)
+
+
+def find_run(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
     with LOCK:
         for entry in region.entries:  # another thread may have been faster
             if entry.guards.check(argv):
-                run = entry.run
-                break
-        else:
-            run = compile_entry(region, function, argv, family)
-    if run is None:
-        return original(function, argv)
-    return run(*argv)
+                return entry.run
+        return compile_entry(region, function, argv, family)
 
 
 def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
@@ -80,9 +100,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     unstable = frozenset(str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0)
     try:
         captured = capture(function, argv, compiler_for(asked, name, function), lambda f: make_region(f, family), family.resumes,
-                           asked.fullgraph, unstable)  # fmt: skip
+                           asked.fullgraph, unstable, lambda target: nested.in_python(target, family))  # fmt: skip
     except Skip as e:
-        return skip(region, name, e, asked)
+        return skip(region, name, e, family)
     except Break:
         raise
     except (KeyboardInterrupt, MemoryError):
@@ -112,11 +132,13 @@ def install(region: Any, captured: Captured, name: str) -> Any:
     return captured.run
 
 
-def skip(region: Any, name: str, error: Skip, asked: Compile) -> None:
-    if asked.fullgraph:
+def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
+    if family.options.fullgraph:
         raise error
     records.emit(records.BreakRecord("skipped", None, error.why, "", name))
-    region.enabled = False
+    _hook.skip(region.function.__code__)
+    region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry((), None))
+    return region.entries[0].run
 
 
 def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
@@ -132,13 +154,3 @@ def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
 def why(entry: Any, argv: tuple[Any, ...]) -> str:
     index = entry.guards.failing(argv)
     return str(entry.info.guards[index].why(argv)) if index >= 0 else "the guards hold now"
-
-
-def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
-    """Call the function itself on bound arguments."""
-    code = function.__code__
-    at, kwonly = code.co_argcount, code.co_kwonlyargcount
-    args, named = argv[:at], dict(zip(code.co_varnames[at:at + kwonly], argv[at:at + kwonly], strict=True))
-    rest = list(argv[at + kwonly:])
-    extra = rest.pop(0) if code.co_flags & 4 else ()
-    return function(*args, *extra, **named, **(rest.pop(0) if code.co_flags & 8 else {}))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kiln import _hook
 from kiln.base.errors import Break, Skip
 from kiln.bytecode import versions
 from kiln.bytecode.assemble import Emitter
@@ -44,9 +45,10 @@ class Finisher:
     """Turns the state of a machine, at a return or at a break, into a function of the frame's arguments."""
 
     def __init__(self, machine: Machine, root: Frame, names: tuple[str, ...], before: tuple[Any, ...],
-                 compiler: Compiler, resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any]) -> None:  # fmt: skip
+                 compiler: Compiler, resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any],
+                 in_python: Callable[[Any], Any] = lambda target: target) -> None:  # fmt: skip
         self.m, self.root, self.names, self.before = machine, root, names, before
-        self.compiler, self.resume, self.cache = compiler, resume, cache
+        self.compiler, self.resume, self.cache, self.in_python = compiler, resume, cache, in_python
         self.after = state.snapshot()
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
@@ -73,6 +75,7 @@ class Finisher:
         code = self.root.code.code
         built = e.finish(f"<{code.co_name} captured>", code.co_filename, code.co_firstlineno, len(self.names), self.names,
                          CO_OPTIMIZED | CO_NEWLOCALS)  # fmt: skip
+        _hook.skip(built)
         run = types.FunctionType(built, self.root.globals)
         return Captured(None, self.graph, self.ops, self.inputs, run, reason)
 
@@ -140,10 +143,11 @@ class Finisher:
             if frame.mode == "opaque" or frame.code.code.co_flags & 0x2A0:
                 raise Restart(self.m.safe_step_of(frames), reason)
         target, state_of = self.continuation(frames, 0)
+        entry = target if reason.kind in QUIET else self.in_python(target)
 
         def tail(r: Rebuilder) -> None:
             r.e.begin_call()
-            r.e.const(target)
+            r.e.const(entry)
             r.e.mid_call()
             count = state_of(r)
             r.e.end_call(count)
@@ -171,6 +175,7 @@ class Finisher:
             epilogues = (self.resumed(frame, frame.index + 1, (*slots(kept), *pushed)),)
         names = self.bound(frame, frame.index)
         built = continue_code(code, frame.index, slots(kept), names, epilogues, replace)
+        _hook.skip(built)
         target = types.FunctionType(built, frame.globals)
         payload = None if last else frames[k + 1].payload
 
@@ -226,6 +231,7 @@ class Finisher:
         region = self.cache.get(key)
         if region is None:
             function = types.FunctionType(resume_code(code, index, shape, names), frame.globals)
+            _hook.skip(function.__code__)
             function.__qualname__ = frame.function.__qualname__
             function.__module__ = frame.function.__module__
             region = self.cache[key] = self.resume(function)
@@ -265,6 +271,7 @@ class Silent:
         return lambda *args: None
 
 
+QUIET = frozenset({"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled"})  # no Python code to capture
 EFFECTS = frozenset({write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled})
 PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
 ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",

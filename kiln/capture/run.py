@@ -30,14 +30,15 @@ def slot_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
-            cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset()) -> Captured:  # fmt: skip
+            cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset(),
+            in_python: Callable[[Any], Any] = lambda target: target) -> Captured:  # fmt: skip
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     stop, reason = -1, None
     for _ in range(ATTEMPTS):
         try:
-            return attempt(function, argv, compiler, resume, cache, fullgraph, unstable, stop, reason)
+            return attempt(function, argv, compiler, resume, cache, fullgraph, unstable, stop, reason, in_python)
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason)) from None
@@ -46,7 +47,8 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
 
 
 def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
-            cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None) -> Captured:  # fmt: skip
+            cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
+            in_python: Callable[[Any], Any]) -> Captured:  # fmt: skip
     recorder = Recorder()
     world = World(recorder, unstable)
     machine = Machine(recorder, world, stop, reason)
@@ -70,7 +72,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except UserError as e:
             kind = type(e.error).__name__
             raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
-        finisher = Finisher(machine, frame, names, before, compiler, resume, cache)
+        finisher = Finisher(machine, frame, names, before, compiler, resume, cache, in_python)
         state.restore(before)
         while torch._C._len_torch_function_stack() > modes:
             torch._C._pop_torch_function_stack()

@@ -1,0 +1,72 @@
+"""Python code that runs between graphs: the functions it calls are captured through the frame hook."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln import _hook
+from kiln.base import marks
+
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<")
+PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
+current = threading.local()  # .family: whose options frames are captured with
+
+
+def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
+    """Say how the frame hook finds the region of a function."""
+
+    def found(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
+        family = getattr(current, "family", None)
+        if family is None or not ours(function):
+            return None
+        return region_of(function, family)
+
+    _hook.set_frame_callback(found)
+
+
+def ours(function: types.FunctionType) -> bool:
+    """Whether a frame of this function is worth capturing: the user's code, neither torch's nor the standard library's."""
+    code = function.__code__
+    name = code.co_filename
+    if code.co_name.startswith("<") and code.co_name != "<lambda>" or marks.of(function):
+        return False
+    return not name.startswith(FOREIGN) or any(part in name for part in PACKAGES) and not name.startswith(FOREIGN[:2])
+
+
+def in_python(target: Callable[..., Any], family: Any) -> Callable[..., Any]:
+    """The function, run with the frame hook on."""
+
+    def run(*args: Any) -> Any:
+        before = getattr(current, "family", None)
+        current.family = family
+        _hook.enter()
+        try:
+            return target(*args)
+        finally:
+            _hook.leave()
+            current.family = before
+
+    return run
+
+
+def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
+    """A function that could not be captured, as it is, on bound arguments; what it calls may still be captured."""
+    return in_python(lambda *argv: original(function, argv), family)
+
+
+def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
+    """Call the function itself on bound arguments."""
+    code = function.__code__
+    at, kwonly = code.co_argcount, code.co_kwonlyargcount
+    args, named = argv[:at], dict(zip(code.co_varnames[at:at + kwonly], argv[at:at + kwonly], strict=True))
+    rest = list(argv[at + kwonly:])
+    extra = rest.pop(0) if code.co_flags & 4 else ()
+    return function(*args, *extra, **named, **(rest.pop(0) if code.co_flags & 8 else {}))
