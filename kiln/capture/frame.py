@@ -52,11 +52,20 @@ class Restart(Exception):
         super().__init__(step)
 
 
+class Unread:
+    """A value of a resumed frame's stack before anybody looks at it; what is only popped is never guarded."""
+
+    __slots__ = ("source", "value")
+
+    def __init__(self, value: Any, source: Any) -> None:
+        self.value, self.source = value, source
+
+
 class Frame:
     """One Python frame: code, variables, stack and position."""
 
     __slots__ = ("before", "cells", "code", "function", "globals", "handled", "index", "kwnames",
-                 "lazy", "locals", "mode", "payload", "stack", "step")  # fmt: skip
+                 "lazy", "locals", "mode", "payload", "stack", "step", "unread")  # fmt: skip
 
     def __init__(self, function: types.FunctionType, values: dict[str, Any], cells: dict[str, types.CellType]) -> None:
         self.function = function
@@ -69,6 +78,7 @@ class Frame:
         self.before: list[Any] = []  # the stack as it was when the current instruction began
         self.index = 0
         self.step = 0
+        self.unread = False  # the stack holds values of a resumed frame that nobody has looked at
         self.kwnames: tuple[str, ...] = ()
         self.handled: list[BaseException] = []
         self.mode = "push"  # what the caller does with the result: push, drop, object, or opaque (cannot be resumed)

@@ -15,6 +15,7 @@ from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, 
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
 from kiln.capture.recorder import Recorder
+from kiln.capture.variables import PASSIVE, read_all
 from kiln.capture.world import MISSING, World
 from kiln.ops.fake import FakeTensor
 
@@ -61,6 +62,8 @@ class Machine:
             instruction = instructions[frame.index]
             self.step = step = self.step + 1
             frame.step = step
+            if frame.unread and instruction.name not in PASSIVE:
+                read_all(self, frame)
             frame.before = stack.copy()
             if step == stop_at:
                 assert self.stop_reason is not None
