@@ -33,6 +33,7 @@ class Machine:
         self.stop_at, self.stop_reason = stop_at, stop_reason
         self.broken: list[Frame] | None = None  # the frames as they stood when a Break was raised
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
+        self.entered: list[Any] = []  # native contexts that the program has entered and not left
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
 
     # ------------------------------------------------------------------ running
@@ -91,6 +92,11 @@ class Machine:
         if reason.at is None:
             reason.at = self.user_place(frame)
         return reason
+
+    def leave_contexts(self) -> None:
+        """Leave what the program had entered when capture ended."""
+        while self.entered:
+            self.entered.pop().__exit__(None, None, None)
 
     def where(self) -> str:
         """The stack of the program, for the nodes of the graph."""

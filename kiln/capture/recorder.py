@@ -263,8 +263,7 @@ class Recorder:
             made: dict[int, FakeTensor] = {}
             result = replace_real(result, made)
             fakes = [(path, made.get(id(f), f)) for path, f in fakes]
-        if not wrote and not changes_state(func) and all(id(f) in self._bindings for _, f in fakes):
-            # An op that handed its argument back has done nothing; one without tensors is folded.
+        if not fakes and not wrote and not changes_state(func):
             return result
         target = self._node(func, args, kwargs)
         node = self._added(target, result if fakes else None)

@@ -72,6 +72,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except UserError as e:
             kind = type(e.error).__name__
             raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
+        machine.leave_contexts()
         finisher = Finisher(machine, frame, names, before, compiler, resume, cache, in_python)
         state.restore(before)
         while torch._C._len_torch_function_stack() > modes:
@@ -82,6 +83,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             at = e.step
             raise Restart(at, Break("rebuild", e.text, "keep such objects out of what lives across the break")) from None
     finally:
+        machine.leave_contexts()
         state.restore(before)
         while torch._C._len_torch_function_stack() > modes:
             torch._C._pop_torch_function_stack()

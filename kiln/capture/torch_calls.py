@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break
+from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, leaf
 from kiln.capture.world import nested
 from kiln.ops.fake import FakeTensor
@@ -48,11 +49,66 @@ def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return isinstance(args[0], torch.Tensor)
 
 
+class Apply:
+    """`cls.apply` under a name that generated code can refer to."""
+
+    def __init__(self, cls: Any) -> None:
+        self.cls = cls
+        self.__name__, self.__module__ = cls.__name__, cls.__module__
+        self.__qualname__ = cls.__qualname__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cls.apply(*args, **kwargs)
+
+
 @handles(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
 def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A custom autograd function: one node, its forward and backward stay as they are."""
+    """A custom autograd function: one node, its forward and backward stay as they are; inlined where nothing is differentiated."""
     cls, *rest = args
-    return leaf(m, cls.apply, tuple(rest), kwargs)
+    if not torch.is_grad_enabled() and mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP:
+        return apply_inline(m, cls, tuple(rest), kwargs)
+    return leaf(m, Apply(cls), tuple(rest), kwargs)
+
+
+def apply_inline(m: Machine, cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Forward alone, with a context that nobody will read; an input that comes back comes back as a view."""
+    context = Context()
+    context.needs_input_grad = (False,) * len(args)
+    m.world.constant(Context)
+    out = m.call(m.getattr(cls, "forward"), (context, *args), kwargs)
+    changed = {id(value) for value in context.dirty}
+    given = {id(value) for value in args if type(value) is FakeTensor} - changed
+
+    def fresh(value: Any) -> Any:
+        return m.torch_call(torch.Tensor.view_as, (value, value), {}) if id(value) in given else value
+
+    return tuple([fresh(value) for value in out]) if type(out) is tuple else fresh(out)
+
+
+class Context:
+    """What forward of an autograd function is given when nothing will be differentiated."""
+
+    saved_tensors: tuple[Any, ...] = ()
+    dirty: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        return None
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        return None
+
+    def set_materialize_grads(self, value: bool) -> None:
+        return None
+
+
+NO_SETUP = mro_lookup(torch.autograd.Function, "setup_context")
+NO_VMAP = mro_lookup(torch.autograd.Function, "vmap")
 
 
 @handles(torch.utils.checkpoint.checkpoint)
@@ -87,6 +143,7 @@ def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     mode = m.getattr(args[0], "mode")
     context = m.native(m.recorder.effect, _enter_inference_mode, (mode,))
     m.steps[id(context)] = m.safe_step()
+    m.entered.append(context)
     m.setattr(args[0], "_inference_mode_context", context)
 
 
@@ -96,6 +153,7 @@ def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if m.source(context) is not None:
         raise Break("foreign-context", "inference mode was entered before this graph", "enter and leave it in one function")
     m.steps.pop(id(context), None)
+    m.entered.remove(context)
     m.native(m.recorder.effect, _exit_inference_mode, (context,))
 
 

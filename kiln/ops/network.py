@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import FLOATS, channels_last, contiguous, is_channels_last, suggests_channels_last, wrap_dim
+from kiln.ops.layout import FLOATS, Mismatch, channels_last, contiguous, is_channels_last, suggests_channels_last, wrap_dim
 from kiln.ops.table import aten, rule
 
 WIDE = frozenset({torch.float32, torch.float64})
@@ -106,8 +106,10 @@ def _batch_norm(
     if kind is not x.dtype and (x.dtype in WIDE or kind is not torch.float32):
         return NotImplemented
     channels = x.shape[1]
-    if any(t is not None and t.shape != (channels,) for t in given) or 0 in x.shape:
+    if any(t is not None and t.shape != (channels,) for t in given):
         return NotImplemented
+    if 0 in x.shape:
+        raise Mismatch("no values to normalise")
     if not training and (mean is None or var is None):
         return NotImplemented
     last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())

@@ -297,7 +297,7 @@ def _fills(x: torch.Tensor, mask: torch.Tensor, value: Any) -> bool:
         return False
     if type(value) in NUMBERS:
         return type(value) in (int, bool) or casts(of_number(type(value)), x.dtype)
-    return casts(value.dtype, x.dtype) and value.dim() == 0
+    return value.dim() == 0 and (value.dtype not in COMPLEX or x.dtype in COMPLEX)
 
 
 def _masked_fill(x: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:

@@ -43,8 +43,10 @@ def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: An
 
 @rule(aten.amax.default, aten.amin.default)
 def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
-    if x.dtype in COMPLEX or 0 in x.shape:
-        return NotImplemented
+    if x.dtype in COMPLEX:
+        raise Mismatch("complex numbers have no order")
+    if 0 in x.shape and (not dims or any(x.shape[wrap_dim(d, x.dim())] == 0 for d in dims)):
+        raise Mismatch("no element to choose")
     return _reduce(x, dims, keepdim, x.dtype)
 
 

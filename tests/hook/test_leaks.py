@@ -40,11 +40,12 @@ def growth(work, *objects):
     """References to the objects and memory blocks that one round of work adds, after rounds that warm up."""
     work()
     gc.collect()
-    references = [sys.getrefcount(o) for o in objects]
+    references = list(map(sys.getrefcount, objects))
     blocks = sys.getallocatedblocks()
     work()
     gc.collect()
-    return [sys.getrefcount(o) - n for o, n in zip(objects, references)], sys.getallocatedblocks() - blocks
+    more = sys.getallocatedblocks() - blocks
+    return [b - a for a, b in zip(references, map(sys.getrefcount, objects))], more
 
 
 def test_calls_that_hit_and_calls_that_miss():
