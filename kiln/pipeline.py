@@ -126,7 +126,7 @@ def install(region: Any, captured: Captured, name: str) -> Any:
     if captured.reason is not None and captured.reason.kind != "raises":
         reason = captured.reason
         records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name))
-    records.emit(records.ResidualRecord(name, captured.run.__code__))
+    records.emit(records.ResidualRecord(name, captured.code))
     built = captured.guards.build()
     region.add(built, captured.run, Entry(captured.guards.guards, built))
     return captured.run

@@ -71,6 +71,10 @@ class Body:
             self._unbound(label, i)
         self._protect()
 
+    def places(self) -> dict[int, int]:
+        """The index of each copied instruction in the original, by its index in the copy."""
+        return {label.row: index for index, label in self._labels.items()}
+
     def read(self, name: str) -> None:
         """Push the value of a variable, through its cell if it has one."""
         self.e.load(name)

@@ -81,12 +81,19 @@ def resume_code(code: CodeType, index: int, stack: Sequence[Slot], locals: Seque
     Parameters: the values of the stack, bottom first, then the variables `locals`, those that are cells or free
     carrying the cell. Every variable that is bound must be given.
     """
+    return resume_places(code, index, stack, locals)[0]
+
+
+def resume_places(
+    code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]
+) -> tuple[CodeType, dict[int, int]]:
+    """Such code, and for each instruction of it that starts a copied one the index of that one in `code`."""
     decoded = _checked(code)
     index = _entry(decoded, index)
     builder = _Builder(code, stack, locals, index, reachable(code, (index,)))
     builder.prologue()
     builder.body.copy(index)
-    return builder.finish()
+    return builder.finish(), builder.body.places()
 
 
 def continue_code(

@@ -80,21 +80,21 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
         space = instance_space(value)
         if space is not None and name in space:
             return m.view(space[name])
+    untouched = source is not None and pending is MISSING
     if found is not MISSING:
-        if source is not None and space is not None:
+        if untouched and space is not None:
             world.absent(value, name)
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
     hook = mro_lookup(kind, "__getattr__") if hooks else MISSING
     if hook is torch.nn.Module.__getattr__:
         return load_from_module(m, value, name)
+    if untouched:
+        world.absent(value, name)
     if isinstance(hook, types.FunctionType):
-        if source is not None:
-            world.absent(value, name)
         world.class_attr(kind, name, MISSING)
         return m.inline(hook, (value, name), {}, mode)
     if source is not None:
-        world.absent(value, name)
         world.class_attr(kind, name, MISSING)
     return m.native(missing, value, name)
 
@@ -205,6 +205,8 @@ def bind_native(m: Machine, found: Any, value: Any, kind: type, name: str) -> An
             return m.native(missing, value, name)
         if pending is not MISSING:
             return pending
+        if isinstance(found, types.MemberDescriptorType) and not hasattr(value, name):
+            world.unset(source, name)
         return world.outside(m.native(getattr, value, name), Attr(source, name))
     return m.native(found.__get__, value, kind)
 
@@ -220,7 +222,7 @@ def load_from_class(m: Machine, cls: type, name: str) -> Any:
         if isinstance(on_meta, property):
             return m.call(on_meta.fget, (cls,))
         if name == "__dict__":
-            return m.native(getattr, cls, name)
+            return world.class_space(cls)
         value = m.native(getattr, cls, name)
         return value if type(value) in CONSTANTS else world.outside(value, Attr(Const(cls), name))
     if isinstance(cls, enum.EnumMeta) and not isinstance(mro_lookup(cls, name), (types.FunctionType, classmethod, staticmethod)):
@@ -409,6 +411,8 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
     if type(value) is types.CellType:
         m.world.write_cell(value, item)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
+        if instance_space(value) is None and not is_data_descriptor(mro_lookup(type(value), name)) and not isinstance(value, type):
+            m.native(setattr, value, name, item)
         m.world.write_slot(value, name, item)
     else:
         m.native(type.__setattr__ if isinstance(value, type) else object.__setattr__, value, name, item)

@@ -20,6 +20,7 @@ from kiln.base.errors import Break
 from kiln.capture import attributes, operators
 from kiln.capture.calls import METHODS, Args, Kwargs, handles, native
 from kiln.capture.frame import UserError
+from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped
 from kiln.capture.variables import first_read
 from kiln.capture.world import MISSING, nested
@@ -157,12 +158,15 @@ def is_subclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(issubclass, *args)
 
 
+SEEN_AS: dict[type, type] = {Generator: types.GeneratorType, Address: int}
+
+
 @handles(type)
 def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if len(args) == 1 and not kwargs:
         value = args[0]
         kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
-        return m.world.constant(types.GeneratorType if kind is Generator else kind)
+        return m.world.constant(SEEN_AS.get(kind, kind))
     return native(m, type, args, kwargs)
 
 
@@ -211,7 +215,9 @@ def boolean(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(id)
 def identity(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("identity", "id() gives an address that differs from call to call", "compare objects with `is`")
+    """The address stands for the object: it may be compared and used as a key."""
+    m.world.identified(args[0])
+    return Address(args[0])
 
 
 @handles(hash)
@@ -253,9 +259,15 @@ def global_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(dir)
 def directory(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    if args and m.source(args[0]) is not None and not isinstance(args[0], (type, types.ModuleType)):
-        m.world.instance_dict(args[0]) if attributes.instance_space(args[0]) is not None else None
-    return m.native(dir, *args)
+    if not args:
+        return sorted(local_variables(m, (), {}))
+    value = args[0]
+    method = operators.python_method(m, value, "__dir__")
+    if method is not None:
+        return in_order(m, (m.inline(method, (value,), {}),), {})
+    if m.source(value) is not None and not isinstance(value, (type, types.ModuleType)) and attributes.instance_space(value) is not None:
+        return sorted({*dir(type(value)), *m.world.instance_dict(value)})
+    return m.native(dir, value)
 
 
 @handles(print, input, open, exec, eval, compile, breakpoint, sys.exit)

@@ -6,8 +6,11 @@ the real objects, and everything else breaks the graph. Dispatch is by identity 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import reprlib
 import types
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ from kiln.base import marks
 from kiln.base.errors import Break
 from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import attributes, purity
+from kiln.capture import nested as hooked
 from kiln.capture.frame import UserError
 from kiln.capture.world import CONSTANTS, MISSING, nested
 from kiln.check.guards import FunctionState, Length
@@ -67,6 +71,9 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
         action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
         if action is not None:
             return action(m, function, args, kwargs)
+    inner = UNWRAPPED.get(id(function.__code__))
+    if inner is not None:
+        return call(m, inner(m, function), args, kwargs, mode)
     policy = purity.python_policy(function)
     if policy == "leaf":
         return leaf(m, function, args, kwargs)
@@ -80,11 +87,32 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     return m.inline(function, args, kwargs, mode)
 
 
+UNWRAPPED: dict[int, Callable[..., Any]] = {  # by id of a wrapper's code: what it wraps
+    id(wrapper.__code__): lambda m, function: m.getattr(function, "__wrapped__")
+    for wrapper in (dataclasses._recursive_repr(repr), reprlib.recursive_repr()(repr))  # type: ignore[attr-defined]
+}
+
+
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """A torch function: one node."""
     for value in (*args, *kwargs.values()):
         m.world.touch(value)
+    for value in nested((*args, *kwargs.values())):
+        if type(value) not in PLAIN_ARGUMENTS and foreign(m, value):
+            raise Break("foreign-object", f"a {type(value).__name__} from outside is an argument of a torch call",
+                        "pass tensors and Python constants")  # fmt: skip
     return m.torch_call(function, args, kwargs)
+
+
+PLAIN_ARGUMENTS = frozenset({*CONSTANTS, FakeTensor, list, tuple, dict})
+
+
+def foreign(m: Machine, value: Any) -> bool:
+    """Whether a value from outside holds a state that no guard covers."""
+    world = m.world
+    known = world.source(value)
+    return (known is not None and id(value) not in world.shadows and id(value) not in world.pinned
+            and not isinstance(value, (*purity.VALUES, torch.Tensor, torch.Generator)))  # fmt: skip
 
 
 def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -361,10 +389,12 @@ def native(m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = 
     if any(type(value) in CALLABLE for value in (*args, *kwargs.values())) and purity.calls_back(function):
         args = tuple(callback(m, value) for value in args)
         kwargs = {name: callback(m, value) for name, value in kwargs.items()}
-    if not any(type(value) is FakeTensor for value in nested((*args, *kwargs.values()))):
-        return m.view(m.native(function, *args, **kwargs))
+    parts = list(nested((*args, *kwargs.values())))
+    run = hooked.interpreting(m, function) if any(type(v) not in PLAIN_ARGUMENTS and purity.has_dunders(type(v)) for v in parts) else function
+    if not any(type(value) is FakeTensor for value in parts):
+        return m.view(m.native(run, *args, **kwargs))
     with m.recorder.mode():
-        return m.view(m.native(function, *args, **kwargs))
+        return m.view(m.native(run, *args, **kwargs))
 
 
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
@@ -394,6 +424,18 @@ def call_static(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
     return call(m, m.world.constant(function.__func__), args, kwargs, mode)
 
 
+def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A weak reference: it leads to the same object in every call, as long as another path holds that one."""
+    value = m.native(function, *args, **kwargs)
+    if value is None or m.source(function) is None:
+        return m.view(value)
+    known = m.source(value)
+    if known is None:
+        raise Break("weak-reference", f"a weak reference leads to a {type(value).__name__} that nothing else leads to",
+                    "hold a reference to the object")  # fmt: skip
+    return m.world.again(value, known, known)
+
+
 def call_region(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """A function that is compiled already: inlined as if it were not."""
     return call(m, m.world.constant(function.function), args, kwargs, mode)
@@ -410,6 +452,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     functools.partial: call_partial,
     functools._lru_cache_wrapper: call_cached,
     staticmethod: call_static,
+    weakref.ref: call_weak,
     _hook.Region: call_region,
     torch._ops.OpOverload: call_operation,
     torch._ops.OpOverloadPacket: call_operation,

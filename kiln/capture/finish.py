@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from kiln.base.errors import Break, Skip
 from kiln.bytecode import versions
 from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.decode import Instruction
-from kiln.bytecode.flow import is_jump, stack_effect
+from kiln.bytecode.flow import is_jump, reachable, stack_effect
 from kiln.bytecode.live import live
-from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Epilogue, Replace, Slot, continue_code, resume_code
+from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Epilogue, Replace, Slot, continue_code, resume_places
 from kiln.bytecode.resume import NULL as NULL_SLOT
 from kiln.capture import runtime, state
 from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Restart
@@ -38,6 +39,7 @@ class Captured:
     ops: int
     inputs: int
     run: types.FunctionType
+    code: types.CodeType
     reason: Break | None
 
 
@@ -77,7 +79,7 @@ class Finisher:
                          CO_OPTIMIZED | CO_NEWLOCALS)  # fmt: skip
         _hook.skip(built)
         run = types.FunctionType(built, self.root.globals)
-        return Captured(None, self.graph, self.ops, self.inputs, run, reason)
+        return Captured(None, self.graph, self.ops, self.inputs, run, built, reason)
 
     def compile_graph(self, outputs: list[FakeTensor]) -> tuple[Any, list[Any]]:
         graph, inputs = self.m.recorder.finish(outputs)
@@ -152,7 +154,10 @@ class Finisher:
             count = state_of(r)
             r.e.end_call(count)
 
-        return self.finish(tail, reason)
+        captured = self.finish(tail, reason)
+        if loops(target):
+            captured.run = runtime.drive(captured.run)
+        return captured
 
     def continuation(self, frames: list[Frame], k: int) -> tuple[types.FunctionType, Callable[[Rebuilder], int]]:
         """The function that goes on with frame k (and those it called), and what pushes its arguments."""
@@ -170,7 +175,7 @@ class Finisher:
             kept = frame.before[:len(frame.before) - pops]
             callee = frames[k + 1]
             function, inner = self.continuation(frames, k + 1)
-            replace = Replace(function, callee.mode)
+            replace = Replace(runtime.drive(function) if loops(function) else function, callee.mode)
             pushed = [] if callee.mode == "drop" else [VALUE]
             epilogues = (self.resumed(frame, frame.index + 1, (*slots(kept), *pushed)),)
         names = self.bound(frame, frame.index)
@@ -225,17 +230,30 @@ class Finisher:
 
     def resumed(self, frame: Frame, index: int, shape: tuple[Slot, ...]) -> Epilogue:
         """Hand the state to the region that goes on at `index`; one region for each place and shape."""
-        code = frame.code.code
         names = self.bound(frame, index)
-        key = (code, index, shape, names)
+        code, place = self.origin(frame.code.code, index)
+        key = (code, place, shape, names, id(frame.globals))
         region = self.cache.get(key)
         if region is None:
-            function = types.FunctionType(resume_code(code, index, shape, names), frame.globals)
-            _hook.skip(function.__code__)
+            built, places = resume_places(code, place, shape, names)
+            self.cache["origin", id(built)] = (built, code, places)
+            function = types.FunctionType(built, frame.globals)
+            _hook.skip(built)
             function.__qualname__ = frame.function.__qualname__
             function.__module__ = frame.function.__module__
             region = self.cache[key] = self.resume(function)
-        return Epilogue(region, shape, names)
+        again = frame.index in reachable(frame.code.code, (index,))
+        return Epilogue(functools.partial(runtime.Tail, region) if again else region, shape, names)
+
+    def origin(self, code: types.CodeType, index: int) -> tuple[types.CodeType, int]:
+        """The user's function and the instruction that a place in a resume function comes from, so that paths join."""
+        _, original, places = self.cache.get(("origin", id(code)), (code, code, {}))
+        return (original, places[index]) if index in places else (code, index)
+
+
+def loops(target: types.FunctionType) -> bool:
+    """Whether a continuation leaves a call to a driver."""
+    return any(type(const) is functools.partial and const.func is runtime.Tail for const in target.__code__.co_consts)
 
 
 class Emission:

@@ -24,6 +24,9 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
     """Say how the frame hook finds the region of a function."""
 
     def found(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
+        machine = getattr(current, "machine", None)
+        if machine is not None:
+            return interpreted(machine, function)
         family = getattr(current, "family", None)
         if family is None or not ours(function):
             return None
@@ -57,6 +60,58 @@ def in_python(target: Callable[..., Any], family: Any) -> Callable[..., Any]:
     return run
 
 
+def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Native code run by a capture: the Python frames that it starts are interpreted."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(current, "machine", None)
+        current.machine = machine
+        with hook(on=True):
+            try:
+                return function(*args, **kwargs)
+            finally:
+                current.machine = before
+
+    _hook.skip(run.__code__)
+    return run
+
+
+def interpreted(machine: Any, function: types.FunctionType) -> Any:
+    if function.__code__.co_filename.startswith(HERE):
+        return None
+
+    def inline(region: Any, argv: tuple[Any, ...]) -> Any:
+        with hook(on=False):
+            args, kwargs = unbound(function, argv)
+            return machine.call(function, args, kwargs)
+
+    return _hook.Region(function, inline)
+
+
+class hook:  # noqa: N801
+    """The frame hook, on or off for a while, whatever it was before."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __enter__(self) -> None:
+        self.pauses = _hook.depth()[1]
+        if self.on:
+            for _ in range(self.pauses):
+                _hook.resume()
+            _hook.enter()
+        else:
+            _hook.pause()
+
+    def __exit__(self, *error: object) -> None:
+        if self.on:
+            _hook.leave()
+            for _ in range(self.pauses):
+                _hook.pause()
+        else:
+            _hook.resume()
+
+
 def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
     """A function that could not be captured, as it is, on bound arguments; what it calls may still be captured."""
     return in_python(lambda *argv: original(function, argv), family)
@@ -64,9 +119,15 @@ def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
 
 def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
     """Call the function itself on bound arguments."""
+    args, kwargs = unbound(function, argv)
+    return function(*args, **kwargs)
+
+
+def unbound(function: types.FunctionType, argv: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments that bind to these argument slots."""
     code = function.__code__
     at, kwonly = code.co_argcount, code.co_kwonlyargcount
-    args, named = argv[:at], dict(zip(code.co_varnames[at:at + kwonly], argv[at:at + kwonly], strict=True))
+    named = dict(zip(code.co_varnames[at:at + kwonly], argv[at:at + kwonly], strict=True))
     rest = list(argv[at + kwonly:])
     extra = rest.pop(0) if code.co_flags & 4 else ()
-    return function(*args, *extra, **named, **(rest.pop(0) if code.co_flags & 8 else {}))
+    return (*argv[:at], *extra), {**named, **(rest.pop(0) if code.co_flags & 8 else {})}

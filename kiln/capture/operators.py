@@ -163,6 +163,10 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     method = python_method(m, container, "__getitem__")
     if method is not None:
         return m.inline(method, (container, key), {}, mode)
+    if kind is types.MappingProxyType:
+        found = m.world.class_item(container, key)
+        if found is not MISSING:
+            return found
     if isinstance(container, type):
         if isinstance(attributes.type_lookup(m, kind, "__getitem__"), types.FunctionType):
             return m.native(operator.getitem, container, key)

@@ -170,6 +170,20 @@ def native_base(cls: type) -> bool:
 NATIVE_BASES = NATIVE_CLASSES | {object, int, float, str, math.__class__, torch._C._FunctionBase}
 
 
+DUNDERS = tuple(f"__{name}__" for name in """
+    eq ne lt le gt ge hash bool len iter next getitem contains call index int float str repr format add radd sub rsub mul rmul
+    neg abs enter exit missing reversed
+""".split())
+
+
+@functools.lru_cache(maxsize=4096)
+def has_dunders(cls: type) -> bool:
+    """Whether native code that meets an instance may run Python code of its class."""
+    if not cls.__flags__ & 1 << 9 or cls.__module__.partition(".")[0] in ("torch", "kiln", "collections", "enum"):
+        return False
+    return any(isinstance(vars(base).get(name), types.FunctionType) for base in cls.__mro__ for name in DUNDERS)
+
+
 def calls_back(function: Any) -> bool:
     """Whether native code may call the Python functions it is given."""
     return function in CALL_BACK or getattr(function, "__name__", "") in ("sort", "reduce", "sub", "subn", "accumulate")

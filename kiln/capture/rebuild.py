@@ -16,6 +16,7 @@ from kiln.bytecode.assemble import Emitter
 from kiln.capture import runtime
 from kiln.capture.attributes import instance_space
 from kiln.capture.frame import Handled
+from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped
 from kiln.capture.world import CONSTANTS, World
 from kiln.ops.fake import FakeTensor
@@ -263,6 +264,9 @@ class Rebuilder:
     def mapped(self, value: Mapped) -> None:
         self.call(value.kind, value.function, *value.iterators)
 
+    def address(self, value: Address) -> None:
+        self.call(id, value.owner)
+
     def generator(self, value: Generator) -> None:
         raise Unbuildable(value, value.safe)
 
@@ -330,7 +334,7 @@ MAKERS: dict[type, Maker] = {
     types.BuiltinFunctionType: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
     Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
-    Handled: Rebuilder.handled, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
+    Handled: Rebuilder.handled, Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
 }  # fmt: skip

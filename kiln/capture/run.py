@@ -20,6 +20,7 @@ from kiln.capture.world import World
 from kiln.check.torch_guards import GlobalState
 
 ATTEMPTS = 12
+WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction
 UNSUPPORTED = 0x20 | 0x80 | 0x200  # generators and coroutines are not captured from the outside
 
 
@@ -67,6 +68,11 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             ended: Break | None = None
         except Break as e:
             ended = e
+            if e.kind in WHOLE_FRAME and not fullgraph:
+                frames = machine.broken or []
+                if len(frames) <= 1:
+                    raise Skip(str(e)) from None
+                raise Restart(frames[0].step, e) from None
             if fullgraph and e.kind != "raises":
                 raise
         except UserError as e:

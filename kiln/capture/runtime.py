@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections import OrderedDict, deque
 from typing import Any
@@ -91,7 +92,9 @@ def write_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def delete_attribute(owner: Any, name: str) -> None:
-    (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
+    """Delete an attribute that may have been set and deleted during capture alone."""
+    with contextlib.suppress(AttributeError):
+        (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
 
 
 def delete_item(space: dict[str, Any], name: str) -> None:
@@ -100,3 +103,34 @@ def delete_item(space: dict[str, Any], name: str) -> None:
 
 def delete_contents(cell: types.CellType) -> None:
     del cell.cell_contents
+
+
+class Tail:
+    """A call left to the driver of a loop, so that the iterations do not nest."""
+
+    __slots__ = ("args", "region")
+
+    def __init__(self, region: Any, *args: Any) -> None:
+        self.region, self.args = region, args
+
+
+def drive(run: Any) -> types.FunctionType:
+    """The function, with the calls that it leaves made one after the other."""
+
+    def driven(*argv: Any) -> Any:
+        result = run(*argv)
+        while type(result) is Tail:
+            result = advance(result.region, result.args)
+        return result
+
+    driven.once = run  # type: ignore[attr-defined]
+    return driven
+
+
+def advance(region: Any, argv: tuple[Any, ...]) -> Any:
+    """One call of a region; a Tail where its entry leaves one."""
+    if region.enabled and not region.limit_hit:
+        for entry in region.entries:
+            if entry.guards.check(argv):
+                return getattr(entry.run, "once", entry.run)(*argv)
+    return region(*argv)

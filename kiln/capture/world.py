@@ -12,6 +12,7 @@ import collections
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from kiln.check.guards import (
     Absent,
     ClassAttr,
     Contains,
+    Custom,
     Distinct,
     Equals,
     FunctionState,
@@ -90,7 +92,9 @@ class World:
         self.cells: dict[int, Overlay] = {}  # writes to cells from outside, by id of the cell
         self.tensors: dict[int, tuple[Any, Source]] = {}  # by id of the real tensor
         self.reals: dict[int, torch.Tensor] = {}  # by id of the fake
+        self.things: dict[int, tuple[type, Source]] = {}  # objects that arguments lead to, by id
         self.pinned: set[int] = set()
+        self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.keep: list[Any] = []
         self.wrappers: dict[int, Any] = {}
 
@@ -143,6 +147,8 @@ class World:
         """Any other object: known by its exact type and its path."""
         self.guard(TypeIs(source, type(value)))
         self.remember(value, source)
+        if not rooted(source):
+            self.things[id(value)] = type(value), source
         return value
 
     def pin(self, value: Any, source: Source) -> Any:
@@ -235,6 +241,8 @@ class World:
     def adopt(self, shadow: Shadow) -> Any:
         self.shadows[id(shadow.copy)] = shadow
         self.shadow_of[id(shadow.real)] = shadow
+        if not rooted(shadow.source):
+            self.things[id(shadow.real)] = type(shadow.real), shadow.source
         self.remember(shadow.real, shadow.source)
         self.remember(shadow.copy, shadow.source)
         return shadow.copy
@@ -460,6 +468,21 @@ class World:
         self.remember(value, Const(value))
         return value
 
+    def class_space(self, cls: type) -> Any:
+        """The __dict__ of a class; items read from it are attributes of the class."""
+        proxy = cls.__dict__
+        self.keep.append(proxy)
+        self.class_spaces[id(proxy)] = cls
+        return proxy
+
+    def class_item(self, proxy: Any, name: Any) -> Any:
+        """An item of such a dict, or MISSING."""
+        cls = self.class_spaces.get(id(proxy))
+        if cls is None or type(name) is not str or name not in proxy:
+            return MISSING
+        self.class_attr(cls, name, proxy[name])
+        return self.outside(proxy[name], Const(proxy[name], f"{cls.__name__}.{name}"))
+
     def class_attr(self, cls: type, name: str, value: Any) -> None:
         """A lookup of `name` along the MRO of `cls` was made."""
         if not cls.__flags__ & IMMUTABLE_TYPE:
@@ -474,6 +497,10 @@ class World:
         if source is not None:
             self.guard(Absent(source, name))
 
+    def unset(self, source: Source, name: str) -> None:
+        """A slot of the object at this path has no value."""
+        self.guard(Custom(source, lambda value: not hasattr(value, name), f"had no value in its slot {name!r}"))
+
     def lacks(self, source: Source, name: str) -> None:
         """A dict at this path does not have the key."""
         self.guard(Contains(source, name, False))
@@ -486,9 +513,16 @@ class World:
 
     def finish_guards(self) -> None:
         """Guards over several inputs at once: tensors and containers that were different objects must stay so."""
-        free = [source for _, source in self.tensors.values() if not rooted(source)]
-        if len(free) > 1:
-            self.guard(Distinct(tuple(free)))
+        groups: dict[type, list[Source]] = {torch.Tensor: [source for _, source in self.tensors.values() if not rooted(source)]}
+        for kind, source in self.things.values():
+            groups.setdefault(kind, []).append(source)
+        for free in groups.values():
+            if len(free) > 1:
+                self.guard(Distinct(tuple(free)))
+
+    def identified(self, value: Any) -> None:
+        """The identity of a value was looked at, not only what it holds."""
+        self.keep.append(value)
 
 
 DELETED: Any = type("Deleted", (), {"__repr__": lambda self: "<deleted>"})()
@@ -512,7 +546,7 @@ SHADOWS: dict[type, Callable[[Any], Any]] = {
 READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, tuple: World.immutable,
-    frozenset: World.frozen_set, types.MethodWrapperType: World.native_method,
+    frozenset: World.frozen_set, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
     **dict.fromkeys(SHADOWS, World.container),
 }  # fmt: skip
 
