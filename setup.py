@@ -8,7 +8,7 @@ HOOK = Extension(
     "kiln._hook",
     sources=["kiln/_hook.c"],
     depends=sorted(glob.glob("kiln/_hook_*.h")),
-    extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+    extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
 )
 
 setup(ext_modules=[HOOK])

@@ -60,6 +60,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
     model = modules.original(model)
     if isinstance(model, _hook.Region):
         model = model.function
+    if marks.SKIP in marks.of(model):
+        model = model.__wrapped__
     match model:
         case torch.jit.ScriptModule():
             return model
@@ -157,14 +159,26 @@ def disable(fn: Any = None, recursive: bool = True, *, reason: str | None = None
         finally:
             _hook.resume()
 
+    apart = _apart(target)
+
     def skipped(*args: Any, **kwargs: Any) -> Any:
-        return target(*args, **kwargs)
+        return apart(*args, **kwargs)
 
     wrapper = functools.update_wrapper(disabled if recursive else skipped, target)
     marks.add(wrapper, marks.DISABLE if recursive else marks.SKIP)
-    if not recursive:
-        marks.add(target, marks.SKIP)
     return wrapper
+
+
+def _apart(function: Any) -> Any:
+    """The function under a code object of its own that the frame hook leaves alone."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    _hook.skip(code)
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    marks.add(copy, marks.SKIP)
+    return copy
 
 
 def _mark(fn: Any, mark: str, against: str = "") -> Any:

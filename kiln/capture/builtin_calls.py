@@ -227,7 +227,10 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return m.inline(method, args, {})
     if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))):
         return m.native(hash, args[0])
-    raise Break("identity", "hash() of an object is its address", "use a hash of its value")
+    if type(args[0]).__hash__ in (object.__hash__, torch.Tensor.__hash__):
+        m.world.identified(args[0])
+        return Address(args[0], hash)
+    raise Break("identity", "hash() of this object is not the same in every call", "use a hash of its value")
 
 
 @handles(callable)
@@ -621,5 +624,11 @@ def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     for cell in body.__closure__ or ():
         if any(type(v) is FakeTensor for v in nested([m.world.read_cell(cell)])):
             raise Break("class-body", "a class made here closes over a tensor", "define the class outside")
-    return m.native(builtins.__build_class__, *args, **kwargs)
+    return m.world.made_class(m.native(builtins.__build_class__, *args, **kwargs))
+
+
+@handles(dataclasses._process_class, functools.total_ordering, enum.unique)  # type: ignore[attr-defined]
+def changed_class(m: Machine, args: Args, kwargs: Kwargs, function: Any = None) -> Any:
+    """A decorator of a class that was made here runs as it is."""
+    raise NotImplementedError
 

@@ -23,7 +23,7 @@ from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import attributes, purity
 from kiln.capture import nested as hooked
 from kiln.capture.frame import UserError
-from kiln.capture.world import CONSTANTS, MISSING, nested
+from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
 from kiln.check.guards import FunctionState, Length
 from kiln.ops.fake import FakeTensor
 
@@ -70,10 +70,8 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if marked:
         action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
         if action is not None:
+            m.world.identify(function)
             return action(m, function, args, kwargs)
-    inner = UNWRAPPED.get(id(function.__code__))
-    if inner is not None:
-        return call(m, inner(m, function), args, kwargs, mode)
     policy = purity.python_policy(function)
     if policy == "leaf":
         return leaf(m, function, args, kwargs)
@@ -87,10 +85,10 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     return m.inline(function, args, kwargs, mode)
 
 
-UNWRAPPED: dict[int, Callable[..., Any]] = {  # by id of a wrapper's code: what it wraps
-    id(wrapper.__code__): lambda m, function: m.getattr(function, "__wrapped__")
+TRANSPARENT: frozenset[int] = frozenset(  # ids of the code of wrappers that are passed over
+    id(wrapper.__code__)
     for wrapper in (dataclasses._recursive_repr(repr), reprlib.recursive_repr()(repr))  # type: ignore[attr-defined]
-}
+)
 
 
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -135,7 +133,7 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 
 MARKED: dict[str, Callable[..., Any]] = {
     marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant, marks.DISABLE: marked_disable,
-    marks.DISALLOW: marked_disallow,
+    marks.DISALLOW: marked_disallow, marks.SKIP: marked_disable,
 }  # fmt: skip
 
 
@@ -445,6 +443,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     types.FunctionType: call_function,
     types.MethodType: call_method,
     types.BuiltinFunctionType: call_builtin,
+    BUILTIN_METHOD: call_builtin,
     types.MethodDescriptorType: call_descriptor,
     types.WrapperDescriptorType: call_descriptor,
     types.ClassMethodDescriptorType: call_descriptor,

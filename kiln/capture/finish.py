@@ -54,6 +54,7 @@ class Finisher:
         self.after = state.snapshot()
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
+        self.continued: list[types.CodeType] = []
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
@@ -63,7 +64,7 @@ class Finisher:
         e = Emitter()
         e.line(self.root.code.code.co_firstlineno)
         e.raw("RESUME", 0)
-        r = Rebuilder(self.m.world, e, self.m.steps)
+        r = Rebuilder(self.m.world, e, self.m.steps, dry)
         if call is not None:
             e.begin_call()
             e.const(call)
@@ -95,7 +96,10 @@ class Finisher:
 
     def body(self, r: Rebuilder, tail: Callable[[Rebuilder], None]) -> None:
         """Values first, while every path still leads to what capture saw; then the writes; then the tail."""
-        writes = self.writes()
+        writes, switches = self.writes(), state.difference(self.before, self.after)
+        if not writes and not switches:
+            tail(r)
+            return
         for _, values in writes:
             for value in values:
                 r.prepare(value)
@@ -104,7 +108,7 @@ class Finisher:
         for function, values in writes:
             r.call(function, *values)
             r.e.pop()
-        for function, value in state.difference(self.before, self.after):
+        for function, value in switches:
             r.call(function, value)
             r.e.pop()
         prepared.emit(r)
@@ -181,6 +185,7 @@ class Finisher:
         names = self.bound(frame, frame.index)
         built = continue_code(code, frame.index, slots(kept), names, epilogues, replace)
         _hook.skip(built)
+        self.continued.insert(0, built)
         target = types.FunctionType(built, frame.globals)
         payload = None if last else frames[k + 1].payload
 

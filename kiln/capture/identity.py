@@ -6,6 +6,7 @@ call, so whatever would look at it breaks the graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kiln.base.errors import Break
@@ -19,13 +20,14 @@ class _Refused:
 
 
 class Address(int):
-    """The address of an object that is alive during capture; residual code asks `id` again."""
+    """The address of an object that is alive during capture; residual code asks for it again."""
 
     owner: Any
+    ask: Callable[[Any], int]
 
-    def __new__(cls, owner: Any) -> Address:
-        self = int.__new__(cls, id(owner))
-        self.owner = owner
+    def __new__(cls, owner: Any, ask: Callable[[Any], int] = id) -> Address:
+        self = int.__new__(cls, ask(owner))
+        self.owner, self.ask = owner, ask
         return self
 
 

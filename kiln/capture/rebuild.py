@@ -18,7 +18,7 @@ from kiln.capture.attributes import instance_space
 from kiln.capture.frame import Handled
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped
-from kiln.capture.world import CONSTANTS, World
+from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
 from kiln.ops.fake import FakeTensor
 
 REDUCIBLE = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())), type(iter({}.values())),
@@ -38,8 +38,11 @@ class Unbuildable(Exception):
 class Rebuilder:
     """Emits code that pushes values; each object is made once, so identities between them are kept."""
 
-    def __init__(self, world: World, emitter: Emitter, steps: dict[int, int]) -> None:
+    def __init__(self, world: World, emitter: Emitter, steps: dict[int, int], dry: Rebuilder | None = None) -> None:
         self.world, self.e, self.steps = world, emitter, steps
+        self.uses: collections.Counter[int] = collections.Counter()
+        self.counted = None if dry is None else dry.uses
+        self.dry = dry  # keeps alive what was counted
         self.outputs: list[FakeTensor] = []
         self.names: dict[int, str] = {}  # id of a value -> local variable that holds it
         self.open: set[int] = set()
@@ -52,32 +55,45 @@ class Rebuilder:
         if type(value) in CONSTANTS:
             self.e.const(value)
             return
+        self.uses[id(value)] += 1
         known = self.names.get(id(value))
         if known is not None:
             self.e.load(known)
             return
+        self.build(value)
+        if id(value) not in self.names and self.shared(value):
+            self.e.copy(1)
+            self.name(value)
+
+    def build(self, value: Any) -> None:
         if id(value) in self.open:
             raise Unbuildable(value)
         self.open.add(id(value))
+        self.alive.append(value)
         self.make(value)
         self.open.discard(id(value))
-        if id(value) not in self.names:
-            self.e.copy(1)
-            self.name(value)
+
+    def shared(self, value: Any) -> bool:
+        """Whether the value is needed again; the dry run has counted."""
+        return self.counted is None or self.counted[id(value)] > 1
 
     def name(self, value: Any) -> str:
         """Store the top of the stack as the variable that holds the value from now on."""
         name = f"__v{len(self.names)}"
         self.e.store(name)
         self.names[id(value)] = name
-        self.alive.append(value)
         return name
 
     def prepare(self, value: Any) -> None:
         """Make the value now, for a later push."""
-        if type(value) not in CONSTANTS and id(value) not in self.names:
-            self.push(value)
+        if type(value) in CONSTANTS or id(value) in self.names:
+            return
+        self.uses[id(value)] += 1
+        self.build(value)
+        if id(value) in self.names:
             self.e.pop()
+        else:
+            self.name(value)
 
     def call(self, function: Any, *args: Any) -> None:
         """Emit `function(*args)`."""
@@ -265,7 +281,7 @@ class Rebuilder:
         self.call(value.kind, value.function, *value.iterators)
 
     def address(self, value: Address) -> None:
-        self.call(id, value.owner)
+        self.call(value.ask, value.owner)
 
     def generator(self, value: Generator) -> None:
         raise Unbuildable(value, value.safe)
@@ -331,7 +347,7 @@ MAKERS: dict[type, Maker] = {
     list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, set: Rebuilder.set, frozenset: Rebuilder.set,
     collections.OrderedDict: Rebuilder.ordered, collections.Counter: Rebuilder.ordered, collections.defaultdict: Rebuilder.default_dict,
     collections.deque: Rebuilder.deque, slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
-    types.BuiltinFunctionType: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
+    types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
     Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
     Handled: Rebuilder.handled, Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),

@@ -11,6 +11,7 @@ import builtins
 import collections
 import enum
 import functools
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -53,6 +54,7 @@ BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDe
                types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, property,
                staticmethod, classmethod, types.CodeType, functools._lru_cache_wrapper, enum.Enum,
                torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias, types.MappingProxyType)  # fmt: skip
+BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
 
 
@@ -455,6 +457,16 @@ class World:
         """Ids of the cells made during capture."""
         return set()
 
+    @functools.cached_property
+    def made_classes(self) -> set[int]:
+        """Ids of the classes made during capture: nobody else changes them."""
+        return set()
+
+    def made_class(self, cls: Any) -> Any:
+        self.made_classes.add(id(cls))
+        self.keep.append(cls)
+        return cls
+
     def builtin(self, name: str, value: Any) -> None:
         """A builtin was read."""
         self.guard(Is(Global(Const(BUILTINS, "builtins"), name), value))
@@ -483,9 +495,15 @@ class World:
         self.class_attr(cls, name, proxy[name])
         return self.outside(proxy[name], Const(proxy[name], f"{cls.__name__}.{name}"))
 
+    def identify(self, value: Any) -> None:
+        """The program depends on which object this is."""
+        source = self.sources.get(id(value))
+        if source is not None and not isinstance(source, Const):
+            self.guard(Is(source, value))
+
     def class_attr(self, cls: type, name: str, value: Any) -> None:
         """A lookup of `name` along the MRO of `cls` was made."""
-        if not cls.__flags__ & IMMUTABLE_TYPE:
+        if not cls.__flags__ & IMMUTABLE_TYPE and id(cls) not in self.made_classes:
             self.guard(ClassAttr(cls, name, value))
 
     def absent(self, owner: Any, name: str) -> None:
@@ -545,7 +563,7 @@ SHADOWS: dict[type, Callable[[Any], Any]] = {
 
 READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
-    types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, tuple: World.immutable,
+    types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, BUILTIN_METHOD: World.native_method, tuple: World.immutable,
     frozenset: World.frozen_set, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
     **dict.fromkeys(SHADOWS, World.container),
 }  # fmt: skip

@@ -1,71 +1,15 @@
-"""Guard kinds that need no torch: each is a frozen predicate on a Source, with `holds` as its reference meaning."""
+"""Guard kinds that need no torch: each is a frozen predicate on a Source, and `holds` is its meaning."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from kiln import _hook
 from kiln.base.source import Const, Source
-
-
-class _Missing:
-    """The value of a name that no class of an MRO defines."""
-
-    def __repr__(self) -> str:
-        return "<missing>"
-
-
-MISSING: Final = _Missing()
-
-
-def _same_float(a: float, b: float) -> bool:
-    return a.hex() == b.hex()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Whether a program could not tell two constants apart: exact types, signs of zeros and NaNs included."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return _same_float(a, b)
-    if isinstance(a, complex):
-        return _same_float(a.real, b.real) and _same_float(a.imag, b.imag)
-    if isinstance(a, tuple):
-        return tuple.__len__(a) == tuple.__len__(b) and all(map(same, tuple.__iter__(a), tuple.__iter__(b)))
-    if isinstance(a, (slice, range)):
-        return same(a.start, b.start) and same(a.stop, b.stop) and same(a.step, b.step)
-    if isinstance(a, frozenset):
-        return _typed(a) == _typed(b)
-    return bool(a == b)
-
-
-def _typed(elements: set[Any] | frozenset[Any]) -> set[tuple[type, Any]]:
-    return {(type(e), e) for e in elements}
-
-
-def keys_of(mapping: dict[Any, Any]) -> Iterator[Any]:
-    """The keys of a dict in its own order, whatever its subclass says."""
-    return OrderedDict.__iter__(mapping) if isinstance(mapping, OrderedDict) else dict.__iter__(mapping)
-
-
-def lookup(cls: type, name: str) -> Any:
-    """What the MRO of a class gives for a name, without binding; MISSING when nothing."""
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return MISSING
-
-
-def show(value: Any, limit: int = 60) -> str:
-    """A short text of a value for a recompile reason."""
-    text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+from kiln.check.values import MISSING, is_plain, keys_of, lookup, same, show, typed
 
 
 class Paths(Protocol):
@@ -74,15 +18,6 @@ class Paths(Protocol):
     def node(self, source: Source) -> int: ...
 
     def instance_dict(self, base: Source) -> int: ...
-
-
-# Types whose values C compares as `same` does; tuples of these too.
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), type(Ellipsis)})
-
-
-def is_plain(value: Any) -> bool:
-    """Whether C can compare with this constant."""
-    return all(map(is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,7 +177,8 @@ class Contains(Guard):
     def describe(self, value: Any) -> str:
         if not isinstance(value, (dict, set, frozenset)):
             return f" was a dict or set, now a {type(value).__name__}"
-        return f" {'had' if self.present else 'lacked'} {show(self.item)}, now it {'lacks' if self.present else 'has'} it"
+        was, now = ("had", "lacks") if self.present else ("lacked", "has")
+        return f" {was} {show(self.item)}, now it {now} it"
 
     def emit(self) -> tuple[int, Any]:
         return _hook.CHECK_HAS if self.present else _hook.CHECK_LACKS, self.item
@@ -280,13 +216,13 @@ class SetEquals(Guard):
     elements: frozenset[Any]
 
     def test(self, value: Any) -> bool:
-        return isinstance(value, (set, frozenset)) and _typed(value) == _typed(self.elements)
+        return isinstance(value, (set, frozenset)) and typed(value) == typed(self.elements)
 
     def describe(self, value: Any) -> str:
         return f" was {show(set(self.elements))}, now {show(value)}"
 
     def key(self) -> object:
-        return SetEquals, self.source, frozenset(_typed(self.elements))
+        return SetEquals, self.source, frozenset(typed(self.elements))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

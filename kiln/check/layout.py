@@ -13,11 +13,14 @@ import torch
 from kiln import _hook
 
 _SPAN = 256  # bytes of a TensorImpl, and of its autograd metadata, that are looked at
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
-_DTYPES += (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
-
-_KEYS = ("CPU", "CUDA", "Meta", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutogradMeta", "AutocastCPU")
-_KEYS += ("AutocastCUDA", "Conjugate", "Negative")
+_DTYPES = tuple(
+    getattr(torch, name)
+    for name in "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
+)
+_KEYS = (
+    "CPU CUDA Meta ADInplaceOrView AutogradCPU AutogradCUDA AutogradMeta AutocastCPU AutocastCUDA "
+    "Conjugate Negative"
+).split()
 
 
 def _word(address: int) -> int:
@@ -70,14 +73,15 @@ def _find_layout() -> tuple[int, ...]:
 
 
 def _find_kind(sample: torch.Tensor) -> int:
-    """The word that starts with the dtype (2 bytes), the device's type, its index and a flag (a byte each)."""
+    """The word that starts with the dtype (2 bytes), the device's type, its index and a flag (1 byte each)."""
     others = [torch.empty(2, 3, 4, dtype=dtype) for dtype in _DTYPES]
     meta = torch.empty(2, 3, 4, device="meta")
 
     def fits(offset: int) -> bool:
         codes = [ctypes.c_uint16.from_address(t._cdata + offset).value for t in others]
         cpu, far = (ctypes.string_at(t._cdata + offset + 2, 3) for t in (sample, meta))
-        return len(set(codes)) == len(codes) and codes[0] == 6 and cpu == b"\0\xff\1" and far[0] != 0 and far[2] == 1
+        dtype_fits = len(set(codes)) == len(codes) and codes[0] == 6
+        return dtype_fits and cpu == b"\0\xff\1" and far[0] != 0 and far[2] == 1
 
     return _only(o for o in range(0, 192, 8) if fits(o))
 

@@ -82,7 +82,7 @@ def _set_functions(included: int = 0, excluded: int = 0) -> None:
 
 @functools.cache
 def _autograd_bits() -> tuple[int, int, int, int]:
-    """The offset of a byte in the autograd state, and its bits for grad mode, forward-mode grad, inference mode."""
+    """The offset of a byte in the autograd state; its bits for grad, forward-mode grad and inference mode."""
     where = getattr(_library("c10"), _FUNCTIONS[0][1])
     where.restype = ctypes.c_void_p
     start = ctypes.string_at(where(), 32)

@@ -17,7 +17,7 @@ from kiln.check.state import State, read_state
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMatch(Guard):
-    """All that compiled code assumes of a tensor: type, dtype, device, shape, strides, requires_grad, dispatch keys."""
+    """What compiled code assumes of a tensor: type, dtype, device, sizes, requires_grad, dispatch keys."""
 
     type: type
     dtype: torch.dtype
@@ -50,7 +50,8 @@ class TensorMatch(Guard):
         if self.strides is None or not layout.is_plain(self.dispatch_keys):
             return _hook.CHECK_TEST, self.test
         kind = layout.kind_word(self.dtype, self.device)
-        return _hook.CHECK_TENSOR, (self.type, kind, self.dispatch_keys, self.requires_grad, self.shape, self.strides)
+        facts = self.type, kind, self.dispatch_keys, self.requires_grad, self.shape, self.strides
+        return _hook.CHECK_TENSOR, facts
 
     def key(self) -> object:
         return TensorMatch, self.source, self.type, *self._expected()

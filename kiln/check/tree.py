@@ -1,4 +1,4 @@
-"""GuardSet: collects guards and merges them into the tree of fetches and checks that `_hook.Guards` evaluates."""
+"""GuardSet: collects guards and merges them into the tree of fetches and checks that C evaluates."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class _Tree:
         return self._put(self.node(s.base), _hook.FETCH_CELL, None, s)
 
     def _closure(self, s: ClosureCell) -> int:
-        return self._put(self.node(s.base), _hook.FETCH_CLOSURE, s.index, ("closure", self.node(s.base), s.index))
+        base = self.node(s.base)
+        return self._put(base, _hook.FETCH_CLOSURE, s.index, ("closure", base, s.index))
 
     def _global(self, s: Global) -> int:
         return self.node(Item(s.namespace, s.name))

@@ -39,7 +39,7 @@ def channels_last(size: Size) -> Size:
     step = 1
     for d in CHANNELS_LAST_ORDER[len(size)]:
         strides[d] = step
-        step *= max(size[d], 1)
+        step *= size[d]
     return tuple(strides)
 
 

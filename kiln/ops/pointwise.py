@@ -296,7 +296,7 @@ def _fills(x: torch.Tensor, mask: torch.Tensor, value: Any) -> bool:
     if mask.dtype is not torch.bool or x.device != mask.device and mask.dim():
         return False
     if type(value) in NUMBERS:
-        return type(value) in (int, bool) or casts(of_number(type(value)), x.dtype)
+        return type(value) is not complex or x.dtype in COMPLEX
     return value.dim() == 0 and (value.dtype not in COMPLEX or x.dtype in COMPLEX)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, Size, channels_last, contiguous, suggests_channels_last, wrap_dim
+from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, Size, contiguous, wrap_dim
 from kiln.ops.table import aten, rule
 
 
@@ -90,8 +90,7 @@ def _along(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
     wrap_dim(dim, x.dim())
     if x.dtype not in FLOATS or half_to_float:
         return NotImplemented
-    last = x.stride() != contiguous(x.shape) and suggests_channels_last(x.shape, x.stride())
-    return make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
+    return make(x.shape, None, x.dtype, x.device)
 
 
 @rule(aten._softmax.default, aten._log_softmax.default)

@@ -10,9 +10,22 @@ from typing import Any
 
 from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
 from kiln.check.guards import (
-    MISSING, Absent, ClassAttr, Contains, Custom, Distinct, Equals, FunctionState, Guard, Is, Keys, Length,
-    SameObject, SetEquals, TypeIs, lookup,
-)  # fmt: skip
+    Absent,
+    ClassAttr,
+    Contains,
+    Custom,
+    Distinct,
+    Equals,
+    FunctionState,
+    Guard,
+    Is,
+    Keys,
+    Length,
+    SameObject,
+    SetEquals,
+    TypeIs,
+)
+from kiln.check.values import MISSING, lookup
 
 
 class Thing:

@@ -313,7 +313,9 @@ def test_tracers_and_profilers(kind):
             elif kind == "cprofile":
                 profiler = cProfile.Profile()
                 result = profiler.runcall(outer)
-                events += [(e.code.co_name, "call") for e in profiler.getstats() if hasattr(e.code, "co_name")]
+                events += [
+                    (e.code.co_name, "call") for e in profiler.getstats() if hasattr(e.code, "co_name")
+                ]
             else:
                 result = monitored(outer, events)
         assert result == (expected, 4)
@@ -328,7 +330,12 @@ def monitored(outer, events):
         pytest.skip("sys.monitoring came with 3.12")
     tool = 4
     monitoring.use_tool_id(tool, "test")
-    kinds = monitoring.events.PY_START | monitoring.events.PY_RETURN | monitoring.events.LINE | monitoring.events.INSTRUCTION
+    kinds = (
+        monitoring.events.PY_START
+        | monitoring.events.PY_RETURN
+        | monitoring.events.LINE
+        | monitoring.events.INSTRUCTION
+    )
     for event in (monitoring.events.PY_START, monitoring.events.LINE):
         monitoring.register_callback(tool, event, lambda code, where: events.append((code.co_name, "event")))
     monitoring.set_events(tool, kinds)

@@ -69,7 +69,9 @@ def test_calls_that_hit_and_calls_that_miss():
             region(other, value, extra, k=1)
             thing.child.flag = True
 
-    references, blocks = growth(work, thing, other, value, extra, region, function, run, miss, region.entries[0].guards)
+    references, blocks = growth(
+        work, thing, other, value, extra, region, function, run, miss, region.entries[0].guards
+    )
     assert references == [0] * 9
     assert abs(blocks) < 50
 
@@ -100,7 +102,15 @@ def test_recompiles(drop):
         return x
 
     thing = world.make_thing(1)
-    counted = thing, thing.__dict__, thing.child, thing.child.__dict__, thing.table, thing.function, thing.constants
+    counted = (
+        thing,
+        thing.__dict__,
+        thing.child,
+        thing.child.__dict__,
+        thing.table,
+        thing.function,
+        thing.constants,
+    )
     infos = weakref.WeakSet()
 
     def miss(region, argv):
@@ -133,6 +143,7 @@ def test_regions_come_and_go():
 
     def work():
         for _ in range(RECOMPILES):
+
             def function(x):
                 return region
 
@@ -171,7 +182,9 @@ def test_diverted_frames():
                 with pytest.raises(LookupError):
                     function(thing, k="raise")
 
-        references, blocks = growth(work, thing, extra, function, function.__code__, miss, callback.regions[function])
+        references, blocks = growth(
+            work, thing, extra, function, function.__code__, miss, callback.regions[function]
+        )
         assert references == [0] * 6
         assert abs(blocks) < 100
 
@@ -192,6 +205,7 @@ def test_functions_that_are_made_and_diverted_each_time():
 
     def work():
         for i in range(RECOMPILES):
+
             def made(x):
                 return x, i
 

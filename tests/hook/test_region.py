@@ -115,7 +115,11 @@ def test_switches():
 
 def test_it_looks_like_its_function():
     region = _hook.Region(module_level, lambda region, argv: argv)
-    assert (region.__name__, region.__doc__, region.__wrapped__) == ("module_level", "A docstring.", module_level)
+    assert (region.__name__, region.__doc__, region.__wrapped__) == (
+        "module_level",
+        "A docstring.",
+        module_level,
+    )
     assert inspect.signature(region) == inspect.signature(module_level)
     region.note = 1
     assert region.note == 1 and callable(region) and "module_level" in repr(region)

@@ -1,0 +1,119 @@
+"""numpy in captured programs: calls on constants run now, arrays from outside are known by their contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from kiln.base.errors import Break
+from kiln.base.source import Source
+from kiln.capture import purity, runtime
+from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, handles, leaf, native, unknown
+from kiln.capture.rebuild import MAKERS, Rebuilder, Unbuildable
+from kiln.capture.world import READERS, World, nested
+from kiln.check.guards import Guard
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+LARGEST = 1 << 16  # bytes of an array that are compared in every call
+#: Functions of numpy that touch more than their arguments.
+IMPURE = frozenset("""
+    load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap seterr setbufsize set_printoptions seterrcall
+    fromregex source info show_config test get_include
+""".split())
+SCALARS = frozenset(kind for kind in vars(numpy).values() if isinstance(kind, type) and issubclass(kind, numpy.generic))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayEquals(Guard):
+    """The dtype, shape and contents of a small array."""
+
+    value: Any
+
+    def test(self, value: Any) -> bool:
+        mine = self.value
+        return (type(value) is type(mine) and value.dtype == mine.dtype and value.shape == mine.shape
+                and value.tobytes() == mine.tobytes())  # fmt: skip
+
+    def describe(self, value: Any) -> str:
+        return " was an array with other contents"
+
+    def key(self) -> object:
+        return ArrayEquals, self.source, id(self.value)
+
+
+def read_array(world: World, value: Any, source: Source) -> Any:
+    """An array from outside: a copy that cannot be written to stands for it."""
+    if value.dtype.hasobject or value.nbytes > LARGEST:
+        return world.thing(value, source)
+    copy = value.copy(order="K")
+    copy.setflags(write=False)
+    world.guard(ArrayEquals(source, copy))
+    world.remember(value, source)
+    world.wrappers[id(value)] = copy
+    world.remember(copy, source)
+    world.known_arrays.add(id(copy))
+    return copy
+
+
+def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
+    """A function of numpy: it runs now when all it reads is constant."""
+    name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "numpy"
+    if name in IMPURE or module.startswith(("numpy.random", "numpy.testing")):
+        raise unknown(function)
+    for value in nested((*args, *kwargs.values())):
+        if type(value) is FakeTensor:
+            raise Break("data-dependent", f"numpy.{name} needs the values of a tensor", "use the torch function instead")
+        if isinstance(value, numpy.ndarray) and m.source(value) is not None and id(value) not in m.world.known_arrays:
+            raise Break("foreign-object", f"{m.source(value)} is a large array", "turn it into a tensor outside the compiled function")
+    return native(m, function, args, kwargs)
+
+
+def constant_array(value: Any) -> Any:
+    """The array, which nobody may change any more because a tensor made from it is part of the graph."""
+    if isinstance(value, numpy.ndarray):
+        value.setflags(write=False)
+    return value
+
+
+@handles(torch.from_numpy)
+def from_numpy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A new tensor in every call, which does not share memory with the array seen during capture."""
+    return leaf(m, torch.tensor, (constant_array(args[0]),), {}) if args else m.native(torch.from_numpy, *args, **kwargs)
+
+
+def as_tensor(function: Any) -> Callable[..., Any]:
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
+            if m.source(args[0]) is not None and id(args[0]) not in m.world.known_arrays and isinstance(args[0], numpy.ndarray):
+                raise Break("foreign-object", f"{m.source(args[0])} is a large array", "turn it into a tensor outside")
+            return leaf(m, torch.tensor, (constant_array(args[0]), *args[1:]), kwargs)
+        return leaf(m, function, args, kwargs)
+
+    return handler
+
+
+for _function in (torch.as_tensor, torch.asarray, torch.tensor):
+    handles(_function)(as_tensor(_function))
+
+
+def array(r: Rebuilder, value: Any) -> None:
+    """An array made during capture: a copy of it in every call."""
+    if value.dtype.hasobject:
+        raise Unbuildable(value)
+    r.call(runtime.copy_array, purity_free(value))
+
+
+def purity_free(value: Any) -> Any:
+    frozen = value.copy(order="K")
+    frozen.setflags(write=False)
+    return frozen
+
+
+__all__ = ["ArrayEquals", "HANDLERS", "MAKERS", "READERS", "CALLERS", "purity"]

@@ -1,0 +1,73 @@
+"""What guards need to know of values: sameness of constants, keys, class attributes, short texts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, Final
+
+
+class _Missing:
+    """The value of a name that no class of an MRO defines."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+
+MISSING: Final = _Missing()
+
+
+def _same_float(a: float, b: float) -> bool:
+    return a.hex() == b.hex()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether a program could not tell two constants apart: exact types, signs of zeros and NaNs included."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return _same_float(a, b)
+    if isinstance(a, complex):
+        return _same_float(a.real, b.real) and _same_float(a.imag, b.imag)
+    if isinstance(a, tuple):
+        return tuple.__len__(a) == tuple.__len__(b) and all(map(same, tuple.__iter__(a), tuple.__iter__(b)))
+    if isinstance(a, (slice, range)):
+        return same(a.start, b.start) and same(a.stop, b.stop) and same(a.step, b.step)
+    if isinstance(a, frozenset):
+        return typed(a) == typed(b)
+    return bool(a == b)
+
+
+def typed(elements: set[Any] | frozenset[Any]) -> set[tuple[type, Any]]:
+    """The elements with their types, so that 1 and True differ."""
+    return {(type(e), e) for e in elements}
+
+
+def keys_of(mapping: dict[Any, Any]) -> Iterator[Any]:
+    """The keys of a dict in its own order, whatever its subclass says."""
+    return OrderedDict.__iter__(mapping) if isinstance(mapping, OrderedDict) else dict.__iter__(mapping)
+
+
+def lookup(cls: type, name: str) -> Any:
+    """What the MRO of a class gives for a name, without binding; MISSING when nothing."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return MISSING
+
+
+def show(value: Any, limit: int = 60) -> str:
+    """A short text of a value for a recompile reason."""
+    text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+# Types whose values C compares as `same` does; tuples of these too.
+_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), type(Ellipsis)})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether C can compare with this constant."""
+    return all(map(is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
