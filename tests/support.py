@@ -176,6 +176,13 @@ def run_once(call: Callable[..., Any], args: tuple[Any, ...], kw: dict[str, Any]
     return out
 
 
+def compare(same: Same, a: Outcome, b: Outcome, path: str) -> None:
+    """Compare two outcomes; an exception that eager does not raise is the cause of the failure."""
+    if a.error is None and b.error is not None:
+        raise AssertionError(f"{path} raised {type(b.error).__name__}: {b.error}") from b.error
+    same(a, b, path)
+
+
 def copies(f: Any, args: tuple[Any, ...], kw: dict[str, Any], how: How) -> tuple[Any, list[Any]]:
     """A copy of the callable, and the arguments of two calls: equal ones, but the same modules in both."""
     memo: dict[int, Any] = {}
@@ -205,7 +212,7 @@ def same_as_eager(f: Callable[..., Any], *args: Any, how: How | None = None, **k
             assert len(backend.modules) == before, f"the second call recompiled: {reasons(log)}"
     same = Same()
     for number, (a, b) in enumerate(zip(expected, got, strict=True)):
-        same(a, b, f"call {number + 1}")
+        compare(same, a, b, f"call {number + 1}")
     same([c[0] for c in eager_calls], [c[0] for c in calls], "arguments")
     same([c[1] for c in eager_calls], [c[1] for c in calls], "keywords")
     if isinstance(f, torch.nn.Module) or f is not mine:
@@ -288,7 +295,7 @@ def one_graph(f: Callable[..., Any], *args: Any, how: How | None = None, **kw: A
 
 
 class Watch:
-    """A compiled function that is compared with eager at each call, and counted."""
+    """A compiled function that is compared with eager at each call, on copies of the arguments, and counted."""
 
     def __init__(self, f: Any, **options: Any) -> None:
         self.function, self.backend = f, Counting()
@@ -298,7 +305,7 @@ class Watch:
         self.recompiles = 0
 
     def __call__(self, *args: Any, **kw: Any) -> Any:
-        expected_args, call = copy.deepcopy((args, kw)), (args, kw)
+        expected_args, call = copy.deepcopy((args, kw)), copy.deepcopy((args, kw))
         how = How()
         expected = run_once(self.function, *expected_args, how)
         with collected() as log:
@@ -307,7 +314,7 @@ class Watch:
         self.breaks, self.reasons = self.breaks + list(log.breaks), reasons(log)
         self.recompiles += len(log.recompiles)
         same = Same()
-        same(expected, got, "call")
+        compare(same, expected, got, "call")
         same(expected_args, call, "arguments")
         if got.error:
             raise got.error

@@ -18,12 +18,15 @@ _Cover = tuple[Label, int, bool]
 
 
 class Body:
-    """The part of `code` that control may come to, behind what `emitter` holds already."""
+    """The part of `code` that control may come to, behind what `emitter` holds already.
 
-    def __init__(self, code: CodeType, emitter: Emitter) -> None:
+    `entry` is an instruction that control comes to, with the depth of the stack there.
+    """
+
+    def __init__(self, code: CodeType, emitter: Emitter, entry: tuple[int, int]) -> None:
         self.code, self.decoded, self.e = code, decode(code), emitter
         self._cells = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
-        self._depths = stack_depths(code) if self._cells else ()
+        self._depths = stack_depths(code, entry) if self._cells else ()
         self._positions = list(code.co_positions())
         self._labels: dict[int, Label] = {}
         self._cover: dict[int, _Cover] = {}
@@ -186,6 +189,12 @@ def _call(body: Body, i: Instruction) -> bool:
     return True
 
 
+def _super_attr(body: Body, i: Instruction) -> bool:
+    # Without the second bit super() is called without arguments and looks for them in the frame.
+    body.e.raw(i.name, i.value, 2 | i.flag)
+    return True
+
+
 def _class_body(body: Body, i: Instruction) -> bool:
     raise Skip(f"{body.code.co_qualname} looks names up as a class body does ({i.name})")
 
@@ -211,6 +220,7 @@ _RULES: dict[int, Callable[[Body, Instruction], bool]] = {
         "MAKE_CELL": _make_cell,
         "PRECALL": _call,
         "CALL": _call,
+        "LOAD_SUPER_ATTR": _super_attr,
         "LOAD_CLASSDEREF": _class_body,
         "LOAD_FROM_DICT_OR_DEREF": _class_body,
         "LOAD_NAME": _class_body,

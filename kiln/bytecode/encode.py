@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from kiln.base.errors import Bug
 from kiln.bytecode.flow import Guarded, Row
 from kiln.bytecode.versions import CACHES, EXTENDED_ARG
 
@@ -119,6 +120,8 @@ def _location(out: bytearray, units: int, position: Position, line: int) -> int:
 def _exception_table(guarded: Sequence[Guarded], starts: Sequence[int]) -> bytes:
     out = bytearray()
     for start, end, target, depth, lasti in sorted(guarded):
+        if depth < 0:
+            raise Bug("a handler expects a stack of negative depth")
         if starts[start] == starts[end]:
             continue
         out += _big_varint(starts[start], 0x80)

@@ -50,10 +50,12 @@ def stack_effect(op: int, arg: int | None, jump: bool = False) -> int:
     return dis.stack_effect(op, arg, jump=jump)
 
 
-def depths(rows: Sequence[Row], guarded: Iterable[Guarded] = ()) -> list[int]:
-    """The depth of the stack before each row, -1 where control never comes."""
+def depths(
+    rows: Sequence[Row], guarded: Iterable[Guarded] = (), entry: tuple[int, int] = (0, 0)
+) -> list[int]:
+    """The depth of the stack before each row, -1 where control never comes from `entry`, a row and its depth."""
     found = [-1] * len(rows)
-    pending = [(0, 0)] if rows else []
+    pending = [entry] if rows else []
     pending.extend((g.target, g.depth + g.lasti + 1) for g in guarded)
     while pending:
         at, depth = pending.pop()
@@ -95,9 +97,9 @@ def code_rows(code: CodeType) -> tuple[list[Row], list[Guarded]]:
     return rows, [Guarded(start, end, *handler) for start, end, handler in decoded.handlers]
 
 
-def stack_depths(code: CodeType) -> tuple[int, ...]:
-    """The depth of the stack before each instruction of `code`, -1 where control never comes."""
-    return tuple(depths(*code_rows(code)))
+def stack_depths(code: CodeType, entry: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+    """The depth of the stack before each instruction, -1 where control never comes from `entry`, an index and its depth."""
+    return tuple(depths(*code_rows(code), entry))
 
 
 def reachable(code: CodeType, starts: Iterable[int]) -> set[int]:

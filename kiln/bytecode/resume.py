@@ -118,7 +118,7 @@ def continue_code(
     taken = [name for e in (fall, jump) if e is not None for name in e.locals]
     builder = _Builder(code, stack, locals, index, _after(decoded, index, last, fall, jump), replace, taken)
     builder.prologue()
-    builder.step(index, last, fall, jump)
+    builder.step(last, fall, jump)
     builder.body.copy()
     return builder.finish()
 
@@ -180,7 +180,14 @@ class _Builder:
         if replace is not None:
             self.parameters += replace.parameters
         self.e = Emitter(tuple(dict.fromkeys((*self.parameters, *decode(code).locals))))
-        self.body = Body(code, self.e)
+        self.body = Body(code, self.e, self._known_depth())
+
+    def _known_depth(self) -> tuple[int, int]:
+        """An instruction that control comes to and the depth of the stack before it."""
+        if self.replace is None:
+            return self.index, len(self.stack)
+        # The operands of the instruction are not there, so the depth is that of the function itself.
+        return 0, 0
 
     def prologue(self) -> None:
         """Build the stack up from the parameters, which are unbound on the way."""
@@ -212,8 +219,8 @@ class _Builder:
             raise Bug(f"{self.code.co_qualname} cannot go on at {self.index} without {', '.join(sorted(unbound))}")
         return sorted(missing)
 
-    def step(self, index: int, last: int, fall: Epilogue | None, jump: Epilogue | None) -> None:
-        """Run the instructions `index` to `last`, or the call that replaces them, and leave."""
+    def step(self, last: int, fall: Epilogue | None, jump: Epilogue | None) -> None:
+        """Run the instructions up to `last`, or the call that replaces them, and leave."""
         final = self.body.decoded.instructions[last]
         depth = len(self.stack)
         arm = Label()
@@ -223,7 +230,7 @@ class _Builder:
             self.body.cover(start, last)
             self._leave(fall, last + 1, depth)
             return
-        for at in range(index, last + 1):
+        for at in range(self.index, last + 1):
             self.body.emit(at, {final.value: arm} if is_jump(final.op) else {})
         if final.op not in TERMINATORS:
             self._leave(fall, last + 1, depth + stack_effect(final.op, final.arg))

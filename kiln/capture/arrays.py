@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,11 +13,10 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
-from kiln.capture import purity, runtime
 from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, handles, leaf, native, unknown
-from kiln.capture.rebuild import MAKERS, Rebuilder, Unbuildable
+from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.world import READERS, World, nested
-from kiln.check.guards import Guard
+from kiln.check.guards import Equals, Guard
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def read_array(world: World, value: Any, source: Source) -> Any:
     world.remember(value, source)
     world.wrappers[id(value)] = copy
     world.remember(copy, source)
-    world.known_arrays.add(id(copy))
+    world.frozen.add(id(copy))
     return copy
 
 
@@ -70,9 +71,13 @@ def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     for value in nested((*args, *kwargs.values())):
         if type(value) is FakeTensor:
             raise Break("data-dependent", f"numpy.{name} needs the values of a tensor", "use the torch function instead")
-        if isinstance(value, numpy.ndarray) and m.source(value) is not None and id(value) not in m.world.known_arrays:
+        if isinstance(value, numpy.ndarray) and m.source(value) is not None and id(value) not in m.world.frozen:
             raise Break("foreign-object", f"{m.source(value)} is a large array", "turn it into a tensor outside the compiled function")
     return native(m, function, args, kwargs)
+
+
+def call_array_function_of(function: Any, m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return call_array_function(m, function, args, kwargs)
 
 
 def constant_array(value: Any) -> Any:
@@ -91,7 +96,7 @@ def from_numpy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def as_tensor(function: Any) -> Callable[..., Any]:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
-            if m.source(args[0]) is not None and id(args[0]) not in m.world.known_arrays and isinstance(args[0], numpy.ndarray):
+            if m.source(args[0]) is not None and id(args[0]) not in m.world.frozen and isinstance(args[0], numpy.ndarray):
                 raise Break("foreign-object", f"{m.source(args[0])} is a large array", "turn it into a tensor outside")
             return leaf(m, torch.tensor, (constant_array(args[0]), *args[1:]), kwargs)
         return leaf(m, function, args, kwargs)
@@ -103,17 +108,30 @@ for _function in (torch.as_tensor, torch.asarray, torch.tensor):
     handles(_function)(as_tensor(_function))
 
 
-def array(r: Rebuilder, value: Any) -> None:
+def make_array(r: Rebuilder, value: Any) -> None:
     """An array made during capture: a copy of it in every call."""
     if value.dtype.hasobject:
         raise Unbuildable(value)
-    r.call(runtime.copy_array, purity_free(value))
+    r.call(numpy.array, Raw(value.copy(order="K")))
 
 
-def purity_free(value: Any) -> Any:
-    frozen = value.copy(order="K")
-    frozen.setflags(write=False)
-    return frozen
+def read_scalar(world: World, value: Any, source: Source) -> Any:
+    world.guard(Equals(source, value))
+    return value
 
 
-__all__ = ["ArrayEquals", "HANDLERS", "MAKERS", "READERS", "CALLERS", "purity"]
+for _kind in SCALARS:
+    READERS[_kind] = read_scalar
+    MAKERS[_kind] = Rebuilder.constant
+    HANDLERS[id(_kind)] = functools.partial(call_array_function_of, _kind)
+READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
+READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
+READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
+MAKER_DTYPES = {type(numpy.dtype(kind)) for kind in SCALARS if not issubclass(kind, numpy.flexible) and kind.__subclasses__() == []}
+for _kind in (numpy.dtype, *MAKER_DTYPES):
+    READERS[_kind], MAKERS[_kind] = read_scalar, Rebuilder.constant
+CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = call_array_function
+for _space in (numpy, numpy.linalg, numpy.fft):
+    for _name, _function in vars(_space).items():
+        if isinstance(_function, (types.BuiltinFunctionType, types.FunctionType)) and _name not in IMPURE:
+            HANDLERS[id(_function)] = functools.partial(call_array_function_of, _function)

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy as copying
 import dataclasses
+import enum
 import functools
 import operator
 import sys
@@ -167,7 +168,7 @@ def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = args[0]
         kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
         return m.world.constant(SEEN_AS.get(kind, kind))
-    return native(m, type, args, kwargs)
+    return m.world.made_class(native(m, type, args, kwargs))
 
 
 @handles(super)
@@ -627,8 +628,27 @@ def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.world.made_class(m.native(builtins.__build_class__, *args, **kwargs))
 
 
-@handles(dataclasses._process_class, functools.total_ordering, enum.unique)  # type: ignore[attr-defined]
-def changed_class(m: Machine, args: Args, kwargs: Kwargs, function: Any = None) -> Any:
-    """A decorator of a class that was made here runs as it is."""
-    raise NotImplementedError
+def class_decorators(*functions: Any) -> None:
+    """Decorators that run as they are on a class that was made here."""
+    for function in functions:
+        def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
+            if id(args[0]) not in m.world.made_classes:
+                raise Break("class-write", f"{args[0].__qualname__} is changed by {function.__qualname__}", "decorate it outside")
+            return m.world.made_class(m.native(function, *args, **kwargs))
+
+        handles(function)(handler)
+
+
+class_decorators(dataclasses._process_class, functools.total_ordering, enum.unique)  # type: ignore[attr-defined]
+
+
+@handles(collections.namedtuple)
+def named_tuple(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    kwargs = {"module": m.frames[-1].globals.get("__name__"), **kwargs}
+    return m.world.made_class(m.native(collections.namedtuple, *args, **kwargs))
+
+
+@handles(dataclasses.make_dataclass)
+def make_dataclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.world.made_class(m.native(dataclasses.make_dataclass, *args, **kwargs))
 

@@ -24,7 +24,7 @@ from kiln.capture import attributes, purity
 from kiln.capture import nested as hooked
 from kiln.capture.frame import UserError
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
-from kiln.check.guards import FunctionState, Length
+from kiln.check.guards import Custom, FunctionState, Length
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -85,10 +85,24 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     return m.inline(function, args, kwargs, mode)
 
 
-TRANSPARENT: frozenset[int] = frozenset(  # ids of the code of wrappers that are passed over
-    id(wrapper.__code__)
-    for wrapper in (dataclasses._recursive_repr(repr), reprlib.recursive_repr()(repr))  # type: ignore[attr-defined]
-)
+def call_wrapped(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A wrapper that adds nothing here: what it wraps is called."""
+    return call(m, m.getattr(function, "__wrapped__"), args, kwargs)
+
+
+def call_dispatch(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The choice that functools.singledispatch makes for a class."""
+    (cls,) = args
+    chosen = m.native(function, cls)
+    m.world.guard(Custom(Const(function), lambda dispatch: dispatch(cls) is chosen, f"chose {chosen.__qualname__} for {cls.__name__}"))
+    return m.world.constant(chosen)
+
+
+BY_CODE: dict[int, Callable[..., Any]] = {  # treatments of functions that the standard library makes again and again
+    id(dataclasses._recursive_repr(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
+    id(reprlib.recursive_repr()(repr).__code__): call_wrapped,
+    id(functools.singledispatch(call_wrapped).dispatch.__code__): call_dispatch,  # type: ignore[attr-defined]
+}
 
 
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -109,7 +123,7 @@ def foreign(m: Machine, value: Any) -> bool:
     """Whether a value from outside holds a state that no guard covers."""
     world = m.world
     known = world.source(value)
-    return (known is not None and id(value) not in world.shadows and id(value) not in world.pinned
+    return (known is not None and id(value) not in world.shadows and id(value) not in world.pinned and id(value) not in world.frozen
             and not isinstance(value, (*purity.VALUES, torch.Tensor, torch.Generator)))  # fmt: skip
 
 
@@ -120,6 +134,10 @@ def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def marked_disable(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     raise Break("disabled", f"{getattr(function, '__qualname__', function)} is disabled for compilation", "remove kiln.disable")
+
+
+def marked_skip(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("skipped-function", f"{getattr(function, '__qualname__', function)} is kept out of compilation", "remove kiln.disable")
 
 
 def marked_disallow(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -133,7 +151,7 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 
 MARKED: dict[str, Callable[..., Any]] = {
     marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant, marks.DISABLE: marked_disable,
-    marks.DISALLOW: marked_disallow, marks.SKIP: marked_disable,
+    marks.DISALLOW: marked_disallow, marks.SKIP: marked_skip,
 }  # fmt: skip
 
 
@@ -342,7 +360,7 @@ def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: A
     m.world.touch(owner)
     if isinstance(owner, type):
         return native(m, function, args, kwargs, known=purity.native_base(owner) or purity.native_class(owner), what=owner)
-    outside = m.source(owner) is not None and id(owner) not in m.world.shadows
+    outside = m.source(owner) is not None and id(owner) not in m.world.shadows and id(owner) not in m.world.frozen
     if outside and not isinstance(owner, purity.VALUES):
         raise unknown(function)
     return native(m, function, args, kwargs, known=not outside or isinstance(owner, purity.VALUES), what=function)

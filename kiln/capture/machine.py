@@ -144,8 +144,9 @@ class Machine:
     def inline(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str = "opaque",
                payload: Any = None) -> Any:  # fmt: skip
         """Interpret a call of a Python function."""
-        if id(function.__code__) in calls.TRANSPARENT:
-            return self.call(self.getattr(function, "__wrapped__"), args, kwargs)
+        special = calls.BY_CODE.get(id(function.__code__))
+        if special is not None:
+            return special(self, function, args, kwargs)
         frame = self.enter(function, args, kwargs)
         frame.mode, frame.payload = mode, payload
         flags = function.__code__.co_flags

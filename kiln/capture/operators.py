@@ -145,7 +145,9 @@ def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
 
 def opaque(m: Machine, value: Any) -> bool:
     """Whether native code would read a state of this value that no guard covers."""
-    return m.source(value) is not None and id(value) not in m.world.shadows and not isinstance(value, READABLE)
+    world = m.world
+    return (world.source(value) is not None and id(value) not in world.shadows and id(value) not in world.frozen
+            and not isinstance(value, READABLE))  # fmt: skip
 
 
 READABLE = (str, bytes, tuple, frozenset, range, type, types.FunctionType, types.BuiltinFunctionType, types.MappingProxyType,

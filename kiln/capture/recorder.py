@@ -306,6 +306,8 @@ class Recorder:
             return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return kind(*[self._argument(v) for v in value])
+        if kind.__module__ == "numpy" and hasattr(value, "item") and value.shape == ():
+            return value.item()
         known = self._results.get(id(value))
         return known if known is not None else self._attribute(value, f"_{kind.__name__}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,9 @@ from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
 from kiln.capture.world import World
 from kiln.check.torch_guards import GlobalState
+
+with contextlib.suppress(ModuleNotFoundError):  # numpy may be absent, as for torch
+    from kiln.capture import arrays  # noqa: F401
 
 ATTEMPTS = 12
 WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction

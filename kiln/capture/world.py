@@ -99,6 +99,7 @@ class World:
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.keep: list[Any] = []
         self.wrappers: dict[int, Any] = {}
+        self.frozen: set[int] = set()  # ids of copies that stand for objects whose contents are guarded
 
     # ------------------------------------------------------------------ reading
 

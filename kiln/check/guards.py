@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from kiln import _hook
 from kiln.base.source import Const, Source
-from kiln.check.values import MISSING, is_plain, keys_of, lookup, same, show, typed
+from kiln.check.values import MISSING as MISSING
+from kiln.check.values import is_plain, keys_of, lookup, same, show, typed
 
 
 class Paths(Protocol):

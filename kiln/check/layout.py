@@ -13,10 +13,8 @@ import torch
 from kiln import _hook
 
 _SPAN = 256  # bytes of a TensorImpl, and of its autograd metadata, that are looked at
-_DTYPES = tuple(
-    getattr(torch, name)
-    for name in "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128".split()
-)
+_NAMES = "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128"
+_DTYPES = tuple(getattr(torch, name) for name in _NAMES.split())
 _KEYS = (
     "CPU CUDA Meta ADInplaceOrView AutogradCPU AutogradCUDA AutogradMeta AutocastCPU AutocastCUDA "
     "Conjugate Negative"
@@ -73,7 +71,7 @@ def _find_layout() -> tuple[int, ...]:
 
 
 def _find_kind(sample: torch.Tensor) -> int:
-    """The word that starts with the dtype (2 bytes), the device's type, its index and a flag (1 byte each)."""
+    """The word that starts with the dtype (2 bytes), the device's type, index and presence (a byte each)."""
     others = [torch.empty(2, 3, 4, dtype=dtype) for dtype in _DTYPES]
     meta = torch.empty(2, 3, 4, device="meta")
 

@@ -11,8 +11,9 @@ import torch
 from kiln import _hook
 from kiln.base.source import Const, Source
 from kiln.check import layout, state
-from kiln.check.guards import Guard, Paths, show
+from kiln.check.guards import Guard, Paths
 from kiln.check.state import State, read_state
+from kiln.check.values import show
 
 
 @dataclass(frozen=True, slots=True, eq=False)

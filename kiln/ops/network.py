@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -59,21 +60,26 @@ def _convolution(
         return make(out, None, dtype, x.device)
     if x.device.type != "cpu":
         return NotImplemented
-    if any(_suggests_channels_last(t) for t in (x, weight)):
-        if rank > 1:
-            return make(out, channels_last(tuple(out)), dtype, x.device)
+    if rank == 1:
+        # One dimension is run as two, of which the first has the extent 1, over a contiguous input.
+        last = suggests_channels_last((*kernel[:2], 1, kernel[2]), _with_unit(kernel, weight.stride()))
         step = channels_last((out[0], out[1], 1, out[2]))
-        return make(out, (step[0], step[1], step[3]), dtype, x.device)
-    return make(out, None, dtype, x.device)
+        return make(out, (step[0], step[1], step[3]) if last else None, dtype, x.device)
+    last = any(suggests_channels_last(t.shape, t.stride()) for t in (x, weight))
+    if rank == 3 and last and _small(size, kernel, groups):
+        last = False
+    return make(out, channels_last(tuple(out)) if last else None, dtype, x.device)
 
 
-def _suggests_channels_last(x: torch.Tensor) -> bool:
-    """Whether a convolution takes `x` for channels-last; one dimension is run as two, the first of extent 1."""
-    size, stride = x.shape, x.stride()
-    if len(size) == 3:
-        n, c, w = stride
-        return suggests_channels_last((*size[:2], 1, size[2]), (n, c, size[2] * w, w))
-    return suggests_channels_last(size, stride)
+def _with_unit(size: Any, stride: Any) -> tuple[int, ...]:
+    """The strides of a tensor of three dimensions seen as four, the third of extent 1."""
+    return (*stride[:2], size[2] * stride[2], stride[2])
+
+
+def _small(size: Any, kernel: Any, groups: int) -> bool:
+    """Whether the CPU runs a convolution over volumes with its plain kernel, which knows no channels-last."""
+    large_kernel = kernel[-1] > 3 and kernel[-2] > 3
+    return groups == 1 and size[0] == 1 and not large_kernel and prod(size[:4]) <= 20480
 
 
 @rule(aten.convolution_backward.default)

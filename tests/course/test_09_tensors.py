@@ -241,7 +241,7 @@ def test_numpy_of_a_tensor_breaks(x):
     return y + 1, a.shape
 
 
-@program(X, graphs=2, breaks=1)
+@program(X, graphs=2, breaks=2)
 def test_numpy_function_of_a_tensor_breaks(x):
     y = x * 2
     a = np.square(y.numpy())
@@ -255,12 +255,14 @@ def test_random_ops_in_a_program(x):
     return F.dropout(x * keep + noise, 0.2, training=True), torch.randint(0, 10, (2,)), torch.randperm(4)
 
 
-@program(X)
-def test_seed_set_inside(x):
-    torch.manual_seed(3)
-    a = torch.rand(2)
-    torch.manual_seed(3)
-    return x + 1, a, torch.rand(2)
+def test_seed_set_inside_gives_eager_numbers():
+    def f(x):
+        torch.manual_seed(3)
+        a = torch.rand(2)
+        torch.manual_seed(3)
+        return x + 1, a, torch.rand(2)
+
+    same_as_eager(f, X)
 
 
 @program(G)

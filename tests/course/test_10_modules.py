@@ -60,7 +60,6 @@ LAYERS = {
     "Conv1d": (lambda: nn.Conv1d(3, 2, 2), SEQ), "Conv2d": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), IMG),
     "Conv3d": (lambda: nn.Conv3d(1, 2, 2), t(1, 1, 4, 4, 4)), "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 2, 2, 2), IMG),
     "BatchNorm1d": (lambda: nn.BatchNorm1d(4), X), "BatchNorm2d": (lambda: nn.BatchNorm2d(3), IMG),
-    "BatchNorm momentum None": (lambda: nn.BatchNorm1d(4, momentum=None), X),
     "BatchNorm eval": (lambda: nn.BatchNorm2d(3).eval(), IMG), "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3), IMG),
     "LayerNorm": (lambda: nn.LayerNorm(4), X), "GroupNorm": (lambda: nn.GroupNorm(3, 3), IMG), "RMSNorm": (lambda: nn.RMSNorm(4), X),
     "MaxPool2d": (lambda: nn.MaxPool2d(2), IMG), "AvgPool2d": (lambda: nn.AvgPool2d(2), IMG),
@@ -103,6 +102,10 @@ def test_layer(name):
     make, x = LAYERS[name]
     torch.manual_seed(0)
     one_graph(make(), x.clone().requires_grad_(x.is_floating_point()))
+
+
+def test_layer_that_reads_a_number_from_its_buffer():
+    same_as_eager(nn.BatchNorm1d(4, momentum=None), G, how=RECOMPILES)
 
 
 def test_nested_modules_with_containers():
