@@ -463,22 +463,58 @@ static inline bool tags_same(const Tag *tags, int count)
 
 enum { AHEAD = 6 };
 
-static inline void pinned_prefetch(const PinnedTensor *t)
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+static ALWAYS_INLINE void pinned_prefetch(const PinnedTensor *t, Layout at)
 {
     __builtin_prefetch(t->object);
-    __builtin_prefetch(t->impl + layout.meta);
-    __builtin_prefetch(t->impl + layout.dims + 48);
-    __builtin_prefetch(t->impl + layout.kind);
+    __builtin_prefetch(t->impl + at.meta);
+    __builtin_prefetch(t->impl + at.dims + 48);
+    __builtin_prefetch(t->impl + at.kind);
     if (t->meta != NULL)
-        __builtin_prefetch(t->meta + layout.requires_grad);
+        __builtin_prefetch(t->meta + at.requires_grad);
 }
 
-static inline bool pinned_same(const PinnedTensor *t)
+static ALWAYS_INLINE bool pinned_same(const PinnedTensor *t, Layout at)
 {
-    return Py_TYPE(t->object) == t->type && pointer_at((char *)t->object, layout.impl) == t->impl &&
-           pointer_at(t->impl, layout.meta) == t->meta &&
-           (word_at(t->impl, layout.kind) & layout.kind_mask) == t->kind && word_at(t->impl, layout.keys) == t->keys &&
-           same_dims(t->impl, t->dims, t->rank) && meta_requires_grad(t->meta) == t->requires_grad;
+    if (pointer_at((char *)t->object, at.impl) != t->impl || pointer_at(t->impl, at.meta) != t->meta)
+        return false;
+    uint64_t differ = ((uintptr_t)Py_TYPE(t->object) ^ (uintptr_t)t->type) |
+                      ((word_at(t->impl, at.kind) & at.kind_mask) ^ t->kind) | (word_at(t->impl, at.keys) ^ t->keys) |
+                      (word_at(t->impl, at.dims) ^ (uint64_t)t->rank);
+    const int sizes = at.dims + 8, strides = sizes + 8 * at.inline_dims;
+    const int64_t *dims = t->dims;
+    if (t->rank == 2)
+        differ |= (word_at(t->impl, sizes) ^ dims[0]) | (word_at(t->impl, sizes + 8) ^ dims[1]) |
+                  (word_at(t->impl, strides) ^ dims[2]) | (word_at(t->impl, strides + 8) ^ dims[3]);
+    else if (t->rank == 1)
+        differ |= (word_at(t->impl, sizes) ^ dims[0]) | (word_at(t->impl, strides) ^ dims[1]);
+    else
+        differ |= !same_dims(t->impl, dims, t->rank);
+    bool requires_grad = t->meta != NULL && (t->meta[at.requires_grad] || pointer_at(t->meta, at.grad_fn) != NULL);
+    return (differ | (requires_grad ^ (t->requires_grad != 0))) == 0;
+}
+
+static int mend_tensor(Seal *seal, int number)
+{
+    PinnedTensor *t = &seal->tensors.items[number];
+    if (!tensor_matches(t->object, seal->tensor_checks.items[number]->spec))
+        return 0;
+    t->impl = pointer_at((char *)t->object, layout.impl);
+    t->meta = pointer_at(t->impl, layout.meta);
+    return 1;
+}
+
+static ALWAYS_INLINE int check_tensors(Seal *seal, Layout at)
+{
+    const PinnedTensor *tensors = seal->tensors.items;
+    for (int i = 0, n = seal->tensors.count; i < n; i++) {
+        if (i + AHEAD < n)
+            pinned_prefetch(&tensors[i + AHEAD], at);
+        if (!pinned_same(&tensors[i], at) && !mend_tensor(seal, i))
+            return 0;
+    }
+    return 1;
 }
 
 /* Looks again at what hangs on one node: its own checks, and whether its children are still the same objects. A child
@@ -566,16 +602,6 @@ static int mend_tags(Guards *self, Seal *seal)
     return 1;
 }
 
-static int mend_tensor(Seal *seal, int number)
-{
-    PinnedTensor *t = &seal->tensors.items[number];
-    if (!tensor_matches(t->object, seal->tensor_checks.items[number]->spec))
-        return 0;
-    t->impl = pointer_at((char *)t->object, layout.impl);
-    t->meta = pointer_at(t->impl, layout.meta);
-    return 1;
-}
-
 /* The sealed part: 1, 0, BROKEN, or -1 with an error. */
 static int check_pinned(Guards *self, Seal *seal)
 {
@@ -584,13 +610,8 @@ static int check_pinned(Guards *self, Seal *seal)
         holds = mend_words(self, seal, seal->words.items, seal->owners.items, seal->words.count);
     if (holds == 1 && !tags_same(seal->tags.items, seal->tags.count))
         holds = mend_tags(self, seal);
-    const PinnedTensor *tensors = seal->tensors.items;
-    for (int i = 0, n = seal->tensors.count; holds == 1 && i < n; i++) {
-        if (i + AHEAD < n)
-            pinned_prefetch(&tensors[i + AHEAD]);
-        if (!pinned_same(&tensors[i]))
-            holds = mend_tensor(seal, i);
-    }
+    if (holds == 1 && seal->tensors.count)
+        holds = layout_is_usual() ? check_tensors(seal, usual_layout) : check_tensors(seal, layout);
     for (int i = 0; holds == 1 && i < seal->lists.count; i++)
         holds = look_again(self, seal, seal->lists.items[i]);
     return holds;

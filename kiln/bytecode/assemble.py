@@ -10,8 +10,8 @@ from typing import Any
 from kiln.base.errors import Bug
 from kiln.bytecode.decode import Instruction, decode
 from kiln.bytecode.encode import NOWHERE, Position, encode
-from kiln.bytecode.flow import Guarded, Row, deepest, depths, is_jump
-from kiln.bytecode.versions import COMPARISONS, HERE, KIND, OPERATORS, OPNAME, REAL, SHIFT, Kind
+from kiln.bytecode.flow import Guarded, Row, deepest, depths
+from kiln.bytecode.versions import COMPARISONS, HERE, JUMPS, KIND, OPERATORS, OPNAME, REAL, SHIFT, Kind
 
 _BUILD = {
     "tuple": "BUILD_TUPLE", "list": "BUILD_LIST", "set": "BUILD_SET",
@@ -28,6 +28,11 @@ _OPPOSITE = {
     "POP_JUMP_IF_NONE": "POP_JUMP_IF_NOT_NONE",
     "POP_JUMP_IF_NOT_NONE": "POP_JUMP_IF_NONE",
 }
+# Plain integers: a comparison with a member of an enum costs several times as much.
+_CONST, _NAME, _LOCAL, _PAIR, _NONE = (
+    int(kind) for kind in (Kind.CONST, Kind.NAME, Kind.LOCAL, Kind.PAIR, Kind.NONE)
+)
+_BY_VALUE = frozenset((_CONST, _NAME, _LOCAL, _PAIR))
 
 
 class Label:
@@ -256,15 +261,15 @@ class Emitter:
         if op < 0:
             raise Bug(f"this CPython has no instruction {name}")
         kind = KIND[op]
-        if kind == Kind.PAIR and not (self._fixed and all(self._slots.get(n, 16) < 16 for n in arg)):
+        if kind == _PAIR and not (self._fixed and all(self._slots.get(n, 16) < 16 for n in arg)):
             for part, variable in zip(_PAIR_PARTS[name], arg, strict=True):
                 self.raw(part, variable)
             return
-        if kind == Kind.CONST:
+        if kind == _CONST:
             arg = self._const(arg)
-        elif kind == Kind.NAME:
+        elif kind == _NAME:
             arg = self._names.setdefault(arg, len(self._names)) << SHIFT[op] | bits
-        elif is_jump(op) != isinstance(arg, Label) or (kind == Kind.NONE) != (arg is None):
+        elif (op in JUMPS) != isinstance(arg, Label) or (kind == _NONE) != (arg is None):
             raise Bug(f"{name} does not take {arg!r}")
         self._rows.append((op, arg))
         self._positions.append(self.position)
@@ -272,9 +277,9 @@ class Emitter:
     def repeat(self, instruction: Instruction, labels: Mapping[int, Label]) -> None:
         """Emit a decoded instruction again; `labels` gives the label for the index of a jump's target."""
         op, value = instruction.op, instruction.value
-        if is_jump(op):
+        if op in JUMPS:
             self._repeat_jump(instruction.name, labels[value])
-        elif KIND[op] in (Kind.CONST, Kind.NAME, Kind.LOCAL, Kind.PAIR):
+        elif KIND[op] in _BY_VALUE:
             self.raw(instruction.name, value, (instruction.arg or 0) & ((1 << SHIFT[op]) - 1))
         else:
             self.raw(instruction.name, instruction.arg)
@@ -333,9 +338,9 @@ class Emitter:
 
     def _settle(self, op: int, arg: Any, slots: dict[str, int]) -> Row:
         kind = KIND[op]
-        if kind == Kind.LOCAL:
+        if kind == _LOCAL:
             return Row(op, slots.setdefault(arg, len(slots)))
-        if kind == Kind.PAIR:
+        if kind == _PAIR:
             return Row(op, slots[arg[0]] << 4 | slots[arg[1]])
         if isinstance(arg, Label):
             if arg.row < 0:

@@ -9,7 +9,7 @@ from kiln.base.errors import Skip
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction, decode
 from kiln.bytecode.flow import reachable, stack_depths
-from kiln.bytecode.versions import REAL
+from kiln.bytecode.versions import CACHES, HERE, REAL
 
 _UNBOUND_LOCAL = "cannot access local variable '{}' where it is not associated with a value"
 _UNBOUND_FREE = "cannot access free variable '{}' where it is not associated with a value in enclosing scope"
@@ -42,11 +42,23 @@ class Body:
 
     def cover(self, start: int, index: int) -> None:
         """The steps from row `start` on are covered by the handlers of an instruction."""
-        handler = self.decoded.handler(index)
-        if handler is not None:
-            entry = (self.label(handler.target), handler.depth, handler.lasti)
+        entry = self._entry(index)
+        if entry is not None:
             for row in range(start, len(self.e)):
                 self._cover.setdefault(row, entry)
+
+    def _entry(self, index: int) -> _Cover | None:
+        handler = self.decoded.handler(index)
+        return handler and (self.label(handler.target), handler.depth, handler.lasti)
+
+    def settle(self, index: int) -> None:
+        """Make sure that the unit before an instruction has the same handler, where CPython looks there."""
+        if HERE.handler_before_call and self.decoded.instructions[index].op in _MAY_CALL:
+            if self._cover.get(len(self.e) - 1) != self._entry(index):
+                start = len(self.e)
+                self.at(index)
+                self.e.raw("NOP")
+                self.cover(start, index)
 
     def emit(self, index: int, labels: Mapping[int, Label]) -> None:
         """Emit one instruction, covered by its handlers; `labels` gives the target of a jump."""
@@ -67,6 +79,7 @@ class Body:
         instructions = self.decoded.instructions
         labels = _Placed(self.label)
         for index in kept:
+            self.settle(index)
             self.e.place(self.label(index))
             if instructions[index].op != _RESUME:
                 self.emit(index, labels)
@@ -208,6 +221,7 @@ def make_cell(e: Emitter, name: str) -> None:
     e.store(name)
 
 
+_MAY_CALL = frozenset(op for name, op in REAL.items() if CACHES[op] or name.startswith("CALL"))
 _RESUME = REAL["RESUME"]
 _PRECALL = REAL.get("PRECALL", -1)
 _RULES: dict[int, Callable[[Body, Instruction], bool]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,9 +39,11 @@ def encode(
             for shift in (24, 16, 8):
                 if arg >> shift:
                     code += bytes((EXTENDED_ARG, arg >> shift & 0xFF))
-        code.append(row.op)
+        op = row.op
+        code.append(op)
         code.append(arg & 0xFF)
-        code += bytes(2 * CACHES[row.op])
+        if CACHES[op]:
+            code += bytes(2 * CACHES[op])
     return Encoded(bytes(code), _line_table(sizes, positions, first_line), _exception_table(guarded, starts))
 
 
@@ -69,6 +72,7 @@ def _extra(arg: int) -> int:
     return 0 if arg < 0x100 else 1 if arg < 0x10000 else 2 if arg < 0x1000000 else 3
 
 
+@cache
 def _varint(value: int) -> bytes:
     """Six bits a byte, least significant first, as in the line table."""
     if value < 64:
@@ -81,6 +85,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
+@cache
 def _signed(value: int) -> bytes:
     return _varint(-value << 1 | 1 if value < 0 else value << 1)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kiln.base.errors import Bug
 from kiln.bytecode.decode import decode
-from kiln.bytecode.versions import KIND, OPNAME, REAL, TERMINATORS, Kind
+from kiln.bytecode.versions import JUMPS, OPNAME, REAL, TERMINATORS
 
 
 class Row(NamedTuple):
@@ -87,13 +87,13 @@ def deepest(rows: Sequence[Row], before: Sequence[int]) -> int:
 
 def is_jump(op: int) -> bool:
     """Whether the instruction has a jump target."""
-    return KIND[op] in (Kind.FORWARD, Kind.BACKWARD)
+    return op in JUMPS
 
 
 def code_rows(code: CodeType) -> tuple[list[Row], list[Guarded]]:
     """The rows and guarded ranges of a code object."""
     decoded = decode(code)
-    rows = [Row(i.op, i.arg, i.value if is_jump(i.op) else -1) for i in decoded.instructions]
+    rows = [Row(i.op, i.arg, i.value if i.op in JUMPS else -1) for i in decoded.instructions]
     return rows, [Guarded(start, end, *handler) for start, end, handler in decoded.handlers]
 
 

@@ -231,6 +231,7 @@ class _Builder:
             self._leave(fall, last + 1, depth)
             return
         for at in range(self.index, last + 1):
+            self.body.settle(at)
             self.body.emit(at, {final.value: arm} if is_jump(final.op) else {})
         if final.op not in TERMINATORS:
             self._leave(fall, last + 1, depth + stack_effect(final.op, final.arg))

@@ -22,7 +22,7 @@ from kiln.capture import attributes, operators
 from kiln.capture.calls import METHODS, Args, Kwargs, handles, native
 from kiln.capture.frame import UserError
 from kiln.capture.identity import Address
-from kiln.capture.iterators import Generator, Mapped
+from kiln.capture.iterators import Generator, Mapped, stop_iteration
 from kiln.capture.variables import first_read
 from kiln.capture.world import MISSING, nested
 from kiln.ops.fake import FakeTensor
@@ -42,7 +42,7 @@ def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
             return n
         method = operators.python_method(m, value, "__len__")
         if method is not None:
-            return m.inline(method, (value,), {})
+            return m.native(operators.checked_length, m.inline(method, (value,), {}))
         if operators.opaque(m, value):
             raise Break("foreign-object", f"the length of a {type(value).__name__} from outside is read", "use a list")
     return native(m, len, args, kwargs)
@@ -206,7 +206,7 @@ def advance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return value
     if len(args) > 1:
         return args[1]
-    raise UserError(StopIteration(getattr(args[0], "result", None)))
+    raise UserError(stop_iteration(getattr(args[0], "result", None)))
 
 
 @handles(bool)
@@ -454,7 +454,8 @@ def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def dictionary(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if args and not isinstance(args[0], dict):
         if not hasattr(type(args[0]), "keys"):
-            args = ([tuple(items_of(m, pair)) for pair in items_of(m, args[0])],)
+            args = ([m.world.touch(pair) if operators.python_method(m, pair, "__iter__") is None else tuple(items_of(m, pair))
+                     for pair in items_of(m, args[0])],)  # fmt: skip
         else:
             keys = list(items_of(m, m.call(m.getattr(args[0], "keys"))))
             args = ({key: operators.getitem(m, args[0], key) for key in keys},)

@@ -77,6 +77,8 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
         return leaf(m, function, args, kwargs)
     if policy == "native":
         return native(m, function, args, kwargs)
+    if policy == "own":
+        return own(function, args, kwargs)
     if policy == "dropped":
         return None
     if policy == "break":
@@ -103,6 +105,14 @@ BY_CODE: dict[int, Callable[..., Any]] = {  # treatments of functions that the s
     id(reprlib.recursive_repr()(repr).__code__): call_wrapped,
     id(functools.singledispatch(call_wrapped).dispatch.__code__): call_dispatch,  # type: ignore[attr-defined]
 }
+
+
+def own(function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A method of the interpreter's own iterators: what it raises beyond the end of iteration is a fault of ours."""
+    try:
+        return function(*args, **kwargs)
+    except StopIteration as e:
+        raise UserError(e) from None
 
 
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:

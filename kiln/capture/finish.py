@@ -145,6 +145,8 @@ class Finisher:
 
     def broken(self, frames: list[Frame], reason: Break) -> Captured:
         """Residual code that rebuilds every frame of the inlined stack and runs the breaking instruction in Python."""
+        if len(frames) > MAX_DEPTH:
+            raise Restart(frames[MAX_DEPTH].step, reason)
         for frame in frames[1:]:
             if frame.mode == "opaque" or frame.code.code.co_flags & 0x2A0:
                 raise Restart(self.m.safe_step_of(frames), reason)
@@ -191,11 +193,10 @@ class Finisher:
 
         def push_state(r: Rebuilder) -> int:
             count = 0
-            handled = iter(frame.handled)
             for value in kept:
                 if value is NULL or value is LAST_INSTRUCTION:
                     continue
-                r.push(next(handled) if isinstance(value, Handled) else value)
+                r.push(value.error if isinstance(value, Handled) and value.active else value)
                 count += 1
             for name in names:
                 self.push_local(r, frame, name)
@@ -295,6 +296,7 @@ class Silent:
 
 
 QUIET = frozenset({"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled"})  # no Python code to capture
+MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 EFFECTS = frozenset({write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled})
 PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
 ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",
@@ -323,7 +325,7 @@ def operands(instruction: Instruction) -> int:
 
 def slots(values: list[Any]) -> tuple[Slot, ...]:
     kinds = {id(NULL): NULL_SLOT, id(LAST_INSTRUCTION): LASTI}
-    return tuple(HANDLED if isinstance(v, Handled) else kinds.get(id(v), VALUE) for v in values)
+    return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
 
 
 def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:
@@ -343,7 +345,7 @@ def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """How a changed container is brought up to date."""
     copy, before = shadow.copy, shadow.before
     if isinstance(copy, dict):
-        now = dict(dict.items(copy))
+        now = runtime.contents(copy)
         if list(now) == list(before) and all(now[k] is before[k] for k in now):
             return []
         deleted = tuple(k for k in before if k not in now)

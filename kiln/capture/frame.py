@@ -16,12 +16,15 @@ LAST_INSTRUCTION: Any = type("LastInstruction", (), {})()  # the slot of the rai
 
 
 class Handled:
-    """The stack slot under an exception being handled; `previous` is what was handled before it."""
+    """The stack slot under an exception being handled; `previous` is what was handled before it.
 
-    __slots__ = ("previous",)
+    Cleanup code copies the slot to restore `previous` and leaves the original below: then it is no longer active.
+    """
 
-    def __init__(self, previous: BaseException | None) -> None:
-        self.previous = previous
+    __slots__ = ("active", "error", "previous")
+
+    def __init__(self, error: BaseException, previous: BaseException | None) -> None:
+        self.error, self.previous, self.active = error, previous, True
 
 
 class UserError(Exception):

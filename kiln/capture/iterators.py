@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
+def stop_iteration(result: Any) -> StopIteration:
+    """The end of a generator that returned `result`."""
+    return StopIteration() if result is None else StopIteration(result)
+
+
 class Generator:
     """A generator of the program, suspended in the interpreter; native code may iterate over it."""
 
@@ -28,7 +33,7 @@ class Generator:
     def __next__(self) -> Any:
         value = self.advance()
         if value is MISSING:
-            raise StopIteration(self.result)
+            raise stop_iteration(self.result)
         return value
 
     result: Any = None
@@ -71,12 +76,14 @@ class Generator:
         return self.finish(self.advance(value))
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any:
-        error = kind() if isinstance(kind, type) else kind
+        error = kind
+        if isinstance(kind, type):
+            error = value if isinstance(value, kind) else kind() if value is None else kind(value)
         return self.finish(self.advance(None, error))
 
     def finish(self, value: Any) -> Any:
         if value is MISSING:
-            raise UserError(StopIteration(self.result))
+            raise UserError(stop_iteration(self.result))
         return value
 
     def close(self) -> None:

@@ -10,17 +10,16 @@ import torch
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
-from kiln.capture import attributes, builtin_calls, calls, purity, torch_calls
+from kiln.capture import attributes, builtin_calls, calls, library_calls, operators, purity, torch_calls
 from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
 from kiln.capture.recorder import Recorder
 from kiln.capture.variables import PASSIVE, read_all
 from kiln.capture.world import MISSING, World
-from kiln.ops.fake import FakeTensor
+from kiln.ops.fake import FakeTensor, constant_of
 
 CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
-MAX_DEPTH = 150
 
 
 class Machine:
@@ -31,6 +30,7 @@ class Machine:
         self.frames: list[Frame] = []
         self.step = 0
         self.stop_at, self.stop_reason = stop_at, stop_reason
+        self.room = 1000  # how deep calls may nest, as Python's own limit has it
         self.broken: list[Frame] | None = None  # the frames as they stood when a Break was raised
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
@@ -40,8 +40,8 @@ class Machine:
 
     def run(self, frame: Frame) -> Any:
         """Interpret a frame until it returns; UserError when the program raises out of it."""
-        if len(self.frames) >= MAX_DEPTH:
-            raise Break("recursion", f"calls are nested {MAX_DEPTH} deep", "compile a function further inside")
+        if len(self.frames) >= self.room:
+            raise UserError(RecursionError("maximum recursion depth exceeded"))
         self.frames.append(frame)
         try:
             result = self.loop(frame)
@@ -176,7 +176,12 @@ class Machine:
 
     def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that becomes one node of the graph."""
-        return self.native(self.recorder.call, function, args, kwargs)
+        try:
+            return self.native(self.recorder.call, function, args, kwargs)
+        except UserError as e:
+            if e.error.args and isinstance(e.error.args[0], str) and "FakeTensor" in e.error.args[0]:
+                e.error.args = (e.error.args[0].replace("FakeTensor", "Tensor"), *e.error.args[1:])
+            raise
 
     def fail(self, error: BaseException) -> UserError:
         return UserError(error)
@@ -195,6 +200,9 @@ class Machine:
         if kind is bool:
             return bool(value)
         if kind is FakeTensor:
+            known = constant_of(value)
+            if known is not None:
+                return bool(self.native(bool, known))
             raise Break("branch-on-tensor", "the condition is the value of a tensor",
                         "use torch.where, or move the branch out of the compiled function")  # fmt: skip
         n = self.world.length(value)
@@ -204,7 +212,7 @@ class Machine:
         for name in ("__bool__", "__len__"):
             method = attributes.type_lookup(self, kind, name)
             if isinstance(method, types.FunctionType):
-                return bool(self.inline(method, (value,), {}))
+                return bool(self.native(operators.TRUTH[name], self.inline(method, (value,), {})))
         return bool(self.native(bool, value))
 
     def iterate(self, value: Any) -> Any:
@@ -217,7 +225,10 @@ class Machine:
             return value
         method = attributes.type_lookup(self, kind, "__iter__")
         if isinstance(method, types.FunctionType):
-            return self.call(method, (value,))
+            made = self.call(method, (value,))
+            if not hasattr(type(made), "__next__"):
+                raise UserError(TypeError(f"iter() returned non-iterator of type '{type(made).__name__}'"))
+            return made
         if method is None and isinstance(attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType):
             return Indexed(self, value)
         source = world.source(value)
@@ -266,4 +277,4 @@ def clean(error: BaseException) -> BaseException:
     return error
 
 
-__all__ = ["Machine", "builtin_calls", "torch_calls"]
+__all__ = ["Machine", "builtin_calls", "library_calls", "torch_calls"]

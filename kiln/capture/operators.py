@@ -13,7 +13,7 @@ from kiln.capture import attributes
 from kiln.capture.frame import UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.world import MISSING
-from kiln.ops.fake import FakeTensor
+from kiln.ops.fake import FakeTensor, constant_of
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -47,6 +47,23 @@ def python_method(m: Machine, value: Any, name: str) -> Any:
         return None
     method = attributes.type_lookup(m, type(value), name)
     return method if isinstance(method, types.FunctionType) else None
+
+
+def checked_bool(value: Any) -> Any:
+    if type(value) is not bool:
+        raise TypeError(f"__bool__ should return bool, returned {type(value).__name__}")
+    return value
+
+
+def checked_length(value: Any) -> int:
+    """What `len` makes of the result of `__len__`."""
+    n = operator.index(value)
+    if n < 0:
+        raise ValueError("__len__() should return >= 0")
+    return n
+
+
+TRUTH = {"__bool__": checked_bool, "__len__": checked_length}
 
 
 def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
@@ -177,6 +194,8 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
             return m.call(hook, (key,))
         return m.native(operator.getitem, container, key)
     if type(key) is FakeTensor and isinstance(container, (list, tuple, str, range)):
+        if constant_of(key) is not None:
+            return getitem(m, container, m.native(operator.index, constant_of(key)), mode)
         raise Break("data-dependent", "a tensor is used as an index of a Python sequence", "index a tensor, or keep the index an int")
     m.world.touch(container)
     if isinstance(container, collections.defaultdict) and not dict.__contains__(container, key) and container.default_factory is not None:
@@ -238,7 +257,12 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
     if method is not None:
         return m.truth(m.inline(method, (container, value), {}))
     if isinstance(container, Generator) or python_method(m, container, "__iter__") is not None:
-        iterator = m.iterate(container)
+        try:
+            iterator = m.iterate(container)
+        except UserError as e:
+            if isinstance(e.error, TypeError):
+                raise UserError(TypeError(f"argument of type '{type(container).__name__}' is not iterable")) from None
+            raise
         while (item := m.next(iterator)) is not MISSING:
             if item is value or m.truth(compare(m, "==", item, value)):
                 return True

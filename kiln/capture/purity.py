@@ -56,7 +56,7 @@ def python_policy_of(module: str, name: str) -> str:
         return "native"
     root = module.partition(".")[0]
     if module in OWN_MODULES:
-        return "native"
+        return "own"
     if module in BREAK_MODULES or root in ("numpy", "random", "pickle", "subprocess", "socket", "threading", "asyncio", "multiprocessing"):
         return "break"
     if root in DROPPED_MODULES:

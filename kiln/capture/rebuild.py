@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,7 @@ class Rebuilder:
         self.uses: collections.Counter[int] = collections.Counter()
         self.counted = None if dry is None else dry.uses
         self.dry = dry  # keeps alive what was counted
+        self.cyclic: set[int] = set() if dry is None else dry.cyclic  # containers that hold themselves
         self.outputs: list[FakeTensor] = []
         self.names: dict[int, str] = {}  # id of a value -> local variable that holds it
         self.open: set[int] = set()
@@ -67,10 +69,17 @@ class Rebuilder:
 
     def build(self, value: Any) -> None:
         if id(value) in self.open:
-            raise Unbuildable(value)
+            if self.dry is not None or type(value) not in SHELLS:
+                raise Unbuildable(value)
+            self.cyclic.add(id(value))
+            self.e.const(None)
+            return
         self.open.add(id(value))
         self.alive.append(value)
-        self.make(value)
+        if id(value) in self.cyclic and self.dry is not None:
+            self.shell(value)
+        else:
+            self.make(value)
         self.open.discard(id(value))
 
     def shared(self, value: Any) -> bool:
@@ -127,6 +136,15 @@ class Rebuilder:
                 maker(self, value)
                 return
         self.object(value)
+
+    def shell(self, value: Any) -> None:
+        """A container that holds itself: an empty one, known by name, then filled."""
+        empty, fill = SHELLS[type(value)]
+        self.call(runtime.make_empty, Raw(type(value)), *empty(value))
+        self.e.copy(1)
+        self.name(value)
+        self.call(fill, value, list(value) if not isinstance(value, dict) else dict(value))
+        self.e.pop()
 
     def source(self, source: Source) -> None:
         """Emit a load along a path."""
@@ -191,6 +209,18 @@ class Rebuilder:
 
     def deque(self, value: Any) -> None:
         self.call(collections.deque, list(value), value.maxlen)
+
+    def bytes(self, value: bytearray) -> None:
+        self.call(bytearray, bytes(value))
+
+    def view(self, value: Any) -> None:
+        """The keys, values or items of a dict."""
+        (owner,) = gc.get_referents(value)
+        self.e.begin_call()
+        self.push(owner)
+        self.e.attr(VIEWS[type(value)])
+        self.e.mid_call()
+        self.e.end_call(0)
 
     def set(self, value: Any) -> None:
         self.call(type(value), tuple(value))
@@ -290,7 +320,12 @@ class Rebuilder:
         self.call(super, value.__thisclass__, value.__self__)
 
     def error(self, value: BaseException) -> None:
-        self.call(runtime.make_error, Raw(type(value)), value.args, dict(value.__dict__), value.__cause__)
+        self.call(runtime.make_error, Raw(type(value)), value.args, runtime.error_state(value))
+        if value.__cause__ is not None or value.__context__ is not None or value.__suppress_context__:
+            self.e.copy(1)
+            self.name(value)
+            self.call(runtime.chain_error, value, value.__cause__, value.__context__, value.__suppress_context__)
+            self.e.pop()
 
     def handled(self, value: Handled) -> None:
         self.push(value.previous)
@@ -312,9 +347,10 @@ class Rebuilder:
             self.call(runtime.fill_list, value, list(list.__iter__(value)))
             self.e.pop()
         slots = {
-            name: getattr(value, name)
+            name: item
             for base in cls.__mro__ for name, member in vars(base).items()
-            if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
+            if isinstance(member, types.MemberDescriptorType) and name != "__dict__"
+            and (item := runtime.read_member(member, value)) is not runtime.UNSET
         }  # fmt: skip
         attributes = instance_space(value) or {}
         if attributes or slots:
@@ -340,6 +376,15 @@ class Call:
         self.function, self.args = function, args
 
 
+VIEWS: dict[type, str] = {
+    type(getattr(kind(), name)()): name for kind in (dict, collections.OrderedDict) for name in ("keys", "values", "items")
+}
+SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {  # how to make an empty one, how to fill it
+    list: (lambda v: (), runtime.fill_list), dict: (lambda v: (), runtime.fill_dict),
+    collections.OrderedDict: (lambda v: (), runtime.fill_dict),
+    collections.defaultdict: (lambda v: (v.default_factory,), runtime.fill_dict),
+    collections.deque: (lambda v: ((), v.maxlen), runtime.write_deque),
+}  # fmt: skip
 FILLED = (object, dict, list, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 Maker = Callable[[Rebuilder, Any], None]
@@ -350,7 +395,7 @@ MAKERS: dict[type, Maker] = {
     types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
     Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
-    Handled: Rebuilder.handled, Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
+    object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled, **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
 }  # fmt: skip

@@ -13,10 +13,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
+from kiln.base import marks
 from kiln.base.errors import Break, Bug
 from kiln.base.source import Source
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
-from kiln.ops.fake import FakeMode, FakeTensor, fake_like
+from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
 
 _push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
 _pop_dispatch = torch._C._pop_torch_dispatch_stack
@@ -107,6 +108,9 @@ LEAVING = {
     "resize_as_": "metadata-mutation",
 }
 
+#: Keyword arguments that scale or fill, so that a tensor given for the number leaves the shape as it is.
+FACTORS = frozenset({"alpha", "beta", "value"})
+
 #: Argument values that an fx node holds as they are.
 PLAIN = {
     int, float, bool, str, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
@@ -124,6 +128,7 @@ class Recorder:
         self.where: Callable[[], str] | None = None
         self.fakes: dict[int, FakeTensor] = {}
         self.dispatch = FakeMode()
+        LITERALS.reset()
         self._bindings: dict[int, Binding] = {}
         self._alive: list[Any] = []
         self._nodes: list[Node] = []
@@ -227,7 +232,7 @@ class Recorder:
         outer, self._busy = self._busy, True
         _push_dispatch(self.dispatch)
         try:
-            result = func(*args, **kwargs)
+            result = run(func, args, kwargs)
         finally:
             _pop_dispatch(None)
             self._busy = outer
@@ -263,7 +268,7 @@ class Recorder:
             made: dict[int, FakeTensor] = {}
             result = replace_real(result, made)
             fakes = [(path, made.get(id(f), f)) for path, f in fakes]
-        if not fakes and not wrote and not changes_state(func):
+        if not fakes and not wrote and not changes_state(func) and marks.ALLOW not in marks.of(func):
             return result
         target = self._node(func, args, kwargs)
         node = self._added(target, result if fakes else None)
@@ -383,6 +388,17 @@ class RecorderMode(TorchFunctionMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _pop_function()
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` gives; a factor that is a tensor without known contents does not change the shape of it."""
+    try:
+        return func(*args, **kwargs)
+    except Break as e:
+        factors = {k: 1.0 if v.is_floating_point() else 1 for k, v in kwargs.items() if k in FACTORS and type(v) is FakeTensor}
+        if e.kind != "data-dependent" or not factors:
+            raise
+        return func(*args, **{**kwargs, **factors})
 
 
 def changes_state(func: Any) -> bool:

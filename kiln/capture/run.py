@@ -11,7 +11,7 @@ import torch
 
 from kiln.base.errors import Break, Skip
 from kiln.base.source import Arg, Const
-from kiln.capture import state
+from kiln.capture import depth, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Restart, UserError
 from kiln.capture.machine import Machine
@@ -43,7 +43,8 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     stop, reason = -1, None
     for _ in range(ATTEMPTS):
         try:
-            return attempt(function, argv, compiler, resume, cache, fullgraph, unstable, stop, reason, in_python)
+            with depth.deep() as room:
+                return attempt(function, argv, compiler, resume, cache, fullgraph, unstable, stop, reason, in_python, room)
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason)) from None
@@ -53,10 +54,11 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
 
 def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
-            in_python: Callable[[Any], Any]) -> Captured:  # fmt: skip
+            in_python: Callable[[Any], Any], room: int) -> Captured:  # fmt: skip
     recorder = Recorder()
     world = World(recorder, unstable)
     machine = Machine(recorder, world, stop, reason)
+    machine.room = room
     recorder.where = machine.where
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
@@ -90,8 +92,8 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         try:
             captured = finisher.returned(value) if ended is None else finisher.broken(machine.broken or [], ended)
         except Unbuildable as e:
-            at = e.step
-            raise Restart(at, Break("rebuild", e.text, "keep such objects out of what lives across the break")) from None
+            text = e.text if ended is None else f"{e.text} after the break at {ended.at}: {ended.why}"
+            raise Restart(e.step, Break("rebuild", text, "keep such objects out of what lives across the break")) from None
     finally:
         machine.leave_contexts()
         state.restore(before)

@@ -17,13 +17,40 @@ def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaul
     return function
 
 
-def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any], cause: Any) -> BaseException:
-    error = cls.__new__(cls, *args)
+ERROR_MEMBERS = ("name", "obj", "path", "name_from", "msg")
+
+
+def error_state(error: BaseException) -> dict[str, Any]:
+    """What an exception holds beside its arguments and its chain."""
+    native = {name: value for name in ERROR_MEMBERS if (value := native_member(error, name)) is not None}
+    return {**native, **error.__dict__}
+
+
+def native_member(error: BaseException, name: str) -> Any:
+    for base in type(error).__mro__:
+        if isinstance(base.__dict__.get(name), types.MemberDescriptorType):
+            return getattr(error, name, None)
+    return None
+
+
+def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An exception made by the native part of its class alone."""
+    base = next(base for base in cls.__mro__ if not base.__flags__ & 1 << 9)
+    error: BaseException = base.__new__(cls, *args)
+    base.__init__(error, *args)
     error.args = args
-    error.__dict__.update(attributes)
-    if cause is not None:
-        error.__cause__ = cause
+    for name, value in attributes.items():
+        object.__setattr__(error, name, value)
+    try:
+        raise error  # native code that leaves a with block counts on a traceback
+    except BaseException:
+        error.__context__ = None
     return error
+
+
+def chain_error(error: BaseException, cause: BaseException | None, context: BaseException | None, suppress: bool) -> None:
+    error.__cause__, error.__context__ = cause, context
+    error.__suppress_context__ = suppress
 
 
 def make_object(cls: type) -> Any:
@@ -32,6 +59,21 @@ def make_object(cls: type) -> Any:
         if not base.__flags__ & 1 << 9:
             return base.__new__(cls)
     return object.__new__(cls)
+
+
+UNSET: Any = object()
+
+
+def read_member(member: Any, value: Any) -> Any:
+    """The value of a slot, UNSET when it has none."""
+    try:
+        return member.__get__(value)
+    except AttributeError:
+        return UNSET
+
+
+def make_empty(cls: type, *args: Any) -> Any:
+    return cls(*args)
 
 
 def fill_object(value: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
@@ -48,6 +90,11 @@ def fill_list(value: list[Any], items: list[Any]) -> None:
 def mapping_type(value: Any) -> Any:
     """The native class whose methods keep a dict consistent."""
     return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def contents(value: Any) -> dict[Any, Any]:
+    """The items of a dict in its own order, whatever its subclass says."""
+    return {key: dict.__getitem__(value, key) for key in mapping_type(value).__iter__(value)}
 
 
 def fill_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:

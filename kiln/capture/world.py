@@ -305,11 +305,12 @@ class World:
             shadow.before = set(copy)
             return
         if isinstance(real, dict):
-            self.guard(Keys(source, tuple(dict.keys(real))))
-            for key, item in list(dict.items(real)):
+            items = runtime.contents(real)
+            self.guard(Keys(source, tuple(items)))
+            for key, item in items.items():
                 wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
                 runtime.mapping_type(copy).__setitem__(copy, key, wrapped)
-            shadow.before = dict(dict.items(copy))
+            shadow.before = runtime.contents(copy)
             if isinstance(real, collections.defaultdict):
                 self.outside(real.default_factory, Attr(source, "default_factory"))
             return

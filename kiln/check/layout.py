@@ -4,6 +4,7 @@ What is found is verified on tensors of all kinds; what does not verify is left 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterable, Iterator
@@ -37,6 +38,13 @@ def _only(candidates: Iterable[int]) -> int:
 def keys_of(tensor: torch.Tensor) -> int:
     """The dispatch key set of a tensor as an integer."""
     return int(torch._C._dispatch_keys(tensor).raw_repr())
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No mode or subclass sees the torch calls inside."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
 
 
 @functools.cache
@@ -119,7 +127,7 @@ def kind_word(dtype: torch.dtype, device: torch.device) -> int:
 
 @functools.cache
 def _kind_word(dtype: torch.dtype, device: str) -> int:
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+    with _undisturbed():
         return int(_hook.tensor_words(torch.empty(0, dtype=dtype, device=device))[0])
 
 
@@ -141,7 +149,7 @@ def _demand(true: bool, tensor: torch.Tensor) -> None:
 def ready() -> bool:
     """Whether C reads tensors as memory; finds the layout on the first call."""
     try:
-        with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        with _undisturbed(), torch.inference_mode(False), torch.enable_grad():
             _hook.set_tensor_layout(*_find_layout())
             _verify_layout()
     except Exception:

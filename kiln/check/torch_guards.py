@@ -80,6 +80,7 @@ class GlobalState(Guard):
 
     @staticmethod
     def now() -> GlobalState:
+        state.ready()  # found out while no mode of a capture is on
         return GlobalState(read_state())
 
     def test(self, value: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
 from kiln.ops.layout import Mismatch
-from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, Layout, Same, by_mask, infer, written
+from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, SEEDED, Layout, Same, by_mask, infer, written
 from kiln.ops.oracle import consult, too_large
 from kiln.ops.table import RULES, aten, rule
 
@@ -28,6 +28,7 @@ REALLOCATING = frozenset(
 
 #: A literal of more elements than this is not kept as a constant.
 LARGEST_CONSTANT = 1024
+LARGEST_FOLDED = 64
 
 
 class FakeTensor(torch.Tensor):
@@ -76,6 +77,46 @@ def make(
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns on these arguments, as fakes: by its shape rule, else through torch's meta kernels."""
+    out = shaped(func, args, kwargs)
+    if LITERALS.made and type(out) is FakeTensor:
+        fold(out, func, args, kwargs)
+    return out
+
+
+class Literals:
+    """Whether a tensor with known contents was made since the last `reset`."""
+
+    made = False
+
+    def reset(self) -> None:
+        self.made = False
+
+
+LITERALS = Literals()
+
+
+def fold(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the contents of `out` when they follow from constants of the program."""
+    values = leaves((args, kwargs))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors or out.value is not None or out.numel() > LARGEST_FOLDED or MUTATING[func] or SEEDED[func]:
+        return
+    if any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors) or out.is_inference():
+        return
+    out.value, out.value_version = func(*lowered(list(args)), **lowered(kwargs)), out._version
+
+
+def lowered(value: Any) -> Any:
+    """The nest `value` with the known contents in place of fakes."""
+    if isinstance(value, FakeTensor):
+        return constant_of(value)
+    if isinstance(value, dict):
+        return {k: lowered(v) for k, v in value.items()}
+    return type(value)([lowered(v) for v in value]) if isinstance(value, (list, tuple)) else value
+
+
+def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `func` returns, without its contents."""
     rule = RULES.get(func)
     if rule is not None:
         try:
@@ -188,12 +229,7 @@ def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         why = f"{func} needs the values of a tensor"
         raise Break("data-dependent", why, "move it out of the compiled function")
 
-    def lower(value: Any) -> Any:
-        if isinstance(value, FakeTensor):
-            return constant_of(value)
-        return type(value)([lower(v) for v in value]) if isinstance(value, (list, tuple)) else value
-
-    return literal(func(*[lower(a) for a in args], **{k: lower(v) for k, v in kwargs.items()}))
+    return literal(func(*lowered(list(args)), **lowered(kwargs)))
 
 
 def constant_of(fake: FakeTensor) -> torch.Tensor | None:
@@ -212,6 +248,7 @@ def literal(value: Any) -> Any:
     fake = make(value.shape, value.stride(), value.dtype, value.device)
     if value.numel() <= LARGEST_CONSTANT and not fake.is_inference():
         fake.value, fake.value_version = value, fake._version
+        LITERALS.made = True
     return fake
 
 

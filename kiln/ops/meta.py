@@ -57,6 +57,8 @@ INDEXING = {aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor}
 MUTATING = _Facts(lambda func: bool(func._schema.is_mutable))
 #: Whether an overload's result depends on the values of its arguments in dtype-independent ways.
 DATA = _Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
+#: Whether an overload draws random numbers.
+SEEDED = _Facts(lambda func: torch.Tag.nondeterministic_seeded in func.tags)
 #: Whether an overload changes the shape or strides of its argument.
 RESHAPES = _Facts(lambda func: torch.Tag.inplace_view in func.tags)
 DECOMPOSES = _Facts(

@@ -62,7 +62,8 @@ def _convolution(
         return NotImplemented
     if rank == 1:
         # One dimension is run as two, of which the first has the extent 1, over a contiguous input.
-        last = suggests_channels_last((*kernel[:2], 1, kernel[2]), _with_unit(kernel, weight.stride()))
+        layouts = (size, x.stride() if x.is_contiguous() else contiguous(size)), (kernel, weight.stride())
+        last = any(suggests_channels_last((*n[:2], 1, n[2]), _with_unit(n, s)) for n, s in layouts)
         step = channels_last((out[0], out[1], 1, out[2]))
         return make(out, (step[0], step[1], step[3]) if last else None, dtype, x.device)
     last = any(suggests_channels_last(t.shape, t.stride()) for t in (x, weight))

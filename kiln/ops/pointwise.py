@@ -190,7 +190,7 @@ def _power(a: Operand, b: Operand) -> Any:
 
 
 def _gradient(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
-    if a.dtype is not b.dtype or a.dtype not in FLOATS or a.shape != b.shape:
+    if a.dtype is not b.dtype or a.dtype not in INEXACT or a.shape != b.shape:
         return NotImplemented
     return over((a, b), a.dtype)
 

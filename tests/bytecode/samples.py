@@ -339,6 +339,22 @@ def deletes_unbound_cell(log):
     return log
 
 
+def fails(x):
+    raise KeyError(x)
+
+
+@sample([])
+def cell_before_call(log):
+    x = 1
+    show = lambda: x  # noqa: E731
+    try:
+        fails(x)
+    except KeyError as error:
+        log.append(repr(error))
+    log.append(show())
+    fails(x)
+
+
 @sample(True)
 @sample(False)
 def unbound(flag):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import types
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -90,7 +91,7 @@ CASES = {
     "member of a set": (lambda x, s: x + (3 in s), (X, {1, 2}), (X, {1, 3}), "s"),
     "deque": (lambda x, d: x + d[0], (X, deque([1])), (X, deque([2])), "d"),
     "ordered dict": (lambda x, d: (x + 1, list(d)), (X, OrderedDict(a=1)), (X, OrderedDict(b=1)), "d"),
-    "type of a container": (lambda x, s: (x + len(s), s), (X, [1]), (X, (1,)), "s was of type list, now tuple"),
+    "type of a container": (lambda x, s: (x + len(s), s), (X, [1]), (X, (1,)), "s was of type", "list", "tuple"),
     "attribute": (lambda x, b: x + b.n, (X, Bag(n=1)), (X, Bag(n=2)), "b.n was 1, now 2"),
     "nested attribute": (lambda x, b: x + b.c.n, (X, Bag(c=Bag(n=1))), (X, Bag(c=Bag(n=2))), "b.c.n was 1, now 2"),
     "slot": (lambda x, b: x + b.n, (X, Slotted(1)), (X, Slotted(2)), "b.n was 1, now 2"),
@@ -239,11 +240,13 @@ def test_defaults_and_keyword_defaults():
     def f(x, n=1, *, k=2):
         return x * n + k
 
+    defaults, kwdefaults = f.__defaults__, f.__kwdefaults__
+
     def change():
         f.__defaults__ = (5,)
 
     def undo():
-        f.__defaults__ = (1,)
+        f.__defaults__ = defaults
 
     with_change(lambda x: f(x), change, undo, "f")
 
@@ -251,7 +254,7 @@ def test_defaults_and_keyword_defaults():
         f.__kwdefaults__ = {"k": 9}
 
     def undo_kw():
-        f.__kwdefaults__ = {"k": 2}
+        f.__kwdefaults__ = kwdefaults
 
     with_change(lambda x: f(x), change_kw, undo_kw, "f")
 
@@ -365,16 +368,20 @@ def test_attribute_of_a_global_object():
     with_change(lambda x: x * b.n, lambda: setattr(b, "n", 2), lambda: setattr(b, "n", 1), "b", ".n was 1, now 2")
 
 
-def test_module_attributes_and_monkey_patches():
-    old = torch.nn.functional.relu
+def test_attributes_of_modules_of_python():
+    settings = types.ModuleType("settings")
+    settings.scale, settings.act = 2, torch.relu
+    with_change(lambda x: settings.act(x) * settings.scale, lambda: setattr(settings, "scale", 3),
+                lambda: setattr(settings, "scale", 2), "scale was 2, now 3")  # fmt: skip
+    with_change(lambda x: settings.act(x) + 1, lambda: setattr(settings, "act", torch.sin),
+                lambda: setattr(settings, "act", torch.relu), "act")  # fmt: skip
 
-    def change():
-        torch.nn.functional.relu = torch.nn.functional.gelu
 
-    def undo():
-        torch.nn.functional.relu = old
-
-    with_change(lambda x: torch.nn.functional.relu(x), change, undo, "relu")
+def test_patched_torch_function_is_called(monkeypatch):
+    w = Watch(lambda x: torch.nn.functional.relu(x) + 1)
+    w(X)
+    monkeypatch.setattr(torch.nn.functional, "relu", torch.nn.functional.gelu)
+    w(X)
 
 
 # Module trees.
@@ -457,7 +464,7 @@ def test_replaced_parameter_is_used():
 
 STATES = {
     "grad mode": (lambda: torch.no_grad(), "grad"),
-    "inference mode": (lambda: torch.inference_mode(), "inference"),
+    "inference mode": (lambda: torch.inference_mode(), "mode was"),
     "autocast": (lambda: torch.autocast("cpu", dtype=torch.bfloat16), "autocast"),
     "default device": (lambda: torch.device("meta"), "device"),
 }

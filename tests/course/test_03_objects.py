@@ -667,6 +667,15 @@ def test_class_made_inside(x):
 
 
 @program(X)
+def test_class_made_inside_closes_over_a_tensor(x):
+    class Local:
+        def run(self):
+            return x * 2
+
+    return Local().run() + 1
+
+
+@program(X)
 def test_class_made_by_type(x):
     cls = type("Made", (A,), {"n": 4, "run": lambda self, v: v * self.n})
     return cls().run(x), cls.__name__, cls().who()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kiln.capture.opcodes import control, objects, stack
+from kiln.capture.opcodes import control, errors, objects, stack
 from kiln.capture.opcodes.table import build
 
 TABLE = build()
 
-__all__ = ["TABLE", "control", "objects", "stack"]
+__all__ = ["TABLE", "control", "errors", "objects", "stack"]

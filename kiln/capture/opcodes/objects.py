@@ -9,7 +9,7 @@ from kiln.base.errors import Break
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, operators
-from kiln.capture.frame import NULL, Frame, Handled, UserError
+from kiln.capture.frame import NULL, Frame, UserError
 from kiln.capture.opcodes.control import sequence
 from kiln.capture.opcodes.table import opcode
 
@@ -314,67 +314,3 @@ def before_with(m: Machine, f: Frame, i: Instruction) -> Any:
 def with_except_start(m: Machine, f: Frame, i: Instruction) -> Any:
     error, leave = f.stack[-1], f.stack[-4]
     f.stack.append(m.call(leave, (type(error), error, error.__traceback__)))
-
-
-# ---------------------------------------------------------------------- exceptions
-
-
-@opcode("PUSH_EXC_INFO")
-def push_exc_info(m: Machine, f: Frame, i: Instruction) -> Any:
-    error = f.stack.pop()
-    f.stack.append(Handled(f.handled[-1] if f.handled else None))
-    f.handled.append(error)
-    f.stack.append(error)
-
-
-@opcode("POP_EXCEPT")
-def pop_except(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.pop()
-    if f.handled:
-        f.handled.pop()
-
-
-@opcode("CHECK_EXC_MATCH")
-def check_exc_match(m: Machine, f: Frame, i: Instruction) -> Any:
-    error, kinds = f.stack[-2:]
-    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise UserError(TypeError("catching classes that do not inherit from BaseException is not allowed"))
-    f.stack[-1] = isinstance(error, kinds)
-
-
-def as_error(m: Machine, value: Any) -> BaseException:
-    if isinstance(value, type) and issubclass(value, BaseException):
-        value = m.call(value, ())
-    if not isinstance(value, BaseException):
-        raise UserError(TypeError("exceptions must derive from BaseException"))
-    return value
-
-
-@opcode("RAISE_VARARGS")
-def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
-    if not i.arg:
-        if not handling(m, f):
-            raise UserError(RuntimeError("No active exception to reraise"))
-        raise UserError(handling(m, f)[-1])
-    error = as_error(m, f.stack[-i.arg])
-    if i.arg == 2:
-        cause = f.stack[-1]
-        error.__cause__ = cause if cause is None else as_error(m, cause)
-    raise UserError(error)
-
-
-def handling(m: Machine, f: Frame) -> list[BaseException]:
-    """The exceptions being handled, those of the calling frames included."""
-    return [e for frame in (*m.frames[:-1], f) for e in frame.handled]
-
-
-@opcode("RERAISE")
-def reraise(m: Machine, f: Frame, i: Instruction) -> Any:
-    raise UserError(f.stack[-1])
-
-
-@opcode("LOAD_ASSERTION_ERROR")
-def load_assertion_error(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(AssertionError)
-
