@@ -21,10 +21,10 @@ typedef enum {
 typedef enum {
     CHECK_TYPE,     /* operand: the type */
     CHECK_IS,       /* operand: the object */
-    CHECK_EQUALS,   /* operand: a plain constant */
+    CHECK_EQUALS,   /* operand: a constant that same_constant knows */
     CHECK_CONSTANT, /* operand: callable on the value, whose answer depends on the value's identity alone */
     CHECK_LENGTH,   /* operand: int */
-    CHECK_KEYS,     /* operand: tuple of plain constants */
+    CHECK_KEYS,     /* operand: tuple of such constants */
     CHECK_HAS,      /* operand: key of a dict or set */
     CHECK_LACKS,
     CHECK_ABSENT,   /* operand: key of an instance dict, which may itself be absent */
@@ -164,25 +164,32 @@ static inline bool same_float(double a, double b)
     return memcmp(&a, &b, sizeof a) == 0;
 }
 
-/* `same` of check/guards.py for plain constants and tuples of them; -1 with an error. */
+/* `same` of check/values.py, but for ranges and frozensets; -1 with an error. */
 static int same_constant(PyObject *a, PyObject *b)
 {
     if (a == b)
         return 1;
     if (Py_TYPE(a) != Py_TYPE(b))
         return 0;
-    if (PyFloat_CheckExact(a))
+    if (PyFloat_Check(a))
         return same_float(PyFloat_AS_DOUBLE(a), PyFloat_AS_DOUBLE(b));
-    if (PyComplex_CheckExact(a)) {
-        Py_complex x = PyComplex_AsCComplex(a), y = PyComplex_AsCComplex(b);
+    if (PyComplex_Check(a)) {
+        Py_complex x = ((PyComplexObject *)a)->cval, y = ((PyComplexObject *)b)->cval;
         return same_float(x.real, y.real) && same_float(x.imag, y.imag);
     }
-    if (PyTuple_CheckExact(a)) {
+    if (PyTuple_Check(a)) {
         Py_ssize_t n = PyTuple_GET_SIZE(a);
         int same = PyTuple_GET_SIZE(b) == n;
         for (Py_ssize_t i = 0; same == 1 && i < n; i++)
             same = same_constant(PyTuple_GET_ITEM(a, i), PyTuple_GET_ITEM(b, i));
         return same;
+    }
+    if (PySlice_Check(a)) {
+        PySliceObject *x = (PySliceObject *)a, *y = (PySliceObject *)b;
+        int same = same_constant(x->start, y->start);
+        if (same == 1)
+            same = same_constant(x->stop, y->stop);
+        return same == 1 ? same_constant(x->step, y->step) : same;
     }
     return PyObject_RichCompareBool(a, b, Py_EQ);
 }

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CellType, CodeType
 
 from kiln.base.errors import Skip
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction, decode
-from kiln.bytecode.flow import reachable, stack_depths
+from kiln.bytecode.flow import reachable
 from kiln.bytecode.versions import CACHES, HERE, REAL
 
 _UNBOUND_LOCAL = "cannot access local variable '{}' where it is not associated with a value"
@@ -20,13 +20,13 @@ _Cover = tuple[Label, int, bool]
 class Body:
     """The part of `code` that control may come to, behind what `emitter` holds already.
 
-    `entry` is an instruction that control comes to, with the depth of the stack there.
+    `depths` gives the depth of the stack before each instruction.
     """
 
-    def __init__(self, code: CodeType, emitter: Emitter, entry: tuple[int, int]) -> None:
+    def __init__(self, code: CodeType, emitter: Emitter, depths: Sequence[int]) -> None:
         self.code, self.decoded, self.e = code, decode(code), emitter
         self._cells = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
-        self._depths = stack_depths(code, entry) if self._cells else ()
+        self._depths = depths
         self._positions = list(code.co_positions())
         self._labels: dict[int, Label] = {}
         self._cover: dict[int, _Cover] = {}

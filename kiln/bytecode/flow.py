@@ -60,6 +60,8 @@ def depths(
     while pending:
         at, depth = pending.pop()
         while at < len(rows) and found[at] < 0:
+            if depth < 0:
+                raise Bug(f"more is taken from the stack before row {at} than there is")
             found[at] = depth
             op, arg, target = rows[at]
             if target >= 0:

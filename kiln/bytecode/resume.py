@@ -22,7 +22,7 @@ from kiln.base.errors import Bug, Skip
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.body import CELL_USERS, Body, make_cell
 from kiln.bytecode.decode import Code, decode
-from kiln.bytecode.flow import is_jump, reachable, stack_effect
+from kiln.bytecode.flow import is_jump, reachable, stack_depths, stack_effect
 from kiln.bytecode.live import needed
 from kiln.bytecode.versions import HERE, REAL, TERMINATORS
 
@@ -180,14 +180,17 @@ class _Builder:
         if replace is not None:
             self.parameters += replace.parameters
         self.e = Emitter(tuple(dict.fromkeys((*self.parameters, *decode(code).locals))))
-        self.body = Body(code, self.e, self._known_depth())
+        self.body = Body(code, self.e, self._depths())
 
-    def _known_depth(self) -> tuple[int, int]:
-        """An instruction that control comes to and the depth of the stack before it."""
-        if self.replace is None:
-            return self.index, len(self.stack)
-        # The operands of the instruction are not there, so the depth is that of the function itself.
-        return 0, 0
+    def _depths(self) -> tuple[int, ...]:
+        """The depth of the stack before each instruction, checked against the one given."""
+        given = len(self.stack)
+        known = stack_depths(self.code)
+        if known[self.index] < 0:
+            known = stack_depths(self.code, (self.index, given))
+        if self.replace is None and known[self.index] != given:
+            raise Bug(f"{self.code.co_qualname} has {known[self.index]} values on the stack at {self.index}, not {given}")
+        return known
 
     def prologue(self) -> None:
         """Build the stack up from the parameters, which are unbound on the way."""

@@ -96,6 +96,8 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
         return m.inline(hook, (value, name), {}, mode)
     if source is not None:
         world.class_attr(kind, name, MISSING)
+    if callable(hook):
+        return m.call(hook, (value, name))
     return m.native(missing, value, name)
 
 
@@ -384,6 +386,9 @@ def store(m: Machine, value: Any, name: str, item: Any, mode: str = "opaque") ->
     if isinstance(custom, types.FunctionType):
         m.inline(custom, (value, name, item), {}, mode)
         return
+    if getattr(custom, "__name__", "") != "__setattr__":
+        m.call(custom, (value, name, item))
+        return
     store_by_protocol(m, value, name, item, mode)
 
 
@@ -443,6 +448,9 @@ def delete(m: Machine, value: Any, name: str, mode: str = "opaque") -> None:
     custom = type_lookup(m, kind, "__delattr__")
     if isinstance(custom, types.FunctionType):
         m.inline(custom, (value, name), {}, mode)
+        return
+    if getattr(custom, "__name__", "") != "__delattr__":
+        m.call(custom, (value, name))
         return
     delete_by_protocol(m, value, name, mode)
 

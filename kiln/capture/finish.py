@@ -97,6 +97,7 @@ class Finisher:
     def body(self, r: Rebuilder, tail: Callable[[Rebuilder], None]) -> None:
         """Values first, while every path still leads to what capture saw; then the writes; then the tail."""
         writes, switches = self.writes(), state.difference(self.before, self.after)
+        switches += [(torch.device.__enter__, device) for device in self.m.devices]
         if not writes and not switches:
             tail(r)
             return

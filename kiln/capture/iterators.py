@@ -30,6 +30,10 @@ class Generator:
     def __iter__(self) -> Generator:
         return self
 
+    def __del__(self) -> None:
+        if self.started and not self.done:
+            self.machine.dropped.append(self)
+
     def __next__(self) -> Any:
         value = self.advance()
         if value is MISSING:
@@ -93,6 +97,9 @@ class Generator:
             except UserError as e:
                 if not isinstance(e.error, (GeneratorExit, StopIteration)):
                     raise
+            else:
+                if not self.done:
+                    raise UserError(RuntimeError("generator ignored GeneratorExit"))
         self.done = True
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
@@ -33,6 +34,8 @@ class Machine:
         self.room = 1000  # how deep calls may nest, as Python's own limit has it
         self.broken: list[Frame] | None = None  # the frames as they stood when a Break was raised
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
+        self.dropped: list[Generator] = []  # suspended generators that the program has let go
+        self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
 
@@ -66,6 +69,8 @@ class Machine:
             if frame.unread and instruction.name not in PASSIVE:
                 read_all(self, frame)
             frame.before = stack.copy()
+            if self.dropped:
+                self.close_dropped()
             if step == stop_at:
                 assert self.stop_reason is not None
                 raise self.located(self.stop_reason, frame)
@@ -92,6 +97,14 @@ class Machine:
         if reason.at is None:
             reason.at = self.user_place(frame)
         return reason
+
+    def close_dropped(self) -> None:
+        """What Python does when a suspended generator dies: close it, and forget what it raises."""
+        while self.dropped:
+            try:
+                self.dropped.pop().close()
+            except UserError:
+                continue
 
     def leave_contexts(self) -> None:
         """Leave what the program had entered when capture ended."""
@@ -176,6 +189,8 @@ class Machine:
 
     def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that becomes one node of the graph."""
+        if self.devices and function in _device_constructors() and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": self.devices[-1]}
         try:
             return self.native(self.recorder.call, function, args, kwargs)
         except UserError as e:

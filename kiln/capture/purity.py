@@ -89,7 +89,7 @@ STATE_READS = frozenset("""
     is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype get_autocast_cpu_dtype
     get_autocast_gpu_dtype is_autocast_cache_enabled get_default_dtype get_num_threads are_deterministic_algorithms_enabled
     is_deterministic_algorithms_warn_only_enabled _get_deterministic_algorithms _get_deterministic_algorithms_warn_only
-    _is_grad_enabled is_anomaly_enabled is_anomaly_check_nan_enabled _get_tracing_state _is_tracing is_autocast_available
+    _is_autocast_available _is_grad_enabled is_anomaly_enabled is_anomaly_check_nan_enabled _get_tracing_state _is_tracing is_autocast_available
     _is_any_autocast_enabled _len_torch_function_stack _len_torch_dispatch_stack _has_torch_function _has_torch_function_unary
     _has_torch_function_variadic _get_privateuse1_backend_name get_autocast_xla_dtype _is_torch_function_enabled
     _is_torch_function_mode_enabled _is_torch_function_all_disabled _get_cudnn_enabled _get_cudnn_allow_tf32 _get_cudnn_benchmark
@@ -111,15 +111,18 @@ STATE_WRITES = frozenset("""
 """.split())  # fmt: skip
 
 
+READS = ("_get_", "_is_", "_are_", "_has_")  # torch._C's naming of functions that only answer
+
+
 def builtin_policy(function: Any) -> str:
     """How a call of a builtin function is captured: leaf, effect, native, or unknown."""
     name, owner = function.__name__, function.__self__
     module = function.__module__ or ""
     if module.startswith("torch") or isinstance(owner, type) and owner.__name__ in ("_VariableFunctionsClass",) or (
             isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch")):  # fmt: skip
-        if name in STATE_WRITES:
+        if name in STATE_WRITES or name.startswith("_set_sdp"):
             return "effect"
-        if name in STATE_READS:
+        if name in STATE_READS or name.startswith(READS):
             return "native"
     if id(function) in TORCH_NODES:
         return "leaf"

@@ -334,8 +334,11 @@ class Rebuilder:
         """An instance of a user's class: an empty one, known by name, then filled."""
         cls = type(value)
         natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
+        if hasattr(cls, "__entries"):  # an enumeration of native code
+            self.e.const(value)
+            return
         if cls not in OPAQUE_OK and (not cls.__flags__ & 1 << 9 or id(value) in self.steps
-                                     or any(base not in FILLED for base in natives)):  # fmt: skip
+                                     or any(base not in FILLED for base in natives) or not runtime.can_make(cls)):  # fmt: skip
             raise Unbuildable(value, self.steps.get(id(value), -1))
         self.call(runtime.make_object, Raw(cls))
         self.e.copy(1)

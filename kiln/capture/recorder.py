@@ -117,6 +117,8 @@ PLAIN = {
     torch.memory_format, bytes, range,
 }  # fmt: skip
 
+HINT = "move it out of the compiled function"
+NO_DATA = "its data is not allocated yet"
 ATTRIBUTE_DICTS = re.compile(r"\.(_modules|_parameters|_buffers)\b")
 
 
@@ -242,7 +244,7 @@ class Recorder:
         name = METHODS.get(func) if func.__hash__ is not None else None
         kind = LEAVING.get(name or "")
         if kind is not None:
-            raise Break(kind, f"Tensor.{name} is called", "move it out of the compiled function")
+            raise Break(kind, f"Tensor.{name} is called", HINT)
         if getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data":
             raise Break("metadata-mutation", "an assignment to Tensor.data", "use copy_ under torch.no_grad()")
 
@@ -327,6 +329,11 @@ class Recorder:
             self._alive.append(result)
         return result
 
+    def note(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        """Record that the graph calls `func` here, without calling it now."""
+        fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
+        self._added(self.graph.create_node("call_function", func, tuple([self._argument(a) for a in args]), fx_kwargs))
+
     def mode(self) -> RecorderMode:
         """A context in which every torch function that native code calls is recorded."""
         return self._mode
@@ -399,6 +406,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if e.kind != "data-dependent" or not factors:
             raise
         return func(*args, **{**kwargs, **factors})
+
+
+def describe(func: Any) -> str:
+    """The name of `func` for a message."""
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or repr(func)
 
 
 def changes_state(func: Any) -> bool:

@@ -71,6 +71,9 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     try:
         try:
             value = machine.run(frame)
+            frame.locals.clear()
+            frame.before.clear()
+            machine.close_dropped()
             ended: Break | None = None
         except Break as e:
             ended = e

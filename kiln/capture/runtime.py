@@ -76,6 +76,15 @@ def make_empty(cls: type, *args: Any) -> Any:
     return cls(*args)
 
 
+def can_make(cls: type) -> bool:
+    """Whether the class allows instances without its own `__new__`; native classes with a state of their own do not."""
+    try:
+        make_object(cls)
+    except TypeError:
+        return False
+    return True
+
+
 def fill_object(value: Any, attributes: dict[str, Any], slots: dict[str, Any]) -> None:
     if attributes:
         value.__dict__.update(attributes)

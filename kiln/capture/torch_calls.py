@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import sys
@@ -42,6 +43,16 @@ folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
 @handles(torch.is_tensor)
 def is_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return isinstance(args[0], torch.Tensor)
+
+
+@handles(torch.nn.Parameter)
+def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A parameter made here: one node."""
+    if type(args[0] if args else kwargs.get("data")) is not FakeTensor:
+        raise Break("tensor-subclass", "a Parameter is made of no tensor", "make it outside the compiled function")
+    made = leaf(m, torch.nn.Parameter, args, kwargs)
+    made.real_type = torch.nn.Parameter
+    return made
 
 
 @handles(torch.is_storage, torch.overrides.is_tensor_like)
@@ -157,7 +168,33 @@ def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     m.native(m.recorder.effect, _exit_inference_mode, (context,))
 
 
-@handles(torch.manual_seed, torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all)
+@handles(torch.device.__enter__)
+def enter_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A default device: factories get it as an argument, so the graph needs no context."""
+    m.devices.append(args[0])
+    return args[0]
+
+
+@handles(torch.device.__exit__)
+def exit_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if not m.devices:
+        raise Break("foreign-context", "a default device was entered before this graph", "enter and leave it in one function")
+    m.devices.pop()
+
+
+@handles(torch.get_default_device)
+def default_device_now(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.devices[-1] if m.devices else torch.get_default_device()
+
+
+@handles(torch.manual_seed)
+def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The graph seeds the generator where the program does."""
+    m.recorder.note(torch.manual_seed, args, kwargs)
+    return m.world.constant(torch.default_generator)
+
+
+@handles(torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all)
 def random_state(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     raise Break("random-state", "the state of the random generator is changed or read", "seed outside the compiled function")
 
@@ -186,3 +223,9 @@ def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 
 
 CALLERS[torch.jit.ScriptFunction] = CALLERS[torch.jit.ScriptModule] = call_script
+
+
+@handles(torch.autograd.profiler.record_function)
+def profiled_block(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A named block of a profile: the ops of a graph have no such blocks, the name is dropped."""
+    return m.call(m.world.constant(contextlib.nullcontext), ())

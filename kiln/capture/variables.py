@@ -37,4 +37,5 @@ def read_all(m: Machine, f: Frame) -> None:
             f.stack[i] = m.world.outside(value.value, value.source)
 
 
-PASSIVE = frozenset({"LOAD_FAST", "POP_TOP", "JUMP_FORWARD", "JUMP_BACKWARD", "NOP", "PUSH_NULL", "RESUME", "DELETE_FAST", "COPY", "SWAP"})
+PASSIVE = frozenset({"LOAD_FAST", "POP_TOP", "JUMP_FORWARD", "JUMP_BACKWARD", "NOP", "PUSH_NULL", "RESUME", "DELETE_FAST", "COPY", "SWAP",
+                     "STORE_FAST"})  # fmt: skip

@@ -64,10 +64,10 @@ def show(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-# Types whose values C compares as `same` does; tuples of these too.
-_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), type(Ellipsis)})
-
-
 def is_plain(value: Any) -> bool:
-    """Whether C can compare with this constant."""
-    return all(map(is_plain, value)) if type(value) is tuple else type(value) in _PLAIN
+    """Whether C compares this constant as `same` does."""
+    if isinstance(value, tuple):
+        return all(map(is_plain, tuple.__iter__(value)))
+    if isinstance(value, slice):
+        return is_plain(value.start) and is_plain(value.stop) and is_plain(value.step)
+    return not isinstance(value, (range, frozenset))

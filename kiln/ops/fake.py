@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kiln.base.errors import Break
 from kiln.ops.layout import Mismatch
 from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, SEEDED, Layout, Same, by_mask, infer, written
-from kiln.ops.oracle import consult, too_large
+from kiln.ops.oracle import consult, lays_out_itself, too_large
 from kiln.ops.table import RULES, aten, rule
 
 _wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -140,7 +140,7 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if MUTATING[func] and any(overlaps(t) for t in written(func, args, kwargs)):
         return refuse(Mismatch("elements share a place"), func, args, kwargs)
     try:
-        answer, tensors = infer(func, args, kwargs)
+        answer, tensors = infer(func, args, kwargs, consult if lays_out_itself(func, args[0] if args else None) else None)
     except Break:
         raise
     except Exception as error:

@@ -74,8 +74,16 @@ def by_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
-    """A nest of Layout, Same and plain values that says what `func` returns, and the argument tensors in order."""
+Ask = Callable[[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Any]
+
+
+def infer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask | None = None
+) -> tuple[Any, list[torch.Tensor]]:
+    """A nest of Layout, Same and plain values that says what `func` returns, and the argument tensors in order.
+
+    What is not remembered is asked of the meta kernels, or of `ask`.
+    """
     tensors: list[torch.Tensor] = []
     try:
         key = (func, torch.get_default_dtype(), _key(args, tensors), *[(k, _key(v, tensors)) for k, v in kwargs.items()])
@@ -84,7 +92,7 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
         key = known = None
     if known is not None:
         return known, tensors
-    answer = _ask(func, args, kwargs, tensors)
+    answer = (ask or ask_meta)(func, args, kwargs, tensors)
     if key is not None:
         if len(_MEMO) > REMEMBERED:
             _MEMO.clear()
@@ -110,7 +118,8 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+    """What `func` returns on meta tensors of these layouts, described."""
     twins = [twin_of(t) for t in tensors]
     by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
 

@@ -94,7 +94,7 @@ def _convolution_backward(
     return _similar(x) if mask[0] else None, _similar(weight) if mask[1] else None, bias
 
 
-@rule(aten.native_batch_norm.default)
+@rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def _batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -8,13 +8,33 @@ import torch
 
 from kiln.ops.meta import describe
 
-LARGEST = 1 << 26
+aten = torch.ops.aten
 CPU = torch.device("cpu")
+LARGEST = 1 << 26
+LARGEST_LAYOUT = 1 << 16
+
+#: Ops whose meta kernels give other strides than their kernels for the CPU.
+OWN_LAYOUT = frozenset(
+    {
+        aten._fft_r2c.default,
+        aten._fft_c2r.default,
+        aten._fft_c2c.default,
+        aten._linalg_svd.default,
+        aten.linalg_eig.default,
+        aten.max_unpool2d.default,
+        aten.max_unpool3d.default,
+    }
+)
 
 
 def too_large(tensors: list[torch.Tensor]) -> bool:
     """Whether the arguments hold too many elements for the op to be run for real."""
     return sum(t.numel() for t in tensors) > LARGEST
+
+
+def lays_out_itself(func: Any, x: Any) -> bool:
+    """Whether only the op itself, run on zeros like `x`, knows the strides of its result, and that is cheap."""
+    return func in OWN_LAYOUT and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT
 
 
 def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
@@ -29,6 +49,8 @@ def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
             return type(value)([lower(v) for v in value])
         return value
 
+    if kwargs.get("generator") is not None:
+        kwargs = {**kwargs, "generator": None}
     state = torch.get_rng_state()
     try:
         out = func(*[lower(a) for a in args], **{k: lower(v) for k, v in kwargs.items()})

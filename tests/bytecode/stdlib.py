@@ -3,6 +3,7 @@
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType
 
@@ -17,6 +18,7 @@ def nested(code: CodeType) -> Iterator[CodeType]:
             yield from nested(const)
 
 
+@cache
 def code_objects() -> list[CodeType]:
     root = Path(sysconfig.get_path("stdlib"))
     found: list[CodeType] = []

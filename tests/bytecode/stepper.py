@@ -17,6 +17,7 @@ from kiln.bytecode.flow import is_jump, stack_effect
 from kiln.bytecode.resume import HANDLED, LASTI, NULL, VALUE, Epilogue, Slot, continue_code, resume_code
 from kiln.bytecode.versions import HERE, TERMINATORS
 
+LIMIT = 20_000
 _functions: dict[tuple[Any, ...], FunctionType] = {}
 
 
@@ -56,6 +57,15 @@ class Stepper:
         first = next(i.index for i in self.decoded.instructions if i.name == "RESUME") + 1
         return State(first, [], variables)
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the whole function, step by step."""
+        state: State | tuple[Any] = self.start(*args, **kwargs)
+        for _ in range(LIMIT):
+            state = self.step(state)
+            if not isinstance(state, State):
+                return state[0]
+        raise AssertionError("the function does not end")
+
     def step(self, state: State) -> State | tuple[Any]:
         """The state after one instruction, or the function's result in a tuple."""
         i = self.decoded.instructions[state.index]
@@ -88,7 +98,11 @@ class Stepper:
 
     def resume(self, state: State) -> Any:
         """Run all the rest in one resume function."""
-        return self._resume_function(state.index, state.slots, tuple(state.variables))(*state.values)
+        return self.resume_function(state)(*state.values)
+
+    def resume_function(self, state: State) -> FunctionType:
+        """The function that goes on from a state; it takes the values of the state."""
+        return self._resume_function(state.index, state.slots, tuple(state.variables))
 
     def _resume_function(self, index: int, slots: tuple[Slot, ...], names: tuple[str, ...]) -> FunctionType:
         key = ("resume", self.code, index, slots, names)

@@ -7,9 +7,6 @@ import pytest
 from tests.bytecode.samples import SAMPLES
 from tests.bytecode.stepper import State, Stepper
 
-LIMIT = 20_000
-
-
 def outcome(call):
     """The result or the exception of a call, in a form that compares."""
     try:
@@ -52,15 +49,7 @@ def test_one_instruction_at_a_time(function, args, kwargs):
     expected = outcome(lambda: function(*positional, **keywords))
     stepper, positional2, keywords2 = bind(function, args, kwargs)
 
-    def run():
-        state = stepper.start(*positional2, **keywords2)
-        for _ in range(LIMIT):
-            state = stepper.step(state)
-            if not isinstance(state, State):
-                return state[0]
-        raise AssertionError("the function does not end")
-
-    assert outcome(run) == expected
+    assert outcome(lambda: stepper.run(*positional2, **keywords2)) == expected
     assert plain(positional2) == plain(positional)
 
 
@@ -88,3 +77,23 @@ def test_leaving_at_every_instruction(function, args, kwargs, how):
         assert plain(positional2) == plain(positional)
         stop += 1
         ended = ended or stop > 400
+
+
+@cases
+def test_leaving_a_resume_function_again(function, args, kwargs):
+    positional, keywords = fresh(args, kwargs)
+    expected = outcome(lambda: function(*positional, **keywords))
+    for stop in range(0, 200, 9):
+        stepper, positional2, keywords2 = bind(function, args, kwargs)
+
+        def run():
+            state = stepper.start(*positional2, **keywords2)
+            for _ in range(stop):
+                state = stepper.step(state)
+                if not isinstance(state, State):
+                    return state[0]
+            again, values = stepper.resume_function(state), state.values
+            return Stepper(again).run(*values)
+
+        assert outcome(run) == expected, f"left after {stop} instructions"
+        assert plain(positional2) == plain(positional)

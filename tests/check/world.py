@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import random
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,10 +55,23 @@ def spare(x: Any, y: Any = 3, *, z: Any = 4) -> Any:
     return x
 
 
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Number(float):
+    pass
+
+
+Pair = namedtuple("Pair", "a b")
+
 # Constants in pairs (was, is not the same); the first is also met as a fresh, equal object.
 CONSTANTS: list[tuple[Any, Any]] = [
     (1, True), (1, 1.0), (0.0, -0.0), (float("nan"), 1.0), ("ab", "ba"), (b"x", b"y"), (None, 0), (2 + 3j, 2 - 3j),
     ((1, 2), (1, 2.0)), ((1, (2, 0.0)), (1, (2, -0.0))), (range(0, 3, 2), range(0, 4, 2)), (slice(1, 2), slice(1, 3)),
+    (Pair(1, 2), Pair(1, 3)), (Pair(1, 2), (1, 2)), (Color.RED, Color.BLUE), (slice(0.0, None), slice(-0.0, None)),
+    ((range(2),), (range(3),)), (Number(0.0), Number(-0.0)), (Number(0.0), 0.0), ((frozenset({1}),), (frozenset({True}),)),
     (10**30, 10**30 + 1), (Ellipsis, None), (frozenset({1, 2}), frozenset({True, 2})), ((), []), (True, 1),
 ]  # fmt: skip
 
@@ -65,13 +79,13 @@ CONSTANTS: list[tuple[Any, Any]] = [
 def fresh(value: Any) -> Any:
     """An equal object that is another one where Python allows it."""
     if isinstance(value, float):
-        return float(str(value))
+        return type(value)(str(value))
     if isinstance(value, str):
         return "".join(list(value))
     if isinstance(value, int) and not isinstance(value, bool):
         return int(str(value))
     if isinstance(value, tuple):
-        return tuple(fresh(v) for v in value)
+        return type(value)._make(map(fresh, value)) if hasattr(value, "_make") else tuple(map(fresh, value))
     return value
 
 

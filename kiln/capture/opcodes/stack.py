@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
-from kiln.capture.frame import NULL, RETURN, Frame, UserError
+from kiln.capture.frame import NULL, RETURN, Frame, Unread, UserError
 from kiln.capture.opcodes.table import opcode
 from kiln.capture.variables import first_read, unbound
 from kiln.capture.world import DELETED, MISSING
@@ -73,6 +73,9 @@ def store_fast(m: Machine, f: Frame, i: Instruction) -> Any:
     f.lazy.pop(i.value, None)
     if value is NULL:
         f.locals.pop(i.value, None)
+    elif type(value) is Unread:
+        f.locals.pop(i.value, None)
+        f.lazy[i.value] = (value.value, value.source)
     else:
         f.locals[i.value] = value
 
