@@ -2,7 +2,7 @@
 #ifndef KILN_HOOK_GUARDS_H
 #define KILN_HOOK_GUARDS_H
 
-#include "_hook_seal.h"
+#include "_hook_pinned.h"
 
 /* An ordinary exception in a guard means that it does not hold; others (KeyboardInterrupt) pass on. */
 static int settle(int holds)

@@ -27,6 +27,7 @@ class Family:
 
     options: Compile
     resumes: dict[Any, Any] = field(default_factory=dict)
+    raising: Break | None = None  # where the latest capture saw the program raise
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +57,22 @@ def region(function: types.FunctionType, asked: Compile) -> Any:
 
 def make_region(function: types.FunctionType, family: Family) -> Any:
     made = _hook.Region(function, lambda region, argv: miss(region, argv, family))
+    live.register(made)
+    return made
+
+
+def resumed_region(function: types.FunctionType, family: Family) -> Any:
+    """The region of what follows a break, which a full graph has only when the program did not raise as capture saw it."""
+
+    def resumed(region: Any, argv: tuple[Any, ...]) -> Any:
+        seen, family.raising = family.raising, None
+        if seen is not None:
+            records.emit(records.BreakRecord("capture-raised", seen.at, seen.why, seen.hint, family.options.name or function.__qualname__))
+            if family.options.fullgraph:
+                raise Break("capture-raised", seen.why, seen.hint, seen.at)
+        return miss(region, argv, family)
+
+    made = _hook.Region(function, resumed)
     live.register(made)
     return made
 
@@ -99,7 +116,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
             return None
     unstable = frozenset(str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0)
     try:
-        captured = capture(function, argv, compiler_for(asked, name, function), lambda f: make_region(f, family), family.resumes,
+        captured = capture(function, argv, compiler_for(asked, name, function), lambda f: resumed_region(f, family), family.resumes,
                            asked.fullgraph, unstable, lambda target: nested.in_python(target, family))  # fmt: skip
     except Skip as e:
         return skip(region, name, e, family)
@@ -109,6 +126,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         raise
     except Exception as e:
         return failed(region, name, e, asked)
+    family.raising = captured.reason if captured.reason is not None and captured.reason.kind == "raises" else None
     return install(region, captured, name)
 
 

@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 ATOMS = (
@@ -17,7 +18,7 @@ ATOMS = (
     torch.layout, torch.memory_format, type(Ellipsis), type(NotImplemented),
 )  # fmt: skip
 BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, enum.Enum, types.CodeType)
-VALUES = (tuple, frozenset, torch.Size, types.MethodType)
+VALUES = (tuple, frozenset, torch.Size, types.MethodType, np.generic)
 UNSEEN = {"_backward_hooks_state", "__orig_class__"}
 
 

@@ -96,6 +96,25 @@ def resume_places(
     return builder.finish(), builder.body.places()
 
 
+def suspended_code(code: CodeType, index: int | None, stack: Sequence[Slot], locals: Sequence[str]) -> CodeType:
+    """The code of a generator function whose first `next` brings it to the YIELD_VALUE at `index`, with this state.
+
+    The stack is the one below the value that is yielded. Without an index the generator has not started, and no
+    `next` is needed.
+    """
+    decoded = decode(code)
+    start = max(i.index for i in decoded.instructions if i.name == "RETURN_GENERATOR") + 3
+    at = start if index is None else index
+    builder = _Builder(code, stack, locals, at, reachable(code, (at,)), depth=len(stack) + (index is not None))
+    builder.e.raw("RETURN_GENERATOR")
+    builder.e.pop()
+    builder.prologue()
+    if index is not None:
+        builder.e.const(None)
+    builder.body.copy(at)
+    return builder.finish()
+
+
 def continue_code(
     code: CodeType,
     index: int,
@@ -171,7 +190,9 @@ class _Builder:
         running: set[int],
         replace: Replace | None = None,
         taken: Iterable[str] = (),
+        depth: int | None = None,
     ) -> None:
+        self.depth = len(stack) if depth is None else depth
         self.code, self.stack, self.locals = code, tuple(stack), tuple(locals)
         self.index, self.running, self.replace = index, running, replace
         self.names = _Temporaries({*locals, *taken})
@@ -184,7 +205,7 @@ class _Builder:
 
     def _depths(self) -> tuple[int, ...]:
         """The depth of the stack before each instruction, checked against the one given."""
-        given = len(self.stack)
+        given = self.depth
         known = stack_depths(self.code)
         if known[self.index] < 0:
             known = stack_depths(self.code, (self.index, given))

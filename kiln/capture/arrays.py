@@ -15,6 +15,7 @@ from kiln.base.errors import Break
 from kiln.base.source import Source
 from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, handles, leaf, native, unknown
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
+from kiln.capture.torch_calls import literal_tensor
 from kiln.capture.world import READERS, World, nested
 from kiln.check.guards import Equals, Guard
 from kiln.ops.fake import FakeTensor
@@ -99,7 +100,7 @@ def as_tensor(function: Any) -> Callable[..., Any]:
             if m.source(args[0]) is not None and id(args[0]) not in m.world.frozen and isinstance(args[0], numpy.ndarray):
                 raise Break("foreign-object", f"{m.source(args[0])} is a large array", "turn it into a tensor outside")
             return leaf(m, torch.tensor, (constant_array(args[0]), *args[1:]), kwargs)
-        return leaf(m, function, args, kwargs)
+        return literal_tensor(m, args, kwargs, function)
 
     return handler
 

@@ -23,6 +23,7 @@ from kiln.capture.calls import METHODS, Args, Kwargs, handles, native
 from kiln.capture.frame import UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped, stop_iteration
+from kiln.capture.rebuild import MAKERS
 from kiln.capture.variables import first_read
 from kiln.capture.world import MISSING, nested
 from kiln.ops.fake import FakeTensor
@@ -413,6 +414,9 @@ class Stepper:
         if value is MISSING:
             raise StopIteration
         return value
+
+
+MAKERS[Stepper] = lambda r, stepper: r.push(stepper.inner)
 
 
 def over_items(*functions: Any, every: bool = False) -> None:

@@ -361,6 +361,9 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
 
 def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     """A native method of an object: safe when the object is a constant, or made or shadowed by the capture."""
+    special = HANDLERS.get(id(getattr(type(owner), name, None)))
+    if special is not None:
+        return special(m, (owner, *args), kwargs)
     handler = METHODS.get((type(owner), name)) or next(
         (h for base in type(owner).__mro__[1:] if (h := METHODS.get((base, name))) is not None), None)  # fmt: skip
     if handler is not None:

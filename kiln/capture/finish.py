@@ -17,13 +17,11 @@ from kiln.bytecode import versions
 from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.decode import Instruction
 from kiln.bytecode.flow import is_jump, reachable, stack_effect
-from kiln.bytecode.live import live
-from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Epilogue, Replace, Slot, continue_code, resume_places
-from kiln.bytecode.resume import NULL as NULL_SLOT
+from kiln.bytecode.resume import VALUE, Epilogue, Replace, Slot, continue_code, resume_places
 from kiln.capture import runtime, state
-from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Restart
+from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
-from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable
+from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
 
@@ -185,7 +183,7 @@ class Finisher:
             replace = Replace(runtime.drive(function) if loops(function) else function, callee.mode)
             pushed = [] if callee.mode == "drop" else [VALUE]
             epilogues = (self.resumed(frame, frame.index + 1, (*slots(kept), *pushed)),)
-        names = self.bound(frame, frame.index)
+        names = bound(frame, frame.index)
         built = continue_code(code, frame.index, slots(kept), names, epilogues, replace)
         _hook.skip(built)
         self.continued.insert(0, built)
@@ -193,15 +191,7 @@ class Finisher:
         payload = None if last else frames[k + 1].payload
 
         def push_state(r: Rebuilder) -> int:
-            count = 0
-            for value in kept:
-                if value is NULL or value is LAST_INSTRUCTION:
-                    continue
-                r.push(value.error if isinstance(value, Handled) and value.active else value)
-                count += 1
-            for name in names:
-                self.push_local(r, frame, name)
-                count += 1
+            count = push_frame(r, frame, kept, names)
             if replace is not None and inner is not None:
                 if replace.mode == "object":
                     r.push(payload)
@@ -211,20 +201,6 @@ class Finisher:
             return count
 
         return target, push_state
-
-    def push_local(self, r: Rebuilder, frame: Frame, name: str) -> None:
-        if name in frame.locals:
-            r.push(frame.locals[name])
-        elif name in frame.lazy:
-            r.source(frame.lazy[name][1])
-        else:
-            r.push(frame.cells[name])
-
-    def bound(self, frame: Frame, index: int) -> tuple[str, ...]:
-        """The variables that have a value and may still be read."""
-        wanted = live(frame.code.code, index)
-        have = {**frame.locals, **frame.lazy, **frame.cells}
-        return tuple(name for name in sorted(have) if name in wanted)
 
     def epilogue(self, frame: Frame, instruction: Instruction, jump: bool) -> Epilogue | None:
         shape = after(frame.before, instruction, jump)
@@ -237,7 +213,7 @@ class Finisher:
 
     def resumed(self, frame: Frame, index: int, shape: tuple[Slot, ...]) -> Epilogue:
         """Hand the state to the region that goes on at `index`; one region for each place and shape."""
-        names = self.bound(frame, index)
+        names = bound(frame, index)
         code, place = self.origin(frame.code.code, index)
         key = (code, place, shape, names, id(frame.globals))
         region = self.cache.get(key)
@@ -322,11 +298,6 @@ def pushes(instruction: Instruction) -> int | None:
 def operands(instruction: Instruction) -> int:
     """How many values an instruction takes from the stack."""
     return (pushes(instruction) or 0) - stack_effect(instruction.op, instruction.arg)
-
-
-def slots(values: list[Any]) -> tuple[Slot, ...]:
-    kinds = {id(NULL): NULL_SLOT, id(LAST_INSTRUCTION): LASTI}
-    return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
 
 
 def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:

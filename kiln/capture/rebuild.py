@@ -12,13 +12,18 @@ from typing import Any
 
 import torch
 
+from kiln import _hook
 from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
 from kiln.bytecode.assemble import Emitter
+from kiln.bytecode.live import live
+from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Slot, suspended_code
+from kiln.bytecode.resume import NULL as NULL_SLOT
 from kiln.capture import runtime
 from kiln.capture.attributes import instance_space
-from kiln.capture.frame import Handled
+from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped
+from kiln.capture.purity import OWN_MODULES
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
 from kiln.ops.fake import FakeTensor
 
@@ -120,6 +125,9 @@ class Rebuilder:
         source = self.world.sources.get(id(value))
         if source is not None:
             self.source(source)
+            return
+        if id(value) in self.world.entered:
+            self.call(*self.world.entered[id(value)])
             return
         if isinstance(value, FakeTensor):
             self.e.load("__out")
@@ -314,7 +322,21 @@ class Rebuilder:
         self.call(value.ask, value.owner)
 
     def generator(self, value: Generator) -> None:
-        raise Unbuildable(value, value.safe)
+        """A generator in the middle of its work: one that a first `next` brings to the same place."""
+        frame = value.frame
+        if value.done:
+            self.call(runtime.finished_generator)
+            return
+        index = frame.index - 1 if value.started else None
+        kept, names = list(frame.stack), bound(frame, frame.index)
+        code = suspended_code(frame.code.code, index, slots(kept), names)
+        _hook.skip(code)
+        function = types.FunctionType(code, frame.globals, frame.function.__name__)
+        e = self.e
+        e.begin_call()
+        e.const(runtime.advanced(function) if value.started else function)
+        e.mid_call()
+        e.end_call(push_frame(self, frame, kept, names))
 
     def super(self, value: Any) -> None:
         self.call(super, value.__thisclass__, value.__self__)
@@ -337,6 +359,8 @@ class Rebuilder:
         if hasattr(cls, "__entries"):  # an enumeration of native code
             self.e.const(value)
             return
+        if cls.__module__ in OWN_MODULES:
+            raise Unbuildable(value)
         if cls not in OPAQUE_OK and (not cls.__flags__ & 1 << 9 or id(value) in self.steps
                                      or any(base not in FILLED for base in natives) or not runtime.can_make(cls)):  # fmt: skip
             raise Unbuildable(value, self.steps.get(id(value), -1))
@@ -359,6 +383,33 @@ class Rebuilder:
         if attributes or slots:
             self.call(runtime.fill_object, value, dict(attributes), slots)
             self.e.pop()
+
+
+def slots(values: list[Any]) -> tuple[Slot, ...]:
+    kinds = {id(NULL): NULL_SLOT, id(LAST_INSTRUCTION): LASTI}
+    return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
+
+
+def bound(frame: Frame, index: int) -> tuple[str, ...]:
+    """The variables that have a value and may still be read at an instruction."""
+    wanted = live(frame.code.code, index)
+    have = {**frame.locals, **frame.lazy, **frame.cells}
+    return tuple(name for name in sorted(have) if name in wanted)
+
+
+def push_frame(r: Rebuilder, frame: Frame, kept: list[Any], names: tuple[str, ...]) -> int:
+    """Push the state of a frame: what its stack holds and its variables; gives their number."""
+    count = len(names)
+    for value in kept:
+        if value is not NULL and value is not LAST_INSTRUCTION:
+            r.push(value.error if isinstance(value, Handled) and value.active else value)
+            count += 1
+    for name in names:
+        if name in frame.lazy:
+            r.source(frame.lazy[name][1])
+        else:
+            r.push(frame.locals[name] if name in frame.locals else frame.cells[name])
+    return count
 
 
 class Raw:

@@ -240,6 +240,11 @@ class Recorder:
             self._busy = outer
         return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
 
+    def declare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor) -> FakeTensor:
+        """Record a call that cannot run on fakes; its result is a new tensor with the layout of `like`."""
+        result: FakeTensor = self._record(func, args, kwargs, fake_like(like), wrote=False)
+        return result
+
     def _refuse(self, func: Any, args: tuple[Any, ...]) -> None:
         name = METHODS.get(func) if func.__hash__ is not None else None
         kind = LEAVING.get(name or "")

@@ -190,3 +190,19 @@ def advance(region: Any, argv: tuple[Any, ...]) -> Any:
             if entry.guards.check(argv):
                 return getattr(entry.run, "once", entry.run)(*argv)
     return region(*argv)
+
+
+def advanced(function: Any) -> Any:
+    """A generator function whose generators have been brought to their first yield."""
+
+    def make(*args: Any) -> Any:
+        generator = function(*args)
+        next(generator)
+        return generator
+
+    return make
+
+
+def finished_generator() -> Any:
+    """A generator that is at its end."""
+    return advanced(lambda: (None for _ in "x"))()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -153,7 +154,7 @@ def log_enabled(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     mode = m.getattr(args[0], "mode")
     context = m.native(m.recorder.effect, _enter_inference_mode, (mode,))
-    m.steps[id(context)] = m.safe_step()
+    m.world.entered[id(context)] = (_enter_inference_mode, mode)
     m.entered.append(context)
     m.setattr(args[0], "_inference_mode_context", context)
 
@@ -163,7 +164,6 @@ def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     context = m.getattr(args[0], "_inference_mode_context")
     if m.source(context) is not None:
         raise Break("foreign-context", "inference mode was entered before this graph", "enter and leave it in one function")
-    m.steps.pop(id(context), None)
     m.entered.remove(context)
     m.native(m.recorder.effect, _exit_inference_mode, (context,))
 
@@ -216,6 +216,27 @@ def torch_assert(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(torch.autograd.backward, torch.autograd.grad)
 def run_backward(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     raise Break("backward", "gradients are computed inside the compiled function", "call backward outside of it")
+
+
+@handles(torch.tensor)
+def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any = torch.tensor) -> Any:
+    """A tensor from Python values; tensors of one element may stand among them."""
+    if args and type(args[0]) in (list, tuple) and any(type(v) is FakeTensor for v in nested(args)):
+        m.world.touch(args[0])
+        shape = m.native(function, zeroed(args[0]), *args[1:], **kwargs)
+        return m.recorder.declare(function, args, kwargs, shape)
+    return leaf(m, function, args, kwargs)
+
+
+def zeroed(value: Any) -> Any:
+    """The nest with real zeros in place of fakes."""
+    if type(value) is FakeTensor:
+        return torch.zeros(value.shape, dtype=value.dtype)
+    return [zeroed(v) for v in value] if type(value) in (list, tuple) else value
+
+
+for _function in (torch.as_tensor, torch.asarray):
+    handles(_function)(functools.partial(literal_tensor, function=_function))
 
 
 def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:

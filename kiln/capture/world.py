@@ -98,6 +98,7 @@ class World:
         self.pinned: set[int] = set()
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.keep: list[Any] = []
+        self.entered: dict[int, tuple[Any, ...]] = {}  # native contexts by id, and the call that enters one like it
         self.wrappers: dict[int, Any] = {}
         self.frozen: set[int] = set()  # ids of copies that stand for objects whose contents are guarded
 

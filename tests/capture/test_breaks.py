@@ -67,7 +67,6 @@ KINDS = {
     "while n < x.sum() * 0: n += 1": "branch-on-tensor",
     "n += 1 if x.sum() > 0 else 2": "branch-on-tensor",
     "n = n if bool(x.any()) else 0": "branch-on-tensor",
-    "n += bool(x.any())": "data-dependent",
     "assert x.sum() < 1e9": "branch-on-tensor",
     "n += x.sum().item() * 0": "data-dependent",
     "n += int(x.sum()) * 0": "data-dependent",
