@@ -29,6 +29,7 @@ static PyObject *frame_callback;
 static int entered_threads;
 static _PyFrameEvalFunction next_eval; /* what was set before */
 static __thread int depth, paused;
+static __thread Frame *evaluating; /* while another evaluator, which may come back to this one, has it */
 static __thread PyObject *left_alone; /* the next frame of this function runs as it is */
 
 static void code_state_free(void *state)
@@ -251,7 +252,7 @@ static void divert(Frame *frame)
 
 static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
 {
-    if (depth > 0 && paused == 0 && !throwflag) {
+    if (depth > 0 && paused == 0 && !throwflag && evaluating != frame) {
         if (left_alone != NULL && FRAME_FUNCTION(frame) == left_alone)
             left_alone = NULL;
         else {
@@ -260,7 +261,13 @@ static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
             paused--;
         }
     }
-    return next_eval(tstate, frame, throwflag);
+    if (next_eval == _PyEval_EvalFrameDefault || evaluating == frame)
+        return _PyEval_EvalFrameDefault(tstate, frame, throwflag);
+    Frame *before = evaluating;
+    evaluating = frame;
+    PyObject *result = next_eval(tstate, frame, throwflag);
+    evaluating = before;
+    return result;
 }
 
 static PyObject *hook_enter(PyObject *module, PyObject *unused)

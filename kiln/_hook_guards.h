@@ -43,6 +43,8 @@ static int guards_check(Guards *self, PyObject *const *argv, Py_ssize_t argc)
 {
     PyObject *few[32];
     Call call = {argv, argc, NULL, few, NULL};
+    if (self->cleared)
+        return 0;
     int n = self->register_count, holds = BROKEN;
     if (n > 32 && (call.registers = PyMem_Malloc(n * sizeof(PyObject *))) == NULL) {
         PyErr_NoMemory();
@@ -115,9 +117,9 @@ static PyObject *Guards_failing(Guards *self, PyObject *argv)
         return NULL;
     }
     Call call = {((PyTupleObject *)argv)->ob_item, PyTuple_GET_SIZE(argv), NULL, NULL, NULL};
-    int holds = 1;
+    int holds = !self->cleared;
     Py_ssize_t i = 0;
-    for (; i < self->check_count; i++)
+    for (; holds && i < self->check_count; i++)
         if ((holds = check_alone(self, &self->checks[i], &call)) != 1)
             break;
     Py_XDECREF(call.tuple);
@@ -126,6 +128,7 @@ static PyObject *Guards_failing(Guards *self, PyObject *argv)
 
 static int Guards_clear(Guards *self)
 {
+    self->cleared = true;
     seal_drop(self);
     for (int i = 0; i < self->node_count; i++)
         Py_CLEAR(self->nodes[i].operand);

@@ -202,7 +202,7 @@ static Entry *find_entry(Region *self, PyObject *const *argv, Py_ssize_t argc, i
 {
     for (int i = 0; i < self->count; i++) {
         Entry *entry = (Entry *)Py_NewRef(self->entries[i]);
-        int holds = guards_check(entry->guards, argv, argc);
+        int holds = entry->guards == NULL || entry->run == NULL ? 0 : guards_check(entry->guards, argv, argc);
         if (holds == 1) {
             if (i != 0)
                 move_to_front(self, entry);

@@ -50,6 +50,14 @@ def frame_region(function: types.FunctionType, family: Family) -> Any:
 nested.install(frame_region)
 
 
+class BackendRaised(Exception):
+    """The backend that the user chose refused a graph; its error is the user's to see."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        super().__init__(error)
+
+
 def region(function: types.FunctionType, asked: Compile) -> Any:
     """A callable that runs the function captured and compiled."""
     return make_region(function, Family(asked))
@@ -120,6 +128,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
                            asked.fullgraph, unstable, lambda target: nested.in_python(target, family))  # fmt: skip
     except Skip as e:
         return skip(region, name, e, family)
+    except BackendRaised as e:
+        raise e.error from None
     except Break:
         raise
     except (KeyboardInterrupt, MemoryError):
@@ -135,7 +145,10 @@ def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any
         calls = sum(n.op.startswith("call") for n in graph.graph.nodes)
         start = Place(function.__code__.co_filename, function.__code__.co_firstlineno, function.__qualname__)
         records.emit(records.GraphRecord(name, graph, calls, len(inputs), start, name))
-        return asked.backend(graph, inputs)
+        try:
+            return asked.backend(graph, inputs)
+        except Exception as e:
+            raise BackendRaised(e) from e
 
     return compiler
 

@@ -81,7 +81,7 @@ class Body:
         for index in kept:
             self.settle(index)
             self.e.place(self.label(index))
-            if instructions[index].op != _RESUME:
+            if not _starts(instructions[index]):
                 self.emit(index, labels)
         for label, i in self._pads:
             self._unbound(label, i)
@@ -140,6 +140,11 @@ class Body:
             not i.arg and before.name == "LOAD_GLOBAL" and before.value == "super" and before.flag
             and "__class__" in self.code.co_freevars and self.code.co_argcount > 0
         )  # fmt: skip
+
+
+def _starts(i: Instruction) -> bool:
+    """Whether this is the RESUME at the start of a function, not one behind a yield."""
+    return i.op == _RESUME and not (i.arg or 0) & 3
 
 
 class _Placed(Mapping[int, Label]):

@@ -125,6 +125,7 @@ for _kind in SCALARS:
     READERS[_kind] = read_scalar
     MAKERS[_kind] = Rebuilder.constant
     HANDLERS[id(_kind)] = functools.partial(call_array_function_of, _kind)
+HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtype)
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import threading
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ def instance_space(value: Any) -> Any:
     try:
         space = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return None
+        space = vars(value) if isinstance(value, threading.local) else None
     return space if isinstance(space, dict) else None
 
 

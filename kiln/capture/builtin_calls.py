@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
-import copy as copying
 import dataclasses
 import enum
 import functools
@@ -521,29 +520,6 @@ def descriptor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     raise Break("descriptor-made", "a descriptor is made by hand", "use a class statement outside")
 
 
-@handles(copying.copy)
-def shallow_copy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    value = args[0]
-    if type(value) is FakeTensor:
-        return m.torch_call(torch.Tensor.detach, (value,), {}) if not value.requires_grad else refuse_copy(value)
-    if isinstance(value, (list, dict, set, tuple, collections.deque, *operators.PLAIN)):
-        return m.native(copying.copy, m.world.touch(value))
-    return m.inline(copying.copy, args, kwargs)
-
-
-@handles(copying.deepcopy)
-def deep_copy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    value = m.world.touch(args[0])
-    for part in nested([value]):
-        if type(part) is FakeTensor or (m.source(part) is not None and id(part) not in m.world.shadows and not isinstance(part, operators.READABLE)):
-            refuse_copy(part)
-    return m.native(copying.deepcopy, value)
-
-
-def refuse_copy(value: Any) -> Any:
-    raise Break("deepcopy", f"a {type(value).__name__} is copied", "copy it outside the compiled function")
-
-
 @handles(dataclasses.fields)
 def dataclass_fields(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(dataclasses.fields, *args)
@@ -645,12 +621,6 @@ def class_decorators(*functions: Any) -> None:
 
 
 class_decorators(dataclasses._process_class, functools.total_ordering, enum.unique)  # type: ignore[attr-defined]
-
-
-@handles(collections.namedtuple)
-def named_tuple(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    kwargs = {"module": m.frames[-1].globals.get("__name__"), **kwargs}
-    return m.world.made_class(m.native(collections.namedtuple, *args, **kwargs))
 
 
 @handles(dataclasses.make_dataclass)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import reprlib
 import types
 import weakref
@@ -82,6 +83,8 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if policy == "dropped":
         return None
     if policy == "break":
+        if args and type(args[0]) is random.Random and m.source(args[0]) is None:
+            return native(m, function, args, kwargs)
         raise Break("side-effect", f"{function.__module__}.{function.__qualname__} has effects outside the graph",
                     "move the call out of the compiled function")  # fmt: skip
     return m.inline(function, args, kwargs, mode)

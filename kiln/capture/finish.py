@@ -83,9 +83,8 @@ class Finisher:
     def compile_graph(self, outputs: list[FakeTensor]) -> tuple[Any, list[Any]]:
         graph, inputs = self.m.recorder.finish(outputs)
         calls = [n for n in graph.graph.nodes if n.op.startswith("call")]
-        if not calls:
-            if not outputs:
-                return None, []
+        if not outputs and all(n.target in SWITCHED for n in calls):
+            return None, []
         self.graph, self.ops, self.inputs = graph, len(calls), len(inputs)
         call = self.compiler(graph, [info.real for info in inputs])
         if any(n.target in EFFECTS for n in calls):
@@ -274,6 +273,9 @@ class Silent:
 
 QUIET = frozenset({"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled"})  # no Python code to capture
 MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
+#: Calls that do nothing but flip switches which residual code sets anyway.
+SWITCHED = frozenset({torch._C._set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
+                      torch.set_autocast_cache_enabled})  # fmt: skip
 EFFECTS = frozenset({write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled})
 PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
 ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",

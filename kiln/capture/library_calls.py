@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import collections
+import functools
+import logging
 import operator
+import random
 from typing import TYPE_CHECKING, Any
 
+from kiln.base.errors import Break
 from kiln.capture import operators
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, native
 
@@ -56,4 +60,31 @@ CALLERS[operator.methodcaller] = call_methodcaller
 def make_named_tuple(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A named tuple class is made once, while capturing; it belongs to the module of the calling frame."""
     kwargs.setdefault("module", m.frames[-1].globals.get("__name__", "__main__"))
-    return native(m, collections.namedtuple, args, kwargs)
+    return m.world.made_class(native(m, collections.namedtuple, args, kwargs))
+
+
+@handles(functools.cmp_to_key)
+def key_of_comparison(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The comparison is interpreted whenever native code compares two keys."""
+    compare = args[0] if args else kwargs["mycmp"]
+    return m.native(functools.cmp_to_key, lambda a, b: m.call(compare, (a, b)))
+
+
+def call_key(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    return native(m, function, args, kwargs)
+
+
+CALLERS[type(functools.cmp_to_key(len))] = call_key
+
+
+@handles(random.Random)
+def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A generator that is made here from a seed gives the same numbers in every call."""
+    if not all(type(value) in (int, float, str, bytes) for value in (*args, *kwargs.values())) or not (args or kwargs):
+        raise Break("random-state", "a random generator is seeded by the clock", "seed it with a constant, or pass it in")
+    return m.native(random.Random, *args, **kwargs)
+
+
+@handles(logging.getLogger)
+def logger(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.world.constant(m.native(logging.getLogger, *args, **kwargs))

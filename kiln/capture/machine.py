@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _exit_inference_mode
 from torch.utils._device import _device_constructors
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
-from kiln.capture import attributes, builtin_calls, calls, library_calls, operators, purity, torch_calls
+from kiln.capture import attributes, builtin_calls, calls, copies, library_calls, operators, purity, torch_calls
 from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
@@ -37,6 +38,7 @@ class Machine:
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
+        self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
 
     # ------------------------------------------------------------------ running
@@ -78,7 +80,8 @@ class Machine:
                 jump = table[instruction.op](self, frame, instruction)
             except UserError as e:
                 if e.step < 0:
-                    e.step = self.safe_step()
+                    e.step = self.raised.setdefault(id(e.error), self.safe_step())
+                    self.world.keep.append(e.error)
                 self.unwind(frame, e)
                 continue
             except Break as e:
@@ -106,10 +109,14 @@ class Machine:
             except UserError:
                 continue
 
-    def leave_contexts(self) -> None:
-        """Leave what the program had entered when capture ended."""
+    def leave_contexts(self, recorded: bool = False) -> None:
+        """Leave what the program had entered when capture ended; the graph leaves it too when it is kept."""
         while self.entered:
-            self.entered.pop().__exit__(None, None, None)
+            context = self.entered.pop()
+            if recorded:
+                self.recorder.effect(_exit_inference_mode, (context,))
+            else:
+                _exit_inference_mode(context)
 
     def where(self) -> str:
         """The stack of the program, for the nodes of the graph."""
@@ -292,4 +299,4 @@ def clean(error: BaseException) -> BaseException:
     return error
 
 
-__all__ = ["Machine", "builtin_calls", "library_calls", "torch_calls"]
+__all__ = ["Machine", "builtin_calls", "copies", "library_calls", "torch_calls"]

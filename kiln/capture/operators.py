@@ -236,6 +236,8 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
 
 def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
     """`del container[key]`."""
+    if type(container) is FakeTensor:
+        m.native(operator.delitem, container, key)
     method = python_method(m, container, "__delitem__")
     if method is not None:
         m.inline(method, (container, key), {}, mode)

@@ -76,7 +76,7 @@ PURE_BUILTINS = frozenset("""
 """.split())
 PURE_MODULES = frozenset({"math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
                           "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json"})  # fmt: skip
-PURE_NATIVES = frozenset({os.getpid, os.fspath, os.getcwd, os.cpu_count, operator.index})
+PURE_NATIVES = frozenset({str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.getcwd, os.cpu_count, operator.index})
 
 TORCH_NODES: set[int] = set()
 for _space in (torch, torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C._linalg, torch._C._special, torch._VF, torch.ops):
@@ -126,10 +126,12 @@ def builtin_policy(function: Any) -> str:
             return "native"
     if id(function) in TORCH_NODES:
         return "leaf"
+    if function in PURE_NATIVES:
+        return "native"
     if owner is builtins:
         return "native" if name in PURE_BUILTINS else "unknown"
     if isinstance(owner, types.ModuleType):
-        if owner.__name__ in PURE_MODULES or function in PURE_NATIVES:
+        if owner.__name__ in PURE_MODULES:
             return "native"
         if owner.__name__ == "posix" and name in ("fspath", "getpid", "getcwd"):
             return "native"

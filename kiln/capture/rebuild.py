@@ -6,6 +6,7 @@ import collections
 import enum
 import functools
 import gc
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -449,7 +450,7 @@ MAKERS: dict[type, Maker] = {
     types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
     Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
-    object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled, **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
+    random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())), object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled, **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
 }  # fmt: skip

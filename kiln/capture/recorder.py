@@ -111,6 +111,9 @@ LEAVING = {
 #: Keyword arguments that scale or fill, so that a tensor given for the number leaves the shape as it is.
 FACTORS = frozenset({"alpha", "beta", "value"})
 
+#: The switch of grad mode, which contexts flip back and forth.
+SWITCH = torch._C._set_grad_enabled
+
 #: Argument values that an fx node holds as they are.
 PLAIN = {
     int, float, bool, str, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
@@ -325,6 +328,8 @@ class Recorder:
 
     def effect(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call `func`, which changes torch's state, for real, and record that the graph does so here."""
+        if func is SWITCH and self._switched(args):
+            return func(*args)
         result = func(*args, **(kwargs or {}))
         fx_args = tuple([self._argument(a) for a in args])
         fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
@@ -333,6 +338,17 @@ class Recorder:
             self._results[id(result)] = node
             self._alive.append(result)
         return result
+
+    def _switched(self, args: tuple[Any, ...]) -> bool:
+        """Whether a switch of grad mode need not be recorded: nothing changes, or nothing has seen the last change."""
+        if args == (torch.is_grad_enabled(),):
+            return True
+        last = self._nodes[-1] if self._nodes else None
+        if last is None or last.target is not SWITCH or last.next is not self.graph._root:
+            return False
+        self._nodes.pop()
+        self.graph.erase_node(last)
+        return True
 
     def note(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Record that the graph calls `func` here, without calling it now."""
@@ -359,6 +375,8 @@ class Recorder:
         del self._changes[mark.changes :]
         for node in reversed(self._nodes[mark.nodes :]):
             self._forget(node)
+        gone = set(self._nodes[mark.nodes :])
+        self._results = {key: node for key, node in self._results.items() if node not in gone}
         del self._nodes[mark.nodes :]
         self.fakes = {k: f for k, f in self.fakes.items() if id(f) in self._bindings}
 
@@ -406,6 +424,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` gives; a factor that is a tensor without known contents does not change the shape of it."""
     try:
         return func(*args, **kwargs)
+    except RuntimeError as error:
+        if NO_DATA in str(error):
+            raise Break("data-dependent", f"{describe(func)} reads the memory of a tensor", HINT) from error
+        raise
     except Break as e:
         factors = {k: 1.0 if v.is_floating_point() else 1 for k, v in kwargs.items() if k in FACTORS and type(v) is FakeTensor}
         if e.kind != "data-dependent" or not factors:

@@ -87,7 +87,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except UserError as e:
             kind = type(e.error).__name__
             raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
-        machine.leave_contexts()
+        machine.leave_contexts(recorded=True)
         finisher = Finisher(machine, frame, names, before, compiler, resume, cache, in_python)
         state.restore(before)
         while torch._C._len_torch_function_stack() > modes:

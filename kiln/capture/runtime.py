@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import types
 from collections import OrderedDict, deque
 from typing import Any
@@ -70,6 +71,12 @@ def read_member(member: Any, value: Any) -> Any:
         return member.__get__(value)
     except AttributeError:
         return UNSET
+
+
+def make_random(state: Any) -> random.Random:
+    made = random.Random()
+    made.setstate(state)
+    return made
 
 
 def make_empty(cls: type, *args: Any) -> Any:
@@ -144,13 +151,18 @@ def write_deque(value: deque[Any], items: list[Any]) -> None:
 
 
 def write_attribute(owner: Any, name: str, value: Any) -> None:
-    (type.__setattr__ if isinstance(owner, type) else object.__setattr__)(owner, name, value)
+    native_base(type(owner)).__setattr__(owner, name, value)
 
 
 def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute that may have been set and deleted during capture alone."""
     with contextlib.suppress(AttributeError):
-        (type.__delattr__ if isinstance(owner, type) else object.__delattr__)(owner, name)
+        native_base(type(owner)).__delattr__(owner, name)
+
+
+def native_base(cls: type) -> Any:
+    """The nearest class of native code, whose slots work without the user's hooks."""
+    return next(base for base in cls.__mro__ if not base.__flags__ & 1 << 9)
 
 
 def delete_item(space: dict[str, Any], name: str) -> None:

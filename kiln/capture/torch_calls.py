@@ -56,6 +56,21 @@ def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return made
 
 
+@handles(torch.Tensor.register_hook)
+def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A hook on a gradient is a step of the graph, when the function does not close over tensors of the graph."""
+    if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
+        raise Break("tensor-hook", "a hook closes over tensors of the graph", "register it outside the compiled function")
+    return m.native(m.recorder.effect, torch.Tensor.register_hook, args)
+
+
+def closed_over(m: Machine, function: Any) -> list[Any]:
+    """The values that a function reads from its closure and its defaults, as far as they can be seen."""
+    inner = getattr(function, "__func__", getattr(function, "func", function))
+    cells = [m.world.read_cell(cell) for cell in getattr(inner, "__closure__", None) or ()]
+    return [getattr(function, "__self__", None), *getattr(function, "args", ()), *cells, *(getattr(inner, "__defaults__", None) or ())]
+
+
 @handles(torch.is_storage, torch.overrides.is_tensor_like)
 def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return isinstance(args[0], torch.Tensor)
@@ -165,6 +180,7 @@ def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if m.source(context) is not None:
         raise Break("foreign-context", "inference mode was entered before this graph", "enter and leave it in one function")
     m.entered.remove(context)
+    m.world.entered[id(context)] = (type(None),)
     m.native(m.recorder.effect, _exit_inference_mode, (context,))
 
 

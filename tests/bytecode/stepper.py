@@ -172,6 +172,10 @@ def _slots_after(i: Instruction, slots: tuple[Slot, ...], effect: int) -> tuple[
         changed = list(slots)
         changed[-1], changed[-i.arg] = changed[-i.arg], changed[-1]
         return tuple(changed)
+    if i.name == "COPY" and slots[-i.arg] is HANDLED:
+        # The copy is for POP_EXCEPT; what stays below is dropped with the frame.
+        at = len(slots) - i.arg
+        return (*slots[:at], VALUE, *slots[at + 1 :], HANDLED)
     if i.name == "COPY":
         return (*slots, slots[-i.arg])
     if i.name == "PUSH_NULL":

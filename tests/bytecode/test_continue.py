@@ -212,9 +212,9 @@ def test_place_of_a_raise_needs_no_parameter():
 
     decoded = decode(f.__code__)
     at = next(i.index for i in decoded.instructions if i.name == "RERAISE" and i.arg)
-    made = runs(resume_code(f.__code__, at, (LASTI, VALUE), ("log",)))
-    with pytest.raises(KeyError):
-        made(KeyError(2), [])
+    made = runs(resume_code(f.__code__, at, (VALUE, LASTI, VALUE), ("log",)))
+    with pytest.raises(KeyError, match="2"):
+        made(None, KeyError(2), [])
 
 
 class Thing:

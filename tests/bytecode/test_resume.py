@@ -1,6 +1,7 @@
 """Leaving a frame after any of its instructions and entering it again changes nothing that a program can see."""
 
 import copy
+import sys
 
 import pytest
 
@@ -8,15 +9,18 @@ from tests.bytecode.samples import SAMPLES
 from tests.bytecode.stepper import State, Stepper
 
 def outcome(call):
-    """The result or the exception of a call, in a form that compares."""
+    """The result or the exception of a call, in a form that compares; no exception stays handled."""
+    assert sys.exception() is None
     try:
-        return "returned", call()
+        result = "returned", call()
     except Exception as error:
         chain = []
         while error is not None:
             chain.append((type(error), str(error)))
             error = error.__context__
-        return "raised", chain
+        result = "raised", chain
+    assert sys.exception() is None
+    return result
 
 
 def fresh(args, kwargs):

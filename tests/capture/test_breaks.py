@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from tests.support import EAGER, Counting, How, Watch, kiln, ops_of, pin, program, same_as_eager, t
+from tests.support import EAGER, Counting, How, Watch, kiln, ops_of, pin, same_as_eager, t
 
 if not EAGER:
     from kiln.base.errors import Break

@@ -362,7 +362,9 @@ def test_mode_is_restored_when_the_exception_leaves(name):
 
 @pytest.mark.parametrize("name", MODES)
 def test_mode_across_a_break(name):
-    pin(same_as_eager(broken(MODES[name]), G), graphs=2, breaks=1)
+    # What was entered before a break as a native object or a generator is left in Python: a second break.
+    more = any(k in name for k in ("inference_mode", "device", "deterministic", "default dtype"))
+    pin(same_as_eager(broken(MODES[name]), G), graphs=2 + more + (name == "inference_mode"), breaks=1 + more)
 
 
 @program(G)
@@ -460,7 +462,7 @@ def test_device_context_directs_factories(x):
     return x + 1, m.device, n, torch.zeros(1).device, torch.full((2,), 3.0)
 
 
-@program(X)
+@program(X, graphs=2, breaks=3)
 def test_rng_fork(x):
     with torch.random.fork_rng():
         a = torch.rand(3)

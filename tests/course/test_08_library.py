@@ -1,5 +1,7 @@
 """Builtins and the standard library, as far as free of side effects; warnings and logging by their stated policy."""
 
+# ruff: noqa: F401 (the expressions below are evaluated with these names)
+
 from __future__ import annotations
 
 import abc
@@ -264,6 +266,7 @@ def test_time_is_not_frozen():
 def test_imports_inside(x):
     import math as m
     from os.path import join
+
     from torch.nn import functional as F
 
     return F.relu(x) * m.pi, join("a", "b")

@@ -10,7 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import get_testing_overrides
 
-from tests.course.calls import BINARY, DATA_DEPENDENT, EXEMPT, FUNCTIONAL, METHODS, RANDOM, TENSORS, TORCH, UNARY
+from tests.course.calls import (
+    BINARY,
+    DATA_DEPENDENT,
+    EXEMPT,
+    FUNCTIONAL,
+    LOOKS_INSIDE,
+    METHODS,
+    RANDOM,
+    TENSORS,
+    TORCH,
+    UNARY,
+)
 from tests.support import one_graph, pin, same_as_eager, t
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,12 +117,18 @@ def test_data_dependent_calls_break(text):
     pin(same_as_eager(scope["f"], *[TENSORS[n] for n in names]), graphs=2, breaks=1)
 
 
+@pytest.mark.parametrize("text", rows(LOOKS_INSIDE))
+def test_calls_that_look_at_values(text):
+    r = same_as_eager(*as_program(text))
+    assert r.raised is None and r.breaks <= 1 + text.count("x.c")
+
+
 def test_the_table_is_complete():
     overridable = get_testing_overrides()
     wanted = {n for n in dir(torch) if n[0] != "_" and callable(getattr(torch, n)) and getattr(torch, n) in overridable}
     wanted |= {n for n in dir(F) if n[0] != "_" and callable(getattr(F, n)) and getattr(F, n) in overridable}
     wanted |= {n for n in dir(torch.Tensor) if n[0] != "_"}
-    text = " ".join((TORCH, FUNCTIONAL, METHODS, RANDOM, DATA_DEPENDENT))
+    text = " ".join((TORCH, FUNCTIONAL, METHODS, RANDOM, DATA_DEPENDENT, LOOKS_INSIDE))
     called = set(re.findall(r"\.(\w+)", text)) | {name for _, name in families(UNARY) + families(BINARY)}
     called |= {c.removesuffix("(").split(".")[-1] for args, name in families(UNARY) + families(BINARY)
                for c in re.findall(r"\.\w+_\(", " ".join(spelled(args, name)))}  # fmt: skip

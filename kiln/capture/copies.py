@@ -1,0 +1,120 @@
+"""copy.copy and copy.deepcopy of containers, objects and tensors, as the copy module does them."""
+
+from __future__ import annotations
+
+import collections
+import copy as copying
+import enum
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.capture import attributes, runtime
+from kiln.capture.calls import Args, Kwargs, call, handles
+from kiln.capture.world import CONSTANTS
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+ATOMS = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, range, *CONSTANTS)
+CONTAINERS = (list, dict, set, frozenset, tuple, collections.deque, collections.OrderedDict, collections.defaultdict,
+              collections.Counter)  # fmt: skip
+#: Methods by which a class takes part in its own copying.
+HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
+
+
+@handles(copying.copy)
+def shallow(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    (value,) = args
+    if type(value) is FakeTensor:
+        return m.torch_call(torch.Tensor.detach, (value,), {}) if not value.requires_grad else refused(value)
+    if isinstance(value, ATOMS):
+        return value
+    if type(value) in CONTAINERS:
+        return m.native(copying.copy, m.world.touch(value))
+    hook = attributes.type_lookup(m, type(value), "__copy__")
+    if isinstance(hook, types.FunctionType):
+        return m.inline(hook, (value,), {})
+    return instance(m, value, lambda item: item)
+
+
+@handles(copying.deepcopy)
+def deep(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    memo = args[1] if len(args) > 1 else kwargs.get("memo")
+    return deep_copy(m, args[0], {} if memo is None else memo)
+
+
+def deep_copy(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
+    """The deep copy of a value; `memo` holds the copies made so far by id."""
+    if isinstance(value, ATOMS):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    m.world.keep.append(value)
+    if type(value) is FakeTensor:
+        made = tensor(m, value)
+    elif type(value) in CONTAINERS:
+        made = container(m, value, memo)
+    else:
+        hook = attributes.type_lookup(m, type(value), "__deepcopy__")
+        if isinstance(hook, types.FunctionType):
+            made = call(m, hook, (value, memo), {})
+        else:
+            made = instance(m, value, lambda item: deep_copy(m, item, memo), lambda made: memo.__setitem__(id(value), made))
+    memo[id(value)] = made
+    return made
+
+
+def container(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
+    m.world.touch(value)
+    if isinstance(value, (tuple, frozenset)):
+        items = [deep_copy(m, item, memo) for item in value]
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return memo.get(id(value), value if same else type(value)(items))
+    made = memo[id(value)] = m.native(copying.copy, value)
+    made.clear()
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            made[deep_copy(m, key, memo)] = deep_copy(m, item, memo)
+    else:
+        add = made.add if isinstance(made, set) else made.append
+        for item in list(value):
+            add(deep_copy(m, item, memo))
+    return made
+
+
+def instance(m: Machine, value: Any, part: Callable[[Any], Any], known: Callable[[Any], Any] = lambda made: None) -> Any:
+    """A copy of a plain object: its class is not asked, its attributes are copied one by one."""
+    cls = type(value)
+    natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
+    if natives != [object] or any(attributes.mro_lookup(cls, name) is not attributes.mro_lookup(object, name) for name in HOOKS):
+        return refused(value)
+    made = m.native(runtime.make_object, cls)
+    known(made)
+    for name in slots(cls):
+        if m.call(hasattr, (value, name)):
+            object.__setattr__(made, name, part(m.getattr(value, name)))
+    if attributes.instance_space(value) is not None:
+        for name, item in dict(m.getattr(value, "__dict__")).items():
+            made.__dict__[name] = part(item)
+    return made
+
+
+def slots(cls: type) -> list[str]:
+    return [name for base in cls.__mro__ for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)]  # fmt: skip
+
+
+def tensor(m: Machine, value: FakeTensor) -> Any:
+    """A copy with storage of its own."""
+    if value.requires_grad or not value.is_contiguous():
+        return refused(value)
+    return m.torch_call(torch.Tensor.clone, (value,), {})
+
+
+def refused(value: Any) -> Any:
+    raise Break("deepcopy", f"a {type(value).__name__} is copied", "copy it outside the compiled function")
