@@ -94,7 +94,8 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
     finally:
         _hook.resume()
     if run is None:
-        return nested.original(function, argv)
+        with nested.hook(on=False):
+            return nested.original(function, argv)
     return run(*argv)
 
 
@@ -110,8 +111,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     asked, name = family.options, family.options.name or function.__qualname__
     entries = region.entries
     stance = options.stance()
-    if stance == "eager_on_recompile":
-        return None
+    if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
+        return None  # a functorch transform runs its function on tensors of its own
     reasons = tuple(why(entry, argv) for entry in entries)
     if stance == "fail_on_recompile":
         raise RecompileError(f"{name} would be compiled again: {'; '.join(reasons) or 'it has not been compiled yet'}")
@@ -142,9 +143,6 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
 
 def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any:
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        calls = sum(n.op.startswith("call") for n in graph.graph.nodes)
-        start = Place(function.__code__.co_filename, function.__code__.co_firstlineno, function.__qualname__)
-        records.emit(records.GraphRecord(name, graph, calls, len(inputs), start, name))
         try:
             return asked.backend(graph, inputs)
         except Exception as e:
@@ -154,6 +152,10 @@ def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any
 
 
 def install(region: Any, captured: Captured, name: str) -> Any:
+    if captured.graph is not None:
+        code = region.function.__code__
+        start = Place(code.co_filename, code.co_firstlineno, region.function.__qualname__)
+        records.emit(records.GraphRecord(name, captured.graph, captured.ops, captured.inputs, start, name, captured.guards.guards))
     if captured.reason is not None and captured.reason.kind != "raises":
         reason = captured.reason
         records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name))

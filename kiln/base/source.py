@@ -49,7 +49,8 @@ class Const(Source):
         return hash((Const, id(self.value)))
 
     def __str__(self) -> str:
-        return self.name or getattr(self.value, "__qualname__", None) or type(self.value).__name__
+        known = self.name or getattr(self.value, "__qualname__", None)
+        return known if known and isinstance(known, str) else type(self.value).__name__
 
 
 @dataclass(frozen=True, slots=True)

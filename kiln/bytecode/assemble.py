@@ -87,7 +87,7 @@ class Emitter:
         return self.place(Label())
 
     def protect(self, start: Label, end: Label, handler: Label, depth: int, lasti: bool = False) -> None:
-        """Exceptions between two labels go to `handler`, with the stack cut to `depth`; ranges never overlap."""
+        """Exceptions between two labels go to `handler`, the stack cut to `depth`; ranges never overlap."""
         self._guarded.append((start, end, handler, depth, lasti))
 
     # Values and variables
@@ -232,7 +232,7 @@ class Emitter:
         self.jump_on("POP_JUMP_IF_NONE" if none else "POP_JUMP_IF_NOT_NONE", label)
 
     def jump_on(self, name: str, label: Label) -> None:
-        """A conditional jump named without its direction; on 3.13 the value of a truth test is a bool already."""
+        """A conditional jump named without its direction; on 3.13 a truth test wants a bool."""
         if HERE.directed_jumps:
             direction = "FORWARD" if label.row < 0 else "BACKWARD"
             self.raw(name.replace("JUMP_IF", f"JUMP_{direction}_IF"), label)
@@ -319,7 +319,7 @@ class Emitter:
     ) -> CodeType:
         """The code object; `argnames` names all parameters, keyword-only and starred ones too.
 
-        A code object with cells or free variables needs fixed slots and `varnames`, the slots that are locals.
+        With cells or free variables it needs fixed slots and `varnames`, the slots that are locals.
         """
         slots = self._slots if self._fixed else {n: at for at, n in enumerate(argnames)}
         rows = [self._settle(op, arg, slots) for op, arg in self._rows]
@@ -366,5 +366,6 @@ def relocate(code: CodeType) -> CodeType:
     return e.finish(
         code.co_name, code.co_filename, code.co_firstlineno, code.co_argcount, code.co_varnames[:parameters],
         code.co_flags, posonlyargcount=code.co_posonlyargcount, kwonlyargcount=code.co_kwonlyargcount,
-        qualname=code.co_qualname, varnames=code.co_varnames, cellvars=code.co_cellvars, freevars=code.co_freevars,
+        qualname=code.co_qualname, varnames=code.co_varnames,
+        cellvars=code.co_cellvars, freevars=code.co_freevars,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Copying the instructions of a function into another one, its cells as plain variables that hold the cells."""
+"""Copying the instructions of a function into another, its cells as plain variables that hold them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Body:
         self.cover(start, index)
 
     def copy(self, first: int | None = None) -> None:
-        """Copy all that control may come to from the labels asked for, and from `first`, where it comes now."""
+        """Copy all that control may come to from the labels asked for and from `first`, which is next."""
         kept = sorted(reachable(self.code, (*self._labels, *(() if first is None else (first,)))))
         if first is not None and kept[0] != first:
             self.at(first)
@@ -134,7 +134,7 @@ class Body:
             self.e.protect(Label(start), Label(end), *cover)
 
     def calls_super(self, i: Instruction) -> bool:
-        """Whether the call is `super()`, which looks for its arguments in the frame of the original function."""
+        """Whether the call is `super()`, which looks for its arguments in the original frame."""
         before = self.decoded.instructions[i.index - (2 if i.name == "CALL" and _PRECALL >= 0 else 1)]
         return (
             not i.arg and before.name == "LOAD_GLOBAL" and before.value == "super" and before.flag
@@ -192,7 +192,7 @@ def _load_closure(body: Body, i: Instruction) -> bool:
 
 
 def _make_cell(body: Body, i: Instruction) -> bool:
-    # Behind the start of a function this is a comprehension whose variable was put away just before: it is unbound.
+    # Behind the start of a function this is a comprehension whose variable was put away: it is unbound.
     make_cell(body.e, i.value)
     return True
 

@@ -27,7 +27,7 @@ from kiln.bytecode.versions import (
 class Instruction(NamedTuple):
     """One instruction; `value` is its argument resolved, for a jump the index of the target."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # in place of the method of tuples
     offset: int
     op: int
     name: str
@@ -38,7 +38,7 @@ class Instruction(NamedTuple):
 
 
 class Handler(NamedTuple):
-    """Where an exception goes: the stack is cut to `depth`, lasti is pushed if asked for, then the exception."""
+    """Where an exception goes: the stack is cut to `depth`, then lasti if asked for and the exception."""
 
     target: int
     depth: int

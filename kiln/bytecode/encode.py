@@ -104,7 +104,7 @@ def _line_table(sizes: Sequence[int], positions: Sequence[Position], line: int) 
 
 
 def _location(out: bytearray, units: int, position: Position, line: int) -> int:
-    """Append the entries for `units` code units at `position`; gives the line that the next entry counts from."""
+    """Append the entries for `units` code units; gives the line that the next entry counts from."""
     start, end, column, end_column = position
     while units > 0:
         length = min(units, 8) - 1
@@ -117,7 +117,9 @@ def _location(out: bytearray, units: int, position: Position, line: int) -> int:
             line = start
         else:
             out.append(0x80 | _LONG << 3 | length)
-            out += _signed(start - line) + _varint(end - start) + _varint(column + 1) + _varint(end_column + 1)
+            out += (
+                _signed(start - line) + _varint(end - start) + _varint(column + 1) + _varint(end_column + 1)
+            )
             line = start
     return line
 

@@ -53,7 +53,7 @@ def stack_effect(op: int, arg: int | None, jump: bool = False) -> int:
 def depths(
     rows: Sequence[Row], guarded: Iterable[Guarded] = (), entry: tuple[int, int] = (0, 0)
 ) -> list[int]:
-    """The depth of the stack before each row, -1 where control never comes from `entry`, a row and its depth."""
+    """The depth of the stack before each row, -1 where control never comes; `entry` is a row and its depth."""
     found = [-1] * len(rows)
     pending = [entry] if rows else []
     pending.extend((g.target, g.depth + g.lasti + 1) for g in guarded)
@@ -74,7 +74,9 @@ def depths(
             if at >= len(rows):
                 raise Bug("control runs past the last instruction")
             if found[at] != depth:
-                raise Bug(f"{OPNAME[rows[at].op]} at row {at} is reached with {found[at]} and with {depth} values")
+                raise Bug(
+                    f"{OPNAME[rows[at].op]} at row {at} is reached with {found[at]} and with {depth} values"
+                )
     return found
 
 
@@ -100,7 +102,7 @@ def code_rows(code: CodeType) -> tuple[list[Row], list[Guarded]]:
 
 
 def stack_depths(code: CodeType, entry: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
-    """The depth of the stack before each instruction, -1 where control never comes from `entry`, an index and its depth."""
+    """The depth of the stack before each instruction, -1 where control never comes from `entry`."""
     return tuple(depths(*code_rows(code), entry))
 
 

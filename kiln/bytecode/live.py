@@ -32,12 +32,12 @@ _LOADS_CHECK = "LOAD_FAST_CHECK" not in REAL
 
 
 def live(code: CodeType, index: int) -> frozenset[str]:
-    """The variables whose value before instruction `index` may still be read; zero-argument super() reads too."""
+    """The variables whose value before instruction `index` may still be read, by super() too."""
     return _before(decode(code), index, reachable(code, (index,)), checked=True) | _super_reads(code)
 
 
 def needed(code: CodeType, index: int, running: Iterable[int]) -> frozenset[str]:
-    """The variables that the instructions `running`, from `index` on, read without a look at whether they are bound."""
+    """The variables that `running`, from `index` on, reads without a look at whether they are bound."""
     if _LOADS_CHECK:
         return frozenset()
     return _before(decode(code), index, running, checked=False)

@@ -1,4 +1,4 @@
-"""Code that goes on in the middle of a function, and code that runs one instruction and hands the state on."""
+"""Code that goes on in the middle of a function, or runs one instruction and hands the state on."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Epilogue:
 class Replace:
     """A call in the place of an instruction whose operands are not on the stack: `callable(*deeper)`.
 
-    `deeper` is the last parameter. With mode "push" the result stands for what the instruction pushes, with "drop"
-    nothing is pushed, with "object" the parameter before `deeper` is pushed instead of the result.
+    `deeper` is the last parameter. With mode "push" the result stands for what the instruction pushes,
+    with "drop" nothing is pushed, with "object" the parameter before `deeper` is pushed instead.
     """
 
     callable: Any
@@ -78,8 +78,8 @@ _CALL = REAL["CALL"]
 def resume_code(code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]) -> CodeType:
     """The code of a function that takes the state of a frame of `code` and goes on at instruction `index`.
 
-    Parameters: the values of the stack, bottom first, then the variables `locals`, those that are cells or free
-    carrying the cell. Every variable that is bound must be given.
+    Parameters: the values of the stack, bottom first, then the variables `locals`, those that are cells
+    or free carrying the cell. Every variable that may still be read must be given if it is bound.
     """
     return resume_places(code, index, stack, locals)[0]
 
@@ -96,16 +96,20 @@ def resume_places(
     return builder.finish(), builder.body.places()
 
 
-def suspended_code(code: CodeType, index: int | None, stack: Sequence[Slot], locals: Sequence[str]) -> CodeType:
-    """The code of a generator function whose first `next` brings it to the YIELD_VALUE at `index`, with this state.
+def suspended_code(
+    code: CodeType, index: int | None, stack: Sequence[Slot], locals: Sequence[str]
+) -> CodeType:
+    """The code of a generator function whose first `next` brings it to the YIELD_VALUE at `index`.
 
-    The stack is the one below the value that is yielded. Without an index the generator has not started, and no
-    `next` is needed.
+    The stack is the one below the value that is yielded. Without an index the generator has not started,
+    and no `next` is needed.
     """
     decoded = decode(code)
     start = max(i.index for i in decoded.instructions if i.name == "RETURN_GENERATOR") + 3
     at = start if index is None else index
-    builder = _Builder(code, stack, locals, at, reachable(code, (at,)), depth=len(stack) + (index is not None))
+    builder = _Builder(
+        code, stack, locals, at, reachable(code, (at,)), depth=len(stack) + (index is not None)
+    )
     builder.e.raw("RETURN_GENERATOR")
     builder.e.pop()
     builder.prologue()
@@ -125,8 +129,8 @@ def continue_code(
 ) -> CodeType:
     """The code of a function that takes the same state, runs the instruction `index` and then leaves.
 
-    The first epilogue is for the fall-through, the second for the jump; where one is None or missing, control goes
-    on in `code`. An exception goes to the handlers of `code` that cover the instruction, and on from there.
+    The first epilogue is for the fall-through, the second for the jump; where one is None or missing,
+    control goes on in `code`. An exception goes to the handlers that cover the instruction, and on from there.
     """
     decoded = _checked(code)
     index = _entry(decoded, index)
@@ -144,7 +148,9 @@ def continue_code(
 
 def _checked(code: CodeType) -> Code:
     if code.co_flags & _GENERATORS:
-        raise Skip(f"{code.co_qualname} is a generator or a coroutine: its frame cannot be left and entered again")
+        raise Skip(
+            f"{code.co_qualname} is a generator or a coroutine: its frame cannot be left and entered again"
+        )
     if not (code.co_flags & CO_OPTIMIZED and code.co_flags & CO_NEWLOCALS):
         raise Skip(f"{code.co_qualname} is the body of a class or of a module")
     decoded = decode(code)
@@ -163,9 +169,7 @@ def _entry(decoded: Code, index: int) -> int:
     return index
 
 
-def _after(
-    decoded: Code, index: int, last: int, fall: Epilogue | None, jump: Epilogue | None
-) -> set[int]:
+def _after(decoded: Code, index: int, last: int, fall: Epilogue | None, jump: Epilogue | None) -> set[int]:
     """The instructions that run when `index` to `last` run and control leaves through the epilogues."""
     starts = []
     final = decoded.instructions[last]
@@ -210,7 +214,10 @@ class _Builder:
         if known[self.index] < 0:
             known = stack_depths(self.code, (self.index, given))
         if self.replace is None and known[self.index] != given:
-            raise Bug(f"{self.code.co_qualname} has {known[self.index]} values on the stack at {self.index}, not {given}")
+            raise Bug(
+                f"{self.code.co_qualname} has {known[self.index]} values on the stack at {self.index}, "
+                f"not {given}"
+            )
         return known
 
     def prologue(self) -> None:
@@ -240,7 +247,9 @@ class _Builder:
         free = missing.intersection(self.code.co_freevars)
         unbound = free | needed(self.code, self.index, self.running).difference(self.locals, missing)
         if unbound:
-            raise Bug(f"{self.code.co_qualname} cannot go on at {self.index} without {', '.join(sorted(unbound))}")
+            raise Bug(
+                f"{self.code.co_qualname} cannot go on at {self.index} without {', '.join(sorted(unbound))}"
+            )
         return sorted(missing)
 
     def step(self, last: int, fall: Epilogue | None, jump: Epilogue | None) -> None:
@@ -261,7 +270,9 @@ class _Builder:
             self._leave(fall, last + 1, depth + stack_effect(final.op, final.arg))
         if is_jump(final.op):
             self.e.place(arm)
-            self._arrive(final.value, final.name == "FOR_ITER", jump, depth + stack_effect(final.op, final.arg, True))
+            self._arrive(
+                final.value, final.name == "FOR_ITER", jump, depth + stack_effect(final.op, final.arg, True)
+            )
 
     def _arrive(self, target: int, exhausted: bool, epilogue: Epilogue | None, depth: int) -> None:
         """Leave on the taken arm of a jump, after what the end of a loop passes over."""
@@ -297,7 +308,7 @@ class _Builder:
         at = carried
         for slot in reversed(epilogue.stack):
             if slot is NULL:
-                # Storing a NULL leaves the variable unbound; every other way to drop it would follow the pointer.
+                # Storing a NULL leaves the variable unbound; other ways to drop it would follow the pointer.
                 e.store(_DROPPED)
             elif slot is LASTI:
                 e.pop()

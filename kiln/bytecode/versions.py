@@ -49,7 +49,7 @@ class Release:
     method_attr: bool
     """LOAD_ATTR has a method form in its low bit (3.12, 3.13); LOAD_METHOD is its own instruction in 3.11."""
     handler_before_call: bool
-    """An exception from a Python function called in line goes to the handler of the unit before the call (3.13)."""
+    """An exception from a function called in line goes to the handler of the unit before the call (3.13)."""
     shifts: dict[str, int]
     """Instructions whose argument carries flags to the right of a name index, with the number of bits."""
 
@@ -76,7 +76,9 @@ RELEASES: Final = {
 
 PYTHON: Final = sys.version_info[:2]
 if PYTHON not in RELEASES:
-    raise ImportError(f"Kiln reads the bytecode of CPython 3.11, 3.12 and 3.13, not of {PYTHON[0]}.{PYTHON[1]}")
+    raise ImportError(
+        f"Kiln reads the bytecode of CPython 3.11, 3.12 and 3.13, not of {PYTHON[0]}.{PYTHON[1]}"
+    )
 HERE: Final = RELEASES[PYTHON]
 
 REAL: Final = {

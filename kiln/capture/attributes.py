@@ -14,6 +14,7 @@ from kiln.base.errors import Break
 from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture.frame import UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
+from kiln.check.guards import Contains, Length
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -111,9 +112,9 @@ def missing(value: Any, name: str) -> Any:
 def instance_space(value: Any) -> Any:
     """The instance dict of an object, or None."""
     try:
-        space = object.__getattribute__(value, "__dict__")
+        space = object.__getattribute__(value, "__dict__") if not isinstance(value, threading.local) else vars(value)
     except AttributeError:
-        space = vars(value) if isinstance(value, threading.local) else None
+        return None
     return space if isinstance(space, dict) else None
 
 
@@ -138,7 +139,12 @@ def load_from_module(m: Machine, module: torch.nn.Module, name: str) -> Any:
                     assert source is not None
                     return world.outside(real[name], Item(DictAttr(source, table), name))
                 continue
-            space = world.touch(shadow.copy)
+            space = shadow.copy
+            if not shadow.full:
+                found = world.item(space, name)
+                if found is not MISSING:
+                    return m.view(found)
+                continue
         if name in space:
             return m.view(space[name])
     if source is not None:
@@ -308,6 +314,15 @@ def super_from_class(m: Machine, found: Any, start: type, name: str) -> Any:
     return from_class(m, found, start, name)
 
 
+def load_from_cell(m: Machine, value: types.CellType, name: str) -> Any:
+    if name != "cell_contents":
+        return m.native(getattr, value, name)
+    found = m.world.read_cell(value)
+    if found is MISSING:
+        raise UserError(ValueError("Cell is empty"))
+    return found
+
+
 def load_from_method(m: Machine, value: types.MethodType, name: str) -> Any:
     if name in ("__func__", "__self__"):
         return getattr(value, name)
@@ -365,6 +380,7 @@ LOADERS: dict[type, Any] = {
     FakeTensor: load_from_tensor,
     types.ModuleType: load_from_python_module,
     super: load_from_super,
+    types.CellType: load_from_cell,
     types.MethodType: load_from_method,
 }
 
@@ -381,8 +397,7 @@ def store(m: Machine, value: Any, name: str, item: Any, mode: str = "opaque") ->
         m.world.write_global(vars(value), name, item)
         return
     custom = type_lookup(m, kind, "__setattr__")
-    if custom is torch.nn.Module.__setattr__ and plain_module_write(m, value, name, item):
-        store_plain(m, value, name, item)
+    if custom is torch.nn.Module.__setattr__ and store_on_module(m, value, name, item):
         return
     if isinstance(custom, types.FunctionType):
         m.inline(custom, (value, name, item), {}, mode)
@@ -424,12 +439,28 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
         m.native(type.__setattr__ if isinstance(value, type) else object.__setattr__, value, name, item)
 
 
-def plain_module_write(m: Machine, module: Any, name: str, item: Any) -> bool:
-    """Whether nn.Module.__setattr__ would just put the item into the instance dict."""
-    if isinstance(item, (torch.Tensor, torch.nn.Module)) or mro_lookup(type(module), name) is not MISSING:
+def store_on_module(m: Machine, module: Any, name: str, item: Any) -> bool:
+    """What nn.Module.__setattr__ does with plain values and buffers; False where its own code must say."""
+    if isinstance(item, torch.nn.Module) or isinstance(item, FakeTensor) and tensor_type(item) is not torch.Tensor:
         return False
-    space = module.__dict__
-    return not any(name in space.get(table, ()) for table in ("_parameters", "_buffers", "_modules"))
+    space, source = instance_space(module), m.source(module)
+    if mro_lookup(type(module), name) is not MISSING or any(name in space.get(table, ()) for table in ("_parameters", "_modules")):
+        return False
+    if name in space.get("_buffers", ()):
+        if BUFFER_HOOKS or not isinstance(item, (torch.Tensor, types.NoneType)) or source is None:
+            return False
+        m.world.guard(Contains(DictAttr(source, "_buffers"), name, True))
+        m.world.guard(Length(Const(BUFFER_HOOKS, "_global_buffer_registration_hooks"), 0))
+        return m.world.write_item(load_from_object(m, module, "_buffers", hooks=False), name, item)
+    if source is not None:
+        for table in ("_parameters", "_buffers", "_modules"):
+            if table in space and id(space[table]) not in m.world.shadow_of:
+                m.world.lacks(DictAttr(source, table), name)
+    store_plain(m, module, name, item)
+    return True
+
+
+BUFFER_HOOKS = torch.nn.modules.module._global_buffer_registration_hooks
 
 
 def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None:

@@ -51,6 +51,10 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
     """Call anything."""
+    if type(function) is not types.FunctionType and (marked := marks.of(function)):
+        action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
+        if action is not None:
+            return action(m, function, args, kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:
         return handler(m, args, kwargs)
@@ -205,8 +209,6 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
 def fill_defaults(m: Machine, function: types.FunctionType, values: dict[str, Any], names: Args, count: int, kwonly: int) -> None:
     source = m.source(function)
     defaults, kwdefaults = function.__defaults__ or (), function.__kwdefaults__ or {}
-    if source is not None:
-        m.world.guard(FunctionState(source, function.__code__, function.__defaults__, function.__kwdefaults__))
     for i, value in enumerate(defaults):
         name = names[count - len(defaults) + i]
         if name not in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 from collections.abc import Callable
@@ -117,7 +118,10 @@ class Finisher:
         calls: list[tuple[Any, tuple[Any, ...]]] = []
         for shadow in list(world.shadows.values()):
             if shadow.full:
-                calls.extend(shadow_writes(shadow))
+                calls.extend((*shadow_writes(shadow), *attribute_writes(shadow)))
+            elif shadow.written:
+                changed = {key: item for key, item in shadow.items.items() if key in shadow.written}
+                calls.append((runtime.write_dict, (shadow.copy, changed, ())))
         for overlay in list(world.instance.values()):
             for name, value in overlay.writes.items():
                 if value is MISSING:
@@ -329,12 +333,21 @@ def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
             return [(runtime.write_dict, (copy, changed, deleted))]
         return [(runtime.rewrite_dict, (copy, now))]
     if isinstance(copy, set):
-        return [] if copy == before else [(runtime.write_set, (copy, set(copy)))]
-    now_list = list(copy)
+        now_set = set(set.__iter__(copy))
+        return [] if now_set == before else [(runtime.write_set, (copy, now_set))]
+    now_list = list((list if isinstance(copy, list) else collections.deque).__iter__(copy))
     if len(now_list) == len(before) and all(a is b for a, b in zip(now_list, before, strict=True)):
         return []
     write = runtime.write_list if isinstance(copy, list) else runtime.write_deque
     return [(write, (copy, now_list))]
+
+
+def attribute_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """How the attributes of a container of a user's class are brought up to date."""
+    before, now = shadow.space, getattr(shadow.copy, "__dict__", {})
+    deleted = [(runtime.delete_attribute, (shadow.copy, name)) for name in before if name not in now]
+    return deleted + [(runtime.write_attribute, (shadow.copy, name, item)) for name, item in now.items()
+                      if name not in before or before[name] is not item]  # fmt: skip
 
 
 __all__ = ["Captured", "Finisher", "Skip", "Unbuildable"]

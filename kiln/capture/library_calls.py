@@ -6,6 +6,7 @@ import collections
 import functools
 import logging
 import operator
+import traceback
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,12 @@ def call_methodcaller(m: Machine, function: Any, args: Args, kwargs: Kwargs, mod
 CALLERS[operator.itemgetter] = call_itemgetter
 CALLERS[operator.attrgetter] = call_attrgetter
 CALLERS[operator.methodcaller] = call_methodcaller
+
+
+@handles(traceback.clear_frames)
+def clear_frames(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The frames that an exception passed through are the interpreter's: there is nothing of the program to clear."""
+    return None
 
 
 @handles(collections.namedtuple)

@@ -16,9 +16,10 @@ from kiln.capture import attributes, builtin_calls, calls, copies, library_calls
 from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
-from kiln.capture.recorder import Recorder
+from kiln.capture.recorder import Recorder, describe
 from kiln.capture.variables import PASSIVE, read_all
 from kiln.capture.world import MISSING, World
+from kiln.check.guards import Distinct, FunctionState
 from kiln.ops.fake import FakeTensor, constant_of
 
 CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
@@ -180,6 +181,9 @@ class Machine:
         """A frame with the arguments bound; UserError(TypeError) when they do not fit."""
         values = calls.bind(self, function, args, kwargs)
         code = function.__code__
+        source = self.world.source(function)
+        if source is not None:
+            self.world.guard(FunctionState(source, code, function.__defaults__, function.__kwdefaults__))
         cells = dict(zip(code.co_freevars, self.world.closure(function), strict=True)) if code.co_freevars else {}
         return Frame(function, values, cells)
 
@@ -200,6 +204,10 @@ class Machine:
             kwargs = {**kwargs, "device": self.devices[-1]}
         try:
             return self.native(self.recorder.call, function, args, kwargs)
+        except Break as e:
+            if e.kind == "data-dependent" and e.at is None:
+                e.why = f"{describe(function)}: {e.why}"
+            raise
         except UserError as e:
             if e.error.args and isinstance(e.error.args[0], str) and "FakeTensor" in e.error.args[0]:
                 e.error.args = (e.error.args[0].replace("FakeTensor", "Tensor"), *e.error.args[1:])
@@ -279,6 +287,14 @@ class Machine:
                 return MISSING
             raise
         return self.view(value)
+
+    def same(self, a: Any, b: Any) -> bool:
+        """`a is b`, guarded when both come from outside and only their types are known to stay."""
+        if a is not b and type(a) is type(b):
+            left, right = self.world.source(a), self.world.source(b)
+            if left is not None and right is not None and left != right and type(a) is not FakeTensor:
+                self.world.guard(Distinct((left, right)))
+        return a is b
 
     def view(self, value: Any) -> Any:
         """The program's view of a value that native code handed out: real tensors become their fakes."""

@@ -136,6 +136,8 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
         result = compare(m, "==", a, b)
         return result if result is NotImplemented else not m.truth(result)
     if left is None and right is None:
+        if sign in ("==", "!=") and type(a).__eq__ is object.__eq__ and type(b).__eq__ is object.__eq__:
+            return m.same(a, b) == (sign == "==")
         return native_binary(m, COMPARE[sign], a, b)
     pairs = [(left, (a, b)), (right, (b, a))]
     if right is not None and tb is not ta and issubclass(tb, ta):
@@ -146,7 +148,7 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
             if result is not NotImplemented:
                 return result
     if sign in ("==", "!="):
-        return (a is b) == (sign == "==")
+        return m.same(a, b) == (sign == "==")
     raise UserError(TypeError(f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'"))
 
 
@@ -228,6 +230,8 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
     if method is not None:
         m.inline(method, (container, key, value), {}, mode)
         return
+    if m.world.write_item(container, key, value):
+        return
     m.world.touch(container)
     if opaque(m, container):
         raise Break("foreign-object", f"an item of {m.source(container)} is written", "use a list, dict or tensor")
@@ -266,14 +270,14 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
                 raise UserError(TypeError(f"argument of type '{type(container).__name__}' is not iterable")) from None
             raise
         while (item := m.next(iterator)) is not MISSING:
-            if item is value or m.truth(compare(m, "==", item, value)):
+            if m.same(item, value) or m.truth(compare(m, "==", item, value)):
                 return True
         return False
     m.world.touch(container)
     if isinstance(container, (list, tuple)) and python_method(m, value, "__eq__") is not None:
-        return any(item is value or m.truth(compare(m, "==", item, value)) for item in container)
+        return any(m.same(item, value) or m.truth(compare(m, "==", item, value)) for item in container)
     if opaque(m, container):
         raise Break("foreign-object", f"membership in {m.source(container)} is asked", "use a list, dict or set")
     if isinstance(container, (list, tuple)):
-        return any(item is value or m.truth(compare(m, "==", item, value)) for item in container)
+        return any(m.same(item, value) or m.truth(compare(m, "==", item, value)) for item in container)
     return bool(m.native(operator.contains, container, value))

@@ -202,7 +202,20 @@ class Rebuilder:
         if type(value).__module__ == "torch.return_types":
             self.call(type(value), tuple(value))
         else:
-            self.call(functools.partial(tuple.__new__, type(value)), tuple(value))
+            self.immutable(value, tuple)
+
+    def frozen_set(self, value: Any) -> None:
+        self.immutable(value, frozenset)
+
+    def immutable(self, value: Any, base: Any) -> None:
+        """An instance of a subclass of tuple or frozenset, with the attributes that it has."""
+        self.call(functools.partial(base.__new__, type(value)), tuple(base.__iter__(value)))
+        attributes = instance_space(value)
+        if attributes:
+            self.e.copy(1)
+            self.name(value)
+            self.call(runtime.fill_object, value, dict(attributes), {})
+            self.e.pop()
 
     def mapping(self, value: dict[Any, Any]) -> None:
         for key, item in value.items():
@@ -374,6 +387,9 @@ class Rebuilder:
         if isinstance(value, list) and list.__len__(value):
             self.call(runtime.fill_list, value, list(list.__iter__(value)))
             self.e.pop()
+        if isinstance(value, set) and set.__len__(value):
+            self.call(set.update, value, list(set.__iter__(value)))
+            self.e.pop()
         slots = {
             name: item
             for base in cls.__mro__ for name, member in vars(base).items()
@@ -440,7 +456,7 @@ SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {  # how to m
     collections.defaultdict: (lambda v: (v.default_factory,), runtime.fill_dict),
     collections.deque: (lambda v: ((), v.maxlen), runtime.write_deque),
 }  # fmt: skip
-FILLED = (object, dict, list, collections.OrderedDict)
+FILLED = (object, dict, list, set, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
@@ -458,5 +474,6 @@ MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
     ((type, types.ModuleType, enum.Enum, torch.Generator, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
     (tuple, Rebuilder.named_tuple),
+    (frozenset, Rebuilder.frozen_set),
     ((str, int, float, bytes, complex), Rebuilder.constant),
 )

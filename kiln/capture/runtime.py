@@ -141,8 +141,8 @@ def rewrite_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
 
 
 def write_set(value: set[Any], items: set[Any]) -> None:
-    value.clear()
-    value.update(items)
+    set.clear(value)
+    set.update(value, items)
 
 
 def write_deque(value: deque[Any], items: list[Any]) -> None:
@@ -151,18 +151,19 @@ def write_deque(value: deque[Any], items: list[Any]) -> None:
 
 
 def write_attribute(owner: Any, name: str, value: Any) -> None:
-    native_base(type(owner)).__setattr__(owner, name, value)
+    native_slot(type(owner), "__setattr__")(owner, name, value)
 
 
 def delete_attribute(owner: Any, name: str) -> None:
     """Delete an attribute that may have been set and deleted during capture alone."""
     with contextlib.suppress(AttributeError):
-        native_base(type(owner)).__delattr__(owner, name)
+        native_slot(type(owner), "__delattr__")(owner, name)
 
 
-def native_base(cls: type) -> Any:
-    """The nearest class of native code, whose slots work without the user's hooks."""
-    return next(base for base in cls.__mro__ if not base.__flags__ & 1 << 9)
+def native_slot(cls: type, name: str) -> Any:
+    """The nearest implementation of a special method in native code, past the user's."""
+    slots = (base.__dict__.get(name) for base in cls.__mro__)
+    return next(slot for slot in slots if isinstance(slot, types.WrapperDescriptorType))
 
 
 def delete_item(space: dict[str, Any], name: str) -> None:

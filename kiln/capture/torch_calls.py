@@ -56,6 +56,24 @@ def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return made
 
 
+@handles(torch.utils.hooks.BackwardHook)
+def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """What a module uses to see the gradients that pass through it: an object of the graph."""
+    if id(args[0]) not in m.world.pinned:
+        raise Break("backward-hook", "backward hooks of a module that is not always the same one", "compile the module itself")
+    return m.native(m.recorder.effect, torch.utils.hooks.BackwardHook, args, kwargs)
+
+
+@handles(torch.utils.hooks.BackwardHook.setup_input_hook)
+def input_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.torch_call(torch.utils.hooks.BackwardHook.setup_input_hook, args, kwargs)
+
+
+@handles(torch.utils.hooks.BackwardHook.setup_output_hook)
+def output_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.torch_call(torch.utils.hooks.BackwardHook.setup_output_hook, args, kwargs)
+
+
 @handles(torch.Tensor.register_hook)
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when the function does not close over tensors of the graph."""

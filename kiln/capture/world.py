@@ -67,7 +67,9 @@ class Shadow:
     source: Source
     before: Any = None  # the copy's contents when it was last known to equal the real container's
     full: bool = False  # every item has been wrapped and guarded
-    items: dict[Any, Any] = field(default_factory=dict)  # items read one by one
+    items: dict[Any, Any] = field(default_factory=dict)  # items read or written one by one
+    written: set[Any] = field(default_factory=set)  # keys of a dict written before anybody asked what it holds
+    space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
 
 
 @dataclass(slots=True, eq=False)
@@ -252,14 +254,14 @@ class World:
         return shadow.copy
 
     def subclassed(self, value: Any, source: Source) -> Any:
-        """An instance of a user's subclass of list or dict: contents and instance dict are both shadowed."""
+        """An instance of a user's subclass of list, dict or set: contents and instance dict are both shadowed."""
         self.guard(TypeIs(source, type(value)))
         copy = runtime.make_object(type(value))
-        (runtime.fill_dict if isinstance(value, dict) else runtime.fill_list)(copy, value)
+        next(fill for kind, fill in FILLS if isinstance(value, kind))(copy, value)
         shadow = Shadow(value, copy, source)
         self.adopt(shadow)
         for name, item in getattr(value, "__dict__", {}).items():
-            copy.__dict__[name] = self.outside(item, DictAttr(source, name))
+            copy.__dict__[name] = shadow.space[name] = self.outside(item, DictAttr(source, name))
         self.touch(copy)
         return copy
 
@@ -311,7 +313,10 @@ class World:
             for key, item in items.items():
                 wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
                 runtime.mapping_type(copy).__setitem__(copy, key, wrapped)
-            shadow.before = runtime.contents(copy)
+            shadow.before = {**runtime.contents(copy), **{key: MISSING for key in shadow.written if key in items}}
+            for key in shadow.items:
+                if key not in items:
+                    runtime.mapping_type(copy).__setitem__(copy, key, shadow.items[key])
             if isinstance(real, collections.defaultdict):
                 self.outside(real.default_factory, Attr(source, "default_factory"))
             return
@@ -329,6 +334,8 @@ class World:
         if type(real) is dict or type(real) is collections.OrderedDict:
             if type(key) not in (str, int, bool, type(None)) and not isinstance(key, (type, enum.Enum)):
                 return MISSING
+            if key in shadow.written:
+                return shadow.items[key]
             if key not in real:
                 self.guard(Contains(shadow.source, key, False))
                 return MISSING
@@ -344,10 +351,19 @@ class World:
             shadow.items[key] = self.outside(real[key], Item(shadow.source, key))
         return shadow.items[key]
 
+    def write_item(self, container: Any, key: Any, value: Any) -> bool:
+        """Hold back `container[key] = value` for a dict that nobody has looked into; False where that is not the case."""
+        shadow = self.shadows.get(id(container))
+        if shadow is None or shadow.full or type(shadow.real) is not dict or type(key) not in (str, int):
+            return False
+        shadow.items[key] = value
+        shadow.written.add(key)
+        return True
+
     def length(self, container: Any) -> int | None:
         """The length of an unfilled shadow, guarded alone."""
         shadow = self.shadows.get(id(container))
-        if shadow is None or shadow.full or type(shadow.real) not in (list, dict, collections.OrderedDict):
+        if shadow is None or shadow.full or shadow.written or type(shadow.real) not in (list, dict, collections.OrderedDict):
             return None
         self.guard(Length(shadow.source, len(shadow.real)))
         return len(shadow.real)
@@ -357,6 +373,8 @@ class World:
         shadow = self.shadows.get(id(container))
         if shadow is None or shadow.full or type(shadow.real) not in (dict, collections.OrderedDict) or type(key) is not str:
             return None
+        if key in shadow.written:
+            return True
         self.guard(Contains(shadow.source, key, key in shadow.real))
         return key in shadow.real
 
@@ -406,7 +424,8 @@ class World:
                 shadow.copy[name] = value
             return
         overlay = self.instance.setdefault(id(owner), Overlay(owner, self.sources[id(owner)]))
-        overlay.writes.pop(name, None)
+        if overlay.writes.get(name) is MISSING:
+            del overlay.writes[name]
         overlay.writes[name] = value
         self.keep.append(value)
 
@@ -540,6 +559,12 @@ class World:
         for free in groups.values():
             if len(free) > 1:
                 self.guard(Distinct(tuple(free)))
+        inputs = [(self.reals[id(fake)], source) for fake, source in self.tensors.values()]
+        fixed = [(real, source) for real, source in inputs if rooted(source)]
+        for real, source in inputs:
+            for other, path in fixed if not rooted(source) else ():
+                if type(other) is type(real) and other.shape == real.shape and other.dtype == real.dtype:
+                    self.guard(Distinct((source, path)))
 
     def identified(self, value: Any) -> None:
         """The identity of a value was looked at, not only what it holds."""
@@ -576,8 +601,12 @@ READER_BASES: tuple[tuple[Any, Reader], ...] = (
     (torch.nn.Module, World.module),
     (BY_IDENTITY, World.pin),
     (tuple, World.immutable),
-    ((dict, list), World.subclassed),
+    ((dict, list, set), World.subclassed),
+    (frozenset, World.frozen_set),
 )
+FILLS: tuple[tuple[type, Callable[[Any, Any], None]], ...] = (
+    (dict, runtime.fill_dict), (list, runtime.fill_list), (set, set.update),
+)  # fmt: skip
 
 
 def nested(values: Iterable[Any]) -> Iterable[Any]:

@@ -72,7 +72,9 @@ def loops(n):
 @sample([3, 0, 4])
 @sample([])
 def nested_calls(items):
-    return sum(map(len, [str(x) * max(x, 1) for x in items]), len(items)) + max(*items, 1, 2, key=lambda v: -v)
+    return sum(map(len, [str(x) * max(x, 1) for x in items]), len(items)) + max(
+        *items, 1, 2, key=lambda v: -v
+    )
 
 
 @sample(1, 2, 3, 4, c=5, d=6)

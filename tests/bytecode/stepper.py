@@ -75,7 +75,9 @@ class Stepper:
             if emulated is not None and emulated(i, state):
                 state.index += 1
                 return state
-            known = {id(value): value.__traceback__ for _, value in state.stack if isinstance(value, BaseException)}
+            known = {
+                id(value): value.__traceback__ for _, value in state.stack if isinstance(value, BaseException)
+            }
             result = next(_isolated(self._step_function(state), state.values))
         except BaseException as error:
             # An exception raised again in its own frame keeps its traceback, which `except*` looks at.

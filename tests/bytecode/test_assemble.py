@@ -311,7 +311,14 @@ def test_fused_instructions_split_behind_the_sixteenth_variable():
 def described(code):
     positions = list(code.co_positions())
     rows = [(i.name, i.flag, positions[i.offset >> 1]) for i in decode(code).instructions]
-    return rows, decode(code).handlers, code.co_varnames, code.co_cellvars, code.co_freevars, code.co_stacksize
+    return (
+        rows,
+        decode(code).handlers,
+        code.co_varnames,
+        code.co_cellvars,
+        code.co_freevars,
+        code.co_stacksize,
+    )
 
 
 def values(code):
@@ -341,7 +348,11 @@ def test_relocated_functions_behave_the_same(sample, args, kwargs):
     positional, keywords = fresh(args, kwargs)
     copied, copied_keywords = fresh(args, kwargs)
     again = FunctionType(
-        relocate(sample.__code__), sample.__globals__, sample.__name__, sample.__defaults__, sample.__closure__
+        relocate(sample.__code__),
+        sample.__globals__,
+        sample.__name__,
+        sample.__defaults__,
+        sample.__closure__,
     )
     again.__kwdefaults__ = sample.__kwdefaults__
     expected = outcome(lambda: sample(*positional, **keywords))

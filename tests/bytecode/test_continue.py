@@ -27,7 +27,9 @@ from kiln.bytecode.versions import HERE
 
 def find(function, name, value=None, nth=0):
     """The index of the nth instruction of that name and value."""
-    found = [i.index for i in decode(function.__code__).instructions if i.name == name and value in (None, i.value)]
+    found = [
+        i.index for i in decode(function.__code__).instructions if i.name == name and value in (None, i.value)
+    ]
     return found[nth]
 
 
@@ -85,7 +87,10 @@ def loop(items):
 
 def test_end_of_a_loop():
     at = find(loop, "FOR_ITER")
-    arms = [Epilogue(lambda *a: ("item", a), (VALUE, VALUE), ("total",)), Epilogue(lambda *a: ("end", a), (), ("total",))]
+    arms = [
+        Epilogue(lambda *a: ("item", a), (VALUE, VALUE), ("total",)),
+        Epilogue(lambda *a: ("end", a), (), ("total",)),
+    ]
     made = runs(continue_code(loop.__code__, at, (VALUE,), ("total",), arms))
     items = iter([5])
     assert made(items, 1) == ("item", (items, 5, 1))

@@ -61,7 +61,11 @@ def test_same_code_object_is_decoded_once():
 
 
 def test_every_instruction_has_a_kind():
-    unknown = [name for name, op in REAL.items() if op in dis.hasjrel and KIND[op] not in (Kind.FORWARD, Kind.BACKWARD)]
+    unknown = [
+        name
+        for name, op in REAL.items()
+        if op in dis.hasjrel and KIND[op] not in (Kind.FORWARD, Kind.BACKWARD)
+    ]
     assert not unknown
     assert all(name in versions.REAL for name in HERE.shifts)
     assert all(KIND[REAL[name]] == Kind.NAME for name in HERE.shifts)

@@ -8,6 +8,7 @@ import pytest
 from tests.bytecode.samples import SAMPLES
 from tests.bytecode.stepper import State, Stepper
 
+
 def outcome(call):
     """The result or the exception of a call, in a form that compares; no exception stays handled."""
     assert sys.exception() is None

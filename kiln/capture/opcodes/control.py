@@ -32,7 +32,7 @@ def compare_op(m: Machine, f: Frame, i: Instruction) -> Any:
 
 @opcode("IS_OP")
 def is_op(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [(f.stack[-2] is f.stack[-1]) != bool(i.arg)]
+    f.stack[-2:] = [m.same(f.stack[-2], f.stack[-1]) != bool(i.arg)]
 
 
 @opcode("CONTAINS_OP")

@@ -113,7 +113,22 @@ def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
     if i.arg == 2:
         cause = f.stack[-1]
         error.__cause__ = cause if cause is None else as_error(m, cause)
+    set_context(error, handling(m, f))
     raise UserError(error)
+
+
+def set_context(error: BaseException, handled: list[BaseException]) -> None:
+    """What a raise statement does: the exception being handled becomes the context, without a cycle."""
+    current = handled[-1] if handled else error
+    if current is error:
+        return
+    at = current
+    while at.__context__ is not None:
+        if at.__context__ is error:
+            at.__context__ = None
+            break
+        at = at.__context__
+    error.__context__ = current
 
 
 def handling(m: Machine, f: Frame) -> list[BaseException]:
