@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,3 +148,18 @@ class Global(Source):
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Derived(Source):
+    """What a pure function says of the value at `base`."""
+
+    base: Source
+    function: Callable[[Any], Any]
+    name: str
+
+    def fetch(self, args: Sequence[Any]) -> Any:
+        return self.function(self.base.fetch(args))
+
+    def __str__(self) -> str:
+        return f"{self.base}.<{self.name}>"

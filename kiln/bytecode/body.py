@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import CellType, CodeType
 
@@ -28,13 +29,13 @@ class Body:
         self._cells = frozenset(code.co_cellvars) | frozenset(code.co_freevars)
         self._depths = depths
         self._positions = list(code.co_positions())
-        self._labels: dict[int, Label] = {}
+        self._labels: defaultdict[int, Label] = defaultdict(Label)
         self._cover: dict[int, _Cover] = {}
         self._pads: list[tuple[Label, Instruction]] = []
 
     def label(self, index: int) -> Label:
         """The label of an instruction, which will be copied."""
-        return self._labels.setdefault(index, Label())
+        return self._labels[index]
 
     def at(self, index: int) -> None:
         """The steps that follow belong to the place of an instruction in the source."""
@@ -77,12 +78,11 @@ class Body:
             self.at(first)
             self.e.jump(self.label(first))
         instructions = self.decoded.instructions
-        labels = _Placed(self.label)
         for index in kept:
             self.settle(index)
             self.e.place(self.label(index))
             if not _starts(instructions[index]):
-                self.emit(index, labels)
+                self.emit(index, self._labels)
         for label, i in self._pads:
             self._unbound(label, i)
         self._protect()
@@ -145,22 +145,6 @@ class Body:
 def _starts(i: Instruction) -> bool:
     """Whether this is the RESUME at the start of a function, not one behind a yield."""
     return i.op == _RESUME and not (i.arg or 0) & 3
-
-
-class _Placed(Mapping[int, Label]):
-    """The labels of a body by instruction index, made when asked for."""
-
-    def __init__(self, label: Callable[[int], Label]) -> None:
-        self._label = label
-
-    def __getitem__(self, index: int) -> Label:
-        return self._label(index)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
 
 
 # Rules for instructions that do not stay as they are; a rule that answers False leaves the instruction alone.

@@ -8,7 +8,6 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from kiln.base.errors import Bug
-from kiln.bytecode import versions
 from kiln.bytecode.versions import (
     CACHES,
     COMPARISONS,
@@ -200,6 +199,3 @@ def _special(
         case Kind.INTRINSIC_2:
             return INTRINSICS_2[number], False
     raise Bug(f"argument of {OPNAME[op]}: kind {Kind(kind).name} is not read")
-
-
-__all__ = ["Code", "Handler", "Instruction", "decode", "local_names", "versions"]

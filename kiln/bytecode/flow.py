@@ -53,7 +53,7 @@ def stack_effect(op: int, arg: int | None, jump: bool = False) -> int:
 def depths(
     rows: Sequence[Row], guarded: Iterable[Guarded] = (), entry: tuple[int, int] = (0, 0)
 ) -> list[int]:
-    """The depth of the stack before each row, -1 where control never comes; `entry` is a row and its depth."""
+    """The depth of the stack before each row, -1 where control never comes from `entry` (row, depth)."""
     found = [-1] * len(rows)
     pending = [entry] if rows else []
     pending.extend((g.target, g.depth + g.lasti + 1) for g in guarded)

@@ -130,7 +130,7 @@ def continue_code(
     """The code of a function that takes the same state, runs the instruction `index` and then leaves.
 
     The first epilogue is for the fall-through, the second for the jump; where one is None or missing,
-    control goes on in `code`. An exception goes to the handlers that cover the instruction, and on from there.
+    control goes on in `code`. An exception goes to the handlers of the instruction, and on from there.
     """
     decoded = _checked(code)
     index = _entry(decoded, index)

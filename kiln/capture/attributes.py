@@ -364,6 +364,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if isinstance(found, property):
         return m.call(found.fget, (value,)) if name not in RECORDED else m.torch_call(getattr, (value, name), {})
     if name in RECORDED:
+        value.value = None  # what is written through `data` leaves no trace in the tensor's version
         return m.torch_call(getattr, (value, name), {})
     return m.native(getattr, value, name)
 

@@ -84,6 +84,8 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
         return native(m, function, args, kwargs)
     if policy == "own":
         return own(function, args, kwargs)
+    if policy == "array":
+        return CALLERS[numpy_function](m, function, args, kwargs, mode)
     if policy == "dropped":
         return None
     if policy == "break":
@@ -266,6 +268,8 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 
 def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """An nn.Module: straight to forward when no hook is registered anywhere."""
+    if "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
+        m.native(module._infer_parameters, module, args, kwargs)  # a lazy module takes its shapes from its first arguments
     cls = type(module)
     entry = attributes.type_lookup(m, cls, "__call__")
     if entry is not PLAIN_CALL or not unhooked(m, module):

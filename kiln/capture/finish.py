@@ -23,6 +23,7 @@ from kiln.capture import runtime, state
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
+from kiln.capture.streams import stream_writes
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
 
@@ -115,7 +116,7 @@ class Finisher:
     def writes(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Calls that bring the outside world to the state that capture left."""
         world = self.m.world
-        calls: list[tuple[Any, tuple[Any, ...]]] = []
+        calls = stream_writes(world)
         for shadow in list(world.shadows.values()):
             if shadow.full:
                 calls.extend((*shadow_writes(shadow), *attribute_writes(shadow)))

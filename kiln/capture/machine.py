@@ -39,6 +39,7 @@ class Machine:
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
+        self.advanced: tuple[Any, int] | None = None  # the first iterator from outside that was moved on, and the step
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
 
@@ -69,14 +70,15 @@ class Machine:
             instruction = instructions[frame.index]
             self.step = step = self.step + 1
             frame.step = step
-            if frame.unread and instruction.name not in PASSIVE:
-                read_all(self, frame)
             frame.before = stack.copy()
             if self.dropped:
                 self.close_dropped()
             if step == stop_at:
                 assert self.stop_reason is not None
                 raise self.located(self.stop_reason, frame)
+            if frame.unread and instruction.name not in PASSIVE:
+                read_all(self, frame)
+                frame.before = stack.copy()
             try:
                 jump = table[instruction.op](self, frame, instruction)
             except UserError as e:
@@ -262,6 +264,8 @@ class Machine:
         if method is None and isinstance(attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType):
             return Indexed(self, value)
         source = world.source(value)
+        if id(value) in world.streams:
+            return value
         if source is not None and id(value) not in world.shadows and not isinstance(value, SAFE_ITERABLES):
             raise Break("foreign-iterator", f"{source} is a {kind.__name__} made outside", "iterate over a list")
         world.touch(value)
@@ -278,7 +282,10 @@ class Machine:
         try:
             if isinstance(method, types.FunctionType):
                 return self.inline(method, (iterator,), {})
-            if self.world.source(iterator) is not None:
+            stream = self.world.streams.get(id(iterator))
+            if stream is not None and self.advanced is None:
+                self.advanced = (stream, self.safe_step())
+            if self.world.source(iterator) is not None and stream is None:
                 raise Break("foreign-iterator", f"a {kind.__name__} made outside is advanced", "iterate over a list")
             with self.recorder.mode():
                 value = self.native(next, iterator)

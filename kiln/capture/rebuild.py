@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from kiln import _hook
-from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
+from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, Derived, DictAttr, Global, Item, Source
 from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.live import live
 from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Slot, suspended_code
 from kiln.bytecode.resume import NULL as NULL_SLOT
 from kiln.capture import runtime
 from kiln.capture.attributes import instance_space
-from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled
+from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Unread
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped
 from kiln.capture.purity import OWN_MODULES
@@ -187,11 +187,20 @@ class Rebuilder:
                 e.const(source.namespace.value)
                 e.const(source.name)
                 e.item()
+            case Derived():
+                e.begin_call()
+                e.const(source.function)
+                e.mid_call()
+                self.source(source.base)
+                e.end_call(1)
             case _:
                 raise Unbuildable(source)
 
     def constant(self, value: Any) -> None:
         self.e.const(value)
+
+    def proxy(self, value: Any) -> None:
+        self.call(types.MappingProxyType, runtime.proxied(value))
 
     def sequence(self, value: Any) -> None:
         for item in value:
@@ -407,9 +416,14 @@ def slots(values: list[Any]) -> tuple[Slot, ...]:
     return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
 
 
+INTROSPECTIVE = frozenset({"eval", "exec", "locals", "vars", "dir"})  # functions that look at the frame's variables
+
+
 def bound(frame: Frame, index: int) -> tuple[str, ...]:
     """The variables that have a value and may still be read at an instruction."""
     wanted = live(frame.code.code, index)
+    if not INTROSPECTIVE.isdisjoint(frame.code.code.co_names):
+        wanted = frozenset({*frame.locals, *frame.lazy, *frame.cells})
     have = {**frame.locals, **frame.lazy, **frame.cells}
     return tuple(name for name in sorted(have) if name in wanted)
 
@@ -460,12 +474,13 @@ FILLED = (object, dict, list, set, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
+    Unread: lambda r, value: r.source(value.source),
     list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, set: Rebuilder.set, frozenset: Rebuilder.set,
     collections.OrderedDict: Rebuilder.ordered, collections.Counter: Rebuilder.ordered, collections.defaultdict: Rebuilder.default_dict,
     collections.deque: Rebuilder.deque, slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
     types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
-    Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
+    types.MappingProxyType: Rebuilder.proxy, Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
     random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())), object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled, **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,

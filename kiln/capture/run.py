@@ -17,6 +17,7 @@ from kiln.capture.frame import Frame, Restart, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
+from kiln.capture.streams import exhausted
 from kiln.capture.world import World
 from kiln.check.torch_guards import GlobalState
 
@@ -82,6 +83,9 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                 if len(frames) <= 1:
                     raise Skip(str(e)) from None
                 raise Restart(frames[0].step, e) from None
+            if not fullgraph and stop < 0 and machine.advanced is not None and not exhausted(machine.advanced[0].copy):
+                again = Break("foreign-iterator", "the loop breaks again in its next turn", "move the break out of the loop")
+                raise Restart(machine.advanced[1], again) from None
             if fullgraph and e.kind != "raises":
                 raise
         except UserError as e:

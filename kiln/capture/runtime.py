@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import types
 from collections import OrderedDict, deque
@@ -119,6 +120,11 @@ def fill_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
         write(value, key, item)
 
 
+def proxied(view: Any) -> Any:
+    """The mapping that a mappingproxy shows."""
+    return gc.get_referents(view)[0]
+
+
 def set_state(iterator: Any, state: Any) -> Any:
     iterator.__setstate__(state)
     return iterator
@@ -219,3 +225,16 @@ def advanced(function: Any) -> Any:
 def finished_generator() -> Any:
     """A generator that is at its end."""
     return advanced(lambda: (None for _ in "x"))()
+
+
+def watch_inputs(hook: Any, args: Any) -> Any:
+    """The inputs of a module with backward hooks, tied to its hook object."""
+    return hook.setup_input_hook(args)
+
+
+def watch_outputs(hook: Any, result: Any) -> Any:
+    return hook.setup_output_hook(result)
+
+
+def watch_gradient(tensor: Any, hook: Any) -> Any:
+    return tensor.register_hook(hook)

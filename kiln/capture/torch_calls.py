@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break
+from kiln.capture import runtime
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, leaf
 from kiln.capture.world import nested
@@ -66,12 +67,12 @@ def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(torch.utils.hooks.BackwardHook.setup_input_hook)
 def input_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.torch_call(torch.utils.hooks.BackwardHook.setup_input_hook, args, kwargs)
+    return m.torch_call(runtime.watch_inputs, args, kwargs)
 
 
 @handles(torch.utils.hooks.BackwardHook.setup_output_hook)
 def output_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.torch_call(torch.utils.hooks.BackwardHook.setup_output_hook, args, kwargs)
+    return m.torch_call(runtime.watch_outputs, args, kwargs)
 
 
 @handles(torch.Tensor.register_hook)
@@ -79,7 +80,7 @@ def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when the function does not close over tensors of the graph."""
     if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
         raise Break("tensor-hook", "a hook closes over tensors of the graph", "register it outside the compiled function")
-    return m.native(m.recorder.effect, torch.Tensor.register_hook, args)
+    return m.native(m.recorder.effect, runtime.watch_gradient, args)
 
 
 def closed_over(m: Machine, function: Any) -> list[Any]:
@@ -94,16 +95,16 @@ def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return isinstance(args[0], torch.Tensor)
 
 
-class Apply:
-    """`cls.apply` under a name that generated code can refer to."""
+class Named:
+    """A callable under a name that generated code can refer to."""
 
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-        self.__name__, self.__module__ = cls.__name__, cls.__module__
-        self.__qualname__ = cls.__qualname__
+    def __init__(self, function: Any, name: str, owner: Any) -> None:
+        self.function, self.owner = function, owner
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = getattr(owner, "__module__", None) or "script"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.cls.apply(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 @handles(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     cls, *rest = args
     if not torch.is_grad_enabled() and mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP:
         return apply_inline(m, cls, tuple(rest), kwargs)
-    return leaf(m, Apply(cls), tuple(rest), kwargs)
+    return leaf(m, Named(cls.apply, cls.__name__, cls), tuple(rest), kwargs)
 
 
 def apply_inline(m: Machine, cls: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -277,7 +278,13 @@ def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
     raise Break("script", f"{type(function).__name__} is compiled by TorchScript", "compile the Python function instead")
 
 
-CALLERS[torch.jit.ScriptFunction] = CALLERS[torch.jit.ScriptModule] = call_script
+def call_script_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A function compiled by TorchScript: one node."""
+    return leaf(m, Named(function, function.name, function), args, kwargs)
+
+
+CALLERS[torch.jit.ScriptModule] = call_script
+CALLERS[torch.jit.ScriptFunction] = call_script_function
 
 
 @handles(torch.autograd.profiler.record_function)

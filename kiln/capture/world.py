@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
+from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, Derived, DictAttr, Global, Item, Source
 from kiln.capture import runtime
 from kiln.capture.recorder import Recorder
 from kiln.check.guards import (
@@ -53,7 +53,7 @@ CONSTANTS = frozenset({
 BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
                types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, property,
                staticmethod, classmethod, types.CodeType, functools._lru_cache_wrapper, enum.Enum,
-               torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias, types.MappingProxyType)  # fmt: skip
+               torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias)  # fmt: skip
 BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
 
@@ -99,6 +99,8 @@ class World:
         self.things: dict[int, tuple[type, Source]] = {}  # objects that arguments lead to, by id
         self.pinned: set[int] = set()
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
+        self.streams: dict[int, Any] = {}  # copies of iterators from outside, by id
+        self.owned_streams: set[int] = set()  # those that another one advances
         self.keep: list[Any] = []
         self.entered: dict[int, tuple[Any, ...]] = {}  # native contexts by id, and the call that enters one like it
         self.wrappers: dict[int, Any] = {}
@@ -264,6 +266,16 @@ class World:
             copy.__dict__[name] = shadow.space[name] = self.outside(item, DictAttr(source, name))
         self.touch(copy)
         return copy
+
+    def proxy(self, value: Any, source: Source) -> Any:
+        """A read-only view of a mapping: the view of what stands for the mapping."""
+        self.guard(TypeIs(source, types.MappingProxyType))
+        inner = self.touch(self.outside(runtime.proxied(value), Derived(source, runtime.proxied, "mapping")))
+        view = types.MappingProxyType(inner)
+        self.remember(value, source)
+        self.wrappers[id(value)] = view
+        self.remember(view, source)
+        return view
 
     def immutable(self, value: Any, source: Source) -> Any:
         """A tuple (or named tuple): rebuilt from the program's view of its items."""
@@ -592,7 +604,7 @@ SHADOWS: dict[type, Callable[[Any], Any]] = {
 READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, BUILTIN_METHOD: World.native_method, tuple: World.immutable,
-    frozenset: World.frozen_set, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
+    frozenset: World.frozen_set, types.MappingProxyType: World.proxy, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
     **dict.fromkeys(SHADOWS, World.container),
 }  # fmt: skip
 

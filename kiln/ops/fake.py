@@ -28,7 +28,12 @@ REALLOCATING = frozenset(
 
 #: A literal of more elements than this is not kept as a constant.
 LARGEST_CONSTANT = 1024
-LARGEST_FOLDED = 64
+LARGEST_FOLDED = 4096
+#: Factories whose contents are known.
+FILLED = frozenset(
+    overload for packet in (aten.eye, aten.zeros, aten.ones, aten.full, aten.arange, aten.tril_indices, aten.triu_indices)
+    for overload in (getattr(packet, name) for name in packet.overloads()) if not overload._schema.is_mutable
+)  # fmt: skip
 
 
 class FakeTensor(torch.Tensor):
@@ -78,7 +83,7 @@ def make(
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns on these arguments, as fakes: by its shape rule, else through torch's meta kernels."""
     out = shaped(func, args, kwargs)
-    if LITERALS.made and type(out) is FakeTensor:
+    if (LITERALS.made or func in FILLED) and type(out) is FakeTensor:
         fold(out, func, args, kwargs)
     return out
 
@@ -97,13 +102,14 @@ LITERALS = Literals()
 
 def fold(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the contents of `out` when they follow from constants of the program."""
-    values = leaves((args, kwargs))
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors or out.value is not None or out.numel() > LARGEST_FOLDED or MUTATING[func] or SEEDED[func]:
+    if out.value is not None or out.numel() > LARGEST_FOLDED or MUTATING[func] or SEEDED[func]:
         return
-    if any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors) or out.is_inference():
+    tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if func not in FILLED and not tensors or any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors):
         return
-    out.value, out.value_version = func(*lowered(list(args)), **lowered(kwargs)), out._version
+    if out.device.type == "cpu" and not out.is_inference():
+        out.value, out.value_version = func(*lowered(list(args)), **lowered(kwargs)), out._version
+        LITERALS.made = True
 
 
 def lowered(value: Any) -> Any:
@@ -131,7 +137,8 @@ def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns when it has no rule, or its rule does not cover these arguments."""
     if DATA[func] and not (func in INDEXING and not by_mask(args[1])):
-        return constant_or_break(func, args, kwargs)
+        chosen = by_constant_mask(func, args, kwargs)
+        return constant_or_break(func, args, kwargs) if chosen is None else chosen
     if RESHAPES[func]:
         return reshape_in_place(func, args, kwargs)
     if DECOMPOSES[func]:
@@ -221,6 +228,27 @@ def reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     with torch._C._DisableTorchDispatch():
         func(*args, **kwargs)
     return fake
+
+
+def by_constant_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a selection by masks gives when the masks are constants of the program; None when they are not."""
+    if func is aten.masked_select.default:
+        known = constant_of(args[1]) if type(args[1]) is FakeTensor else None
+        if known is None:
+            return None
+        count = int(known.expand(torch.broadcast_shapes(args[0].shape, known.shape)).sum())
+        return make((count,), None, args[0].dtype, args[0].device)
+    if func not in INDEXING:
+        return None
+    places: list[Any] = []
+    for index in args[1]:
+        if index is None or not by_mask([index]):
+            places.append(index)
+        elif type(index) is FakeTensor and (known := constant_of(index)) is not None:
+            places += [literal(place) for place in known.nonzero(as_tuple=True)]
+        else:
+            return None
+    return shaped(func, (args[0], places, *args[2:]), kwargs)
 
 
 def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

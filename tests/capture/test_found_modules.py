@@ -1,0 +1,156 @@
+"""Programs met in modules of the field: recurrent layers, numpy constants, folded tensors, odd attribute hooks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support import kiln, one_graph, pin, program, same_as_eager, t
+
+X = t(3, 4)
+G = t(3, 4, grad=True)
+SEQ = t(3, 2, 4)
+TABLE = np.arange(4.0)
+SCALE = np.float32(2.5)
+
+
+class Options(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+OPTIONS = Options(deep=True, inner=Options(width=3))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("train", [False, True])
+def test_recurrent_layers_are_one_graph(kind, train):
+    torch.manual_seed(0)
+    one_graph(kind(4, 5, num_layers=2, bidirectional=True).train(train), SEQ)
+
+
+@program(X)
+def test_numpy_on_constants(x):
+    half = int(np.ceil(x.shape[0] / 2))
+    eye = torch.autograd.Variable(torch.from_numpy(np.array([1, 0, 0, 1]).astype(np.float32))).view(1, 4).repeat(x.shape[0], 1)
+    eye += 1
+    return x * half * np.sqrt(4.0), eye, np.array([1, 2]), np.float64(2) * x
+
+
+@program(X)
+def test_numpy_from_outside(x):
+    return x * torch.as_tensor(TABLE) + torch.tensor(np.linspace(0, 1, 4)) * SCALE + TABLE[1], np.prod(x.shape)
+
+
+def test_an_array_that_changes_recompiles():
+    table = np.arange(4.0)
+
+    def f(x):
+        return x + torch.as_tensor(table)
+
+    compiled = kiln.compile(f, backend="eager")
+    assert torch.equal(compiled(X), f(X))
+    table[1] = 7
+    assert torch.equal(compiled(X), f(X))
+
+
+@program(X, t(7))
+def test_sizes_through_tensors(x, y):
+    gap = torch.tensor([y.size(0) - x.size(0)])
+    x = F.pad(x, [gap // 2, gap - gap // 2])
+    if gap > 0:
+        x = x + 1
+    return x, int(torch.tensor(3.7).floor()), torch.tensor([1.0, 2.0]).sum().item()
+
+
+@program(X, graphs=2, breaks=1)
+def test_a_changed_constant_is_no_constant(x):
+    a = torch.tensor([1.0, 2.0])
+    view = a[1:]
+    a.fill_(-5)
+    return x + 1 if view.sum() > 0 else x - 1
+
+
+@program(X, graphs=2, breaks=1)
+def test_a_constant_changed_through_data_is_no_constant(x):
+    a = torch.tensor([1.0, 2.0])
+    a.data.fill_(-5)
+    return x + 1 if a.sum() > 0 else x - 1
+
+
+@program(G)
+def test_selection_by_a_constant_mask(x):
+    mask = ~torch.eye(3, 4, dtype=torch.bool)
+    return x[mask] * 2, x.masked_select(mask), x[torch.arange(3) > 0]
+
+
+@program(X)
+def test_a_tensor_of_tensors(x):
+    parts = [x[i].sum() for i in range(3)]
+    return torch.tensor(parts), torch.tensor([parts[:2], parts[1:]], dtype=torch.float64), torch.as_tensor([1, parts[0]])
+
+
+@program(X)
+def test_native_attribute_hooks(x):
+    mine = Options()
+    mine.bias = 5
+    return x * OPTIONS.inner.width + mine.bias if OPTIONS.deep else x
+
+
+@program(X)
+def test_calls_that_change_nothing_are_nodes(x):
+    return F.dropout(x.float().contiguous(), 0.5, training=False) + 1
+
+
+def test_calls_that_change_nothing_are_counted():
+    r = same_as_eager(lambda x: F.dropout(x.float().contiguous(), 0.5, training=False) + 1, X)
+    pin(r)
+    assert r.ops == 4
+
+
+class Signed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, keep):
+        ctx.save_for_backward(x)
+        ctx.keep = keep
+        return x if keep else x.sign() * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3, None
+
+
+@program(G)
+def test_autograd_function_in_generated_code(x):
+    return Signed.apply(x, False) + 1
+
+
+@program(X)
+def test_autograd_function_without_gradients(x):
+    with torch.no_grad():
+        return Signed.apply(x, False) + 1, Signed.apply(x, True)
+
+
+def test_lazy_modules_take_their_shapes_while_capturing():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LazyLinear(5), nn.ReLU(), nn.LazyLinear(2))
+    out = kiln.compile(net, backend="eager", fullgraph=True)(X)
+    assert torch.equal(out, net(X))
+    assert type(net[0]) is nn.Linear
+
+
+def sweep(x, n):
+    y = torch.zeros(3, 4)
+    for _ in range(n):
+        y = (x * 2 + y).sin()
+        if y.sum() > 100:
+            break
+    return y
+
+
+def test_a_loop_variable_that_nobody_reads_does_not_recompile():
+    r = same_as_eager(sweep, X, 9)
+    assert r.graphs <= 4
