@@ -13,7 +13,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
-from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, handles, leaf, native, unknown
+from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, handles, leaf, native, numpy_function, unknown
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.torch_calls import literal_tensor
 from kiln.capture.world import READERS, World, nested
@@ -132,7 +132,7 @@ READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constan
 MAKER_DTYPES = {type(numpy.dtype(kind)) for kind in SCALARS if not issubclass(kind, numpy.flexible) and kind.__subclasses__() == []}
 for _kind in (numpy.dtype, *MAKER_DTYPES):
     READERS[_kind], MAKERS[_kind] = read_scalar, Rebuilder.constant
-CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = call_array_function
+CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = CALLERS[numpy_function] = call_array_function
 for _space in (numpy, numpy.linalg, numpy.fft):
     for _name, _function in vars(_space).items():
         if isinstance(_function, (types.BuiltinFunctionType, types.FunctionType)) and _name not in IMPURE:

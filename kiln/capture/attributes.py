@@ -465,6 +465,9 @@ BUFFER_HOOKS = torch.nn.modules.module._global_buffer_registration_hooks
 
 
 def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None:
+    if name == "requires_grad" and type(item) is bool and m.source(value) is None:
+        m.torch_call(torch.Tensor.requires_grad_, (value, item), {})
+        return
     if name in ("data", "requires_grad", "names", "real", "imag"):
         raise Break("metadata-mutation", f"{name} of a tensor is assigned", "make a new tensor instead")
     found = mro_lookup(torch.Tensor, name)

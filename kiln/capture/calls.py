@@ -124,6 +124,10 @@ def own(function: Any, args: Args, kwargs: Kwargs) -> Any:
         raise UserError(e) from None
 
 
+class numpy_function:  # noqa: N801
+    """The key under which CALLERS has the way numpy's Python functions are called."""
+
+
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """A torch function: one node."""
     for value in (*args, *kwargs.values()):

@@ -23,6 +23,7 @@ from kiln.capture import runtime, state
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
+from kiln.capture.shape import operands, pushes
 from kiln.capture.streams import stream_writes
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
@@ -282,31 +283,6 @@ MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 SWITCHED = frozenset({torch._C._set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
                       torch.set_autocast_cache_enabled})  # fmt: skip
 EFFECTS = frozenset({write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled})
-PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
-ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",
-       "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC")  # fmt: skip
-
-
-def pushes(instruction: Instruction) -> int | None:
-    """How many values an instruction pushes when it falls through; None when their kind cannot be told."""
-    name = instruction.name
-    if name in PUSHES:
-        return PUSHES[name]
-    if instruction.flag and name in ("LOAD_ATTR", "LOAD_GLOBAL"):
-        return None
-    if name == "UNPACK_SEQUENCE":
-        return instruction.arg
-    if name == "UNPACK_EX":
-        assert instruction.arg is not None
-        return (instruction.arg & 255) + 1 + (instruction.arg >> 8)
-    return 1 if name.startswith(ONE) else 0
-
-
-def operands(instruction: Instruction) -> int:
-    """How many values an instruction takes from the stack."""
-    return (pushes(instruction) or 0) - stack_effect(instruction.op, instruction.arg)
-
-
 def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:
     """The shape of the stack after an instruction; None when Python must go on alone."""
     shape = slots(before)

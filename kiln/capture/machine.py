@@ -77,7 +77,7 @@ class Machine:
                 assert self.stop_reason is not None
                 raise self.located(self.stop_reason, frame)
             if frame.unread and instruction.name not in PASSIVE:
-                read_all(self, frame)
+                read_all(self, frame, instruction)
                 frame.before = stack.copy()
             try:
                 jump = table[instruction.op](self, frame, instruction)

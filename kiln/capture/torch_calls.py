@@ -101,7 +101,7 @@ class Named:
     def __init__(self, function: Any, name: str, owner: Any) -> None:
         self.function, self.owner = function, owner
         self.__name__ = self.__qualname__ = name
-        self.__module__ = getattr(owner, "__module__", None) or "script"
+        self.__module__ = f"captured.{getattr(owner, '__module__', None)}"  # fx takes names under torch for torch's own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)

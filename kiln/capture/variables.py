@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import Frame, Unread, UserError
+from kiln.capture.shape import operands
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -29,12 +31,23 @@ def unbound(name: str) -> UserError:
     return UserError(UnboundLocalError(text))
 
 
-def read_all(m: Machine, f: Frame) -> None:
-    """Look at what stands on the stack of a resumed frame."""
+def read_all(m: Machine, f: Frame, i: Instruction) -> None:
+    """Look at what an instruction takes from the stack of a resumed frame."""
+    first = 0 if i.name in DEEP else max(0, len(f.stack) - max(1, operands(i)))
     f.unread = False
-    for i, value in enumerate(f.stack):
+    for at, value in enumerate(f.stack):
         if type(value) is Unread:
-            f.stack[i] = m.world.outside(value.value, value.source)
+            if at < first:
+                f.unread = True
+            else:
+                f.stack[at] = m.world.outside(value.value, value.source)
+
+
+#: Instructions that reach below their operands.
+DEEP = frozenset("""
+    LIST_APPEND SET_ADD MAP_ADD LIST_EXTEND SET_UPDATE DICT_UPDATE DICT_MERGE WITH_EXCEPT_START SEND YIELD_VALUE RERAISE
+    MATCH_KEYS MATCH_CLASS POP_EXCEPT CHECK_EXC_MATCH END_ASYNC_FOR CALL_KW CALL_FUNCTION_EX RETURN_VALUE
+""".split())
 
 
 PASSIVE = frozenset({"LOAD_FAST", "POP_TOP", "JUMP_FORWARD", "JUMP_BACKWARD", "NOP", "PUSH_NULL", "RESUME", "DELETE_FAST", "COPY", "SWAP",

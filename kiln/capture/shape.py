@@ -1,0 +1,30 @@
+"""What an instruction takes from the stack and puts on it."""
+
+from __future__ import annotations
+
+from kiln.bytecode.decode import Instruction
+from kiln.bytecode.flow import stack_effect
+
+PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
+ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",
+       "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC")  # fmt: skip
+
+
+def pushes(instruction: Instruction) -> int | None:
+    """How many values an instruction pushes when it falls through; None when their kind cannot be told."""
+    name = instruction.name
+    if name in PUSHES:
+        return PUSHES[name]
+    if instruction.flag and name in ("LOAD_ATTR", "LOAD_GLOBAL"):
+        return None
+    if name == "UNPACK_SEQUENCE":
+        return instruction.arg
+    if name == "UNPACK_EX":
+        assert instruction.arg is not None
+        return (instruction.arg & 255) + 1 + (instruction.arg >> 8)
+    return 1 if name.startswith(ONE) else 0
+
+
+def operands(instruction: Instruction) -> int:
+    """How many values an instruction takes from the stack."""
+    return (pushes(instruction) or 0) - stack_effect(instruction.op, instruction.arg)
