@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -47,14 +48,25 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module("kiln.base.errors"), name)
     elif name == "capture":
         # Both a folder of the package and a public function: the folder's module, which answers calls.
-        importlib.import_module("kiln.api")
+        _api()
         value = importlib.import_module("kiln.capture")
     elif name in _FUNCTIONS:
-        value = getattr(importlib.import_module("kiln.api"), name)
+        value = getattr(_api(), name)
     else:
         raise AttributeError(f"module 'kiln' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def _api() -> Any:
+    # A collection in the middle of the import would walk all of torch's objects, for nothing.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module("kiln.api")
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -159,7 +159,8 @@ def install(region: Any, captured: Captured, name: str) -> Any:
     if captured.reason is not None and captured.reason.kind != "raises":
         reason = captured.reason
         records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name))
-    records.emit(records.ResidualRecord(name, captured.code))
+    for code in (captured.code, *captured.continued):
+        records.emit(records.ResidualRecord(name, code))
     built = captured.guards.build()
     region.add(built, captured.run, Entry(captured.guards.guards, built))
     return captured.run

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import random
 import reprlib
 import types
@@ -35,6 +36,15 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}  # by id of the callable; filled by builtin_calls and torch_calls
 ALIVE: list[Any] = []
+ONE, TWO, THREE = range(1, 2), range(2, 3), range(3, 4)
+#: Builtins without keyword arguments, and how many arguments they take: with others Python itself says what is wrong.
+POSITIONAL = {id(function): counts for function, counts in (
+    (isinstance, TWO), (issubclass, TWO), (len, ONE), (hasattr, TWO), (getattr, range(2, 4)), (setattr, THREE), (delattr, TWO),
+    (callable, ONE), (id, ONE), (hash, ONE), (iter, range(1, 3)), (next, range(1, 3)), (repr, ONE), (bool, range(2)), (all, ONE),
+    (any, ONE), (abs, ONE), (functools.reduce, range(2, 4)), (filter, TWO), (map, range(2, 99)), (format, range(1, 3)),
+    (operator.getitem, TWO), (operator.setitem, THREE), (operator.delitem, TWO), (operator.contains, TWO), (operator.truth, ONE),
+    (operator.not_, ONE), (operator.is_, TWO), (operator.is_not, TWO), (vars, range(2)), (dir, range(2)), (locals, range(1)),
+    (globals, range(1)), (reversed, ONE))}  # fmt: skip
 
 
 def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -57,6 +67,8 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
             return action(m, function, args, kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:
+        if id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)]):
+            return m.native(function, *args, **kwargs)
         return handler(m, args, kwargs)
     caller = CALLERS.get(type(function))
     if caller is not None:
@@ -75,7 +87,7 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if marked:
         action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
         if action is not None:
-            m.world.identify(function)
+            m.world.identify_marks(function, marked)
             return action(m, function, args, kwargs)
     policy = purity.python_policy(function)
     if policy == "leaf":
@@ -276,6 +288,8 @@ def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs,
         m.native(module._infer_parameters, module, args, kwargs)  # a lazy module takes its shapes from its first arguments
     cls = type(module)
     entry = attributes.type_lookup(m, cls, "__call__")
+    if isinstance(entry, staticmethod):
+        return call(m, entry, args, kwargs, mode)
     if entry is not PLAIN_CALL or not unhooked(m, module):
         return call(m, entry, (module, *args), kwargs, mode)
     return call(m, m.getattr(module, "forward"), args, kwargs, mode)

@@ -41,6 +41,7 @@ class Captured:
     inputs: int
     run: types.FunctionType
     code: types.CodeType
+    continued: tuple[types.CodeType, ...]  # the code that goes on after a break, outermost frame first
     reason: Break | None
 
 
@@ -81,7 +82,7 @@ class Finisher:
                          CO_OPTIMIZED | CO_NEWLOCALS)  # fmt: skip
         _hook.skip(built)
         run = types.FunctionType(built, self.root.globals)
-        return Captured(None, self.graph, self.ops, self.inputs, run, built, reason)
+        return Captured(None, self.graph, self.ops, self.inputs, run, built, tuple(self.continued), reason)
 
     def compile_graph(self, outputs: list[FakeTensor]) -> tuple[Any, list[Any]]:
         graph, inputs = self.m.recorder.finish(outputs)

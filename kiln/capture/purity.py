@@ -57,6 +57,8 @@ def python_policy_of(module: str, name: str) -> str:
     root = module.partition(".")[0]
     if module in OWN_MODULES:
         return "own"
+    if root == "kiln" and not module.startswith("kiln.capture."):
+        return "break"
     if root == "numpy" and not module.startswith(("numpy.random", "numpy.testing")):
         return "array"
     if module in BREAK_MODULES or root in ("numpy", "random", "pickle", "subprocess", "socket", "threading", "asyncio", "multiprocessing"):

@@ -80,7 +80,10 @@ OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     **{f"__{n}__": (_operator(n), False) for n in _BINARY},
     **{f"__r{n}__": (_operator(n), True) for n in _BINARY},
     **{f"__i{n}__": (getattr(operator, "i" + n), False) for n in _BINARY},
-    **{f"__{n}__": (getattr(operator, n), False) for n in "lt le eq ne gt ge neg pos abs invert getitem setitem".split()},
+    **{
+        f"__{n}__": (getattr(operator, n), False)
+        for n in "lt le eq ne gt ge neg pos abs invert getitem setitem".split()
+    },
 }
 
 #: Tensor methods and attributes whose result leaves the world of tensors, with the kind of break.
@@ -243,7 +246,9 @@ class Recorder:
             self._busy = outer
         return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
 
-    def declare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor) -> FakeTensor:
+    def declare(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor
+    ) -> FakeTensor:
         """Record a call that cannot run on fakes; its result is a new tensor with the layout of `like`."""
         result: FakeTensor = self._record(func, args, kwargs, fake_like(like), wrote=False)
         return result
@@ -254,7 +259,9 @@ class Recorder:
         if kind is not None:
             raise Break(kind, f"Tensor.{name} is called", HINT)
         if getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data":
-            raise Break("metadata-mutation", "an assignment to Tensor.data", "use copy_ under torch.no_grad()")
+            raise Break(
+                "metadata-mutation", "an assignment to Tensor.data", "use copy_ under torch.no_grad()"
+            )
 
     def _faked(self, value: Any) -> Any:
         """`value` with real tensors replaced by their fakes."""
@@ -271,7 +278,9 @@ class Recorder:
             return slice(self._faked(value.start), self._faked(value.stop), self._faked(value.step))
         return value
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, wrote: bool) -> Any:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, wrote: bool
+    ) -> Any:
         fakes: list[tuple[tuple[Any, ...], torch.Tensor]] = []
         collect(result, (), fakes)
         if any(type(f) is not FakeTensor for _, f in fakes):
@@ -293,7 +302,9 @@ class Recorder:
             attribute = func.__self__.__name__
             accessor = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}[func.__name__]
             rest = args[1:] if accessor is setattr else ()
-            return create("call_function", accessor, (self._argument(args[0]), attribute, *map(self._argument, rest)))
+            return create(
+                "call_function", accessor, (self._argument(args[0]), attribute, *map(self._argument, rest))
+            )
         fx_args = tuple([self._argument(a) for a in args])
         fx_kwargs = {k: self._argument(v) for k, v in kwargs.items()}
         if name is None:
@@ -353,7 +364,9 @@ class Recorder:
     def note(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Record that the graph calls `func` here, without calling it now."""
         fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
-        self._added(self.graph.create_node("call_function", func, tuple([self._argument(a) for a in args]), fx_kwargs))
+        self._added(
+            self.graph.create_node("call_function", func, tuple([self._argument(a) for a in args]), fx_kwargs)
+        )
 
     def mode(self) -> RecorderMode:
         """A context in which every torch function that native code calls is recorded."""
@@ -429,7 +442,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise Break("data-dependent", f"{describe(func)} reads the memory of a tensor", HINT) from error
         raise
     except Break as e:
-        factors = {k: 1.0 if v.is_floating_point() else 1 for k, v in kwargs.items() if k in FACTORS and type(v) is FakeTensor}
+        factors = {
+            k: 1.0 if v.is_floating_point() else 1
+            for k, v in kwargs.items()
+            if k in FACTORS and type(v) is FakeTensor
+        }
         if e.kind != "data-dependent" or not factors:
             raise
         return func(*args, **{**kwargs, **factors})

@@ -238,3 +238,7 @@ def watch_outputs(hook: Any, result: Any) -> Any:
 
 def watch_gradient(tensor: Any, hook: Any) -> Any:
     return tensor.register_hook(hook)
+
+
+def remove_hook(handle: Any) -> None:
+    handle.remove()

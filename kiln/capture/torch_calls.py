@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break
-from kiln.capture import runtime
+from kiln.capture import builtin_calls, runtime
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, leaf
 from kiln.capture.world import nested
@@ -40,6 +40,11 @@ folds(False, "jit.is_scripting", "jit.is_tracing", "_jit_internal.is_scripting",
       "overrides.has_torch_function", "overrides.has_torch_function_unary", "overrides.has_torch_function_variadic",
       "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
 folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
+
+
+@handles(torch.Tensor.__iter__)
+def iterate_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.iterate(args[0])
 
 
 @handles(torch.is_tensor)
@@ -80,7 +85,17 @@ def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when the function does not close over tensors of the graph."""
     if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
         raise Break("tensor-hook", "a hook closes over tensors of the graph", "register it outside the compiled function")
-    return m.native(m.recorder.effect, runtime.watch_gradient, args)
+    handle = m.native(m.recorder.effect, runtime.watch_gradient, args)
+    m.steps[id(handle)] = m.safe_step()
+    return handle
+
+
+@handles(torch.utils.hooks.RemovableHandle.remove)
+def remove_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A hook that the graph registered is taken away by the graph."""
+    if id(args[0]) in m.steps:
+        return m.native(m.recorder.effect, runtime.remove_hook, args)
+    return m.inline(torch.utils.hooks.RemovableHandle.remove, args, kwargs)
 
 
 def closed_over(m: Machine, function: Any) -> list[Any]:
@@ -90,9 +105,14 @@ def closed_over(m: Machine, function: Any) -> list[Any]:
     return [getattr(function, "__self__", None), *getattr(function, "args", ()), *cells, *(getattr(inner, "__defaults__", None) or ())]
 
 
-@handles(torch.is_storage, torch.overrides.is_tensor_like)
+@handles(torch.overrides.is_tensor_like)
 def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], torch.Tensor)
+    return isinstance(args[0], torch.Tensor) or builtin_calls.has_attribute(m, (args[0], "__torch_function__"), {})
+
+
+@handles(torch.is_storage)
+def is_storage(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return isinstance(args[0], (torch.UntypedStorage, torch.TypedStorage))
 
 
 class Named:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from kiln.base import marks
 from kiln.base.errors import Break
 from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, Derived, DictAttr, Global, Item, Source
 from kiln.capture import runtime
@@ -528,6 +529,14 @@ class World:
             return MISSING
         self.class_attr(cls, name, proxy[name])
         return self.outside(proxy[name], Const(proxy[name], f"{cls.__name__}.{name}"))
+
+    def identify_marks(self, function: Any, marked: frozenset[str]) -> None:
+        """The program depends on what the user said of a function; on which one it is, where it becomes part of the graph."""
+        source = self.sources.get(id(function))
+        if marked & {marks.ALLOW, marks.CONSTANT}:
+            self.identify(function)
+        elif source is not None and not isinstance(source, Const):
+            self.guard(SetEquals(Derived(source, marks.of, "marks"), marked))
 
     def identify(self, value: Any) -> None:
         """The program depends on which object this is."""

@@ -15,7 +15,9 @@ from kiln.ops.table import RULES, aten, rule
 CPU = torch.device("cpu")
 
 
-def _new(size: Any, dtype: torch.dtype | None, device: Any, layout: Any, pin_memory: Any, stride: Any = None) -> Any:
+def _new(
+    size: Any, dtype: torch.dtype | None, device: Any, layout: Any, pin_memory: Any, stride: Any = None
+) -> Any:
     if layout not in (None, torch.strided) or pin_memory or any(n < 0 for n in size):
         return NotImplemented
     place = CPU if device is None else full_device(device)
@@ -24,24 +26,40 @@ def _new(size: Any, dtype: torch.dtype | None, device: Any, layout: Any, pin_mem
 
 @rule(aten.empty.memory_format)
 def _empty(
-    size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None
+    size: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
 ) -> Any:
     stride = None
     if memory_format is not None and memory_format is not torch.contiguous_format:
-        if memory_format is torch.preserve_format or len(size) != (4 if memory_format is torch.channels_last else 5):
+        if memory_format is torch.preserve_format or len(size) != (
+            4 if memory_format is torch.channels_last else 5
+        ):
             return NotImplemented
         stride = channels_last(tuple(size))
     return _new(size, dtype, device, layout, pin_memory, stride)
 
 
 @rule(aten.zeros.default, aten.ones.default, aten.rand.default, aten.randn.default)
-def _filled(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+def _filled(
+    size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
     return _new(size, dtype, device, layout, pin_memory)
 
 
 @rule(aten.full.default)
 def _full(
-    size: Any, value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    size: Any,
+    value: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
 ) -> Any:
     if type(value) not in NUMBERS:
         return NotImplemented
@@ -49,20 +67,34 @@ def _full(
 
 
 @rule(aten.scalar_tensor.default)
-def _scalar(value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+def _scalar(
+    value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
     return _new((), dtype, device, layout, pin_memory)
 
 
 @rule(aten.empty_strided.default)
 def _empty_strided(
-    size: Any, stride: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    size: Any,
+    stride: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
 ) -> Any:
-    return _new(size, dtype, device, layout, pin_memory, stride) if len(size) == len(stride) else NotImplemented
+    return (
+        _new(size, dtype, device, layout, pin_memory, stride) if len(size) == len(stride) else NotImplemented
+    )
 
 
 def _range(start: Any, end: Any, step: Any, dtype: Any, layout: Any, device: Any, pin_memory: Any) -> Any:
     bounds = (start, end, step)
-    if any(type(v) not in NUMBERS or type(v) is complex for v in bounds) or step == 0 or (end - start) * step < 0:
+    if (
+        any(type(v) not in NUMBERS or type(v) is complex for v in bounds)
+        or step == 0
+        or (end - start) * step < 0
+    ):
         return NotImplemented
     if dtype is None:
         dtype = torch.get_default_dtype() if any(type(v) is float for v in bounds) else torch.int64
@@ -73,7 +105,9 @@ def _range(start: Any, end: Any, step: Any, dtype: Any, layout: Any, device: Any
 
 
 @rule(aten.arange.default)
-def _arange(end: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> Any:
+def _arange(
+    end: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+) -> Any:
     return _range(0, end, 1, dtype, layout, device, pin_memory)
 
 
@@ -122,7 +156,13 @@ def _full_like(x: torch.Tensor, value: Any, **options: Any) -> Any:
 
 @rule(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default)
 def _new_empty(
-    x: torch.Tensor, size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
+    x: torch.Tensor,
+    size: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
 ) -> Any:
     return _new(size, dtype or x.dtype, x.device if device is None else device, layout, pin_memory)
 

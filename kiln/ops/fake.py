@@ -11,7 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
 from kiln.ops.layout import Mismatch
-from kiln.ops.meta import DATA, DECOMPOSES, INDEXING, MUTATING, RESHAPES, SEEDED, Layout, Same, by_mask, infer, written
+from kiln.ops.meta import (
+    DATA,
+    DECOMPOSES,
+    INDEXING,
+    MUTATING,
+    RESHAPES,
+    SEEDED,
+    Layout,
+    Same,
+    by_mask,
+    infer,
+    written,
+)
 from kiln.ops.oracle import consult, lays_out_itself, too_large
 from kiln.ops.table import RULES, aten, rule
 
@@ -76,7 +88,9 @@ def make(
 ) -> FakeTensor:
     """A new fake of this layout; `stride` None means contiguous."""
     start = None if stride is None else offset
-    fake: FakeTensor = _wrap(FakeTensor, size, stride, start, None, dtype, _strided, device, False, requires_grad)
+    fake: FakeTensor = _wrap(
+        FakeTensor, size, stride, start, None, dtype, _strided, device, False, requires_grad
+    )
     return fake
 
 
@@ -105,7 +119,11 @@ def fold(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if out.value is not None or out.numel() > LARGEST_FOLDED or MUTATING[func] or SEEDED[func]:
         return
     tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if func not in FILLED and not tensors or any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors):
+    if (
+        func not in FILLED
+        and not tensors
+        or any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors)
+    ):
         return
     if out.device.type == "cpu" and not out.is_inference():
         out.value, out.value_version = func(*lowered(list(args)), **lowered(kwargs)), out._version
@@ -147,7 +165,9 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if MUTATING[func] and any(overlaps(t) for t in written(func, args, kwargs)):
         return refuse(Mismatch("elements share a place"), func, args, kwargs)
     try:
-        answer, tensors = infer(func, args, kwargs, consult if lays_out_itself(func, args[0] if args else None) else None)
+        answer, tensors = infer(
+            func, args, kwargs, consult if lays_out_itself(func, args[0] if args else None) else None
+        )
     except Break:
         raise
     except Exception as error:
@@ -336,9 +356,13 @@ class _Computed(torch.autograd.Function):
 def refuse_exotic(real: torch.Tensor) -> None:
     """Raise Break for tensors that have no strides or whose dtype carries more than its numbers."""
     if real.is_nested:
-        raise Break("nested", "a nested tensor is used", "pad it, or keep this code out of the compiled function")
+        raise Break(
+            "nested", "a nested tensor is used", "pad it, or keep this code out of the compiled function"
+        )
     if real.layout is not torch.strided:
-        raise Break("sparse", f"a tensor of layout {real.layout} is used", "convert it with to_dense() outside")
+        raise Break(
+            "sparse", f"a tensor of layout {real.layout} is used", "convert it with to_dense() outside"
+        )
     if real.is_quantized:
         raise Break("quantized", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
 

@@ -108,7 +108,9 @@ def pointwise(shape: Size, *operands: tuple[Size, Size]) -> Size:
 def spread(shape: Size, size: Size, stride: Size) -> Size:
     """The strides with which an operand is read when it is broadcast to `shape`."""
     lead = len(shape) - len(size)
-    own = [0 if n == 1 and shape[lead + i] != 1 else s for i, (n, s) in enumerate(zip(size, stride, strict=True))]
+    own = [
+        0 if n == 1 and shape[lead + i] != 1 else s for i, (n, s) in enumerate(zip(size, stride, strict=True))
+    ]
     return (0,) * lead + tuple(own)
 
 

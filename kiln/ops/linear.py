@@ -27,7 +27,12 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> Any:
 @rule(aten.addmm.default)
 def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     out = _mm(a, b)
-    if out is NotImplemented or bias.dtype is not a.dtype or a.dtype not in INEXACT or bias.device != a.device:
+    if (
+        out is NotImplemented
+        or bias.dtype is not a.dtype
+        or a.dtype not in INEXACT
+        or bias.device != a.device
+    ):
         return NotImplemented
     return out if broadcast(out.shape, bias.shape) == out.shape else NotImplemented
 
@@ -35,7 +40,13 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 
 @rule(aten.bmm.default)
 def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
     left, right, dtype = a.shape, b.shape, a.dtype
-    if len(left) != 3 or len(right) != 3 or left[0] != right[0] or left[2] != right[1] or dtype is not b.dtype:
+    if (
+        len(left) != 3
+        or len(right) != 3
+        or left[0] != right[0]
+        or left[2] != right[1]
+        or dtype is not b.dtype
+    ):
         raise Mismatch("the matrices do not fit")
     if a.device != b.device:
         raise two_devices(a.device, b.device)
@@ -47,6 +58,11 @@ def _bmm(a: torch.Tensor, b: torch.Tensor) -> Any:
 @rule(aten.baddbmm.default)
 def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     out = _bmm(a, b)
-    if out is NotImplemented or bias.dtype is not a.dtype or a.dtype not in INEXACT or bias.device != a.device:
+    if (
+        out is NotImplemented
+        or bias.dtype is not a.dtype
+        or a.dtype not in INEXACT
+        or bias.device != a.device
+    ):
         return NotImplemented
     return out if broadcast(out.shape, bias.shape) == out.shape else NotImplemented

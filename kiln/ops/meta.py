@@ -47,7 +47,12 @@ class _Facts(dict[Any, bool]):
         return fact
 
 
-DATA_DEPENDENT = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.allclose.default}
+DATA_DEPENDENT = {
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.equal.default,
+    aten.allclose.default,
+}
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 #: Ops whose result's shape depends on data only when an index is a mask.
@@ -86,7 +91,12 @@ def infer(
     """
     tensors: list[torch.Tensor] = []
     try:
-        key = (func, torch.get_default_dtype(), _key(args, tensors), *[(k, _key(v, tensors)) for k, v in kwargs.items()])
+        key = (
+            func,
+            torch.get_default_dtype(),
+            _key(args, tensors),
+            *[(k, _key(v, tensors)) for k, v in kwargs.items()],
+        )
         known = _MEMO.get(key)
     except TypeError:
         key = known = None
@@ -138,7 +148,9 @@ def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
     elif not tensors and MAKES[func]:
         kwargs["device"] = META
     if kwargs.get("layout") not in (None, torch.strided):
-        raise Break("sparse", f"{func} makes a sparse tensor", "keep sparse tensors out of the compiled function")
+        raise Break(
+            "sparse", f"{func} makes a sparse tensor", "keep sparse tensors out of the compiled function"
+        )
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
     if kwargs.get("generator") is not None:
@@ -158,7 +170,9 @@ def describe(value: Any, known: list[torch.Tensor], device: torch.device | None)
             if tensor is value:
                 return Same(i)
         if value.layout is not torch.strided:
-            raise Break("sparse", f"a tensor of layout {value.layout} is made", "keep it out of the compiled function")
+            raise Break(
+                "sparse", f"a tensor of layout {value.layout} is made", "keep it out of the compiled function"
+            )
         conj, neg, place = value.is_conj(), value.is_neg(), device or value.device
         return Layout(value.shape, value.stride(), value.dtype, place, value.storage_offset(), conj, neg)
     if isinstance(value, (list, tuple)):
@@ -171,7 +185,11 @@ def twin_of(value: torch.Tensor) -> torch.Tensor:
     """A meta tensor of the same layout as `value`."""
     size, stride, offset = value.shape, value.stride(), value.storage_offset()
     if offset:
-        reach = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else offset
+        reach = (
+            offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+            if value.numel()
+            else offset
+        )
         twin = torch.empty(reach, dtype=value.dtype, device=META).as_strided(size, stride, offset)
     else:
         twin = torch.empty_strided(size, stride, dtype=value.dtype, device=META)

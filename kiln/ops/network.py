@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import FLOATS, Mismatch, channels_last, contiguous, is_channels_last, suggests_channels_last, wrap_dim
+from kiln.ops.layout import (
+    FLOATS,
+    Mismatch,
+    channels_last,
+    contiguous,
+    is_channels_last,
+    suggests_channels_last,
+    wrap_dim,
+)
 from kiln.ops.table import aten, rule
 
 WIDE = frozenset({torch.float32, torch.float64})
@@ -43,9 +51,18 @@ def _convolution(
     rank = len(size) - 2
     if transposed or rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel:
         return NotImplemented
-    if dtype is not weight.dtype or dtype not in FLOATS or size[1] != kernel[1] * groups or kernel[0] % groups:
+    if (
+        dtype is not weight.dtype
+        or dtype not in FLOATS
+        or size[1] != kernel[1] * groups
+        or kernel[0] % groups
+    ):
         return NotImplemented
-    if bias is not None and (bias.dtype is not dtype or bias.shape != (kernel[0],)) or x.device != weight.device:
+    if (
+        bias is not None
+        and (bias.dtype is not dtype or bias.shape != (kernel[0],))
+        or x.device != weight.device
+    ):
         return NotImplemented
     stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
     if not len(stride) == len(padding) == len(dilation) == rank or min(stride) < 1 or min(padding) < 0:
@@ -90,7 +107,11 @@ def _convolution_backward(
     mask = rest[-1]
     if not _plain(grad, x, weight) or x.device.type != "cpu" and x.dim() != 4:
         return NotImplemented
-    bias = make((weight.shape[0] if not rest[3] else grad.shape[1],), None, grad.dtype, grad.device) if mask[2] else None
+    bias = (
+        make((weight.shape[0] if not rest[3] else grad.shape[1],), None, grad.dtype, grad.device)
+        if mask[2]
+        else None
+    )
     return _similar(x) if mask[0] else None, _similar(weight) if mask[1] else None, bias
 
 
@@ -126,9 +147,7 @@ def _batch_norm(
 
 
 @rule(aten.native_batch_norm_backward.default)
-def _batch_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any
-) -> Any:
+def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> Any:
     mask = rest[-1]
     if not _plain(grad, x) or x.dtype not in WIDE or weight is None or weight.dtype is not x.dtype:
         return NotImplemented
@@ -148,7 +167,9 @@ def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: 
         return NotImplemented
     if x.dtype not in WIDE and x.device.type != "cpu":
         return NotImplemented
-    if any(t is not None and (t.dtype is not x.dtype or tuple(t.shape) != tuple(shape)) for t in (weight, bias)):
+    if any(
+        t is not None and (t.dtype is not x.dtype or tuple(t.shape) != tuple(shape)) for t in (weight, bias)
+    ):
         return NotImplemented
     stats = (*size[: len(size) - inner], *[1] * inner)
     return _similar(x), make(stats, None, x.dtype, x.device), make(stats, None, x.dtype, x.device)
@@ -160,7 +181,10 @@ def _layer_norm_backward(
 ) -> Any:
     if x.dtype not in WIDE or not _plain(grad, x):
         return NotImplemented
-    weights = [_similar(t) if wanted and t is not None else None for t, wanted in zip((weight, bias), mask[1:], strict=True)]
+    weights = [
+        _similar(t) if wanted and t is not None else None
+        for t, wanted in zip((weight, bias), mask[1:], strict=True)
+    ]
     return _similar(x) if mask[0] else None, *weights
 
 
@@ -168,7 +192,11 @@ def _layer_norm_backward(
 def _embedding(
     weight: torch.Tensor, indices: torch.Tensor, padding: int = -1, scale: bool = False, sparse: bool = False
 ) -> Any:
-    if weight.dim() != 2 or indices.dtype not in (torch.int64, torch.int32) or weight.device != indices.device:
+    if (
+        weight.dim() != 2
+        or indices.dtype not in (torch.int64, torch.int32)
+        or weight.device != indices.device
+    ):
         return NotImplemented
     return make((*indices.shape, weight.shape[1]), None, weight.dtype, weight.device)
 
@@ -195,7 +223,10 @@ def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
 @rule(aten.stack.default)
 def _stack(tensors: list[torch.Tensor], dim: int = 0) -> Any:
     first = tensors[0]
-    if any(t.shape != first.shape or t.dtype is not first.dtype or t.device != first.device or not _plain(t) for t in tensors):
+    if any(
+        t.shape != first.shape or t.dtype is not first.dtype or t.device != first.device or not _plain(t)
+        for t in tensors
+    ):
         return NotImplemented
     size = list(first.shape)
     size.insert(wrap_dim(dim, len(size) + 1), len(tensors))

@@ -62,7 +62,9 @@ def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
 def zeros_of(value: torch.Tensor) -> torch.Tensor:
     """A real tensor of zeros on the CPU with the layout of `value`."""
     size, stride, offset = value.shape, value.stride(), value.storage_offset()
-    reach = offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else offset
+    reach = (
+        offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else offset
+    )
     twin = torch.zeros(reach, dtype=value.dtype, device=CPU).as_strided(size, stride, offset)
     if value.is_conj():
         torch._C._set_conj(twin, True)

@@ -79,7 +79,9 @@ def over(operands: Iterable[Operand], computed: torch.dtype, dtype: torch.dtype 
 
 def two_devices(a: torch.device, b: torch.device) -> RuntimeError:
     """The error for operands that live apart."""
-    return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {a} and {b}!")
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {a} and {b}!"
+    )
 
 
 def common_dtype(a: Operand, b: Operand) -> torch.dtype:
@@ -280,7 +282,9 @@ def _bernoulli(x: Any, p: float = 0.5, **_: Any) -> Any:
 
 
 def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
-    if x.dtype is torch.bool or (other.dtype is torch.bool if isinstance(other, torch.Tensor) else type(other) is bool):
+    if x.dtype is torch.bool or (
+        other.dtype is torch.bool if isinstance(other, torch.Tensor) else type(other) is bool
+    ):
         raise Mismatch("booleans are not subtracted")
     return in_place(x, other)
 

@@ -27,6 +27,7 @@ def keep_compiler_out() -> None:
     Each elementwise kernel is wrapped in a function that imports it to mark the kernel as not to be traced, and
     keeps the marked kernel on the kernel itself: putting the kernel there first makes the import unnecessary.
     """
+    check_quietly()
     modules = [vars(sys.modules[name]) for name in _KERNEL_MODULES if name in sys.modules]
     work = [value for names in modules for value in names.values() if isinstance(value, FunctionType)]
     seen: set[int] = set()
@@ -41,6 +42,20 @@ def keep_compiler_out() -> None:
             for kernel in inner:
                 if not hasattr(kernel, "__dynamo_disable"):
                     kernel.__dynamo_disable = kernel
+
+
+def check_quietly() -> None:
+    """Let torch's checks of plain conditions that hold return before they import the symbolic shapes of its compiler."""
+    original = torch._check_with
+    if getattr(original, "quiet", False):
+        return
+
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        if cond is not True:
+            original(error_type, cond, message)
+
+    check_with.quiet = True  # type: ignore[attr-defined]
+    torch._check_with = check_with
 
 
 def _contents(cell: CellType) -> Any:

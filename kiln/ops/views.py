@@ -96,7 +96,9 @@ def expanded(size: Size, stride: Size, wanted: Size) -> tuple[Size, Size]:
     sizes, strides = list(wanted), [0] * len(wanted)
     for i in range(len(wanted) - 1, -1, -1):
         own = size[i - lead] if i >= lead else 1
-        step = stride[i - lead] if i >= lead else (sizes[i + 1] * strides[i + 1] if i + 1 < len(wanted) else 1)
+        step = (
+            stride[i - lead] if i >= lead else (sizes[i + 1] * strides[i + 1] if i + 1 < len(wanted) else 1)
+        )
         if sizes[i] == -1 and i >= lead:
             sizes[i] = own
         if sizes[i] != own:
@@ -179,7 +181,9 @@ def _squeeze_dims(x: torch.Tensor, dims: list[int]) -> Any:
 
 
 @rule(aten.slice.Tensor)
-def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def _slice(
+    x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     size, stride = list(x.shape), list(x.stride())
     if not size or step <= 0:
         return NotImplemented

@@ -38,7 +38,9 @@ def tensor(r: Random, size: list[int], dtype: torch.dtype) -> torch.Tensor:
         return values(r, [size[i] for i in order], dtype).permute(back)
     if kind == "step" and size:
         d = r.randrange(len(size))
-        return values(r, [n * 2 if i == d else n for i, n in enumerate(size)], dtype)[(slice(None),) * d + (slice(None, None, 2),)]
+        return values(r, [n * 2 if i == d else n for i, n in enumerate(size)], dtype)[
+            (slice(None),) * d + (slice(None, None, 2),)
+        ]
     if kind == "expanded" and size:
         d = r.randrange(len(size))
         return values(r, [1 if i == d else n for i, n in enumerate(size)], dtype).expand(size)
@@ -119,7 +121,11 @@ UNARY = [f for f in RULES if f.namespace == "aten" and [str(a.type) for a in f._
 BINARY = [f for f in RULES if [str(a.type) for a in f._schema.arguments][:2] == ["Tensor", "Tensor"]
           and len([a for a in f._schema.arguments if not a.has_default_value()]) == 2
           and f.__name__.split(".")[0] not in ("mm", "bmm", "embedding")]  # fmt: skip
-SCALAR = [f for f in RULES if [str(a.type) for a in f._schema.arguments][:2] in (["Tensor", "number"], ["Tensor", "float"])]
+SCALAR = [
+    f
+    for f in RULES
+    if [str(a.type) for a in f._schema.arguments][:2] in (["Tensor", "number"], ["Tensor", "float"])
+]
 
 
 @pytest.mark.parametrize("func", UNARY, ids=str)
@@ -136,7 +142,9 @@ def test_binary(func: Any) -> None:
     for _ in range(80):
         size = shape(r)
         dtype = r.choice(DTYPES)
-        other = dtype if r.random() < 0.7 or "mod" in str(func) or "remainder" in str(func) else r.choice(DTYPES)
+        other = (
+            dtype if r.random() < 0.7 or "mod" in str(func) or "remainder" in str(func) else r.choice(DTYPES)
+        )
         if "backward" in str(func):
             check(func, (tensor(r, size, dtype), tensor(r, size, dtype)))
             continue
@@ -152,7 +160,9 @@ def test_number(func: Any) -> None:
     r = Random(2)
     for _ in range(60):
         x = tensor(r, shape(r), r.choice(DTYPES))
-        check(func, (x, probability(r) if func in (aten.bernoulli_.float, aten.uniform_.default) else number(r)))
+        check(
+            func, (x, probability(r) if func in (aten.bernoulli_.float, aten.uniform_.default) else number(r))
+        )
 
 
 def test_where() -> None:
@@ -180,13 +190,19 @@ def test_ternary(func: Any) -> None:
     for _ in range(100):
         size = shape(r)
         dtype = r.choice(DTYPES[:5])
-        check(func, (tensor(r, size, dtype), tensor(r, thinned(r, size), dtype), tensor(r, thinned(r, size), dtype)))
+        check(
+            func,
+            (tensor(r, size, dtype), tensor(r, thinned(r, size), dtype), tensor(r, thinned(r, size), dtype)),
+        )
 
 
 def test_clamp() -> None:
     r = Random(6)
     for _ in range(100):
-        check(aten.clamp.default, (tensor(r, shape(r), r.choice(DTYPES)), r.choice([None, 0, 0.5]), r.choice([None, 1, 1.5])))
+        check(
+            aten.clamp.default,
+            (tensor(r, shape(r), r.choice(DTYPES)), r.choice([None, 0, 0.5]), r.choice([None, 1, 1.5])),
+        )
 
 
 def dims(r: Random, rank: int) -> list[int]:
@@ -235,7 +251,9 @@ def test_copies() -> None:
         x = tensor(r, shape(r), r.choice(DTYPES))
         layout = r.choice(formats)
         check(aten.clone.default, (x,), memory_format=layout)
-        check(aten._to_copy.default, (x,), dtype=r.choice([None, torch.float64, x.dtype]), memory_format=layout)
+        check(
+            aten._to_copy.default, (x,), dtype=r.choice([None, torch.float64, x.dtype]), memory_format=layout
+        )
         check(aten.empty_like.default, (x,), memory_format=layout)
         check(aten.copy_.default, (x, tensor(r, thinned(r, list(x.shape)), r.choice(DTYPES))))
 
@@ -279,7 +297,9 @@ def test_joining() -> None:
     for _ in range(400):
         size = shape(r)
         dtype = r.choice(DTYPES)
-        same = [tensor(r, size, dtype if r.random() < 0.9 else r.choice(DTYPES)) for _ in range(r.randrange(1, 4))]
+        same = [
+            tensor(r, size, dtype if r.random() < 0.9 else r.choice(DTYPES)) for _ in range(r.randrange(1, 4))
+        ]
         dim = r.randrange(-len(size) - 1, len(size) + 1)
         check(aten.stack.default, (same, dim))
         check(aten.cat.default, (same, dim))
@@ -289,10 +309,15 @@ def test_convolution() -> None:
     r = Random(13)
     for _ in range(250):
         rank, groups = r.choice([1, 2, 2, 3]), r.choice([1, 1, 2])
-        x = tensor(r, [r.choice([1, 2]), 2 * groups, *[r.choice([1, 3, 5]) for _ in range(rank)]], torch.float32)
+        x = tensor(
+            r, [r.choice([1, 2]), 2 * groups, *[r.choice([1, 3, 5]) for _ in range(rank)]], torch.float32
+        )
         w = tensor(r, [4, r.choice([2, 2, 2, 1]), *[r.choice([1, 2, 3])] * rank], torch.float32)
         bias = r.choice([None, values(r, [4], torch.float32)])
-        check(aten.convolution.default, (x, w, bias, [r.choice([1, 2])], [r.choice([0, 1])], [r.choice([1, 2])], False, [0], groups))
+        check(
+            aten.convolution.default,
+            (x, w, bias, [r.choice([1, 2])], [r.choice([0, 1])], [r.choice([1, 2])], False, [0], groups),
+        )
 
 
 def test_normalisation() -> None:
@@ -313,7 +338,10 @@ def test_embedding() -> None:
     r = Random(15)
     for _ in range(100):
         weight = tensor(r, [4, 3], r.choice(DTYPES))
-        check(aten.embedding.default, (weight, tensor(r, shape(r), r.choice([torch.int64, torch.int32, torch.float32]))))
+        check(
+            aten.embedding.default,
+            (weight, tensor(r, shape(r), r.choice([torch.int64, torch.int32, torch.float32]))),
+        )
 
 
 def test_factories() -> None:
@@ -323,7 +351,12 @@ def test_factories() -> None:
         check(aten.zeros.default, (size,), dtype=dtype, device="cpu")
         check(aten.full.default, (size, number(r)), dtype=dtype, device="cpu")
         bounds = [r.choice([0, 1, 5, -3, 2.5, 7]) for _ in range(2)]
-        check(aten.arange.start_step, (*bounds, r.choice([1, 2, 0.3, -1])), dtype=r.choice([None, torch.float32, torch.int64]), device="cpu")
+        check(
+            aten.arange.start_step,
+            (*bounds, r.choice([1, 2, 0.3, -1])),
+            dtype=r.choice([None, torch.float32, torch.int64]),
+            device="cpu",
+        )
         check(aten.arange.default, (r.choice([0, 3, 2.5, -1]),), device="cpu")
         x = tensor(r, shape(r), r.choice(DTYPES))
         check(aten.new_zeros.default, (x, size), dtype=dtype)

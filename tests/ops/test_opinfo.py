@@ -48,7 +48,16 @@ def described(value: Any, given: list[torch.Tensor]) -> Any:
         same = [i for i, t in enumerate(given) if t is value]
         history = value.requires_grad, value.is_leaf, type(value.grad_fn).__name__, value._is_view()
         bits = value.is_conj(), value.is_neg()
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device, history, bits, same
+        return (
+            tuple(value.shape),
+            value.stride(),
+            value.storage_offset(),
+            value.dtype,
+            value.device,
+            history,
+            bits,
+            same,
+        )
     if isinstance(value, (tuple, list)):
         return [described(v, given) for v in value]
     return value if isinstance(value, (int, str, torch.dtype)) else type(value)
@@ -111,7 +120,9 @@ def test_result(name: str) -> None:
     compare(op.op, (sample.input, *sample.args), sample.kwargs)
 
 
-@pytest.mark.parametrize("name", [n for n, op in OPS.items() if op.inplace_variant and n not in REFUSED and n not in DIFFERENT])
+@pytest.mark.parametrize(
+    "name", [n for n, op in OPS.items() if op.inplace_variant and n not in REFUSED and n not in DIFFERENT]
+)
 def test_in_place(name: str) -> None:
     op = OPS[name]
     sample = sample_of(op)
