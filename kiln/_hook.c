@@ -5,6 +5,7 @@ static PyMethodDef hook_methods[] = {
     {"set_tensor_layout", set_tensor_layout, METH_VARARGS, "Sets where a tensor keeps its properties; without arguments, unsets."},
     {"tensor_words", tensor_words, METH_O, "(kind, dispatch keys, requires_grad) of a tensor as the layout finds them."},
     {"set_state_functions", set_state_functions, METH_VARARGS, "Sets how global state is read; without arguments, unsets."},
+    {"dict_epoch", hook_dict_epoch, METH_NOARGS, "A number that changes whenever a dict that guards read may have."},
     {"state_words", state_words, METH_NOARGS, "The global state as C reads it."},
     {"set_frame_callback", hook_set_callback, METH_O, "Sets callback(function, argv) -> Region | None; gives the one before."},
     {"enter", hook_enter, METH_NOARGS, "From here on frames of this thread may run as regions; nests."},

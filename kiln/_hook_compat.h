@@ -2,6 +2,9 @@
 #ifndef KILN_HOOK_COMPAT_H
 #define KILN_HOOK_COMPAT_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>

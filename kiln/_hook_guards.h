@@ -266,12 +266,16 @@ static void place(Guards *self)
 
 static PyObject *Guards_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    static char *names[] = {"nodes", "checks", "settled", NULL};
     PyObject *nodes, *checks;
-    if (!PyArg_ParseTuple(args, "O!O!:Guards", &PyList_Type, &nodes, &PyList_Type, &checks))
+    int settled = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|p:Guards", names, &PyList_Type, &nodes, &PyList_Type, &checks,
+                                     &settled))
         return NULL;
     Guards *self = (Guards *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
+    self->settled = settled;
     size_t n = PyList_GET_SIZE(nodes) + 1, m = PyList_GET_SIZE(checks) + 1;
     self->nodes = PyMem_Calloc(n, sizeof(Node));
     self->checks = PyMem_Calloc(m, sizeof(Check));
@@ -294,7 +298,7 @@ static PyObject *Guards_sealed(Guards *self, void *unused)
     const Seal *s = self->seal;
     if (s == NULL)
         Py_RETURN_NONE;
-    return Py_BuildValue("{sisisisisisisi}", "dicts", s->versions.count, "words", s->words.count, "classes", s->tags.count, "tensors",
+    return Py_BuildValue("{sisisisisisisisi}", "dicts", s->versions.count, "links", s->links.count, "words", s->words.count, "classes", s->tags.count, "tensors",
                          s->tensors.count, "lists", s->lists.count, "fetches", s->live.count, "checks",
                          s->tests.count + s->loose.count);
 }
@@ -315,7 +319,7 @@ static PyTypeObject Guards_Type = {
     .tp_name = "kiln._hook.Guards",
     .tp_basicsize = sizeof(Guards),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_doc = "Guards(nodes, checks): conditions on the bound arguments of a call.",
+    .tp_doc = "Guards(nodes, checks, settled=False): conditions on the bound arguments of a call.",
     .tp_new = Guards_new,
     .tp_dealloc = (destructor)Guards_dealloc,
     .tp_traverse = (traverseproc)Guards_traverse,

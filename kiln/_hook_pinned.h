@@ -64,10 +64,10 @@ static int mend_tensor(Seal *seal, int number)
     return 1;
 }
 
-static ALWAYS_INLINE int check_tensors(Seal *seal, Layout at)
+static ALWAYS_INLINE int check_tensors(Seal *seal, int n, Layout at)
 {
     const PinnedTensor *tensors = seal->tensors.items;
-    for (int i = 0, n = seal->tensors.count; i < n; i++) {
+    for (int i = 0; i < n; i++) {
         if (i + AHEAD < n)
             pinned_prefetch(&tensors[i + AHEAD], at);
         if (!pinned_same(&tensors[i], at) && !mend_tensor(seal, i))
@@ -128,12 +128,20 @@ static int mend_words(Guards *self, Seal *seal, Word *words, const int *owners, 
     return holds;
 }
 
-static int mend_versions(Guards *self, Seal *seal)
+static int check_words(Guards *self, Seal *seal, Word *words, const int *owners, int count)
 {
-    uint64_t epoch = watch_epoch;
-    int holds = words_same(seal->versions.items, seal->versions.count)
-                    ? 1
-                    : mend_words(self, seal, seal->versions.items, seal->version_owners.items, seal->versions.count);
+    return words_same(words, count) ? 1 : mend_words(self, seal, words, owners, count);
+}
+
+/* The dicts: 1 also sets *mended when one of them had changed. */
+static int check_dicts(Guards *self, Seal *seal, bool *mended)
+{
+    uint64_t epoch = dict_epoch();
+    int holds = 1;
+    if (!words_same(seal->versions.items, seal->versions.count)) {
+        *mended = true;
+        holds = mend_words(self, seal, seal->versions.items, seal->version_owners.items, seal->versions.count);
+    }
     if (holds == 1)
         seal->epoch = epoch;
     return holds;
@@ -161,16 +169,22 @@ static int mend_tags(Guards *self, Seal *seal)
     return 1;
 }
 
-/* The sealed part: 1, 0, BROKEN, or -1 with an error. */
+/* The sealed part: 1, 0, BROKEN, or -1 with an error. Guards that are settled take it that as long as no dict has
+   changed, no object has got another class or another dict, and no tensor in a dict has changed in place. */
 static int check_pinned(Guards *self, Seal *seal)
 {
-    int holds = WATCHING && seal->epoch == watch_epoch ? 1 : mend_versions(self, seal);
-    if (holds == 1 && !words_same(seal->words.items, seal->words.count))
-        holds = mend_words(self, seal, seal->words.items, seal->owners.items, seal->words.count);
+    bool mended = false;
+    int holds = dicts_quiet(seal->epoch) ? 1 : check_dicts(self, seal, &mended);
+    bool settled = self->settled && !mended;
+    if (holds == 1)
+        holds = check_words(self, seal, seal->words.items, seal->owners.items, seal->words.count);
+    if (holds == 1 && !settled)
+        holds = check_words(self, seal, seal->links.items, seal->link_owners.items, seal->links.count);
     if (holds == 1 && !tags_same(seal->tags.items, seal->tags.count))
         holds = mend_tags(self, seal);
-    if (holds == 1 && seal->tensors.count)
-        holds = layout_is_usual() ? check_tensors(seal, usual_layout) : check_tensors(seal, layout);
+    int tensors = settled ? seal->free_tensors : seal->tensors.count;
+    if (holds == 1 && tensors)
+        holds = layout_is_usual() ? check_tensors(seal, tensors, usual_layout) : check_tensors(seal, tensors, layout);
     for (int i = 0; holds == 1 && i < seal->lists.count; i++)
         holds = look_again(self, seal, seal->lists.items[i]);
     return holds;

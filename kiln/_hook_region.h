@@ -20,6 +20,7 @@ typedef struct {
     PyObject *weakrefs;
     Entry **entries;
     int count, capacity;
+    PyObject *spare;       /* an empty dict for the next call without further keywords, or NULL */
     PyObject *trampoline;  /* for frames that run as this region, or NULL */
     struct Runner *runner; /* of the trampoline: borrowed */
     char enabled;
@@ -100,7 +101,7 @@ static int keyword_slot(PyCodeObject *code, PyObject *name)
     return -1;
 }
 
-static bool bind_extra(PyCodeObject *code, PyObject *const *args, Py_ssize_t nargs, PyObject **slots)
+static bool bind_extra(Region *self, PyCodeObject *code, PyObject *const *args, Py_ssize_t nargs, PyObject **slots)
 {
     Py_ssize_t positional = code->co_argcount;
     int next = code->co_argcount + code->co_kwonlyargcount;
@@ -115,9 +116,11 @@ static bool bind_extra(PyCodeObject *code, PyObject *const *args, Py_ssize_t nar
     }
     else if (nargs > positional)
         return false;
-    if (code->co_flags & CO_VARKEYWORDS && (slots[next] = PyDict_New()) == NULL)
-        return false;
-    return true;
+    if (!(code->co_flags & CO_VARKEYWORDS))
+        return true;
+    slots[next] = self->spare != NULL ? self->spare : PyDict_New();
+    self->spare = NULL;
+    return slots[next] != NULL;
 }
 
 static bool bind_keywords(PyCodeObject *code, PyObject *const *values, PyObject *names, PyObject **slots)
@@ -161,17 +164,27 @@ static bool bind_defaults(PyFunctionObject *function, PyCodeObject *code, PyObje
 }
 
 /* Binds the arguments of a call to the slots of the function's code; false when the function would refuse them. */
-static bool bind(PyFunctionObject *function, PyObject *const *args, Py_ssize_t nargs, PyObject *names, PyObject **slots)
+static bool bind(Region *self, PyFunctionObject *function, PyObject *const *args, Py_ssize_t nargs, PyObject *names, PyObject **slots)
 {
     PyCodeObject *code = code_of((PyObject *)function);
     Py_ssize_t given = nargs < code->co_argcount ? nargs : code->co_argcount;
     for (Py_ssize_t i = 0; i < given; i++)
         slots[i] = Py_NewRef(args[i]);
-    bool bound = bind_extra(code, args, nargs, slots) &&
+    bool bound = bind_extra(self, code, args, nargs, slots) &&
                  (names == NULL || bind_keywords(code, args + nargs, names, slots)) &&
                  bind_defaults(function, code, slots);
     PyErr_Clear();
     return bound;
+}
+
+/* Keeps an empty dict that nobody else has: making one each call costs time, and tells every guard that some dict in
+   the process has changed. */
+static void keep_spare(Region *self, PyObject **slot)
+{
+    if (*slot != NULL && Py_REFCNT(*slot) == 1 && PyDict_GET_SIZE(*slot) == 0 && self->spare == NULL) {
+        self->spare = *slot;
+        *slot = NULL;
+    }
 }
 
 static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc)
@@ -250,8 +263,10 @@ static PyObject *region_vectorcall(PyObject *object, PyObject *const *args, size
             if (n > 24 && (slots = PyMem_Malloc(n * sizeof *slots)) == NULL)
                 return PyErr_NoMemory();
             memset(slots, 0, n * sizeof *slots);
-            if (bind(function, args, nargs, names, slots))
+            if (bind(self, function, args, nargs, names, slots))
                 result = region_run(self, slots, n);
+            if (code->co_flags & CO_VARKEYWORDS)
+                keep_spare(self, &slots[n - 1]);
             for (int i = 0; i < n; i++)
                 Py_XDECREF(slots[i]);
             if (slots != few)
@@ -366,6 +381,7 @@ static int Region_traverse(Region *self, visitproc visit, void *arg)
 static int Region_clear(Region *self)
 {
     Py_CLEAR(self->dict);
+    Py_CLEAR(self->spare);
     drop_entries(self);
     return 0;
 }

@@ -49,13 +49,16 @@ struct Seal {
     char *marks;       /* by node */
     VECTOR(Word) words;
     VECTOR(int) owners; /* by word: the node to look at again */
-    VECTOR(Word) versions; /* of dicts */
+    VECTOR(Word) versions; /* of dicts, and the sizes of those that nothing else is asked of */
     VECTOR(int) version_owners;
-    VECTOR(PyObject *) dicts; /* by version: borrowed from the values */
-    uint64_t epoch;           /* of the watched dicts when the versions were last right */
+    VECTOR(PyObject *) dicts; /* that have a word: borrowed from the values */
+    uint64_t epoch;           /* of all dicts when these words were last right */
+    VECTOR(Word) links;       /* types of objects, and where they keep their dicts */
+    VECTOR(int) link_owners;
     VECTOR(Tag) tags;
     VECTOR(PinnedTensor) tensors;
     VECTOR(const Check *) tensor_checks;
+    int free_tensors; /* these come first; the others are values of dicts */
     VECTOR(int) lists; /* nodes that are lists */
     VECTOR(int) live;  /* nodes below sealed ones that must be fetched each time */
     VECTOR(int) tests; /* checks on sealed values that must be made each time */
@@ -97,6 +100,8 @@ static void seal_free(Seal *seal, int nodes)
     PyMem_Free(seal->versions.items);
     PyMem_Free(seal->version_owners.items);
     PyMem_Free(seal->dicts.items);
+    PyMem_Free(seal->links.items);
+    PyMem_Free(seal->link_owners.items);
     PyMem_Free(seal->tags.items);
     PyMem_Free(seal->tensors.items);
     PyMem_Free(seal->tensor_checks.items);
@@ -129,6 +134,12 @@ static int add_word(Seal *seal, int owner, const void *at)
     return PUSH(seal->words, (Word){at, now}) < 0 || PUSH(seal->owners, owner) < 0 ? -1 : 0;
 }
 
+static int add_link(Seal *seal, int owner, const void *at)
+{
+    uint64_t now = *(const AnyWord *)at;
+    return PUSH(seal->links, (Word){at, now}) < 0 || PUSH(seal->link_owners, owner) < 0 ? -1 : 0;
+}
+
 static int add_version(Seal *seal, int owner, PyObject *dict)
 {
     if (seal->marks[owner] & VERSIONED)
@@ -157,7 +168,7 @@ static int add_type(Seal *seal, int owner, PyObject *value)
     if (seal->marks[owner] & TYPED || !(PyType_HasFeature(Py_TYPE(value), Py_TPFLAGS_HEAPTYPE) || PyModule_Check(value)))
         return 0;
     seal->marks[owner] |= TYPED | WORDED;
-    return add_word(seal, owner, &value->ob_type);
+    return add_link(seal, owner, &value->ob_type);
 }
 
 /* The version of a class as a word; 1 when it has one, 0 when it cannot have one. */
@@ -207,7 +218,7 @@ static PyObject *sealed_dict(Seal *seal, const Node *node, PyObject *base, int *
     if (slot == NULL || *slot == NULL)
         return NULL;
     seal->marks[node->parent] |= WORDED;
-    *failed = add_word(seal, node->parent, slot);
+    *failed = add_link(seal, node->parent, slot);
     return *slot;
 }
 
@@ -259,7 +270,7 @@ static int seal_function(Seal *seal, int number, PyObject *value)
                : 0;
 }
 
-static int seal_tensor(Seal *seal, int number, const Check *check, PyObject *value)
+static int seal_tensor(Guards *self, Seal *seal, int number, const Check *check, PyObject *value)
 {
     const TensorSpec *spec = check->spec;
     if (Py_TYPE(value) != spec->type)
@@ -275,7 +286,19 @@ static int seal_tensor(Seal *seal, int number, const Check *check, PyObject *val
             break;
         }
     }
-    return PUSH(seal->tensors, pinned) < 0 ? -1 : PUSH(seal->tensor_checks, check);
+    if (PUSH(seal->tensors, pinned) < 0 || PUSH(seal->tensor_checks, check) < 0)
+        return -1;
+    int parent = self->nodes[number].parent;
+    if (parent < 0 || seal->values[parent] == NULL || !PyDict_Check(seal->values[parent])) {
+        int last = seal->tensors.count - 1, place = seal->free_tensors++;
+        PinnedTensor other = seal->tensors.items[place];
+        const Check *other_check = seal->tensor_checks.items[place];
+        seal->tensors.items[place] = pinned;
+        seal->tensor_checks.items[place] = check;
+        seal->tensors.items[last] = other;
+        seal->tensor_checks.items[last] = other_check;
+    }
+    return 0;
 }
 
 static int seal_length(Seal *seal, const Node *node, int number, int check, PyObject *value)
@@ -284,7 +307,10 @@ static int seal_length(Seal *seal, const Node *node, int number, int check, PyOb
         if (WATCHING || node->child_count > 0)
             return add_version(seal, number, value);
         seal->marks[number] |= WORDED;
-        return seal->marks[number] & VERSIONED ? 0 : add_word(seal, number, &((PyDictObject *)value)->ma_used);
+        if (seal->marks[number] & VERSIONED)
+            return 0;
+        const AnyWord *size = (const AnyWord *)&((PyDictObject *)value)->ma_used;
+        return PUSH(seal->versions, (Word){size, *size}) < 0 ? -1 : PUSH(seal->version_owners, number);
     }
     if (PyList_CheckExact(value))
         return add_list(seal, number);
@@ -315,7 +341,7 @@ static int seal_check(Guards *self, Seal *seal, int number, int check, PyObject 
     case CHECK_FUNCTION:
         return seal_function(seal, number, value);
     case CHECK_TENSOR:
-        return seal_tensor(seal, number, &self->checks[check], value);
+        return seal_tensor(self, seal, number, &self->checks[check], value);
     case CHECK_TEST:
         return PUSH(seal->tests, check);
     default: /* identity is enough */
@@ -430,7 +456,7 @@ static Seal *seal_make(Guards *self)
     if (seal == NULL)
         return NULL;
     seal->users = 1;
-    seal->epoch = watch_epoch;
+    seal->epoch = dict_epoch();
     seal->values = PyMem_Calloc(self->node_count + 1, sizeof *seal->values);
     seal->marks = PyMem_Calloc(self->node_count + 1, 1);
     int failed = seal->values == NULL || seal->marks == NULL ? -1 : 0;

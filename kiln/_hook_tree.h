@@ -65,6 +65,7 @@ typedef struct {
     Seal *seal;   /* what the pinned part of the tree looked like when it last held, or NULL */
     int restless; /* how many walks go by before the next seal, when seals have been breaking */
     int waited;
+    bool settled; /* see check_pinned */
     bool cleared; /* by the garbage collector: nothing holds any more */
     Node *nodes;
     int node_count;

@@ -1,11 +1,13 @@
-/* A word for each dict that changes whenever the dict does.
+/* A word for each dict that changes whenever the dict does, and one epoch that changes whenever any of them may have.
 
-   On 3.11 it is the dict's own version. From 3.12 on dicts can be watched: then the word is a counter of ours, and one
-   epoch tells whether any watched dict has changed at all. (3.13 no longer moves the version on every change.) */
+   On 3.11 the word is the dict's own version, and the epoch is the counter that all versions are drawn from: the
+   interpreter keeps it to itself, so it is looked for in its memory. From 3.12 on dicts can be watched: the words and
+   the epoch are counters of ours. (3.13 no longer moves the version on every change.) */
 #ifndef KILN_HOOK_WATCH_H
 #define KILN_HOOK_WATCH_H
 
 #include "_hook_compat.h"
+#include <link.h>
 
 /* Makes an instance dict the only place of its values. On 3.13 they may lie in the object, and storing an attribute
    there is seen neither by the dict's version nor by its watchers. Taking out the last item and putting it back gives
@@ -39,7 +41,17 @@ static int dict_own_values(PyObject *dict)
 #if PY_VERSION_HEX < 0x030C0000
 
 enum { WATCHING = 0 };
-static uint64_t watch_epoch;
+static const volatile uint64_t *version_counter; /* NULL when it was not found */
+
+static inline bool dicts_quiet(uint64_t since)
+{
+    return version_counter != NULL && *version_counter == since;
+}
+
+static inline uint64_t dict_epoch(void)
+{
+    return version_counter != NULL ? *version_counter : 0;
+}
 
 static const void *dict_word(PyObject *dict)
 {
@@ -50,14 +62,80 @@ static void dict_word_done(PyObject *dict)
 {
 }
 
+/* The latest version drawn: that of a dict just made. */
+static uint64_t latest_version(void)
+{
+    PyObject *dict = PyDict_New();
+    if (dict == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    uint64_t version = ((PyDictObject *)dict)->ma_version_tag;
+    Py_DECREF(dict);
+    return version;
+}
+
+enum { CANDIDATES = 32 };
+
+typedef struct {
+    const volatile uint64_t *found[CANDIDATES];
+    int count;
+} Search;
+
+/* Notes where the writable memory of the program or library with CPython's data holds the latest version. */
+static int search_segments(struct dl_phdr_info *info, size_t size, void *argument)
+{
+    Search *search = argument;
+    bool here = false;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        uintptr_t start = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, end = start + info->dlpi_phdr[i].p_memsz;
+        here |= info->dlpi_phdr[i].p_type == PT_LOAD && (uintptr_t)&PyDict_Type >= start && (uintptr_t)&PyDict_Type < end;
+    }
+    for (int i = 0; here && i < info->dlpi_phnum; i++) {
+        if (info->dlpi_phdr[i].p_type != PT_LOAD || !(info->dlpi_phdr[i].p_flags & PF_W))
+            continue;
+        uintptr_t start = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+        uint64_t version = latest_version();
+        for (uintptr_t at = (start + 7) & ~(uintptr_t)7; at + 8 <= start + info->dlpi_phdr[i].p_memsz; at += 8)
+            if (*(const volatile uint64_t *)at == version && search->count < CANDIDATES)
+                search->found[search->count++] = (const volatile uint64_t *)at;
+    }
+    return here;
+}
+
 static int watch_start(void)
 {
+    Search search = {.count = 0};
+    dl_iterate_phdr(search_segments, &search);
+    for (int round = 0; round < 16; round++) {
+        uint64_t version = 0;
+        for (int i = 0; i <= round; i++)
+            version = latest_version();
+        int left = 0;
+        for (int i = 0; i < search.count; i++)
+            if (*search.found[i] == version)
+                search.found[left++] = search.found[i];
+        search.count = left;
+    }
+    version_counter = search.count == 1 ? search.found[0] : NULL;
     return 0;
 }
 
 #else
 
 enum { WATCHING = 1 };
+
+static uint64_t watch_epoch;
+
+static inline bool dicts_quiet(uint64_t since)
+{
+    return watch_epoch == since;
+}
+
+static inline uint64_t dict_epoch(void)
+{
+    return watch_epoch;
+}
 
 typedef struct Watched {
     uint64_t version;
@@ -66,7 +144,6 @@ typedef struct Watched {
     struct Watched *next;
 } Watched;
 
-static uint64_t watch_epoch;
 static int watcher = -1;
 static struct {
     Watched **buckets;
@@ -164,4 +241,13 @@ static int watch_start(void)
 }
 
 #endif
+
+/* dict_epoch() for Python: None where it is not known. */
+static PyObject *hook_dict_epoch(PyObject *module, PyObject *unused)
+{
+    if (!dicts_quiet(dict_epoch()))
+        Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(dict_epoch());
+}
+
 #endif

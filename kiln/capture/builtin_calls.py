@@ -602,11 +602,11 @@ def in_order(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(__build_class__)
 def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    body = args[0]
-    for cell in body.__closure__ or ():
-        if any(type(v) is FakeTensor for v in nested([m.world.read_cell(cell)])):
-            raise Break("class-body", "a class made here closes over a tensor", "define the class outside")
-    return m.world.made_class(m.native(builtins.__build_class__, *args, **kwargs))
+    cells = [m.world.read_cell(cell) for cell in args[0].__closure__ or ()]
+    made = m.world.made_class(m.native(builtins.__build_class__, *args, **kwargs))
+    if any(type(value) is FakeTensor for value in nested(cells)):
+        m.steps[id(made)] = m.safe_step()
+    return made
 
 
 def class_decorators(*functions: Any) -> None:

@@ -31,7 +31,7 @@ class Generator:
         return self
 
     def __del__(self) -> None:
-        if self.started and not self.done:
+        if self.started and not self.done and not self.machine.ended:
             self.machine.dropped.append(self)
 
     def __next__(self) -> Any:

@@ -36,6 +36,7 @@ class Machine:
         self.room = 1000  # how deep calls may nest, as Python's own limit has it
         self.broken: list[Frame] | None = None  # the frames as they stood when a Break was raised
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
+        self.ended = False
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left

@@ -162,6 +162,8 @@ class Rebuilder:
             case Arg():
                 e.load(source.name)
             case Const():
+                if type(source.value) is types.FunctionType and self.world.made_cells and self.closes_over_tensor(source.value):
+                    raise Unbuildable(source.value)
                 e.const(source.value)
             case Attr():
                 self.source(source.base)
@@ -196,7 +198,14 @@ class Rebuilder:
             case _:
                 raise Unbuildable(source)
 
+    def closes_over_tensor(self, function: types.FunctionType) -> bool:
+        """Whether a function that was made during capture, with its class, holds tensors of the graph."""
+        return any(type(self.world.read_cell(cell)) is FakeTensor for cell in function.__closure__ or ()
+                   if id(cell) in self.world.made_cells)  # fmt: skip
+
     def constant(self, value: Any) -> None:
+        if id(value) in self.steps:
+            raise Unbuildable(value, self.steps[id(value)])
         self.e.const(value)
 
     def proxy(self, value: Any) -> None:
@@ -384,6 +393,8 @@ class Rebuilder:
             return
         if cls.__module__ in OWN_MODULES:
             raise Unbuildable(value)
+        if id(cls) in self.steps:
+            raise Unbuildable(value, self.steps[id(cls)])
         if cls not in OPAQUE_OK and (not cls.__flags__ & 1 << 9 or id(value) in self.steps
                                      or any(base not in FILLED for base in natives) or not runtime.can_make(cls)):  # fmt: skip
             raise Unbuildable(value, self.steps.get(id(value), -1))
@@ -487,7 +498,7 @@ MAKERS: dict[type, Maker] = {
 }  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
-    ((type, types.ModuleType, enum.Enum, torch.Generator, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
+    ((type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
     (tuple, Rebuilder.named_tuple),
     (frozenset, Rebuilder.frozen_set),
     ((str, int, float, bytes, complex), Rebuilder.constant),

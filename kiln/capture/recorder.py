@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, graph_module
 from torch.overrides import TorchFunctionMode
 
 from kiln.base import marks
@@ -50,7 +52,7 @@ class _Part:
     path: tuple[Any, ...]
 
 
-Binding = Node | _Input | _Part
+Binding: TypeAlias = Node | _Input | _Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,7 @@ class Recorder:
         self._attr_names: dict[int, str] = {}
         self._results: dict[int, Node] = {}
         self._start: Node = self.graph._root
+        self._kept = 0
         self._busy = False
         self._mode = RecorderMode(self)
 
@@ -228,7 +231,7 @@ class Recorder:
     # Calls
 
     def call(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """What `func` gives on these arguments, recorded as one node when tensors come out or are written to."""
+        """What `func` gives on these arguments, recorded as one node when tensors come out or are written."""
         kwargs = kwargs or {}
         owner = getattr(func, "__self__", None)
         if isinstance(owner, torch.Tensor):
@@ -351,10 +354,10 @@ class Recorder:
         return result
 
     def _switched(self, args: tuple[Any, ...]) -> bool:
-        """Whether a switch of grad mode need not be recorded: nothing changes, or nothing has seen the last change."""
+        """Whether a switch of grad mode need not be recorded: nothing changes, or nothing saw the last one."""
         if args == (torch.is_grad_enabled(),):
             return True
-        last = self._nodes[-1] if self._nodes else None
+        last = self._nodes[-1] if len(self._nodes) > self._kept else None
         if last is None or last.target is not SWITCH or last.next is not self.graph._root:
             return False
         self._nodes.pop()
@@ -376,6 +379,7 @@ class Recorder:
 
     def checkpoint(self) -> Mark:
         """The present state, for `rollback`."""
+        self._kept = len(self._nodes)
         return Mark(len(self._nodes), len(self._changes))
 
     def rollback(self, mark: Mark) -> None:
@@ -407,7 +411,16 @@ class Recorder:
         used = {n.target for n in self.graph.nodes if n.op == "get_attr"}
         module = GraphModule({name: value for name, value in self._attrs.items() if name in used}, self.graph)
         inputs = [self._inputs[n] for n in self.graph.nodes if n.op == "placeholder"]
+        forward = type(module).forward
+        weakref.finalize(forward, forget_source, forward.__code__.co_filename)
         return module, inputs
+
+
+def forget_source(filename: str) -> None:
+    """Drop the text of a generated forward, which fx keeps for tracebacks, when nobody can run it any more."""
+    linecache.cache.pop(filename, None)
+    loader: Any = getattr(graph_module, "_loader", None)
+    getattr(loader, "eval_cache", {}).pop(filename, None)
 
 
 class RecorderMode(TorchFunctionMode):

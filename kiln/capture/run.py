@@ -101,11 +101,26 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except Unbuildable as e:
             text = e.text if ended is None else f"{e.text} after the break at {ended.at}: {ended.why}"
             raise Restart(e.step, Break("rebuild", text, "keep such objects out of what lives across the break")) from None
+        world.finish_guards()
+        captured.guards = world.guards
     finally:
         machine.leave_contexts()
         state.restore(before)
         while torch._C._len_torch_function_stack() > modes:
             torch._C._pop_torch_function_stack()
-    world.finish_guards()
-    captured.guards = world.guards
+        release(machine, frame)
+    if ended is not None:
+        ended.__traceback__ = ended.__context__ = None
     return captured
+
+
+def release(machine: Machine, root: Frame) -> None:
+    """Let go of the program's objects, which the parts of a capture would hold in cycles until a collection."""
+    machine.ended = True
+    for frame in (root, *(machine.broken or ())):
+        for held in (frame.locals, frame.lazy, frame.stack, frame.before, frame.cells, frame.handled):
+            held.clear()  # type: ignore[attr-defined]
+    for part in (machine.world, machine.recorder, machine):
+        for held in vars(part).values():
+            if isinstance(held, (dict, list, set)):
+                held.clear()

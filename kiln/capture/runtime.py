@@ -242,3 +242,7 @@ def watch_gradient(tensor: Any, hook: Any) -> Any:
 
 def remove_hook(handle: Any) -> None:
     handle.remove()
+
+
+def seed_generator(generator: Any, seed: int) -> Any:
+    return generator.manual_seed(seed)

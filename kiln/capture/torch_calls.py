@@ -17,7 +17,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from kiln.base.errors import Break
 from kiln.capture import builtin_calls, runtime
 from kiln.capture.attributes import mro_lookup
-from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, leaf
+from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, handles, leaf
 from kiln.capture.world import nested
 from kiln.ops.fake import FakeTensor
 
@@ -108,6 +108,21 @@ def closed_over(m: Machine, function: Any) -> list[Any]:
 @handles(torch.overrides.is_tensor_like)
 def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return isinstance(args[0], torch.Tensor) or builtin_calls.has_attribute(m, (args[0], "__torch_function__"), {})
+
+
+@handles(torch.Generator)
+def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A generator made here is made by the graph, in every call."""
+    return m.native(m.recorder.effect, torch.Generator, args, kwargs)
+
+
+def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> Any:
+    if m.source(owner) is not None or kwargs or not all(type(value) is int for value in args):
+        raise Break("random-state", "a random generator is seeded", "seed it outside the compiled function")
+    return m.native(m.recorder.effect, runtime.seed_generator, (owner, *args))
+
+
+METHODS[torch.Generator, "manual_seed"] = seeded
 
 
 @handles(torch.is_storage)

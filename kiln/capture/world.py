@@ -53,7 +53,7 @@ CONSTANTS = frozenset({
 })  # fmt: skip
 BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
                types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, property,
-               staticmethod, classmethod, types.CodeType, functools._lru_cache_wrapper, enum.Enum,
+               staticmethod, classmethod, types.CodeType, functools._lru_cache_wrapper, enum.Enum, torch.Generator,
                torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias)  # fmt: skip
 BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class

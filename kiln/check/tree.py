@@ -29,11 +29,12 @@ class GuardSet:
     def __len__(self) -> int:
         return len(self._guards)
 
-    def build(self) -> _hook.Guards:
+    def build(self, settled: bool = False) -> _hook.Guards:
+        """The guards in C; settled ones trust objects and tensors whose dicts have not changed."""
         tree = _Tree()
         for guard in self._guards.values():
             tree.check(guard)
-        return _hook.Guards(tree.nodes, tree.checks)
+        return _hook.Guards(tree.nodes, tree.checks, settled)
 
 
 class _Tree:

@@ -1,4 +1,4 @@
-"""Fake tensors: true size, stride, dtype, device and autograd state, no data; real `torch.Tensor` instances."""
+"""Fake tensors: tensors of true size, stride, dtype, device and autograd state, without data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ LARGEST_CONSTANT = 1024
 LARGEST_FOLDED = 4096
 #: Factories whose contents are known.
 FILLED = frozenset(
-    overload for packet in (aten.eye, aten.zeros, aten.ones, aten.full, aten.arange, aten.tril_indices, aten.triu_indices)
+    overload for packet in (aten.eye, aten.zeros, aten.ones, aten.full, aten.arange, aten.tril_indices,
+                            aten.triu_indices)
     for overload in (getattr(packet, name) for name in packet.overloads()) if not overload._schema.is_mutable
 )  # fmt: skip
 
@@ -51,7 +52,7 @@ FILLED = frozenset(
 class FakeTensor(torch.Tensor):
     """A tensor without data, made only by `make` and `fake_like`.
 
-    `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids changing its shape in place.
+    `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids to change its shape.
     `value` is the real tensor when the contents are a constant of the program, valid while `_version` is
     `value_version`.
     """
@@ -95,7 +96,7 @@ def make(
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `func` returns on these arguments, as fakes: by its shape rule, else through torch's meta kernels."""
+    """What `func` returns on these arguments, as fakes, with the contents that follow from constants."""
     out = shaped(func, args, kwargs)
     if (LITERALS.made or func in FILLED) and type(out) is FakeTensor:
         fold(out, func, args, kwargs)

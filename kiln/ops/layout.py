@@ -44,7 +44,7 @@ def channels_last(size: Size) -> Size:
 
 
 def fits(size: Size, stride: Size, order: Sequence[int]) -> bool:
-    """Whether the tensor is packed with its dimensions in this order, innermost first; extents of 1 do not matter."""
+    """Whether the tensor is packed with its dimensions in this order, innermost first; extents of 1 aside."""
     step = 1
     for d in order:
         if size[d] != 1:
@@ -186,7 +186,7 @@ def inferred(size: Size, stride: Size) -> Size:
 
 @lru_cache(8192)
 def formatted(size: Size, stride: Size, memory_format: torch.memory_format | None) -> Size:
-    """The strides of a copy in this memory format; None and preserve_format keep the order of the dimensions."""
+    """The strides of a copy in this memory format; None and preserve_format keep the dimensions' order."""
     if memory_format is None or memory_format is torch.preserve_format:
         return preserved(size, stride)
     if memory_format is torch.contiguous_format:

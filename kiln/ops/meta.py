@@ -85,7 +85,7 @@ Ask = Callable[[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Any]
 def infer(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask | None = None
 ) -> tuple[Any, list[torch.Tensor]]:
-    """A nest of Layout, Same and plain values that says what `func` returns, and the argument tensors in order.
+    """A nest of Layout, Same and plain values that says what `func` returns, and the tensors given to it.
 
     What is not remembered is asked of the meta kernels, or of `ask`.
     """
@@ -99,11 +99,11 @@ def infer(
         )
         known = _MEMO.get(key)
     except TypeError:
-        key = known = None
+        key, known = (), None
     if known is not None:
         return known, tensors
     answer = (ask or ask_meta)(func, args, kwargs, tensors)
-    if key is not None:
+    if key:
         if len(_MEMO) > REMEMBERED:
             _MEMO.clear()
         _MEMO[key] = answer
@@ -164,7 +164,7 @@ def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
 
 
 def describe(value: Any, known: list[torch.Tensor], device: torch.device | None) -> Any:
-    """The nest of tensors `value` as layouts; tensors in `known` by position; `device` None keeps each one's own."""
+    """The nest of tensors `value` as layouts, those in `known` by position; a `device` replaces their own."""
     if isinstance(value, torch.Tensor):
         for i, tensor in enumerate(known):
             if tensor is value:

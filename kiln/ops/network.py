@@ -23,7 +23,7 @@ WIDE = frozenset({torch.float32, torch.float64})
 
 
 def _plain(*tensors: torch.Tensor | None) -> bool:
-    """Whether all are contiguous with the usual strides; channels-last and other orders are for the meta kernels."""
+    """Whether all are contiguous with the usual strides; other orders are for the meta kernels."""
     return all(t is None or t.stride() == contiguous(t.shape) for t in tensors)
 
 

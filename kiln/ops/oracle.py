@@ -1,4 +1,4 @@
-"""The last resort: the op itself, on small real tensors of zeros, for its error or for the layout of its result."""
+"""The last resort: the op itself, on real tensors of zeros, for its error or the layout of its result."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OWN_LAYOUT = frozenset(
 
 def too_large(tensors: list[torch.Tensor]) -> bool:
     """Whether the arguments hold too many elements for the op to be run for real."""
-    return sum(t.numel() for t in tensors) > LARGEST
+    return bool(sum(t.numel() for t in tensors) > LARGEST)
 
 
 def lays_out_itself(func: Any, x: Any) -> bool:
-    """Whether only the op itself, run on zeros like `x`, knows the strides of its result, and that is cheap."""
-    return func in OWN_LAYOUT and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT
+    """Whether only the op itself, run on zeros like `x`, knows its result's strides, and that is cheap."""
+    return bool(func in OWN_LAYOUT and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT)
 
 
 def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:

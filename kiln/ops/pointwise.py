@@ -1,4 +1,4 @@
-"""Shape rules of elementwise ops: arithmetic, comparisons, activations and their gradients, casts in place."""
+"""Shape rules of elementwise ops: arithmetic, comparisons, activations and their gradients, writes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def like(x: torch.Tensor, dtype: torch.dtype, computed: torch.dtype | None = Non
 def over(operands: Iterable[Operand], computed: torch.dtype, dtype: torch.dtype | None = None) -> FakeTensor:
     """The result of an elementwise op over tensors and numbers, in the order in which the op reads them.
 
-    On the CPU an operand of another dtype than the computation's is first copied, which closes gaps in its layout.
+    On the CPU an operand of another dtype than the computation's is copied first, which closes gaps in it.
     """
     layouts = []
     shape: Size = ()
@@ -320,7 +320,7 @@ def _masked_fill_in_place(x: Any, mask: torch.Tensor, value: Any) -> Any:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    if x.dtype not in FLOATS or not x.is_contiguous() or not train or x.device.type != "cpu":
+    if x.dtype not in FLOATS or not x.is_contiguous() or x.device.type != "cpu":
         return NotImplemented
     return like(x, x.dtype), like(x, torch.bool)
 
@@ -374,8 +374,8 @@ declare(_in_place_float, "addcmul_ addcdiv_")
 declare(_in_place_float, "lerp_", "Scalar")
 declare(
     _in_place_activation,
-    "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ sigmoid_ exp_ sqrt_ rsqrt_ neg_ "
-    "abs_ log_ sin_ cos_",
+    "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ sigmoid_ exp_ sqrt_ rsqrt_ "
+    "neg_ abs_ log_ sin_ cos_",
 )
 declare(_uniform, "uniform_")
 declare(_bernoulli, "bernoulli_", "float")

@@ -24,8 +24,9 @@ _KERNEL_MODULES = (
 def keep_compiler_out() -> None:
     """Stop torch's Python meta kernels from importing torch's compiler on their first call.
 
-    Each elementwise kernel is wrapped in a function that imports it to mark the kernel as not to be traced, and
-    keeps the marked kernel on the kernel itself: putting the kernel there first makes the import unnecessary.
+    Each elementwise kernel is wrapped in a function that imports it to mark the kernel as not to be traced,
+    and keeps the marked kernel on the kernel itself: putting the kernel there first makes the import
+    unnecessary.
     """
     check_quietly()
     modules = [vars(sys.modules[name]) for name in _KERNEL_MODULES if name in sys.modules]
@@ -45,7 +46,7 @@ def keep_compiler_out() -> None:
 
 
 def check_quietly() -> None:
-    """Let torch's checks of plain conditions that hold return before they import the symbolic shapes of its compiler."""
+    """Let torch's checks of plain conditions that hold return before they import symbolic shapes."""
     original = torch._check_with
     if getattr(original, "quiet", False):
         return

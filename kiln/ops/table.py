@@ -10,7 +10,7 @@ import torch
 Rule = Callable[..., Any]
 F = TypeVar("F", bound=Rule)
 
-#: A rule receives the arguments of the overload as they were dispatched and returns what the overload returns.
+#: A rule receives the arguments of the overload as dispatched and returns what the overload returns.
 #: `NotImplemented` sends the call on to the meta kernels.
 RULES: dict[Any, Rule] = {}
 

@@ -39,7 +39,7 @@ def inferred_size(size: Size, numel: int) -> Size:
 
 @lru_cache(8192)
 def view_strides(old: Size, stride: Size, new: Size) -> Size:
-    """The strides of a view of the shape `new`; runs of dimensions that lie evenly in memory may be split and merged."""
+    """The strides of a view of the shape `new`; dimensions that lie evenly in memory are split and merged."""
     if not old:
         return (1,) * len(new)
     strides = [0] * len(new)

@@ -590,3 +590,132 @@ def test_weak_references_and_finalisers_see_the_same_life():
     del made
     gc.collect()
     assert EAGER or gone() is None
+
+
+# State that lives from call to call: four calls of each, eager and compiled.
+
+
+def state_by_name():
+    state = {}
+
+    def f(x):
+        s = state.setdefault("k", {"step": 0})
+        s["step"] += 1
+        return x + s["step"]
+
+    return f, lambda: state
+
+
+def state_by_parameter():
+    state, p = defaultdict(dict), torch.nn.Parameter(torch.ones(1))
+
+    def f(x):
+        s = state[p]
+        if len(s) == 0:
+            s["step"], s["mean"] = torch.tensor(0.0), torch.zeros(4)
+        s["step"] += 1
+        s["mean"].lerp_(x[0], 0.5)
+        return x + s["step"] * s["mean"]
+
+    return f, lambda: list(state.values())
+
+
+def state_by_plain_dict_of_tensors():
+    state, key = {}, t(2)
+
+    def f(x):
+        known = state.get(key)
+        state[key] = x * 2
+        return x + 1 if known is None else x + known + (key in state)
+
+    return f, lambda: list(state.values())
+
+
+def state_by_object():
+    state, key = {}, Bag()
+
+    def f(x):
+        state[key] = state.get(key, 0) + 1
+        return x * state[key]
+
+    return f, lambda: list(state.values())
+
+
+def state_in_a_set():
+    seen, key = set(), t(2)
+
+    def f(x):
+        known = key in seen
+        seen.add(key)
+        return x + known
+
+    return f, lambda: len(seen)
+
+
+def state_in_an_iterator():
+    numbers = iter(range(10))
+    return lambda x: x + next(numbers), lambda: list(numbers)
+
+
+def state_in_a_default():
+    def f(x, cache=[]):  # noqa: B006
+        cache.append(len(cache))
+        return x + sum(cache)
+
+    return f, lambda: f.__defaults__
+
+
+def state_in_a_closure():
+    h = torch.zeros(4)
+
+    def f(x):
+        nonlocal h
+        h = h * 0.5 + x[0]
+        return x + h
+
+    return f, lambda: h
+
+
+def state_in_a_window():
+    window = deque(maxlen=2)
+
+    def f(x):
+        window.append(x.sum())
+        return x + sum(window)
+
+    return f, lambda: list(window)
+
+
+def state_of_an_optimizer(kind, **options):
+    def make():
+        torch.manual_seed(0)
+        m = torch.nn.Linear(4, 4)
+        opt = kind(m.parameters(), lr=0.1, **options)
+
+        def f(x):
+            opt.zero_grad()
+            loss = m(x).pow(2).mean()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        return f, lambda: [p.detach() for p in m.parameters()]
+
+    return make
+
+
+STATES = {
+    "name": state_by_name, "parameter": state_by_parameter, "tensor": state_by_plain_dict_of_tensors, "object": state_by_object,
+    "set": state_in_a_set, "iterator": state_in_an_iterator, "default": state_in_a_default, "closure": state_in_a_closure,
+    "window": state_in_a_window, "SGD": state_of_an_optimizer(torch.optim.SGD),
+    "momentum": state_of_an_optimizer(torch.optim.SGD, momentum=0.9), "AdamW": state_of_an_optimizer(torch.optim.AdamW),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_between_calls(name):
+    (eager, eager_state), (f, state) = STATES[name](), STATES[name]()
+    compiled = kiln.compile(f, backend="eager")
+    for _ in range(4):
+        torch.testing.assert_close(compiled(X), eager(X), rtol=0, atol=0)
+    torch.testing.assert_close(state(), eager_state(), rtol=1e-6, atol=1e-6)
