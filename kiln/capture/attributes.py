@@ -333,7 +333,7 @@ def load_from_method(m: Machine, value: types.MethodType, name: str) -> Any:
 
 def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     """Attributes of tensors: properties without tensors are constants here, methods are bound, the rest is recorded."""
-    world = m.world
+    world, name = m.world, ALIASES.get(name, name)
     pending = world.read_slot(value, name) if world.instance else MISSING
     if pending is not MISSING and pending is not DELETED:
         return pending
@@ -343,7 +343,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
         raise Break("tensor-attribute", "the __dict__ of a tensor is read", "keep such values beside the tensor")
     found = mro_lookup(torch.Tensor, name)
     source = world.source(value)
-    if name in ("grad", "_grad"):
+    if name == "grad":
         if source is None or id(value) not in world.reals:
             return None
         real = world.reals[id(value)]
@@ -369,6 +369,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     return m.native(getattr, value, name)
 
 
+ALIASES = {"_grad": "grad"}
 RECORDED = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
 
@@ -465,6 +466,7 @@ BUFFER_HOOKS = torch.nn.modules.module._global_buffer_registration_hooks
 
 
 def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None:
+    name = ALIASES.get(name, name)
     if name == "requires_grad" and type(item) is bool and m.source(value) is None:
         m.torch_call(torch.Tensor.requires_grad_, (value, item), {})
         return
@@ -473,7 +475,7 @@ def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None
     found = mro_lookup(torch.Tensor, name)
     if name == "grad" and m.source(value) is None:
         raise Break("metadata-mutation", "grad of an intermediate tensor is assigned", "assign it outside")
-    if found is not MISSING and name not in ("grad", "_grad"):
+    if found is not MISSING and name != "grad":
         raise Break("tensor-attribute", f"{name} of a tensor is assigned", "make a new tensor instead")
     m.world.write_tensor_slot(value, name, item)
 

@@ -573,7 +573,7 @@ def walking(*keys: tuple[type, str]) -> None:
             m.world.touch(owner)
             if m.source(owner) is not None and id(owner) not in m.world.shadows and not isinstance(owner, (str, frozenset)):
                 return MISSING
-            return native(m, function, (owner, *(items_of(m, a) for a in args)), kwargs)
+            return native(m, function, (owner, *(a if a is owner else items_of(m, a) for a in args)), kwargs)
 
         METHODS[kind, name] = handler
 

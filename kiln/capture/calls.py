@@ -442,6 +442,8 @@ def native(m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = 
     world = m.world
     for value in (*args, *kwargs.values()):
         world.touch(value)
+        if hasattr(type(value), "__next__") and world.source(value) is not None and id(value) not in world.streams:
+            raise Break("foreign-iterator", f"{world.source(value)} is a {type(value).__name__} made outside", "iterate over a list")
     if any(type(value) in CALLABLE for value in (*args, *kwargs.values())) and purity.calls_back(function):
         args = tuple(callback(m, value) for value in args)
         kwargs = {name: callback(m, value) for name, value in kwargs.items()}

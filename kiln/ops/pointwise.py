@@ -290,7 +290,7 @@ def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
 
 
 def _copy(x: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    if source.shape != x.shape and broadcast(x.shape, source.shape) != x.shape:
+    if isinstance(source, torch.Tensor) and source.shape != x.shape and broadcast(x.shape, source.shape) != x.shape:
         raise Mismatch("the source does not fit")
     return writable(x)
 

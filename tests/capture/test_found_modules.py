@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -154,3 +156,16 @@ def sweep(x, n):
 def test_a_loop_variable_that_nobody_reads_does_not_recompile():
     r = same_as_eager(sweep, X, 9)
     assert r.graphs <= 4
+
+
+def mean(values):
+    values = itertools.filterfalse(lambda v: v != v, iter(values))
+    total = next(values)
+    for n, v in enumerate(values, 2):
+        total += v
+    return total / n
+
+
+def test_capture_leaves_generators_from_outside_alone():
+    """The generator cannot be rebuilt after the break, so it comes to the next graph from outside."""
+    same_as_eager(lambda x: mean((row * 2).sum() for row in x), X)
