@@ -59,6 +59,7 @@ struct Seal {
     VECTOR(PinnedTensor) tensors;
     VECTOR(const Check *) tensor_checks;
     int free_tensors; /* these come first; the others are values of dicts */
+    int turn;         /* which tensors a sample takes next */
     VECTOR(int) lists; /* nodes that are lists */
     VECTOR(int) live;  /* nodes below sealed ones that must be fetched each time */
     VECTOR(int) tests; /* checks on sealed values that must be made each time */

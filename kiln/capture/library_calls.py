@@ -46,10 +46,9 @@ def call_methodcaller(m: Machine, function: Any, args: Args, kwargs: Kwargs, mod
     if len(args) != 1 or kwargs:
         return m.native(function, *args, **kwargs)
     m.world.identify(function)
-    maker, parts = function.__reduce__()[:2]
-    named = getattr(maker, "keywords", {})
-    name, *rest = (*getattr(maker, "args", ()), *parts)
-    return call(m, m.getattr(args[0], name), tuple(rest), named, mode)
+    maker, rest = function.__reduce__()[:2]
+    parts: tuple[Any, ...] = tuple(getattr(maker, "args", ())) + tuple(rest)
+    return call(m, m.getattr(args[0], parts[0]), parts[1:], getattr(maker, "keywords", {}), mode)
 
 
 CALLERS[operator.itemgetter] = call_itemgetter

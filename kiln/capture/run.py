@@ -119,7 +119,7 @@ def release(machine: Machine, root: Frame) -> None:
     machine.ended = True
     for frame in (root, *(machine.broken or ())):
         for held in (frame.locals, frame.lazy, frame.stack, frame.before, frame.cells, frame.handled):
-            held.clear()  # type: ignore[attr-defined]
+            held.clear()
     for part in (machine.world, machine.recorder, machine):
         for held in vars(part).values():
             if isinstance(held, (dict, list, set)):

@@ -44,7 +44,7 @@ def read_iterator(world: World, value: Any, source: Source) -> Any:
     """The program's view of an iterator: one of the same kind over the program's view of what it walks."""
     make, args, *state = value.__reduce__()
     moving = any(text.startswith(f"{source}.<") for text in world.unstable)
-    if moving or len(args) > len(PARTS):
+    if moving or len(args) > len(PARTS) or not copyable(args):
         return world.thing(value, source)
     world.guard(TypeIs(source, type(value)))
     world.guard(Equals(Derived(source, position, "position"), tuple(state)))
@@ -60,6 +60,12 @@ def read_iterator(world: World, value: Any, source: Source) -> Any:
     world.wrappers[id(value)] = copy
     world.remember(copy, source)
     return copy
+
+
+def copyable(parts: tuple[Any, ...]) -> bool:
+    """Whether the iterators among the parts of an iterator can be copied themselves."""
+    inner = [p for p in parts if isinstance(p, Iterator)]
+    return all(type(p) in REDUCIBLE and copyable(p.__reduce__()[1]) for p in inner)
 
 
 def place(copy: Any) -> int:

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from kiln.base.source import Const
-from kiln.check.guards import Is
+from kiln import _hook
+from kiln.base.source import Arg, Const
+from kiln.check.guards import Is, TypeIs
 from kiln.check.tree import GuardSet
 from tests.check import world
 
@@ -102,7 +103,11 @@ def test_a_seal_covers_the_pinned_tree():
     assert built.check(())
     counts = built.sealed
     # left each time: sets, deques, ordered dicts of several keys, Python predicates, attributes by the generic protocol
-    assert counts["fetches"] <= 6 and counts["checks"] <= 3 * 8 and counts["dicts"] + counts["links"] + counts["words"] > 50
+    assert (
+        counts["fetches"] <= 6
+        and counts["checks"] <= 3 * 8
+        and counts["dicts"] + counts["links"] + counts["words"] > 50
+    )
 
 
 def test_a_dict_of_the_same_address_is_not_taken_for_the_old_one():
@@ -118,3 +123,50 @@ def test_a_dict_of_the_same_address_is_not_taken_for_the_old_one():
         thing.table = {"a": 2, "b": world.Thing(), 3: "three"}
         assert not built.check(())
         gc.collect(0)
+
+
+def test_the_epoch_moves_with_every_dict():
+    if _hook.dict_epoch() is None:
+        pytest.skip("this interpreter's counter was not found")
+    thing = world.make_thing(0)
+    guards = GuardSet()
+    for guard in world.guards_of(Const(thing), thing, 0):
+        guards.add(guard)
+    built = guards.build()
+    assert built.check(())
+    changes = [
+        lambda: setattr(thing, "flag", False),
+        lambda: thing.__dict__.update(unrelated=1),
+        lambda: thing.__dict__.pop("unrelated"),
+        lambda: thing.table.setdefault("z", 1),
+        lambda: thing.table.popitem(),
+        lambda: thing.empty.update(a=1),
+        lambda: thing.empty.clear(),
+        lambda: setattr(thing.module, "value", 4),
+        lambda: delattr(thing.module, "value"),
+    ]
+    for change in changes:
+        before = _hook.dict_epoch()
+        change()
+        assert _hook.dict_epoch() != before
+
+
+def test_calls_without_keywords_leave_the_epoch_alone():
+    def function(x, **more):
+        return x
+
+    region = _hook.Region(function, None)
+    guards = GuardSet()
+    guards.add(TypeIs(Arg(0, "x"), int))
+    region.add(guards.build(), lambda x, more: more)
+    kept = [region(1), region(2)]
+    assert kept == [{}, {}] and kept[0] is not kept[1]
+    kept[0]["mine"] = 1
+    assert region(3) == {}
+    region = _hook.Region(function, None)
+    region.add(guards.build(), lambda x, more: x)
+    region(1)
+    before = _hook.dict_epoch()
+    for _ in range(5):
+        region(1)
+    assert _hook.dict_epoch() == before

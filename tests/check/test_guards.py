@@ -66,7 +66,12 @@ CASES = [
     (Absent(X, "flag"), Thing(), with_flag(3), "x had no attribute 'flag' of its own, now 3"),
     (Absent(X, "flag"), 5, with_flag(3), "x had no attribute 'flag' of its own, now 3"),
     (SetEquals(X, frozenset({1})), {1}, {True}, "x was {1}, now {True}"),
-    (FunctionState(X, one.__code__, tuple([1]), one.__kwdefaults__), None, one, "x had defaults (1,), now (1,)"),
+    (
+        FunctionState(X, one.__code__, tuple([1]), one.__kwdefaults__),
+        None,
+        one,
+        "x had defaults (1,), now (1,)",
+    ),
     (Custom(X, lambda v: v > 0, "was positive"), 1, -1, "x was positive, now -1"),
 ]
 

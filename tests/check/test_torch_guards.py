@@ -140,6 +140,42 @@ def test_agreement_on_pinned_parameters(seed):
     assert held and broke
 
 
+def model_guards(depth, settled):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(depth)))
+    guards = GuardSet()
+    for name, layer in model._modules.items():
+        base = Item(DictAttr(Const(model, "model"), "_modules"), name)
+        guards.add(Length(DictAttr(base, "_forward_hooks"), 0))
+        for key, parameter in layer._parameters.items():
+            guards.add(TensorMatch.of(Item(DictAttr(base, "_parameters"), key), parameter))
+    built = guards.build(settled)
+    assert built.check(()) and built.check(())
+    return model, built
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_what_settled_guards_see(settled):
+    model, built = model_guards(32, settled)
+    model.double()
+    assert not built.check(())
+    model.float()
+    assert built.check(())
+    handle = model[20].register_forward_hook(print)
+    assert not built.check(())
+    handle.remove()
+    assert built.check(())
+    model[20].weight = torch.nn.Parameter(torch.empty(4, 5))
+    assert not built.check(())
+    model[20].weight = torch.nn.Parameter(torch.empty(4, 4))
+    assert built.check(())
+
+
+def test_settled_guards_find_a_single_tensor_changed_in_place_in_turn():
+    model, built = model_guards(32, True)
+    model[20].bias.data = model[20].bias.data.double()
+    assert False in [built.check(()) for _ in range(10)]
+
+
 def test_an_alias_among_many_values():
     tensors = [torch.empty(2) for _ in range(40)]
     guards = GuardSet()

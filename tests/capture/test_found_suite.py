@@ -1,0 +1,377 @@
+"""Programs that other compilers' tests led to: each was wrong, or broke without need."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import operator
+import threading
+import traceback
+import types
+import weakref
+
+import pytest
+import torch
+
+from tests.support import EAGER, Watch, kiln, one_graph, program, t
+
+X = t(3)
+LOCAL = threading.local()
+TABLE = {"a": 2.0}
+VIEW = types.MappingProxyType(TABLE)
+needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
+
+
+class Bag(set):
+    def __init__(self, *items):
+        super().__init__(*items)
+        self.tag = 1
+
+
+class Frozen(frozenset):
+    pass
+
+
+class Row(list):
+    pass
+
+
+# ---------------------------------------------------------------------- breaks in loops, paths that join
+
+
+@needs_kiln
+def test_a_loop_that_breaks_in_each_turn_does_not_nest():
+    def count(x):
+        while x.sum() < 2000:
+            x = x + 1
+        return x
+
+    assert kiln.compile(count, backend="eager")(torch.zeros(1)) == 2000
+
+
+@needs_kiln
+def test_paths_join_after_a_branch():
+    def paths(x, a, b, c):
+        x = x + 1
+        if a:
+            x = x + 2
+        x = x + 3
+        if b:
+            x = x + 4
+        x = x + 5
+        if c:
+            x = x + 6
+        return x + 7
+
+    w = Watch(paths)
+    yes, no = torch.ones(1), torch.zeros(1)
+    for a in (yes, no):
+        for b in (yes, no):
+            for c in (yes, no):
+                w(X, a, b, c)
+    assert w.graphs == 7
+
+
+# ---------------------------------------------------------------------- marks
+
+
+@needs_kiln
+def test_disable_without_recursive_keeps_the_function_and_captures_what_it_calls():
+    def inner(x):
+        return x + 1
+
+    def outer(x):
+        assert not torch.compiler.is_compiling()
+        return inner(x.sigmoid().cos())
+
+    apart = kiln.disable(outer, recursive=False)
+    w = Watch(lambda x: apart(x.tan()))
+    w(X)
+    assert w.graphs == 2
+    assert kiln.compile(inner, backend="eager")(X).equal(X + 1)
+
+
+@needs_kiln
+def test_a_disabled_function_made_in_each_call_does_not_recompile():
+    def f(x):
+        @kiln.disable
+        def inner(x):
+            return x + 10
+
+        return inner(x) + 1
+
+    w = Watch(f)
+    for _ in range(3):
+        w(X)
+    assert w.recompiles == 0
+
+
+@needs_kiln
+def test_an_allowed_function_without_a_result_stays_in_the_graph():
+    seen = []
+
+    @kiln.allow_in_graph
+    def note():
+        seen.append(torch.is_grad_enabled())
+
+    def f(x):
+        with torch.no_grad():
+            note()
+        return x + 1
+
+    compiled = kiln.compile(f, backend="eager")
+    compiled(X)
+    seen.clear()
+    compiled(X)
+    assert seen == [False]
+
+
+@needs_kiln
+def test_an_error_of_the_backend_is_raised():
+    def backend(graph, inputs):
+        raise LookupError("not this graph")
+
+    with pytest.raises(LookupError, match="not this graph"):
+        kiln.compile(lambda x: x + 1, backend=backend)(X)
+
+
+# ---------------------------------------------------------------------- grad mode
+
+
+def grad_switches(x):
+    torch.set_grad_enabled(True)
+    torch.set_grad_enabled(False)
+    torch.set_grad_enabled(True)
+    with torch.no_grad():
+        pass
+    with torch.no_grad():
+        y = x * 2
+    with torch.no_grad():
+        z = x * 3
+    return y, z, x * 4
+
+
+def test_switches_that_nothing_sees_are_not_recorded():
+    r = one_graph(grad_switches, t(3, grad=True))
+    assert EAGER or r.ops == 5
+
+
+# ---------------------------------------------------------------------- generators
+
+
+def numbers(log, x):
+    try:
+        yield x + 1
+        yield x + 2
+    finally:
+        log.append("closed")
+
+
+@program(X, [])
+def test_dropped_by_del(x, log):
+    g = numbers(log, x)
+    a = next(g)
+    del g
+    log.append("after")
+    return a + 1
+
+
+@program(X, [])
+def test_dropped_by_break(x, log):
+    for a in numbers(log, x):
+        break
+    log.append("after")
+    return a * 2
+
+
+@program(X, [])
+def test_dropped_at_the_end(x, log):
+    g = numbers(log, x)
+    a = next(g)
+    log.append("end")
+    return a * 2
+
+
+def first(x, log):
+    g = numbers(log, x)
+    return next(g)
+
+
+@program(X, [])
+def test_dropped_by_a_call(x, log):
+    a = first(x, log)
+    log.append("after")
+    return a * 2
+
+
+@program(X)
+def test_zip_over_a_generator_is_returned(x):
+    return list(zip(range(2), (x + i for i in range(2)), strict=False)), x.sin()
+
+
+# ---------------------------------------------------------------------- containers of the user's classes
+
+
+@program(X, Bag([1, 3]), Frozen([7, 8]), Row([1]))
+def test_attributes_and_contents_of_container_subclasses(x, bag, frozen, row):
+    bag.add(5)
+    bag.tag += 1
+    row.append(2)
+    row.note = x * 2
+    n = len(bag) + (3 in bag) + (7 in frozen)
+    made = Bag([1]) | {9}
+    return x + n, bag.copy(), made, frozen | {4}
+
+
+@program(X, Row([1, 2]))
+def test_a_list_subclass_extended_by_itself(x, row):
+    row.extend(row)
+    return x * len(row)
+
+
+def through_the_view(x, view):
+    TABLE["k"] = 4.0
+    total = sum(view.values())
+    del TABLE["k"]
+    return x * VIEW["a"] + total, "k" in VIEW
+
+
+def test_mapping_views_follow_their_mapping():
+    compiled = kiln.compile(through_the_view, backend="eager", fullgraph=True)
+    for value in (2.0, 3.0):
+        TABLE["a"] = value
+        expected, got = through_the_view(X, VIEW), compiled(X, VIEW)
+        assert got[0].equal(expected[0]) and got[1] == expected[1]
+
+
+def reads_thread_state(x, k):
+    LOCAL.n = LOCAL.n + k
+    return x * LOCAL.n
+
+
+def test_attributes_of_thread_local_objects():
+    w = kiln.compile(reads_thread_state, backend="eager", fullgraph=True)
+    for start in (3, 3, 5):
+        LOCAL.n = start
+        assert w(X, 1).equal(X * (start + 1))
+        assert LOCAL.n == start + 1
+
+
+# ---------------------------------------------------------------------- exceptions
+
+
+def chain(error):
+    names = []
+    while error is not None:
+        names.append(type(error).__name__)
+        error = error.__context__
+    return names
+
+
+@program(X)
+def test_context_of_an_exception_raised_again(x):
+    known = ValueError("a")
+    try:
+        try:
+            raise known
+        except ValueError:
+            try:
+                raise KeyError(1)
+            except KeyError:
+                raise known
+    except ValueError as e:
+        return x + 1, chain(e)
+
+
+@program(X)
+def test_frames_of_a_caught_exception_are_cleared(x):
+    try:
+        [][1]
+    except IndexError as e:
+        traceback.clear_frames(e.__traceback__)
+    return x + 1
+
+
+@program(X, raises=TypeError, breaks=0)
+def test_builtins_refuse_wrong_arguments(x):
+    return isinstance(x, torch.Tensor, invalid=True)
+
+
+# ---------------------------------------------------------------------- library
+
+
+class Point:
+    def __init__(self):
+        self.v = types.SimpleNamespace(w=2)
+
+
+@program(X, {"k": X, "l": X + 1}, Point())
+def test_getters_of_operator(x, d, point):
+    a, b = operator.itemgetter("k", "l")(d)
+    c = operator.attrgetter("v.w")(point)
+    return a + b + c + operator.methodcaller("get", "zz", 3)(d) + operator.methodcaller("sum", dim=0)(x)
+
+
+@program(X)
+def test_a_named_tuple_class_made_inside(x):
+    made = collections.namedtuple("Pair", "a b", defaults=(1,))
+    pair = made(x)
+    return pair.a + pair.b, pair._fields
+
+
+@program(X, [X, X + 1, X + 2])
+def test_a_constant_tensor_as_an_index(x, xs):
+    return xs[torch.as_tensor(2)] + x
+
+
+@program(X, X + 1, torch.tensor(2.5))
+def test_tensors_as_factors(x, y, a):
+    return torch.add(x, y, alpha=a), x.addcmul(y, y, value=a)
+
+
+@program(X)
+def test_record_function(x):
+    with torch.profiler.record_function("block"):
+        return x * 2
+
+
+@program(t(3, grad=True), X)
+def test_grad_has_two_names(x, y):
+    x._grad = y + 1
+    return x.grad * 2
+
+
+def test_a_hook_that_the_function_removes():
+    def f(x, y):
+        handle = x.register_hook(lambda g: g * 2)
+        y = y * y
+        handle.remove()
+        x.register_hook(lambda g: g * 3)
+        return x, y
+
+    x = torch.zeros(3, requires_grad=True)
+    out, _ = kiln.compile(f, backend="eager")(x, X)
+    out.backward(torch.ones(3))
+    assert x.grad.tolist() == [3.0, 3.0, 3.0]
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@needs_kiln
+def test_arguments_are_released_without_a_collection():
+    def f(x):
+        y = x + 1
+        kiln.graph_break()
+        return y * x
+
+    compiled = kiln.compile(f, backend="eager")
+    gc.disable()
+    try:
+        x = torch.rand(4)
+        seen = weakref.ref(x)
+        compiled(x)
+        del x
+        assert seen() is None
+    finally:
+        gc.enable()
