@@ -72,9 +72,15 @@ def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     for value in nested((*args, *kwargs.values())):
         if type(value) is FakeTensor:
             raise Break("data-dependent", f"numpy.{name} needs the values of a tensor", "use the torch function instead")
-        if isinstance(value, numpy.ndarray) and m.source(value) is not None and id(value) not in m.world.frozen:
-            raise Break("foreign-object", f"{m.source(value)} is a large array", "turn it into a tensor outside the compiled function")
+        refuse_large(m, value)
     return native(m, function, args, kwargs)
+
+
+def refuse_large(m: Machine, value: Any) -> None:
+    """Break for an array from outside whose contents no guard covers."""
+    if isinstance(value, numpy.ndarray) and m.source(value) is not None and id(value) not in m.world.frozen:
+        why = f"{m.source(value)} is a large array"
+        raise Break("foreign-object", why, "turn it into a tensor outside the compiled function")
 
 
 def call_array_function_of(function: Any, m: Machine, args: Args, kwargs: Kwargs) -> Any:
@@ -91,14 +97,16 @@ def constant_array(value: Any) -> Any:
 @handles(torch.from_numpy)
 def from_numpy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A new tensor in every call, which does not share memory with the array seen during capture."""
-    return leaf(m, torch.tensor, (constant_array(args[0]),), {}) if args else m.native(torch.from_numpy, *args, **kwargs)
+    if not args:
+        return m.native(torch.from_numpy, **kwargs)
+    refuse_large(m, args[0])
+    return leaf(m, torch.tensor, (constant_array(args[0]),), {})
 
 
 def as_tensor(function: Any) -> Callable[..., Any]:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
-            if m.source(args[0]) is not None and id(args[0]) not in m.world.frozen and isinstance(args[0], numpy.ndarray):
-                raise Break("foreign-object", f"{m.source(args[0])} is a large array", "turn it into a tensor outside")
+            refuse_large(m, args[0])
             return leaf(m, torch.tensor, (constant_array(args[0]), *args[1:]), kwargs)
         return literal_tensor(m, args, kwargs, function)
 
@@ -129,9 +137,9 @@ HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtyp
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
-MAKER_DTYPES = {type(numpy.dtype(kind)) for kind in SCALARS if not issubclass(kind, numpy.flexible) and kind.__subclasses__() == []}
-for _kind in (numpy.dtype, *MAKER_DTYPES):
-    READERS[_kind], MAKERS[_kind] = read_scalar, Rebuilder.constant
+DTYPES = {type(numpy.dtype(kind)) for kind in SCALARS if not issubclass(kind, numpy.flexible) and not kind.__subclasses__()}
+for _dtype in (numpy.dtype, *DTYPES):
+    READERS[_dtype], MAKERS[_dtype] = read_scalar, Rebuilder.constant
 CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = CALLERS[numpy_function] = call_array_function
 for _space in (numpy, numpy.linalg, numpy.fft):
     for _name, _function in vars(_space).items():

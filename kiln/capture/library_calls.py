@@ -1,4 +1,4 @@
-"""How calls of the standard library's callables that hide Python calls, or look at the calling frame, are captured."""
+"""How callables of the standard library that hide calls, or look at the calling frame, are captured."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CALLERS[operator.methodcaller] = call_methodcaller
 
 @handles(traceback.clear_frames)
 def clear_frames(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """The frames that an exception passed through are the interpreter's: there is nothing of the program to clear."""
+    """The frames that an exception passed through are the interpreter's: there is nothing to clear."""
     return None
 
 

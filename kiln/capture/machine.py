@@ -314,7 +314,7 @@ class Machine:
         return self.world.source(value)
 
 
-SAFE_ITERABLES = (str, bytes, range, tuple, frozenset, torch.Size, type)
+SAFE_ITERABLES = (str, bytes, range, tuple, frozenset, torch.Size, type, types.MappingProxyType, *purity.DICT_VIEWS)
 
 
 def clean(error: BaseException) -> BaseException:

@@ -12,6 +12,7 @@ from kiln.base.errors import Break
 from kiln.capture import attributes
 from kiln.capture.frame import UserError
 from kiln.capture.iterators import Generator
+from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor, constant_of
 
@@ -170,7 +171,7 @@ def opaque(m: Machine, value: Any) -> bool:
 
 
 READABLE = (str, bytes, tuple, frozenset, range, type, types.FunctionType, types.BuiltinFunctionType, types.MappingProxyType,
-            types.ModuleType, types.GenericAlias)  # fmt: skip
+            types.ModuleType, types.GenericAlias, *DICT_VIEWS)  # fmt: skip
 
 
 def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:

@@ -152,11 +152,14 @@ NATIVE_CLASSES = frozenset({
     datetime.datetime, datetime.date, re.Pattern, memoryview, types.GenericAlias, operator.attrgetter, operator.itemgetter,
     operator.methodcaller, string.Template, numbers.Number, super, types.FunctionType,
 })  # fmt: skip
+#: Views of dicts: an outside one shows what stands for its dict.
+DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()),
+              *(type(getattr(collections.OrderedDict(), name)()) for name in ("keys", "values", "items")))  # fmt: skip
 #: Objects that hold nothing but a value: their native methods are always safe.
 VALUES = (str, bytes, int, float, complex, bool, type(None), tuple, frozenset, range, slice, re.Pattern, re.Match, torch.dtype,
           torch.Size, torch.device, type, types.MappingProxyType, decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta,
           enum.Enum, operator.attrgetter, operator.itemgetter, operator.methodcaller, types.GenericAlias, types.UnionType,
-          types.FunctionType, types.CodeType, torch.finfo, torch.iinfo)  # fmt: skip
+          types.FunctionType, types.CodeType, torch.finfo, torch.iinfo, *DICT_VIEWS)  # fmt: skip
 CALL_BACK = frozenset({map, filter, sorted, min, max, functools.reduce, *(v for v in vars(itertools).values() if isinstance(v, type))})
 
 

@@ -24,7 +24,7 @@ from kiln.capture.attributes import instance_space
 from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Unread
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped
-from kiln.capture.purity import OWN_MODULES
+from kiln.capture.purity import DICT_VIEWS, OWN_MODULES
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
 from kiln.ops.fake import FakeTensor
 
@@ -207,6 +207,9 @@ class Rebuilder:
         if id(value) in self.steps:
             raise Unbuildable(value, self.steps[id(value)])
         self.e.const(value)
+
+    def dict_view(self, value: Any) -> None:
+        self.call(runtime.dict_view, runtime.viewed(value), type(value).__name__)
 
     def proxy(self, value: Any) -> None:
         self.call(types.MappingProxyType, runtime.proxied(value))
@@ -491,7 +494,7 @@ MAKERS: dict[type, Maker] = {
     collections.deque: Rebuilder.deque, slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
     types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
-    types.MappingProxyType: Rebuilder.proxy, Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
+    types.MappingProxyType: Rebuilder.proxy, **dict.fromkeys(DICT_VIEWS, Rebuilder.dict_view), Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
     random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())), object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled, **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,

@@ -120,6 +120,16 @@ def fill_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
         write(value, key, item)
 
 
+def viewed(view: Any) -> Any:
+    """The dict that a view of its keys, values or items shows."""
+    return proxied(view.mapping)
+
+
+def dict_view(mapping: Any, kind: str) -> Any:
+    """The view of a dict whose type is called dict_keys, odict_items and the like."""
+    return getattr(mapping_type(mapping), kind.partition("_")[2])(mapping)
+
+
 def proxied(view: Any) -> Any:
     """The mapping that a mappingproxy shows."""
     return gc.get_referents(view)[0]

@@ -136,7 +136,8 @@ class Named:
     def __init__(self, function: Any, name: str, owner: Any) -> None:
         self.function, self.owner = function, owner
         self.__name__ = self.__qualname__ = name
-        self.__module__ = f"captured.{getattr(owner, '__module__', None)}"  # fx takes names under torch for torch's own
+        # fx takes whatever has a name under torch for one of torch's own functions
+        self.__module__ = f"captured.{getattr(owner, '__module__', None)}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -144,9 +145,10 @@ class Named:
 
 @handles(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
 def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A custom autograd function: one node, its forward and backward stay as they are; inlined where nothing is differentiated."""
+    """A custom autograd function: one node with its forward and backward; inlined where nothing is differentiated."""
     cls, *rest = args
-    if not torch.is_grad_enabled() and mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP:
+    plain = mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP
+    if plain and not torch.is_grad_enabled():
         return apply_inline(m, cls, tuple(rest), kwargs)
     return leaf(m, Named(cls.apply, cls.__name__, cls), tuple(rest), kwargs)
 
@@ -170,6 +172,7 @@ class Context:
     """What forward of an autograd function is given when nothing will be differentiated."""
 
     saved_tensors: tuple[Any, ...] = ()
+    needs_input_grad: tuple[bool, ...] = ()
     dirty: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:

@@ -50,5 +50,5 @@ DEEP = frozenset("""
 """.split())
 
 
-PASSIVE = frozenset({"LOAD_FAST", "POP_TOP", "JUMP_FORWARD", "JUMP_BACKWARD", "NOP", "PUSH_NULL", "RESUME", "DELETE_FAST", "COPY", "SWAP",
+PASSIVE = frozenset({"LOAD_FAST", "LOAD_FAST_AND_CLEAR", "POP_TOP", "JUMP_FORWARD", "JUMP_BACKWARD", "NOP", "PUSH_NULL", "RESUME", "DELETE_FAST", "COPY", "SWAP",
                      "STORE_FAST"})  # fmt: skip

@@ -24,6 +24,7 @@ from kiln.base import marks
 from kiln.base.errors import Break
 from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, Derived, DictAttr, Global, Item, Source
 from kiln.capture import runtime
+from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
 from kiln.check.guards import (
     MISSING,
@@ -267,6 +268,16 @@ class World:
             copy.__dict__[name] = shadow.space[name] = self.outside(item, DictAttr(source, name))
         self.touch(copy)
         return copy
+
+    def dict_view(self, value: Any, source: Source) -> Any:
+        """The keys, values or items of a dict: those of what stands for the dict."""
+        self.guard(TypeIs(source, type(value)))
+        inner = self.touch(self.outside(runtime.viewed(value), Derived(source, runtime.viewed, "mapping")))
+        view = runtime.dict_view(inner, type(value).__name__)
+        self.remember(value, source)
+        self.wrappers[id(value)] = view
+        self.remember(view, source)
+        return view
 
     def proxy(self, value: Any, source: Source) -> Any:
         """A read-only view of a mapping: the view of what stands for the mapping."""
@@ -614,7 +625,7 @@ READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, BUILTIN_METHOD: World.native_method, tuple: World.immutable,
     frozenset: World.frozen_set, types.MappingProxyType: World.proxy, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
-    **dict.fromkeys(SHADOWS, World.container),
+    **dict.fromkeys(SHADOWS, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
 }  # fmt: skip
 
 READER_BASES: tuple[tuple[Any, Reader], ...] = (

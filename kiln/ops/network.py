@@ -149,12 +149,11 @@ def _batch_norm(
 @rule(aten.native_batch_norm_backward.default)
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> Any:
     mask = rest[-1]
-    if not _plain(grad, x) or x.dtype not in WIDE or weight is None or weight.dtype is not x.dtype:
-        return NotImplemented
-    if x.device.type != "cpu":
+    last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
+    if x.device.type != "cpu" or weight is None or not (last or _plain(x)):
         return NotImplemented
     return (
-        _similar(x) if mask[0] else None,
+        make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device) if mask[0] else None,
         _similar(weight) if mask[1] else None,
         _similar(weight) if mask[2] else None,
     )
@@ -179,7 +178,7 @@ def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: 
 def _layer_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
-    if x.dtype not in WIDE or not _plain(grad, x):
+    if x.dtype not in WIDE and x.device.type != "cpu":
         return NotImplemented
     weights = [
         _similar(t) if wanted and t is not None else None

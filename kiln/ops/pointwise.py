@@ -159,6 +159,10 @@ def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     return over((a, b), dtype)
 
 
+def _scaled(a: Operand, b: Operand, alpha: Any = 1) -> Any:
+    return _arithmetic(a, b, alpha=alpha)
+
+
 def _to_float(a: Operand, b: Operand) -> Any:
     dtype = common_dtype(a, b)
     if dtype not in INEXACT:
@@ -195,6 +199,10 @@ def _gradient(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
     if a.dtype is not b.dtype or a.dtype not in INEXACT or a.shape != b.shape:
         return NotImplemented
     return over((a, b), a.dtype)
+
+
+def _gradient_of_threshold(grad: torch.Tensor, x: torch.Tensor, threshold: Any) -> Any:
+    return _gradient(x, grad)
 
 
 def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -348,8 +356,11 @@ declare(
 declare(_bool, "isnan logical_not")
 declare(_abs, "abs")
 declare(_arithmetic, "add mul", "Tensor")
+declare(_scaled, "add", "Scalar")
+declare(_arithmetic, "mul", "Scalar")
 declare(_subtract, "sub", "Tensor")
 declare(_divide, "div", "Tensor")
+declare(_divide, "div", "Scalar")
 declare(_divide, "div", "Tensor_mode")
 declare(_real, "maximum minimum fmax fmin")
 declare(_real, "remainder fmod", "Tensor")
@@ -360,7 +371,8 @@ declare(_compare, "eq ne lt le gt ge", "Scalar")
 declare(_compare, "logical_and logical_or logical_xor")
 declare(_power, "pow", "Tensor_Tensor")
 declare(_power, "pow", "Tensor_Scalar")
-declare(_gradient, "threshold_backward gelu_backward silu_backward tanh_backward sigmoid_backward")
+declare(_gradient, "gelu_backward silu_backward tanh_backward sigmoid_backward")
+declare(_gradient_of_threshold, "threshold_backward")
 declare(_where, "where", "self")
 declare(_ternary, "addcmul addcdiv")
 declare(_lerp, "lerp", "Scalar")
@@ -368,8 +380,10 @@ declare(_lerp, "lerp", "Tensor")
 declare(_clamp, "clamp")
 declare(_bound, "clamp_min clamp_max")
 declare(in_place, "add_ mul_", "Tensor")
+declare(in_place, "mul_", "Scalar")
 declare(_subtract_in_place, "sub_", "Tensor")
 declare(_in_place_float, "div_", "Tensor")
+declare(_in_place_float, "div_", "Scalar")
 declare(_in_place_float, "addcmul_ addcdiv_")
 declare(_in_place_float, "lerp_", "Scalar")
 declare(

@@ -64,6 +64,8 @@ def load_fast(m: Machine, f: Frame, i: Instruction) -> Any:
 
 @opcode("LOAD_FAST_AND_CLEAR")
 def load_fast_and_clear(m: Machine, f: Frame, i: Instruction) -> Any:
+    if i.value in f.lazy:
+        first_read(m, f, i.value)
     f.stack.append(f.locals.pop(i.value, NULL))
 
 
