@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 LARGEST = 1 << 16  # bytes of an array that are compared in every call
 #: Functions of numpy that touch more than their arguments.
 IMPURE = frozenset("""
-    load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap seterr setbufsize set_printoptions seterrcall
-    fromregex source info show_config test get_include
+    load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap seterr setbufsize
+    set_printoptions seterrcall fromregex source info show_config test get_include
 """.split())
-SCALARS = frozenset(kind for kind in vars(numpy).values() if isinstance(kind, type) and issubclass(kind, numpy.generic))
+SCALARS = frozenset(v for v in vars(numpy).values() if isinstance(v, type) and issubclass(v, numpy.generic))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,8 @@ def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
         raise unknown(function)
     for value in nested((*args, *kwargs.values())):
         if type(value) is FakeTensor:
-            raise Break("data-dependent", f"numpy.{name} needs the values of a tensor", "use the torch function instead")
+            why = f"numpy.{name} needs the values of a tensor"
+            raise Break("data-dependent", why, "use the torch function instead")
         refuse_large(m, value)
     return native(m, function, args, kwargs)
 
@@ -137,7 +138,7 @@ HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtyp
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
-DTYPES = {type(numpy.dtype(kind)) for kind in SCALARS if not issubclass(kind, numpy.flexible) and not kind.__subclasses__()}
+DTYPES = {type(numpy.dtype(v)) for v in SCALARS if not (issubclass(v, numpy.flexible) or v.__subclasses__())}
 for _dtype in (numpy.dtype, *DTYPES):
     READERS[_dtype], MAKERS[_dtype] = read_scalar, Rebuilder.constant
 CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = CALLERS[numpy_function] = call_array_function

@@ -19,7 +19,8 @@ def first_read(m: Machine, f: Frame, name: str) -> Any:
         value = f.locals[name] = Unread(*f.lazy.pop(name))
         return value
     if name in f.lazy:
-        value = f.locals[name] = m.world.outside(*f.lazy.pop(name))
+        value = f.locals[name] = m.world.outside(*f.lazy[name])
+        del f.lazy[name]
         return value
     if name not in f.cells:
         raise unbound(name)

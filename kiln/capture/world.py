@@ -269,6 +269,9 @@ class World:
         self.touch(copy)
         return copy
 
+    def weak_proxy(self, value: Any, source: Source) -> Any:
+        raise Break("weak-reference", f"{source} is a weak proxy", "pass the object itself, or a weakref.ref")
+
     def dict_view(self, value: Any, source: Source) -> Any:
         """The keys, values or items of a dict: those of what stands for the dict."""
         self.guard(TypeIs(source, type(value)))
@@ -334,9 +337,11 @@ class World:
         if isinstance(real, dict):
             items = runtime.contents(real)
             self.guard(Keys(source, tuple(items)))
+            if any(isinstance(key, (torch.Tensor, tuple)) for key in items):
+                runtime.mapping_type(copy).clear(copy)
             for key, item in items.items():
                 wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
-                runtime.mapping_type(copy).__setitem__(copy, key, wrapped)
+                runtime.mapping_type(copy).__setitem__(copy, self.key(key, source), wrapped)
             shadow.before = {**runtime.contents(copy), **{key: MISSING for key in shadow.written if key in items}}
             for key in shadow.items:
                 if key not in items:
@@ -348,6 +353,14 @@ class World:
         for i, item in enumerate(list(real)):
             copy[i] = shadow.items[i] if i in shadow.items else self.outside(item, Item(source, i))
         shadow.before = list(copy)
+
+    def key(self, key: Any, source: Source) -> Any:
+        """The program's view of a key of a dict, whose keys are guarded by identity."""
+        if isinstance(key, torch.Tensor):
+            return self.outside(key, Const(key, f"a key of {source}"))
+        if isinstance(key, tuple) and any(isinstance(part, torch.Tensor) for part in nested(key)):
+            raise Break("dict-of-tensors", f"tuples of tensors are keys of {source}", "use the tensors themselves")
+        return key
 
     def item(self, container: Any, key: Any) -> Any:
         """One item of a shadow that has not been filled, or MISSING where a plain native read is right."""
@@ -624,7 +637,8 @@ SHADOWS: dict[type, Callable[[Any], Any]] = {
 READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, BUILTIN_METHOD: World.native_method, tuple: World.immutable,
-    frozenset: World.frozen_set, types.MappingProxyType: World.proxy, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
+    frozenset: World.frozen_set, types.MappingProxyType: World.proxy, weakref.ProxyType: World.weak_proxy,
+    weakref.CallableProxyType: World.weak_proxy, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
     **dict.fromkeys(SHADOWS, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
 }  # fmt: skip
 
