@@ -244,6 +244,29 @@ def test_mapping_views_follow_their_mapping():
         assert got[0].equal(expected[0]) and got[1] == expected[1]
 
 
+@program(X, {"a": 1, "c": 2}.keys(), {"a": 1.5}.items(), {"q": 3})
+def test_views_of_dicts(x, keys, items, d):
+    if "c" in keys:
+        x = x * 2
+    for key, value in items:
+        x = x + len(key) + value
+    return x, len(keys), keys & {"a"}, list(d.keys())
+
+
+class Thing:
+    z = 3
+
+
+def asks_a_proxy(x, p):
+    return x * 2 if hasattr(p, "z") else x * 5
+
+
+def test_a_weak_proxy_breaks_and_keeps_its_meaning():
+    thing = Thing()
+    compiled = kiln.compile(asks_a_proxy, backend="eager")
+    assert compiled(X, weakref.proxy(thing)).equal(X * 2)
+
+
 def reads_thread_state(x, k):
     LOCAL.n = LOCAL.n + k
     return x * LOCAL.n
