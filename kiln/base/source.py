@@ -99,13 +99,14 @@ class Item(Source):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Item) or self._hash != other._hash or type(self.key) is not type(other.key):
             return False
-        return bool(self.key == other.key) and self.base == other.base
+        return (self.key is other.key or bool(self.key == other.key)) and self.base == other.base
 
     def __hash__(self) -> int:
         return self._hash
 
     def __str__(self) -> str:
-        return f"{self.base}[{self.key!r}]"
+        text = repr(self.key)
+        return f"{self.base}[{text if len(text) <= 60 else type(self.key).__name__}]"
 
 
 @dataclass(frozen=True, slots=True)

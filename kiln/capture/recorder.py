@@ -342,23 +342,28 @@ class Recorder:
 
     def effect(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Call `func`, which changes torch's state, for real, and record that the graph does so here."""
-        if func is SWITCH and self._switched(args):
+        flips = func is SWITCH and args != (torch.is_grad_enabled(),)
+        if flips and self._switched():
             return func(*args)
         result = func(*args, **(kwargs or {}))
         fx_args = tuple([self._argument(a) for a in args])
         fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
         node = self._added(self.graph.create_node("call_function", func, fx_args, fx_kwargs))
+        if flips:
+            node.meta["flips"] = True
         if result is not None and type(result) not in PLAIN:
             self._results[id(result)] = node
             self._alive.append(result)
         return result
 
-    def _switched(self, args: tuple[Any, ...]) -> bool:
-        """Whether a switch of grad mode need not be recorded: nothing changes, or nothing saw the last one."""
-        if args == (torch.is_grad_enabled(),):
-            return True
+    def called(self, func: Any) -> bool:
+        """Whether a call of `func` has been recorded."""
+        return any(node.target is func for node in self._nodes)
+
+    def _switched(self) -> bool:
+        """Whether a switch of grad mode need not be recorded: nothing saw the last one, which goes too."""
         last = self._nodes[-1] if len(self._nodes) > self._kept else None
-        if last is None or last.target is not SWITCH or last.next is not self.graph._root:
+        if last is None or "flips" not in last.meta or last.next is not self.graph._root:
             return False
         self._nodes.pop()
         self.graph.erase_node(last)

@@ -26,6 +26,15 @@ def _autocast(device: str) -> list[Switch]:
     ]
 
 
+def _attention() -> list[Switch]:
+    """Which kernels attention may use."""
+    names = ("flash", "math", "mem_efficient", "cudnn", "overrideable")
+    found = [(getattr(torch._C, f"_get_{name}_sdp_enabled", None), getattr(torch._C, f"_set_sdp_use_{name}", None)) for name in names]
+    order = (getattr(torch._C, "_get_sdp_priority_order", None), getattr(torch._C, "_set_sdp_priority_order", None))
+    return [(read, write) for read, write in (*found, order) if read is not None and write is not None]
+
+
+ATTENTION = _attention()
 SWITCHES: tuple[Switch, ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     *_autocast("cpu"),
@@ -33,7 +42,12 @@ SWITCHES: tuple[Switch, ...] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.get_default_dtype, torch._C._set_default_dtype),
     (_are_deterministic, _deterministic),
+    *ATTENTION,
 )
+
+
+def read_now(read: Callable[[], Any]) -> Any:
+    return read()
 
 
 def snapshot() -> tuple[Any, ...]:

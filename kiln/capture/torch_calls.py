@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import operator
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,12 @@ import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break
-from kiln.capture import builtin_calls, runtime
+from kiln.base.source import Const, Derived
+from kiln.capture import builtin_calls, runtime, state
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, handles, leaf
 from kiln.capture.world import nested
+from kiln.check.guards import Custom
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -329,3 +332,18 @@ CALLERS[torch.jit.ScriptFunction] = call_script_function
 def profiled_block(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A named block of a profile: the ops of a graph have no such blocks, the name is dropped."""
     return m.call(m.world.constant(contextlib.nullcontext), ())
+
+
+def reads_switch(read: Any, write: Any) -> None:
+    """A switch that the guard on torch's state does not cover gets one of its own, unless the program has set it before."""
+
+    @handles(read)
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        value = m.native(read, *args, **kwargs)
+        if not m.recorder.called(write):
+            m.world.guard(Custom(Derived(Const(read), state.read_now, "now"), functools.partial(operator.eq, value), f"was {value}"))
+        return value
+
+
+for _read, _write in state.ATTENTION:
+    reads_switch(_read, _write)

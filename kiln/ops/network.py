@@ -150,7 +150,7 @@ def _batch_norm(
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> Any:
     mask = rest[-1]
     last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
-    if x.device.type != "cpu" or weight is None or not (last or _plain(x)):
+    if x.device.type != "cpu" or weight is None:
         return NotImplemented
     return (
         make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device) if mask[0] else None,
@@ -185,6 +185,37 @@ def _layer_norm_backward(
         for t, wanted in zip((weight, bias), mask[1:], strict=True)
     ]
     return _similar(x) if mask[0] else None, *weights
+
+
+@rule(aten.native_group_norm.default)
+def _group_norm(
+    x: torch.Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
+) -> Any:
+    given = {t.dtype for t in (weight, bias) if t is not None} or {x.dtype}
+    if x.device.type != "cpu" or x.dtype not in FLOATS or len(given) > 1 or 0 in x.shape:
+        return NotImplemented
+    out, kind = _in_own_order(x), given.pop()
+    if out is NotImplemented or kind is not x.dtype and (x.dtype in WIDE or kind is not torch.float32):
+        return NotImplemented
+    return out, make((n, group), None, kind, x.device), make((n, group), None, kind, x.device)
+
+
+@rule(aten.native_group_norm_backward.default)
+def _group_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: torch.Tensor | None, *rest: Any
+) -> Any:
+    mask, out = rest[-1], _in_own_order(x)
+    if x.device.type != "cpu" or weight is None or out is NotImplemented:
+        return NotImplemented
+    return out if mask[0] else None, *[_similar(weight) if wanted else None for wanted in mask[1:]]
+
+
+def _in_own_order(x: torch.Tensor) -> Any:
+    """A tensor like `x`, contiguous or channels-last as it is."""
+    if _plain(x):
+        return _similar(x)
+    last = x.dim() == 4 and not x.is_contiguous() and is_channels_last(x.shape, x.stride())
+    return make(x.shape, channels_last(x.shape), x.dtype, x.device) if last else NotImplemented
 
 
 @rule(aten.embedding.default)

@@ -201,7 +201,7 @@ def _gradient(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
     return over((a, b), a.dtype)
 
 
-def _gradient_of_threshold(grad: torch.Tensor, x: torch.Tensor, threshold: Any) -> Any:
+def _gradient_by_input(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> Any:
     return _gradient(x, grad)
 
 
@@ -298,7 +298,11 @@ def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
 
 
 def _copy(x: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    if isinstance(source, torch.Tensor) and source.shape != x.shape and broadcast(x.shape, source.shape) != x.shape:
+    if (
+        isinstance(source, torch.Tensor)
+        and source.shape != x.shape
+        and broadcast(x.shape, source.shape) != x.shape
+    ):
         raise Mismatch("the source does not fit")
     return writable(x)
 
@@ -371,8 +375,12 @@ declare(_compare, "eq ne lt le gt ge", "Scalar")
 declare(_compare, "logical_and logical_or logical_xor")
 declare(_power, "pow", "Tensor_Tensor")
 declare(_power, "pow", "Tensor_Scalar")
-declare(_gradient, "gelu_backward silu_backward tanh_backward sigmoid_backward")
-declare(_gradient_of_threshold, "threshold_backward")
+declare(
+    _gradient,
+    "gelu_backward silu_backward tanh_backward sigmoid_backward hardswish_backward hardsigmoid_backward "
+    "hardtanh_backward softplus_backward mish_backward softshrink_backward hardshrink_backward",
+)
+declare(_gradient_by_input, "threshold_backward leaky_relu_backward")
 declare(_where, "where", "self")
 declare(_ternary, "addcmul addcdiv")
 declare(_lerp, "lerp", "Scalar")

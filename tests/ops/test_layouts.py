@@ -363,3 +363,39 @@ def test_factories() -> None:
         check(aten.new_full.default, (x, size, number(r)))
         check(aten.full_like.default, (x, number(r)), dtype=dtype)
         check(aten.scalar_tensor.default, (number(r),), dtype=dtype, device="cpu")
+
+
+GRADIENTS = {
+    "threshold": (0,), "leaky_relu": (0.1, False), "hardtanh": (-1, 1), "softplus": (1, 20), "softshrink": (0.5,),
+    "hardshrink": (0.5,), "hardswish": (), "hardsigmoid": (), "mish": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_of_activations(name: str) -> None:
+    r = Random(17)
+    for _ in range(100):
+        size, dtype = shape(r), r.choice(DTYPES[:5])
+        func = getattr(aten, f"{name}_backward").default
+        check(func, (tensor(r, size, dtype), tensor(r, size, dtype), *GRADIENTS[name]))
+
+
+def test_gradients_of_normalisation() -> None:
+    r = Random(18)
+    for _ in range(100):
+        dtype = r.choice([torch.float32, torch.float64])
+        x = tensor(r, [2, 3, *shape(r, 2)], dtype)
+        if 0 in x.shape:
+            continue
+        grad, weight, stats = (
+            tensor(r, list(x.shape), dtype),
+            values(r, [3], dtype),
+            [values(r, [3], dtype) for _ in range(4)],
+        )
+        check(
+            aten.native_batch_norm_backward.default, (grad, x, weight, *stats, True, 1e-5, [True, True, True])
+        )
+        inner = list(x.shape[2:])
+        outer = [values(r, [2, 3, 1, 1], dtype) for _ in range(2)]
+        scale = [values(r, inner, dtype) for _ in range(2)]
+        check(aten.native_layer_norm_backward.default, (grad, x, inner, *outer, *scale, [True, True, True]))

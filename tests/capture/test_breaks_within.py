@@ -1,0 +1,436 @@
+"""Breaks inside every construct: whatever is on the stack and in the frames around it, the results are those of eager."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+
+import pytest
+import torch
+
+from tests.support import EAGER, How, kiln, same_as_eager, t
+
+X = t(3, 4)
+G = t(3, 4, grad=True)
+COUNT = [0]
+
+
+def cut(value=None):
+    """The value, after a break."""
+    kiln.graph_break()
+    return value
+
+
+class Counted:
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        cut()
+        if self.n == 0:
+            raise StopIteration
+        self.n -= 1
+        return self.n
+
+
+class Cutting:
+    """Breaks in every special method."""
+
+    def __init__(self, v):
+        self.v = v
+
+    def __add__(self, o):
+        return cut(Cutting(self.v + o))
+
+    def __getitem__(self, i):
+        return cut(self.v[i])
+
+    def __contains__(self, i):
+        return cut(True)
+
+    def __len__(self):
+        return cut(3)
+
+    def __bool__(self):
+        return cut(False)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cut(5)
+
+    def __eq__(self, o):
+        return cut(True)
+
+    def __call__(self, *a):
+        return cut(self.v * len(a))
+
+    def __enter__(self):
+        return cut(self)
+
+    def __exit__(self, *e):
+        return cut(True)
+
+    def __setattr__(self, name, v):
+        object.__setattr__(self, name, cut(v))
+
+
+class Descriptor:
+    def __get__(self, o, kind=None):
+        return cut(4)
+
+    def __set__(self, o, v):
+        o.__dict__["_d"] = cut(v)
+
+
+class Described:
+    d = Descriptor()
+
+
+def comprehensions(x):
+    return [cut(x * i) for i in range(3)], {k: cut(x * i) for i, k in enumerate("ab")}, {cut(i) for i in range(2)}
+
+
+def generator_expression(x):
+    return sum(cut(x * i) for i in range(3))
+
+
+def callbacks(x):
+    best = sorted([3, 1, 2], key=lambda v: cut(-v))
+    return best, list(map(lambda v: cut(x * v), [1, 2])), functools.reduce(lambda a, b: cut(a + b), [x, x, x])
+
+
+def iterator_protocol(x):
+    return [x * v for v in Counted(3)]
+
+
+def special_methods(x):
+    o = Cutting(x)
+    o = o + 1
+    r = [o[0], 3 in o, len(o), bool(o), o.anything, o == 3, o(1, 2)]
+    o.q = 7
+    with o as p:
+        r.append(p.v * 2)
+        raise KeyError
+    if o:
+        r.append("yes")
+    return r, o.q
+
+
+def descriptors(x):
+    h = Described()
+    a = h.d
+    h.d = x + a
+    return h._d + h.d
+
+
+def decorators(x):
+    def deco(f):
+        cut()
+
+        @functools.wraps(f)
+        def w(*a):
+            return cut(f(*a)) + 1
+
+        return w
+
+    @deco
+    def g(y):
+        return cut(y) * 2
+
+    return g(x)
+
+
+def loop_with_try_and_finally(x):
+    i = 0
+    while True:
+        i += 1
+        try:
+            if i == 2:
+                continue
+            if i == 4:
+                break
+            x = cut(x + i)
+        finally:
+            x = cut(x * 2)
+    else:
+        x = x * 100
+    return x, i
+
+
+def nested_loops_with_handlers(x):
+    for i in range(2):
+        for j in range(2):
+            with torch.no_grad():
+                try:
+                    cut()
+                    if i == j:
+                        raise ValueError(i)
+                    x = x + j
+                except ValueError as e:
+                    x = cut(x) * (e.args[0] + 2)
+    return x
+
+
+def nonlocal_names(x):
+    a = 1
+
+    def f():
+        nonlocal a
+        a += 1
+        cut()
+        a += 10
+        return a
+
+    return x * f() + a, f(), a
+
+
+def cells_rebound(x):
+    def f():
+        return a
+
+    a = 1
+    cut()
+    a = 2
+    r = f()
+    cut()
+    a = 3
+    return x * r, f(), a
+
+
+def deleted_and_unbound_names(x):
+    kept = x
+    del x
+    cut()
+    try:
+        x  # noqa: B018
+    except UnboundLocalError as e:
+        message = str(e)
+    if kept.sum() > -1000:
+        y = kept + 1
+    else:
+        z = 1
+    try:
+        z  # noqa: B018
+    except UnboundLocalError:
+        return y * 2, message
+
+
+def packed_arguments(x, *args, k=1, **kw):
+    cut()
+    args = args + (1,)
+    kw["q"] = 2
+    return cut(x * k), args, kw
+
+
+def expressions(x):
+    a, b = (x, cut(x * 2))
+    (c, *d), e = [a, b, b], cut(1)
+    return c + d[0] + e, f"{cut(3)}-{e}", x[cut(0)], {"k": cut(x)}, (lambda *p, **q: (cut(), p, q))(x, *[1, 2], **{"z": x + 1})
+
+
+def conditions(x):
+    assert cut(True), "no"
+    match cut(x.shape):
+        case (3, n) if cut(n > 3):
+            x = x * n
+    return x + 1 if cut(x.dim() == 2) and not cut(False) else x
+
+
+def slices(x):
+    s = slice(cut(0), 2)
+    x = x.clone()
+    x[s] = cut(5)
+    x[1:] += cut(1)
+    return x[s, ::2]
+
+
+def recursion(x):
+    def down(n, y):
+        if n == 0:
+            return y
+        cut()
+        return cut(down(n - 1, y + n)) * 2
+
+    return down(3, x)
+
+
+def iterators(x):
+    it, out, d = iter([1, 2, 3]), [], {"a": 1, "b": 2}
+    for _ in it:
+        cut()
+        out.append(next(it, None))
+    for k in d:
+        d[k] = cut(x) * d[k]
+    rest = zip([1, 2], "ab"), enumerate("xy"), reversed([1, 2]), map(lambda v: v * 2, [1, 2])
+    cut()
+    return out, d, [list(r) for r in rest]
+
+
+def generators(x):
+    def g():
+        v = yield 1
+        w = yield cut(v + 1)
+        try:
+            yield w
+        finally:
+            cut()
+
+    h = g()
+    out = next(h), h.send(x), h.send(5)
+    h.close()
+    return out
+
+
+def unwinding(x):
+    y = x + 1
+    try:
+        try:
+            cut()
+            raise KeyError("k")
+        finally:
+            y = cut(y * 2)
+    except KeyError as e:
+        y = cut(y + 1)
+        message = str(e)
+    try:
+        e  # noqa: B018, F821
+    except UnboundLocalError:
+        message += "!"
+    return y, message
+
+
+def handled_exceptions(x):
+    try:
+        raise KeyError("k")
+    except KeyError:
+        a = cut(sys.exc_info()[0])
+        try:
+            raise ValueError("v")
+        except ValueError as v:
+            b, c = cut(sys.exc_info()[0]), type(v.__context__)
+        d = sys.exc_info()[0]
+    return x + 1, a, b, c, d, sys.exc_info()[0]
+
+
+def chained_exceptions(x):
+    try:
+        try:
+            raise KeyError("a")
+        except KeyError as e:
+            x = cut(x) + 1
+            raise ValueError("b") from e
+        finally:
+            x = x * 2
+    except ValueError as v:
+        return x, repr(v.__cause__), repr(v.__context__)
+
+
+def managers(x):
+    log = []
+
+    @contextlib.contextmanager
+    def noted(n):
+        log.append(cut(n))
+        try:
+            yield x + n
+        finally:
+            log.append(-n)
+
+    with contextlib.ExitStack() as stack:
+        for i in range(2):
+            stack.enter_context(contextlib.nullcontext(cut(i)))
+        stack.callback(cut)
+        x = x + 1
+    with contextlib.suppress(KeyError):
+        cut()
+        {}["a"]
+    with noted(1) as a, noted(2) as b:
+        return a * b, log
+
+
+def outside_state(x):
+    COUNT[0] += 1
+    cut()
+    COUNT[0] += 10
+    return cut(x * COUNT[0]), COUNT[0]
+
+
+def views(x):
+    y = x.clone()
+    v = y.view(-1)
+    cut()
+    v[0] = 100
+    cut()
+    y[1] = 5
+    return y, v
+
+
+def gradients_inside(x):
+    y = x * 2
+    y.retain_grad()
+    cut()
+    (y * 3).sum().backward()
+    return y.grad, x.grad
+
+
+@torch.no_grad()
+def quiet(x):
+    return cut(x * 2) * 3, torch.is_grad_enabled()
+
+
+def modes(x):
+    torch.set_grad_enabled(False)
+    y = cut(x * 2)
+    torch.set_grad_enabled(True)
+    cut()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = cut(x @ x.T) @ x
+    return y, x * 2, quiet(x), torch.is_grad_enabled(), z, x @ x.T
+
+
+async def later(x):
+    return cut(x + 1)
+
+
+def coroutines(x):
+    try:
+        later(x).send(None)
+    except StopIteration as stop:
+        return stop.value * 2
+
+
+def closures_of_a_loop(x):
+    out = []
+    for n in range(3):
+        out.append(lambda v: v * n)
+        cut()
+    return [g(x) for g in out], n
+
+
+PROGRAMS = [
+    comprehensions, generator_expression, callbacks, iterator_protocol, special_methods, descriptors, decorators,
+    loop_with_try_and_finally, nested_loops_with_handlers, nonlocal_names, cells_rebound, deleted_and_unbound_names, expressions,
+    conditions, slices, recursion, iterators, generators, unwinding, handled_exceptions, chained_exceptions, managers, outside_state,
+    views, coroutines, closures_of_a_loop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+def test_program(f):
+    r = same_as_eager(f, X, how=How(setup=lambda: COUNT.__setitem__(0, 0), state=lambda: COUNT))
+    assert r.raised is None
+    assert EAGER or "graph-break-called" in {b.kind for b in r.found} or f in (generators, coroutines)
+
+
+@pytest.mark.parametrize("f", [quiet, modes, gradients_inside], ids=lambda f: f.__name__)
+def test_program_with_gradients(f):
+    assert same_as_eager(f, G).raised is None
+
+
+def test_packed_arguments():
+    assert same_as_eager(packed_arguments, X, 1, 2, k=3, z=4).raised is None
