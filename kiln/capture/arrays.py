@@ -13,7 +13,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
-from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, handles, leaf, native, numpy_function, unknown
+from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, foreign, handles, leaf, native, numpy_function, unknown
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.torch_calls import literal_tensor
 from kiln.capture.world import READERS, World, nested
@@ -74,6 +74,8 @@ def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
             why = f"numpy.{name} needs the values of a tensor"
             raise Break("data-dependent", why, "use the torch function instead")
         refuse_large(m, value)
+        if isinstance(function, types.FunctionType) and foreign(m, value):
+            return m.inline(function, args, kwargs, mode)
     return native(m, function, args, kwargs)
 
 

@@ -124,6 +124,7 @@ def call_dispatch(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
 BY_CODE: dict[int, Callable[..., Any]] = {  # treatments of functions that the standard library makes again and again
     id(dataclasses._recursive_repr(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
     id(reprlib.recursive_repr()(repr).__code__): call_wrapped,
+    id(torch._compile._disable_dynamo(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
     id(functools.singledispatch(call_wrapped).dispatch.__code__): call_dispatch,  # type: ignore[attr-defined]
 }
 

@@ -48,6 +48,10 @@ OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"}
 DROPPED_MODULES = frozenset({"logging", "warnings"})
 
 
+#: Function transforms: they switch torch's dispatch while they run their function.
+TRANSFORMS = frozenset({"torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap"})
+
+
 @functools.lru_cache(maxsize=None)
 def python_policy_of(module: str, name: str) -> str:
     if module in LEAF_MODULES and name not in NOT_LEAF:
@@ -70,6 +74,9 @@ def python_policy_of(module: str, name: str) -> str:
 
 def python_policy(function: types.FunctionType) -> str:
     """How a call of a Python function is captured: inline, leaf (one node), native (run now) or break."""
+    module = function.__globals__.get("__name__") or ""
+    if module in TRANSFORMS and (module != "torch._functorch.apis" or "<locals>" in function.__code__.co_qualname):
+        return "break"
     return python_policy_of(function.__globals__.get("__name__") or "", function.__name__)
 
 

@@ -194,8 +194,6 @@ def _clone(x: torch.Tensor, *, memory_format: Any = None) -> FakeTensor:
         fake = make(size, None, x.dtype, x.device)
     else:
         fake = make(size, formatted(size, stride, memory_format), x.dtype, x.device)
-    if isinstance(x, FakeTensor) and x.value is not None and x.value_version == x._version:
-        fake.value, fake.value_version = x.value, 0 if fake.is_inference() else fake._version
     return fake
 
 

@@ -169,3 +169,11 @@ def mean(values):
 def test_capture_leaves_generators_from_outside_alone():
     """The generator cannot be rebuilt after the break, so it comes to the next graph from outside."""
     same_as_eager(lambda x: mean((row * 2).sum() for row in x), X)
+
+
+def test_the_contents_of_a_constant_keep_their_layout():
+    def f(x):
+        mask = (torch.arange(12).view(1, 3, 4, 1) * 2).transpose(1, 2).contiguous().view(-1, 3)
+        return x + mask.sum(), mask
+
+    pin(same_as_eager(f, X))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from kiln.base.errors import Break, Bug
 from kiln.base.source import Arg, Attr, DictAttr, Item
-from kiln.capture.recorder import Recorder, identifier
+from kiln.capture.nodes import identifier
+from kiln.capture.recorder import Recorder
 from kiln.ops.fake import FakeTensor
 
 

@@ -1,0 +1,115 @@
+"""What a torch call is in a graph: methods, operators, breaks, plain arguments, and nests of results."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import FakeTensor, fake_like
+
+METHODS: dict[Any, str] = {}
+for _name in dir(torch.Tensor):
+    _member = getattr(torch.Tensor, _name)
+    if callable(_member) and not isinstance(_member, type) and type(_member).__name__ != "method":
+        METHODS.setdefault(_member, _name)
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(operator, name + "_" if name in ("and", "or") else name)
+    return function
+
+
+#: Tensor methods that Python's operators call: the operator, and whether the operands are swapped.
+OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
+    **{f"__{n}__": (_operator(n), False) for n in _BINARY},
+    **{f"__r{n}__": (_operator(n), True) for n in _BINARY},
+    **{f"__i{n}__": (getattr(operator, "i" + n), False) for n in _BINARY},
+    **{
+        f"__{n}__": (getattr(operator, n), False)
+        for n in "lt le eq ne gt ge neg pos abs invert getitem setitem".split()
+    },
+}
+
+#: Tensor methods and attributes whose result leaves the world of tensors, with the kind of break.
+LEAVING = {
+    "tolist": "data-dependent",
+    "numpy": "data-dependent",
+    "__array__": "data-dependent",
+    "data_ptr": "data-pointer",
+    "storage": "storage",
+    "untyped_storage": "storage",
+    "_typed_storage": "storage",
+    "__reduce_ex__": "pickle",
+    "__deepcopy__": "deepcopy",
+    "__dlpack__": "data-pointer",
+    "share_memory_": "storage",
+    "pin_memory": "storage",
+    "backward": "backward",
+    "register_hook": "tensor-hook",
+    "register_post_accumulate_grad_hook": "tensor-hook",
+    "to_sparse": "sparse",
+    "to_sparse_csr": "sparse",
+    "to_mkldnn": "sparse",
+    "set_": "metadata-mutation",
+    "resize_": "metadata-mutation",
+    "resize_as_": "metadata-mutation",
+}
+
+#: Keyword arguments that scale or fill, so that a tensor given for the number leaves the shape as it is.
+FACTORS = frozenset({"alpha", "beta", "value"})
+
+#: The switch of grad mode, which contexts flip back and forth.
+SWITCH = torch._C._set_grad_enabled
+
+#: Argument values that an fx node holds as they are.
+PLAIN = {
+    int, float, bool, str, complex, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, bytes, range,
+}  # fmt: skip
+
+ATTRIBUTE_DICTS = re.compile(r"\.(_modules|_parameters|_buffers)\b")
+
+
+def changes_state(func: Any) -> bool:
+    """Whether `func` is named as one that changes its argument, such as `requires_grad_`."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__", "retain_grad")
+
+
+def identifier(text: str) -> str:
+    """`text` as an attribute name: `self.layers[0].weight` gives `self_layers_0_weight`."""
+    name = re.sub(r"\W+", "_", ATTRIBUTE_DICTS.sub("", text)).rstrip("_") or "value"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def collect(value: Any, path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], torch.Tensor]]) -> None:
+    """Append every tensor in the nest `value` with its path."""
+    if isinstance(value, torch.Tensor):
+        found.append((path, value))
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            collect(item, (*path, i), found)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            collect(item, (*path, key), found)
+
+
+def replace_real(value: Any, made: dict[int, FakeTensor]) -> Any:
+    """The nest `value` with a fake for each real tensor."""
+    if isinstance(value, torch.Tensor) and type(value) is not FakeTensor:
+        if id(value) not in made:
+            made[id(value)] = fake_like(value)
+        return made[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[replace_real(v, made) for v in value])
+    if isinstance(value, (tuple, list)):
+        return type(value)([replace_real(v, made) for v in value])
+    if isinstance(value, dict):
+        return type(value)({k: replace_real(v, made) for k, v in value.items()})
+    return value
