@@ -74,6 +74,17 @@ class Shadow:
     space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
 
 
+    def changed(self) -> bool:
+        """Whether the copy differs from the real container."""
+        if not self.full:
+            return bool(self.written)
+        if isinstance(self.copy, (set, frozenset)):
+            return bool(self.copy != self.before)
+        now = runtime.contents(self.copy) if isinstance(self.copy, dict) else dict(enumerate(self.copy))
+        before = self.before if isinstance(self.before, dict) else dict(enumerate(self.before))
+        return list(now) != list(before) or any(now[key] is not before[key] for key in now)
+
+
 @dataclass(slots=True, eq=False)
 class Overlay:
     """Pending writes to the named slots of an object, a globals dict or a cell."""
@@ -98,7 +109,7 @@ class World:
         self.cells: dict[int, Overlay] = {}  # writes to cells from outside, by id of the cell
         self.tensors: dict[int, tuple[Any, Source]] = {}  # by id of the real tensor
         self.reals: dict[int, torch.Tensor] = {}  # by id of the fake
-        self.things: dict[int, tuple[type, Source]] = {}  # objects that arguments lead to, by id
+        self.things: dict[int, tuple[type, Source]] = {}  # objects and containers from outside, by id
         self.pinned: set[int] = set()
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.streams: dict[int, Any] = {}  # copies of iterators from outside, by id
@@ -157,8 +168,7 @@ class World:
         """Any other object: known by its exact type and its path."""
         self.guard(TypeIs(source, type(value)))
         self.remember(value, source)
-        if not rooted(source):
-            self.things[id(value)] = type(value), source
+        self.things[id(value)] = type(value), source
         return value
 
     def pin(self, value: Any, source: Source) -> Any:
@@ -251,8 +261,7 @@ class World:
     def adopt(self, shadow: Shadow) -> Any:
         self.shadows[id(shadow.copy)] = shadow
         self.shadow_of[id(shadow.real)] = shadow
-        if not rooted(shadow.source):
-            self.things[id(shadow.real)] = type(shadow.real), shadow.source
+        self.things[id(shadow.real)] = type(shadow.real), shadow.source
         self.remember(shadow.real, shadow.source)
         self.remember(shadow.copy, shadow.source)
         return shadow.copy
@@ -599,8 +608,11 @@ class World:
     def finish_guards(self) -> None:
         """Guards over several inputs at once: tensors and containers that were different objects must stay so."""
         groups: dict[type, list[Source]] = {torch.Tensor: [source for _, source in self.tensors.values() if not rooted(source)]}
+        changed = {type(shadow.real) for shadow in self.shadows.values() if shadow.changed()}
+        changed.update(type(overlay.owner) for overlay in self.instance.values())
         for kind, source in self.things.values():
-            groups.setdefault(kind, []).append(source)
+            if not rooted(source) or kind in changed and not private(source):
+                groups.setdefault(kind, []).append(source)
         for free in groups.values():
             if len(free) > 1:
                 self.guard(Distinct(tuple(free)))
@@ -624,6 +636,12 @@ def rooted(source: Source) -> bool:
     while not isinstance(source, (Arg, Const, Global)):
         source = source.base  # type: ignore[attr-defined]
     return not isinstance(source, Arg)
+
+
+def private(source: Source) -> bool:
+    """Whether a path leads to what an object keeps for itself: its `__dict__`, or the tables of a module."""
+    return isinstance(source, (Attr, DictAttr)) and (source.name == "__dict__" or (
+        source.name.startswith("_") and isinstance(source.base, Const) and isinstance(source.base.value, torch.nn.Module)))
 
 
 Reader = Callable[[World, Any, Source], Any]

@@ -10,6 +10,7 @@ import traceback
 import types
 import weakref
 
+import numpy
 import pytest
 import torch
 
@@ -276,6 +277,16 @@ def test_the_choice_of_attention_kernels_is_put_back():
     for _ in range(2):
         assert compiled(x)[1] == len(before)
         assert torch.nn.attention._cur_sdpa_kernel_backends() == before
+
+
+def largest(x, info):
+    return x + info.max
+
+
+def test_attributes_of_numpy_objects_are_guarded():
+    compiled = kiln.compile(largest, backend="eager", fullgraph=True)
+    for kind in (numpy.int64, numpy.int16):
+        assert compiled(t(2, dtype=torch.int64), numpy.iinfo(kind)).equal(largest(t(2, dtype=torch.int64), numpy.iinfo(kind)))
 
 
 class Thing:
