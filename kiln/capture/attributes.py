@@ -93,6 +93,8 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
         return load_from_module(m, value, name)
     if untouched:
         world.absent(value, name)
+    if hooks and source is not None:
+        world.class_attr(kind, "__getattr__", hook)
     if isinstance(hook, types.FunctionType):
         world.class_attr(kind, name, MISSING)
         return m.inline(hook, (value, name), {}, mode)
@@ -276,6 +278,7 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
         hook = space.get("__getattr__")
         if isinstance(hook, types.FunctionType) and not (module.__name__ or "").startswith("torch"):
             return m.call(m.world.constant(hook), (name,))
+        m.world.lacks(Const(space, module.__name__), name)
         value = m.native(getattr, module, name)
         return value if type(value) in CONSTANTS else m.world.outside(value, Const(value, f"{module.__name__}.{name}"))
     value = space[name]
@@ -366,10 +369,13 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if name in RECORDED:
         value.value = None  # what is written through `data` leaves no trace in the tensor's version
         return m.torch_call(getattr, (value, name), {})
+    if source is not None and name in UNCOVERED and id(value) in world.reals:
+        return world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
     return m.native(getattr, value, name)
 
 
 ALIASES = {"_grad": "grad"}
+UNCOVERED = frozenset({"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"})  # facts no tensor guard has
 RECORDED = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
 

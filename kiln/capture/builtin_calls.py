@@ -226,7 +226,7 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     method = operators.python_method(m, args[0], "__hash__")
     if method is not None:
         return m.inline(method, args, {})
-    if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))):
+    if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))) or type(args[0]).__hash__ is None:
         return m.native(hash, args[0])
     if type(args[0]).__hash__ in (object.__hash__, torch.Tensor.__hash__):
         m.world.identified(args[0])
@@ -325,7 +325,7 @@ def text_of(m: Machine, value: Any, name: str) -> str:
             method = operators.python_method(m, value, "__repr__")
     if method is not None:
         return str(m.inline(method, (value,), {}))
-    m.world.touch(value)
+    m.world.touch_deep(value)
     if attributes.mro_lookup(type(value), "__repr__") is object.__repr__ and not isinstance(value, (type, BaseException)):
         raise Break("identity", f"the text of a {type(value).__name__} holds its address", "define __repr__")
     if isinstance(value, (types.FunctionType, types.MethodType)):

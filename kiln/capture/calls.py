@@ -144,7 +144,7 @@ class numpy_function:  # noqa: N801
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """A torch function: one node."""
     for value in (*args, *kwargs.values()):
-        m.world.touch(value)
+        m.world.touch_deep(value)
     for value in nested((*args, *kwargs.values())):
         if type(value) not in PLAIN_ARGUMENTS and foreign(m, value):
             raise Break("foreign-object", f"a {type(value).__name__} from outside is an argument of a torch call",
@@ -442,7 +442,7 @@ def native(m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = 
         raise unknown(what or function)
     world = m.world
     for value in (*args, *kwargs.values()):
-        world.touch(value)
+        (world.touch_deep if purity.reads_deeply(function) else world.touch)(value)
         if hasattr(type(value), "__next__") and world.source(value) is not None and id(value) not in world.streams:
             raise Break("foreign-iterator", f"{world.source(value)} is a {type(value).__name__} made outside", "iterate over a list")
     if any(type(value) in CALLABLE for value in (*args, *kwargs.values())) and purity.calls_back(function):

@@ -264,6 +264,8 @@ class Machine:
             return made
         if method is None and isinstance(attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType):
             return Indexed(self, value)
+        if method is None and attributes.type_lookup(self, kind, "__getitem__") is None:
+            return self.native(iter, value)
         source = world.source(value)
         if id(value) in world.streams:
             return value

@@ -116,8 +116,8 @@ def tensor_binary(m: Machine, function: Callable[[Any, Any], Any], a: Any, b: An
 
 
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:
-    m.world.touch(a)
-    m.world.touch(b)
+    m.world.touch_deep(a)
+    m.world.touch_deep(b)
     with m.recorder.mode():
         return m.view(m.native(function, a, b))
 

@@ -203,6 +203,19 @@ def has_dunders(cls: type) -> bool:
     return any(isinstance(vars(base).get(name), types.FunctionType) for base in cls.__mro__ for name in DUNDERS)
 
 
+SHALLOW = frozenset("""
+    append insert extend setdefault update add pop popitem get popleft appendleft __setitem__ __getitem__ items keys values copy
+    clear list tuple dict zip enumerate len isinstance issubclass iter next map filter reversed OrderedDict deque defaultdict partial
+    callable type id set frozenset extendleft rotate move_to_end __len__ __iter__ __init__ __new__ reverse discard fromkeys
+""".split())
+
+
+def reads_deeply(function: Any) -> bool:
+    """Whether native code may read what the containers among its arguments hold, below the first level."""
+    function = function.func if isinstance(function, functools.partial) else function
+    return getattr(function, "__name__", "") not in SHALLOW and getattr(function, "__module__", "") != "itertools"
+
+
 def calls_back(function: Any) -> bool:
     """Whether native code may call the Python functions it is given."""
     return function in CALL_BACK or getattr(function, "__name__", "") in ("sort", "reduce", "sub", "subn", "accumulate")

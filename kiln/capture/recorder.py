@@ -370,7 +370,7 @@ class Recorder:
 
 
 def forget_source(filename: str) -> None:
-    """Drop the text of a generated forward, which fx keeps for tracebacks, when nobody can run it any more."""
+    """Drop the text of a generated forward, which fx keeps for tracebacks, when nobody can run it now."""
     linecache.cache.pop(filename, None)
     loader: Any = getattr(graph_module, "_loader", None)
     getattr(loader, "eval_cache", {}).pop(filename, None)
@@ -391,11 +391,13 @@ class RecorderMode(TorchFunctionMode):
 
     def __enter__(self) -> RecorderMode:
         _push_function(self)
+        LITERALS.printing += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        LITERALS.printing -= 1
         _pop_function()
 
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import builtins
 import collections
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import re
+import pathlib
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,6 +36,7 @@ from kiln.check.guards import (
     Absent,
     ClassAttr,
     Contains,
+    Custom,
     Custom,
     Distinct,
     Equals,
@@ -185,7 +191,9 @@ class World:
         """A module is pinned, unless other modules have come along the same path before."""
         if str(source) in self.unstable and not rooted(source):
             return self.thing(value, source)
-        return self.pin(value, source)
+        self.pin(value, source)
+        self.guard(TypeIs(Const(value, str(source)), type(value)))
+        return value
 
     def function(self, value: types.FunctionType, source: Source) -> Any:
         """A Python function: by identity where it lives in a namespace, by its code where it is passed in."""
@@ -334,6 +342,24 @@ class World:
                     self.touch(item)
         return value
 
+    def touch_deep(self, value: Any, seen: set[int] | None = None) -> Any:
+        """Make a value safe for native code that reads what its containers hold, to any depth."""
+        seen = set() if seen is None else seen
+        if type(value) in CONSTANTS or id(value) in seen or not isinstance(value, NESTING):
+            return value
+        seen.add(id(value))
+        self.touch(value)
+        for item in list(value.values()) if isinstance(value, dict) else list(value):
+            self.touch_deep(item, seen)
+        return value
+
+    def value_like(self, value: Any, source: Source) -> Any:
+        """An immutable object that is nothing but its value: known by its exact type and that value."""
+        kind, state = type(value), value_of(value)
+        self.guard(Custom(source, lambda v: type(v) is kind and value_of(v) == state, f"was {value!r}"))
+        self.remember(value, source)
+        return value
+
     def fill(self, shadow: Shadow) -> None:
         shadow.full = True
         real, copy, source = shadow.real, shadow.copy, shadow.source
@@ -417,7 +443,7 @@ class World:
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""
         shadow = self.shadows.get(id(container))
-        if shadow is None or shadow.full or type(shadow.real) not in (dict, collections.OrderedDict) or type(key) is not str:
+        if shadow is None or shadow.full or type(shadow.real) not in (dict, collections.OrderedDict) or type(key) not in (str, int):
             return None
         if key in shadow.written:
             return True
@@ -644,6 +670,19 @@ def private(source: Source) -> bool:
         source.name.startswith("_") and isinstance(source.base, Const) and isinstance(source.base.value, torch.nn.Module)))
 
 
+NESTING = (list, tuple, dict, set, frozenset, collections.deque)
+VALUE_LIKE = (int, float, complex, str, bytes, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta,
+              pathlib.PurePath, uuid.UUID)  # fmt: skip
+
+
+def value_of(value: Any) -> Any:
+    """What tells two value-like objects of one class apart."""
+    for base in (int, float, complex, str, bytes):
+        if isinstance(value, base):
+            return base.__repr__(value)
+    return str(value) if isinstance(value, pathlib.PurePath) else repr(value)
+
+
 Reader = Callable[[World, Any, Source], Any]
 
 SHADOWS: dict[type, Callable[[Any], Any]] = {
@@ -667,6 +706,7 @@ READER_BASES: tuple[tuple[Any, Reader], ...] = (
     (tuple, World.immutable),
     ((dict, list, set), World.subclassed),
     (frozenset, World.frozen_set),
+    (VALUE_LIKE, World.value_like),
 )
 FILLS: tuple[tuple[type, Callable[[Any, Any], None]], ...] = (
     (dict, runtime.fill_dict), (list, runtime.fill_list), (set, set.update),

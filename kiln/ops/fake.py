@@ -71,6 +71,9 @@ class FakeTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
+        if LITERALS.printing:
+            hint = "format its shape or dtype, or print outside"
+            raise Break("data-dependent", "the value of a tensor is formatted", hint)
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"FakeTensor({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
 
@@ -104,9 +107,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Literals:
-    """Whether a tensor with known contents was made since the last `reset`."""
+    """Whether a tensor with known contents was made since the last `reset`; how deep the program's native code runs."""
 
     made = False
+    printing = 0
 
     def reset(self) -> None:
         self.made = False

@@ -50,6 +50,7 @@ class _Facts(dict[Any, bool]):
 DATA_DEPENDENT = {
     aten._local_scalar_dense.default,
     aten.is_nonzero.default,
+    aten._pack_padded_sequence.default,
     aten.equal.default,
     aten.allclose.default,
 }
@@ -60,7 +61,7 @@ INDEXING = {aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor}
 
 #: Whether an overload writes into one of its arguments.
 MUTATING = _Facts(lambda func: bool(func._schema.is_mutable))
-#: Whether an overload's result depends on the values of its arguments in dtype-independent ways.
+#: Whether the shape of an overload's result, or a Python value that it gives, depends on contents.
 DATA = _Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
 #: Whether an overload draws random numbers.
 SEEDED = _Facts(lambda func: torch.Tag.nondeterministic_seeded in func.tags)

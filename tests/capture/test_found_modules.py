@@ -177,3 +177,8 @@ def test_the_contents_of_a_constant_keep_their_layout():
         return x + mask.sum(), mask
 
     pin(same_as_eager(f, X))
+
+
+@program(X, graphs=2, breaks=2)
+def test_the_text_of_a_tensor_is_not_made_while_capturing(x):
+    return "{}/loss".format(x.sum()), "%s" % (x.mean(),)  # noqa: UP030, UP031, UP032

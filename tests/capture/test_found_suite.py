@@ -356,6 +356,17 @@ def test_builtins_refuse_wrong_arguments(x):
     return isinstance(x, torch.Tensor, invalid=True)
 
 
+@program(X, operator.add, [1])
+def test_what_cannot_be_walked_or_hashed_says_so(x, function, items):
+    said = []
+    for attempt in (lambda: {1}.union(function), lambda: hash({1}), lambda: hash(items)):
+        try:
+            attempt()
+        except TypeError as e:
+            said.append(str(e))
+    return x + len(said), said
+
+
 # ---------------------------------------------------------------------- library
 
 

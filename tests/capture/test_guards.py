@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import threading
 import types
 from collections import OrderedDict, deque
 from dataclasses import dataclass
@@ -361,6 +362,16 @@ def test_unrelated_class_attribute_may_change():
     again(w, (X,))
     del Bag.unrelated
     again(w, (X,))
+
+
+def test_thread_local_values():
+    local = threading.local()
+    local.n = 1
+    w = Watch(lambda x: x * local.n)
+    w(X)
+    again(w, (X,))
+    local.n = 3
+    w(X)
 
 
 def test_attribute_of_a_global_object():

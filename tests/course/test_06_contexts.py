@@ -484,6 +484,20 @@ def test_sdpa_kernel_choice(x):
         return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
+def test_function_mode_entered_inside_is_obeyed():
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is torch.sin else out
+
+    def f(x):
+        with Doubling():
+            y = torch.sin(x)
+        return y + torch.sin(x)
+
+    same_as_eager(f, X)
+
+
 @program(X, [])
 def test_context_in_a_loop(x, log):
     for i in range(3):
