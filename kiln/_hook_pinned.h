@@ -50,7 +50,9 @@ static ALWAYS_INLINE bool pinned_same(const PinnedTensor *t, Layout at)
         differ |= (word_at(t->impl, sizes) ^ dims[0]) | (word_at(t->impl, strides) ^ dims[1]);
     else
         differ |= !same_dims(t->impl, dims, t->rank);
-    bool requires_grad = t->meta != NULL && (t->meta[at.requires_grad] || pointer_at(t->meta, at.grad_fn) != NULL);
+    bool requires_grad = t->meta != NULL && own_requires_grad(t->meta, at);
+    if (!requires_grad && t->meta != NULL && t->meta[at.view])
+        return false; /* a view: its base has a say, and the exact check asks it */
     return (differ | (requires_grad ^ (t->requires_grad != 0))) == 0;
 }
 

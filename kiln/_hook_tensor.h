@@ -8,7 +8,7 @@
 /* Offsets in bytes: `impl` in the Python object, `meta` to `keys` in the TensorImpl, then in its autograd metadata. */
 typedef struct {
     int impl, meta, dims, kind, keys;
-    int requires_grad, grad_fn;
+    int requires_grad, grad_fn, view;
     int inline_dims; /* tensors of more dimensions keep sizes and strides in an array of their own */
     unsigned long long kind_mask;
     int ready;
@@ -17,13 +17,13 @@ typedef struct {
 static Layout layout;
 
 /* The layout of torch 2.13: code that tests many tensors is compiled for it once more, with these as constants. */
-static const Layout usual_layout = {16, 24, 56, 160, 168, 128, 48, 5, 0xFFFFFFFFFF, 1};
+static const Layout usual_layout = {16, 24, 56, 160, 168, 128, 48, 130, 5, 0xFFFFFFFFFF, 1};
 
 static inline bool layout_is_usual(void)
 {
     const Layout *a = &layout, *b = &usual_layout;
     return a->impl == b->impl && a->meta == b->meta && a->dims == b->dims && a->kind == b->kind && a->keys == b->keys &&
-           a->requires_grad == b->requires_grad && a->grad_fn == b->grad_fn && a->inline_dims == b->inline_dims &&
+           a->requires_grad == b->requires_grad && a->grad_fn == b->grad_fn && a->view == b->view && a->inline_dims == b->inline_dims &&
            a->kind_mask == b->kind_mask;
 }
 
@@ -49,9 +49,23 @@ static inline char *pointer_at(const char *base, int offset)
     return (char *)(uintptr_t)word_at(base, offset);
 }
 
-static inline bool meta_requires_grad(const char *meta)
+static inline bool own_requires_grad(const char *meta, Layout at)
 {
-    return meta != NULL && (meta[layout.requires_grad] || pointer_at(meta, layout.grad_fn) != NULL);
+    return meta[at.requires_grad] || pointer_at(meta, at.grad_fn) != NULL;
+}
+
+/* A view follows its base, which may have come to require grad since: torch itself is asked. */
+static inline bool tensor_requires_grad(PyObject *object, const char *meta)
+{
+    if (meta == NULL || own_requires_grad(meta, layout))
+        return meta != NULL;
+    if (!meta[layout.view])
+        return false;
+    PyObject *answer = PyObject_GetAttrString(object, "requires_grad");
+    if (answer == NULL)
+        PyErr_Clear();
+    Py_XDECREF(answer);
+    return answer == Py_True;
 }
 
 static inline bool same_dims(const char *impl, const int64_t *dims, int64_t rank)
@@ -76,7 +90,7 @@ static inline bool tensor_matches(PyObject *object, const TensorSpec *spec)
     const char *impl = pointer_at((char *)object, layout.impl);
     return impl != NULL && (word_at(impl, layout.kind) & layout.kind_mask) == spec->kind &&
            word_at(impl, layout.keys) == spec->keys && same_dims(impl, spec->dims, spec->rank) &&
-           meta_requires_grad(pointer_at(impl, layout.meta)) == spec->requires_grad;
+           tensor_requires_grad(object, pointer_at(impl, layout.meta)) == spec->requires_grad;
 }
 
 /* operand: (type, kind word, keys, requires_grad, sizes, strides) */
@@ -113,8 +127,9 @@ static PyObject *set_tensor_layout(PyObject *module, PyObject *args)
     layout.ready = 0;
     if (args == NULL || PyTuple_GET_SIZE(args) == 0)
         Py_RETURN_NONE;
-    if (!PyArg_ParseTuple(args, "iiiiiiiiK:set_tensor_layout", &layout.impl, &layout.meta, &layout.dims, &layout.kind,
-                          &layout.keys, &layout.requires_grad, &layout.grad_fn, &layout.inline_dims, &layout.kind_mask))
+    if (!PyArg_ParseTuple(args, "iiiiiiiiiK:set_tensor_layout", &layout.impl, &layout.meta, &layout.dims, &layout.kind,
+                          &layout.keys, &layout.requires_grad, &layout.grad_fn, &layout.view, &layout.inline_dims,
+                          &layout.kind_mask))
         return NULL;
     layout.ready = 1;
     Py_RETURN_NONE;
@@ -130,7 +145,7 @@ static PyObject *tensor_words(PyObject *module, PyObject *tensor)
     const char *impl = pointer_at((char *)tensor, layout.impl);
     const char *meta = pointer_at(impl, layout.meta);
     return Py_BuildValue("KKN", (unsigned long long)(word_at(impl, layout.kind) & layout.kind_mask),
-                         (unsigned long long)word_at(impl, layout.keys), PyBool_FromLong(meta_requires_grad(meta)));
+                         (unsigned long long)word_at(impl, layout.keys), PyBool_FromLong(tensor_requires_grad(tensor, meta)));
 }
 
 /* Functions of libc10 and libtorch that read global state. Those that return the address of thread-local state are

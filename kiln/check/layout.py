@@ -75,7 +75,8 @@ def _find_layout() -> tuple[int, ...]:
     before_dims = zip(words[: dims // 8], _words(leaf._cdata), strict=False)
     meta = 8 * _only(i for i, (plain, with_grad) in enumerate(before_dims) if not plain and with_grad)
     requires_grad, grad_fn = _find_autograd(leaf, meta)
-    return impl, meta, dims, kind, keys, requires_grad, grad_fn, inline, 0xFF_FFFF_FFFF
+    view = _find_view(meta, requires_grad)
+    return impl, meta, dims, kind, keys, requires_grad, grad_fn, view, inline, 0xFF_FFFF_FFFF
 
 
 def _find_kind(sample: torch.Tensor) -> int:
@@ -105,6 +106,14 @@ def _find_autograd(leaf: torch.Tensor, meta: int) -> tuple[int, int]:
     return requires_grad, 8 * _only(i for i, w in enumerate(words) if w == node and 8 * i < requires_grad)
 
 
+def _find_view(meta: int, requires_grad: int) -> int:
+    """The byte of the autograd metadata that says that a tensor is a view of another one."""
+    base = torch.empty(4, 6)
+    with torch.enable_grad():
+        view, plain = (ctypes.string_at(_word(t._cdata + meta), _SPAN) for t in (base[:2], torch.nn.Parameter(base)))
+    return _only(i for i in range(requires_grad + 1, requires_grad + 8) if (view[i], plain[i]) == (1, 0))
+
+
 def _samples() -> Iterator[torch.Tensor]:
     for dtype in _DTYPES:
         yield torch.empty(3, dtype=dtype)
@@ -114,6 +123,11 @@ def _samples() -> Iterator[torch.Tensor]:
     base = torch.empty(4, 6, requires_grad=True)
     yield from (base, base.t(), base[:, ::2], base.detach(), base * 2, torch.nn.Parameter(torch.empty(2, 2)))
     yield torch.nn.Parameter(torch.empty(2, 2), requires_grad=False)
+    with torch.enable_grad():
+        owner = torch.ones(4, 4)
+        part = owner[:2]
+        owner.mul_(torch.ones(4, requires_grad=True))
+        yield part
     yield base.detach().requires_grad_(True).requires_grad_(False)
     yield torch.view_as_complex(torch.empty(2, 2)).conj()
     with torch.inference_mode():
