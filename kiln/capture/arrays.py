@@ -140,7 +140,7 @@ HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtyp
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
-DTYPES = {type(numpy.dtype(v)) for v in SCALARS if not (issubclass(v, numpy.flexible) or v.__subclasses__())}
+DTYPES: set[Any] = {type(numpy.dtype(v)) for v in SCALARS if not (issubclass(v, numpy.flexible) or v.__subclasses__())}
 for _dtype in (numpy.dtype, *DTYPES):
     READERS[_dtype], MAKERS[_dtype] = read_scalar, Rebuilder.constant
 CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = CALLERS[numpy_function] = call_array_function

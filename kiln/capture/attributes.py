@@ -294,7 +294,7 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
 STABLE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType, torch.dtype)
 
 
-def load_from_super(m: Machine, value: super, name: str) -> Any:
+def load_from_super(m: Machine, value: Any, name: str) -> Any:
     this, owner, start = value.__thisclass__, value.__self__, value.__self_class__
     mro = start.__mro__
     for base in mro[mro.index(this) + 1:]:
@@ -381,7 +381,8 @@ FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
 
 
 def tensor_type(value: FakeTensor) -> type:
-    return getattr(value, "real_type", None) or torch.Tensor
+    kind: type = getattr(value, "real_type", None) or torch.Tensor
+    return kind
 
 
 LOADERS: dict[type, Any] = {

@@ -371,12 +371,12 @@ for _function, _name in ((abs, "__abs__"), (round, "__round__"), (int, "__int__"
     by_dunder(_function, _name)
 
 
-for _sign, _function in {**operators.BINARY, **operators.COMPARE}.items():
+for _sign, _binary in {**operators.BINARY, **operators.COMPARE}.items():
     def _operator(m: Machine, args: Args, kwargs: Kwargs, sign: str = _sign) -> Any:
         step = operators.compare if sign in operators.COMPARE else operators.binary
         return step(m, sign, *args)
 
-    handles(_function)(_operator)
+    handles(_binary)(_operator)
 
 handles(operator.getitem)(lambda m, args, kwargs: operators.getitem(m, *args))
 handles(operator.setitem)(lambda m, args, kwargs: operators.setitem(m, *args))

@@ -14,7 +14,7 @@ import reprlib
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -204,18 +204,18 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
         for name, value in kwargs.items():
             if name in allowed:
                 if name in values:
-                    return refused(m, function, args, kwargs)
+                    refused(m, function, args, kwargs)
                 values[name] = value
             elif flags & 8:
                 rest[name] = value
             else:
-                return refused(m, function, args, kwargs)
+                refused(m, function, args, kwargs)
     if extra and not flags & 4:
-        return refused(m, function, args, kwargs)
+        refused(m, function, args, kwargs)
     if len(values) < count + kwonly:
         fill_defaults(m, function, values, names, count, kwonly)
         if any(name not in values for name in names[:count + kwonly]):
-            return refused(m, function, args, kwargs)
+            refused(m, function, args, kwargs)
     at = count + kwonly
     if flags & 4:
         values[names[at]] = tuple(extra)
@@ -240,7 +240,7 @@ def fill_defaults(m: Machine, function: types.FunctionType, values: dict[str, An
             values[name] = value if path is None or type(value) in CONSTANTS else m.world.outside(value, path)
 
 
-def refused(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -> Any:
+def refused(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -> NoReturn:
     """Arguments that do not fit: Python itself says so before it runs anything."""
     m.native(function, *args, **kwargs)
     raise Break("argument-binding", f"the arguments of {function.__qualname__} are not understood", "call it with plain arguments")
@@ -449,7 +449,9 @@ def native(m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = 
         args = tuple(callback(m, value) for value in args)
         kwargs = {name: callback(m, value) for name, value in kwargs.items()}
     parts = list(nested((*args, *kwargs.values())))
-    run = hooked.interpreting(m, function) if any(type(v) not in PLAIN_ARGUMENTS and purity.has_dunders(type(v)) for v in parts) else function
+    kinds: set[Any] = {type(value) for value in parts}
+    risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
+    run = hooked.interpreting(m, function) if risky else function
     if not any(type(value) is FakeTensor for value in parts):
         return m.view(m.native(run, *args, **kwargs))
     with m.recorder.mode():

@@ -80,7 +80,7 @@ def call_key(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -
     return native(m, function, args, kwargs)
 
 
-CALLERS[type(functools.cmp_to_key(len))] = call_key
+CALLERS[type(functools.cmp_to_key(lambda a, b: 0))] = call_key
 
 
 @handles(random.Random)

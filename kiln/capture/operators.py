@@ -133,11 +133,11 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
         return m.torch_call(COMPARE[sign], (a, b), {})
     name, reflected = COMPARE_DUNDER[sign]
     left, right = python_method(m, a, name), python_method(m, b, reflected)
-    if sign == "!=" and left is None and python_method(m, a, "__eq__") is not None and type(a).__ne__ is object.__ne__:
+    if sign == "!=" and left is None and python_method(m, a, "__eq__") is not None and plain(type(a), "__ne__"):
         result = compare(m, "==", a, b)
         return result if result is NotImplemented else not m.truth(result)
     if left is None and right is None:
-        if sign in ("==", "!=") and type(a).__eq__ is object.__eq__ and type(b).__eq__ is object.__eq__:
+        if sign in ("==", "!=") and plain(type(a), "__eq__") and plain(type(b), "__eq__"):
             return m.same(a, b) == (sign == "==")
         return native_binary(m, COMPARE[sign], a, b)
     pairs = [(left, (a, b)), (right, (b, a))]
@@ -151,6 +151,11 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     if sign in ("==", "!="):
         return m.same(a, b) == (sign == "==")
     raise UserError(TypeError(f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'"))
+
+
+def plain(cls: type, name: str) -> bool:
+    """Whether a class has a special method from object alone."""
+    return getattr(cls, name) is getattr(object, name)
 
 
 def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:

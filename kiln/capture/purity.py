@@ -52,7 +52,7 @@ DROPPED_MODULES = frozenset({"logging", "warnings"})
 TRANSFORMS = frozenset({"torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap"})
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def python_policy_of(module: str, name: str) -> str:
     if module in LEAF_MODULES and name not in NOT_LEAF:
         return "leaf"
@@ -196,7 +196,7 @@ DUNDERS = tuple(f"__{name}__" for name in """
 
 
 @functools.lru_cache(maxsize=4096)
-def has_dunders(cls: type) -> bool:
+def has_dunders(cls: Any) -> bool:
     """Whether native code that meets an instance may run Python code of its class."""
     if not cls.__flags__ & 1 << 9 or cls.__module__.partition(".")[0] in ("torch", "kiln", "collections", "enum"):
         return False

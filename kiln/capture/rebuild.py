@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import enum
 import functools
@@ -28,7 +29,7 @@ from kiln.capture.purity import DICT_VIEWS, OWN_MODULES
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
 from kiln.ops.fake import FakeTensor
 
-REDUCIBLE = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())), type(iter({}.values())),
+REDUCIBLE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())), type(iter({}.values())),
              type(iter(set())), type(iter("")), zip, enumerate, reversed, type(reversed([])), type(iter(b"")),
              type(iter(collections.deque())), type(iter(collections.OrderedDict())))  # fmt: skip
 
@@ -324,7 +325,7 @@ class Rebuilder:
         self.e.set_attr("cell_contents")
 
     @functools.cached_property
-    def filled(self) -> set[int]:
+    def filled(self) -> builtins.set[int]:
         return set()
 
     def partial(self, value: Any) -> None:

@@ -37,7 +37,7 @@ def native_member(error: BaseException, name: str) -> Any:
 
 def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
     """An exception made by the native part of its class alone."""
-    base = next(base for base in cls.__mro__ if not base.__flags__ & 1 << 9)
+    base: Any = next(base for base in cls.__mro__ if not base.__flags__ & 1 << 9)
     error: BaseException = base.__new__(cls, *args)
     base.__init__(error, *args)
     error.args = args
@@ -57,10 +57,8 @@ def chain_error(error: BaseException, cause: BaseException | None, context: Base
 
 def make_object(cls: type) -> Any:
     """An instance without its `__init__`; the native base class decides which `__new__` serves."""
-    for base in cls.__mro__:
-        if not base.__flags__ & 1 << 9:
-            return base.__new__(cls)
-    return object.__new__(cls)
+    base: Any = next(base for base in cls.__mro__ if not base.__flags__ & 1 << 9)
+    return base.__new__(cls)
 
 
 UNSET: Any = object()
@@ -199,7 +197,7 @@ class Tail:
         self.region, self.args = region, args
 
 
-def drive(run: Any) -> types.FunctionType:
+def drive(run: Any) -> Any:
     """The function, with the calls that it leaves made one after the other."""
 
     def driven(*argv: Any) -> Any:

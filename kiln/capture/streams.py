@@ -62,7 +62,7 @@ def read_iterator(world: World, value: Any, source: Source) -> Any:
     return copy
 
 
-def copyable(parts: tuple[Any, ...]) -> bool:
+def copyable(parts: Any) -> bool:
     """Whether the iterators among the parts of an iterator can be copied themselves."""
     inner = [p for p in parts if isinstance(p, Iterator)]
     return all(type(p) in REDUCIBLE and copyable(p.__reduce__()[1]) for p in inner)
@@ -80,7 +80,7 @@ def place(copy: Any) -> int:
     return -len(args[0]) if args else 0
 
 
-BACKWARD = (reversed, type(reversed([])))
+BACKWARD: tuple[type, ...] = (reversed, type(reversed([])))
 
 
 def exhausted(copy: Any) -> bool:

@@ -221,10 +221,11 @@ class World:
             return self.pin(value, source)
         self.guard(TypeIs(source, type(value)))
         inner = self.outside(owner, Attr(source, "__self__"))
-        bound = getattr(inner, value.__name__, None)
+        name: str = value.__name__
+        bound = getattr(inner, name, None)
         if type(bound) is not type(value):
             raise Break("native-method", f"{source} is a bound native method", "call the method by its name")
-        self.guard(Equals(Attr(source, "__name__"), value.__name__))
+        self.guard(Equals(Attr(source, "__name__"), name))
         self.remember(value, source)
         self.wrappers[id(value)] = bound
         return bound
