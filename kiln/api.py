@@ -175,7 +175,9 @@ def _apart(function: Any) -> Any:
         return function
     code = function.__code__.replace()
     _hook.skip(code)
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     marks.add(copy, marks.SKIP)
     return copy

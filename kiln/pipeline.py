@@ -43,7 +43,9 @@ def frame_region(function: types.FunctionType, family: Family) -> Any:
     key = ("frame", function.__code__)
     known = family.resumes.get(key)
     if known is None:
-        known = family.resumes[key] = make_region(function, Family(replace(family.options, fullgraph=False), family.resumes))
+        known = family.resumes[key] = make_region(
+            function, Family(replace(family.options, fullgraph=False), family.resumes)
+        )
     return known if known.function is function else None
 
 
@@ -75,7 +77,15 @@ def resumed_region(function: types.FunctionType, family: Family) -> Any:
     def resumed(region: Any, argv: tuple[Any, ...]) -> Any:
         seen, family.raising = family.raising, None
         if seen is not None:
-            records.emit(records.BreakRecord("capture-raised", seen.at, seen.why, seen.hint, family.options.name or function.__qualname__))
+            records.emit(
+                records.BreakRecord(
+                    "capture-raised",
+                    seen.at,
+                    seen.why,
+                    seen.hint,
+                    family.options.name or function.__qualname__,
+                )
+            )
             if family.options.fullgraph:
                 raise Break("capture-raised", seen.why, seen.hint, seen.at)
         return miss(region, argv, family)
@@ -115,7 +125,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         return None  # a functorch transform runs its function on tensors of its own
     reasons = tuple(why(entry, argv) for entry in entries)
     if stance == "fail_on_recompile":
-        raise RecompileError(f"{name} would be compiled again: {'; '.join(reasons) or 'it has not been compiled yet'}")
+        raise RecompileError(
+            f"{name} would be compiled again: {'; '.join(reasons) or 'it has not been compiled yet'}"
+        )
     if entries:
         records.emit(records.RecompileRecord(name, reasons))
         if len(entries) >= asked.setting("cache_limit"):
@@ -123,7 +135,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
             log.warn_once(("cache_limit", id(region)), f"{name} was compiled {len(entries)} times and runs eagerly from now on; "
                           f"the guard that keeps failing: {reasons[0]}")  # fmt: skip
             return None
-    unstable = frozenset(str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0)
+    unstable = frozenset(
+        str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0
+    )
     try:
         captured = capture(function, argv, compiler_for(asked, name, function), lambda f: resumed_region(f, family), family.resumes,
                            asked.fullgraph, unstable, lambda target: nested.in_python(target, family))  # fmt: skip
@@ -137,7 +151,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         raise
     except Exception as e:
         return failed(region, name, e, asked)
-    family.raising = captured.reason if captured.reason is not None and captured.reason.kind == "raises" else None
+    family.raising = (
+        captured.reason if captured.reason is not None and captured.reason.kind == "raises" else None
+    )
     return install(region, captured, name)
 
 
@@ -159,7 +175,11 @@ def install(region: Any, captured: Captured, name: str) -> Any:
     if captured.graph is not None:
         code = region.function.__code__
         start = Place(code.co_filename, code.co_firstlineno, region.function.__qualname__)
-        records.emit(records.GraphRecord(name, captured.graph, captured.ops, captured.inputs, start, name, captured.guards.guards))
+        records.emit(
+            records.GraphRecord(
+                name, captured.graph, captured.ops, captured.inputs, start, name, captured.guards.guards
+            )
+        )
     if captured.reason is not None and captured.reason.kind != "raises":
         reason = captured.reason
         records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name))

@@ -13,7 +13,18 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
-from kiln.capture.calls import CALLERS, HANDLERS, Args, Kwargs, foreign, handles, leaf, native, numpy_function, unknown
+from kiln.capture.calls import (
+    CALLERS,
+    HANDLERS,
+    Args,
+    Kwargs,
+    foreign,
+    handles,
+    leaf,
+    native,
+    numpy_function,
+    unknown,
+)
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.torch_calls import literal_tensor
 from kiln.capture.world import READERS, World, nested
@@ -25,10 +36,12 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 16  # bytes of an array that are compared in every call
 #: Functions of numpy that touch more than their arguments.
-IMPURE = frozenset("""
+IMPURE = frozenset(
+    """
     load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap seterr setbufsize
     set_printoptions seterrcall fromregex source info show_config test get_include
-""".split())
+""".split()
+)
 SCALARS = frozenset(v for v in vars(numpy).values() if isinstance(v, type) and issubclass(v, numpy.generic))
 
 
@@ -140,7 +153,9 @@ HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtyp
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
-DTYPES: set[Any] = {type(numpy.dtype(v)) for v in SCALARS if not (issubclass(v, numpy.flexible) or v.__subclasses__())}
+DTYPES: set[Any] = {
+    type(numpy.dtype(v)) for v in SCALARS if not (issubclass(v, numpy.flexible) or v.__subclasses__())
+}
 for _dtype in (numpy.dtype, *DTYPES):
     READERS[_dtype], MAKERS[_dtype] = read_scalar, Rebuilder.constant
 CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = CALLERS[numpy_function] = call_array_function

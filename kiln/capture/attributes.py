@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 NATIVE_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
                       types.GetSetDescriptorType, types.MemberDescriptorType)  # fmt: skip
-PLAIN_GETATTRIBUTE = (object.__getattribute__, type.__getattribute__, types.ModuleType.__getattribute__, super.__getattribute__)
+PLAIN_GETATTRIBUTE = (
+    object.__getattribute__,
+    type.__getattribute__,
+    types.ModuleType.__getattribute__,
+    super.__getattribute__,
+)
 
 
 def mro_lookup(cls: type, name: str) -> Any:
@@ -114,7 +119,11 @@ def missing(value: Any, name: str) -> Any:
 def instance_space(value: Any) -> Any:
     """The instance dict of an object, or None."""
     try:
-        space = object.__getattribute__(value, "__dict__") if not isinstance(value, threading.local) else vars(value)
+        space = (
+            object.__getattribute__(value, "__dict__")
+            if not isinstance(value, threading.local)
+            else vars(value)
+        )
     except AttributeError:
         return None
     return space if isinstance(space, dict) else None
@@ -130,7 +139,11 @@ def load_from_module(m: Machine, module: torch.nn.Module, name: str) -> Any:
     world = m.world
     source = world.source(module)
     for table in ("_parameters", "_buffers", "_modules"):
-        space = load_from_object(m, module, table, hooks=False) if source is None or world.read_slot(module, table) is not MISSING else None
+        space = (
+            load_from_object(m, module, table, hooks=False)
+            if source is None or world.read_slot(module, table) is not MISSING
+            else None
+        )
         if space is None:
             real = module.__dict__.get(table)
             if real is None:
@@ -236,9 +249,15 @@ def load_from_class(m: Machine, cls: type, name: str) -> Any:
             return world.class_space(cls)
         value = m.native(getattr, cls, name)
         return value if type(value) in CONSTANTS else world.outside(value, Attr(Const(cls), name))
-    if isinstance(cls, enum.EnumMeta) and not isinstance(mro_lookup(cls, name), (types.FunctionType, classmethod, staticmethod)):
+    if isinstance(cls, enum.EnumMeta) and not isinstance(
+        mro_lookup(cls, name), (types.FunctionType, classmethod, staticmethod)
+    ):
         value = m.native(getattr, cls, name)
-        return value if type(value) in CONSTANTS else world.outside(value, Const(value, f"{cls.__name__}.{name}"))
+        return (
+            value
+            if type(value) in CONSTANTS
+            else world.outside(value, Const(value, f"{cls.__name__}.{name}"))
+        )
     pending = world.read_slot(cls, name)
     if pending is not MISSING and pending is not DELETED:
         return pending
@@ -280,7 +299,11 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
             return m.call(m.world.constant(hook), (name,))
         m.world.lacks(Const(space, module.__name__), name)
         value = m.native(getattr, module, name)
-        return value if type(value) in CONSTANTS else m.world.outside(value, Const(value, f"{module.__name__}.{name}"))
+        return (
+            value
+            if type(value) in CONSTANTS
+            else m.world.outside(value, Const(value, f"{module.__name__}.{name}"))
+        )
     value = space[name]
     overlay = m.world.spaces.get(id(space))
     if overlay is None and module.__name__.partition(".")[0] == "torch" and isinstance(value, STABLE):
@@ -297,7 +320,7 @@ STABLE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType,
 def load_from_super(m: Machine, value: Any, name: str) -> Any:
     this, owner, start = value.__thisclass__, value.__self__, value.__self_class__
     mro = start.__mro__
-    for base in mro[mro.index(this) + 1:]:
+    for base in mro[mro.index(this) + 1 :]:
         if name in base.__dict__:
             found = base.__dict__[name]
             m.world.class_attr(base, name, found)
@@ -313,7 +336,11 @@ def super_from_class(m: Machine, found: Any, start: type, name: str) -> Any:
     if isinstance(found, types.BuiltinFunctionType):
         return found
     if isinstance(found, NATIVE_DESCRIPTORS):
-        return m.native(found.__get__, None, start) if isinstance(found, types.ClassMethodDescriptorType) else found
+        return (
+            m.native(found.__get__, None, start)
+            if isinstance(found, types.ClassMethodDescriptorType)
+            else found
+        )
     return from_class(m, found, start, name)
 
 
@@ -343,7 +370,9 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if name == "__class__":
         return world.constant(tensor_type(value))
     if name == "__dict__":
-        raise Break("tensor-attribute", "the __dict__ of a tensor is read", "keep such values beside the tensor")
+        raise Break(
+            "tensor-attribute", "the __dict__ of a tensor is read", "keep such values beside the tensor"
+        )
     found = mro_lookup(torch.Tensor, name)
     source = world.source(value)
     if name == "grad":
@@ -365,7 +394,9 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if isinstance(found, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         return m.native(getattr, value, name)
     if isinstance(found, property):
-        return m.call(found.fget, (value,)) if name not in RECORDED else m.torch_call(getattr, (value, name), {})
+        return (
+            m.call(found.fget, (value,)) if name not in RECORDED else m.torch_call(getattr, (value, name), {})
+        )
     if name in RECORDED:
         value.value = None  # what is written through `data` leaves no trace in the tensor's version
         return m.torch_call(getattr, (value, name), {})
@@ -375,7 +406,9 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
 
 
 ALIASES = {"_grad": "grad"}
-UNCOVERED = frozenset({"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"})  # facts no tensor guard has
+UNCOVERED = frozenset(
+    {"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"}
+)  # facts no tensor guard has
 RECORDED = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
 
@@ -425,7 +458,9 @@ def store_by_protocol(m: Machine, value: Any, name: str, item: Any, mode: str = 
         m.world.class_attr(kind, name, found)
         if isinstance(found, property):
             if found.fset is None:
-                raise UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no setter"))
+                raise UserError(
+                    AttributeError(f"property '{name}' of '{kind.__name__}' object has no setter")
+                )
             m.call(m.world.constant(found.fset), (value, item), {}, mode)
             return
         setter = mro_lookup(type(found), "__set__")
@@ -433,7 +468,11 @@ def store_by_protocol(m: Machine, value: Any, name: str, item: Any, mode: str = 
             m.call(setter, (m.world.constant(found), value, item), {}, mode)
             return
         if name in ("__dict__", "__class__"):
-            raise Break("attribute-write", f"{name} of a {kind.__name__} is replaced", "change the attributes one by one")
+            raise Break(
+                "attribute-write",
+                f"{name} of a {kind.__name__} is replaced",
+                "change the attributes one by one",
+            )
     store_plain(m, value, name, item)
 
 
@@ -441,7 +480,11 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
     if type(value) is types.CellType:
         m.world.write_cell(value, item)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
-        if instance_space(value) is None and not is_data_descriptor(mro_lookup(type(value), name)) and not isinstance(value, type):
+        if (
+            instance_space(value) is None
+            and not is_data_descriptor(mro_lookup(type(value), name))
+            and not isinstance(value, type)
+        ):
             m.native(setattr, value, name, item)
         m.world.write_slot(value, name, item)
     else:
@@ -450,10 +493,16 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
 
 def store_on_module(m: Machine, module: Any, name: str, item: Any) -> bool:
     """What nn.Module.__setattr__ does with plain values and buffers; False where its own code must say."""
-    if isinstance(item, torch.nn.Module) or isinstance(item, FakeTensor) and tensor_type(item) is not torch.Tensor:
+    if (
+        isinstance(item, torch.nn.Module)
+        or isinstance(item, FakeTensor)
+        and tensor_type(item) is not torch.Tensor
+    ):
         return False
     space, source = instance_space(module), m.source(module)
-    if mro_lookup(type(module), name) is not MISSING or any(name in space.get(table, ()) for table in ("_parameters", "_modules")):
+    if mro_lookup(type(module), name) is not MISSING or any(
+        name in space.get(table, ()) for table in ("_parameters", "_modules")
+    ):
         return False
     if name in space.get("_buffers", ()):
         if BUFFER_HOOKS or not isinstance(item, (torch.Tensor, types.NoneType)) or source is None:
@@ -519,10 +568,10 @@ def delete_by_protocol(m: Machine, value: Any, name: str, mode: str = "opaque") 
         m.world.write_global(vars(value), name, MISSING)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
         pending = m.world.read_slot(value, name)
-        if pending is DELETED or (pending is MISSING and name not in (instance_space(value) or ()) and found is MISSING):
+        if pending is DELETED or (
+            pending is MISSING and name not in (instance_space(value) or ()) and found is MISSING
+        ):
             raise UserError(AttributeError(f"'{kind.__name__}' object has no attribute '{name}'"))
         m.world.write_slot(value, name, MISSING)
     else:
         m.native(object.__delattr__, value, name)
-
-

@@ -44,7 +44,9 @@ def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if method is not None:
             return m.native(operators.checked_length, m.inline(method, (value,), {}))
         if operators.opaque(m, value):
-            raise Break("foreign-object", f"the length of a {type(value).__name__} from outside is read", "use a list")
+            raise Break(
+                "foreign-object", f"the length of a {type(value).__name__} from outside is read", "use a list"
+            )
     return native(m, len, args, kwargs)
 
 
@@ -131,7 +133,15 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 def trusted(meta: type) -> bool:
-    return meta.__module__.partition(".")[0] in ("abc", "typing", "torch", "enum", "collections", "_py_abc", "typing_extensions")
+    return meta.__module__.partition(".")[0] in (
+        "abc",
+        "typing",
+        "torch",
+        "enum",
+        "collections",
+        "_py_abc",
+        "typing_extensions",
+    )
 
 
 def flat(kinds: Any) -> list[Any]:
@@ -145,7 +155,11 @@ def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
         return value.dtype is LEGACY[wanted] and value.device.type == "cpu"
     if isinstance(wanted, type) and type(wanted) in (type, abc_meta):
         return issubclass(kind, wanted)
-    return isinstance(value, wanted) if wanted is torch.nn.Parameter or wanted is torch.nn.Buffer else issubclass(kind, wanted)
+    return (
+        isinstance(value, wanted)
+        if wanted is torch.nn.Parameter or wanted is torch.nn.Buffer
+        else issubclass(kind, wanted)
+    )
 
 
 abc_meta = type(collections.abc.Sized)
@@ -226,7 +240,10 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     method = operators.python_method(m, args[0], "__hash__")
     if method is not None:
         return m.inline(method, args, {})
-    if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))) or type(args[0]).__hash__ is None:
+    if (
+        isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None)))
+        or type(args[0]).__hash__ is None
+    ):
         return m.native(hash, args[0])
     if type(args[0]).__hash__ in (object.__hash__, torch.Tensor.__hash__):
         m.world.identified(args[0])
@@ -251,7 +268,9 @@ def local_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     frame = m.frames[-1]
     for name in list(frame.lazy):
         first_read(m, frame, name)
-    cells = {name: value for name, cell in frame.cells.items() if (value := m.world.read_cell(cell)) is not MISSING}
+    cells = {
+        name: value for name, cell in frame.cells.items() if (value := m.world.read_cell(cell)) is not MISSING
+    }
     return {**frame.locals, **cells}
 
 
@@ -269,7 +288,11 @@ def directory(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     method = operators.python_method(m, value, "__dir__")
     if method is not None:
         return in_order(m, (m.inline(method, (value,), {}),), {})
-    if m.source(value) is not None and not isinstance(value, (type, types.ModuleType)) and attributes.instance_space(value) is not None:
+    if (
+        m.source(value) is not None
+        and not isinstance(value, (type, types.ModuleType))
+        and attributes.instance_space(value) is not None
+    ):
         return sorted({*dir(type(value)), *m.world.instance_dict(value)})
     return m.native(dir, value)
 
@@ -295,13 +318,19 @@ def current_frame(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(sys.getrecursionlimit, sys.getsizeof, sys.intern, sys.is_finalizing)
 def interpreter_fact(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function")
+    raise Break(
+        "interpreter-state", "the state of the interpreter is read", "read it outside the compiled function"
+    )
 
 
 def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec: str) -> str:
     """`format(convert(value), spec)`."""
     if convert is not None:
-        value = text_of(m, value, "__str__" if convert is str else "__repr__") if convert is not ascii else m.native(ascii, value)
+        value = (
+            text_of(m, value, "__str__" if convert is str else "__repr__")
+            if convert is not ascii
+            else m.native(ascii, value)
+        )
     method = operators.python_method(m, value, "__format__")
     if method is not None:
         return str(m.inline(method, (value, spec), {}))
@@ -313,7 +342,9 @@ def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec
 
 
 def tensor_text() -> str:
-    raise Break("data-dependent", "the value of a tensor is formatted", "format its shape or dtype, or print outside")
+    raise Break(
+        "data-dependent", "the value of a tensor is formatted", "format its shape or dtype, or print outside"
+    )
 
 
 def text_of(m: Machine, value: Any, name: str) -> str:
@@ -326,7 +357,9 @@ def text_of(m: Machine, value: Any, name: str) -> str:
     if method is not None:
         return str(m.inline(method, (value,), {}))
     m.world.touch_deep(value)
-    if attributes.mro_lookup(type(value), "__repr__") is object.__repr__ and not isinstance(value, (type, BaseException)):
+    if attributes.mro_lookup(type(value), "__repr__") is object.__repr__ and not isinstance(
+        value, (type, BaseException)
+    ):
         raise Break("identity", f"the text of a {type(value).__name__} holds its address", "define __repr__")
     if isinstance(value, (types.FunctionType, types.MethodType)):
         raise Break("identity", "the text of a function holds its address", "use its __name__")
@@ -372,6 +405,7 @@ for _function, _name in ((abs, "__abs__"), (round, "__round__"), (int, "__int__"
 
 
 for _sign, _binary in {**operators.BINARY, **operators.COMPARE}.items():
+
     def _operator(m: Machine, args: Args, kwargs: Kwargs, sign: str = _sign) -> Any:
         step = operators.compare if sign in operators.COMPARE else operators.binary
         return step(m, sign, *args)
@@ -422,10 +456,17 @@ def over_items(*functions: Any, every: bool = False) -> None:
     """Builtins that walk their first argument (or all of them): user-defined iterables are interpreted."""
 
     for function in functions:
+
         def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
             if args:
                 count = len(args) if every else 1
-                args = (*(items_of(m, a) if not isinstance(a, FakeTensor) or every else list(m.iterate(a)) for a in args[:count]), *args[count:])
+                args = (
+                    *(
+                        items_of(m, a) if not isinstance(a, FakeTensor) or every else list(m.iterate(a))
+                        for a in args[:count]
+                    ),
+                    *args[count:],
+                )
             return native(m, function, args, kwargs)
 
         handles(function)(handler)
@@ -505,7 +546,9 @@ def reduced(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(functools.wraps)
 def wraps(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return lambda function: functools.update_wrapper(function, *args, **kwargs) if m.source(function) is None else function
+    return lambda function: (
+        functools.update_wrapper(function, *args, **kwargs) if m.source(function) is None else function
+    )
 
 
 @handles(functools.update_wrapper)
@@ -569,9 +612,16 @@ def dict_contains(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 def walking(*keys: tuple[type, str]) -> None:
     """Native methods that walk their arguments: user-defined iterables are interpreted."""
     for kind, name in keys:
-        def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = getattr(kind, name)) -> Any:
+
+        def handler(
+            m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = getattr(kind, name)
+        ) -> Any:
             m.world.touch(owner)
-            if m.source(owner) is not None and id(owner) not in m.world.shadows and not isinstance(owner, (str, frozenset)):
+            if (
+                m.source(owner) is not None
+                and id(owner) not in m.world.shadows
+                and not isinstance(owner, (str, frozenset))
+            ):
                 return MISSING
             return native(m, function, (owner, *(a if a is owner else items_of(m, a) for a in args)), kwargs)
 
@@ -612,9 +662,14 @@ def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def class_decorators(*functions: Any) -> None:
     """Decorators that run as they are on a class that was made here."""
     for function in functions:
+
         def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
             if id(args[0]) not in m.world.made_classes:
-                raise Break("class-write", f"{args[0].__qualname__} is changed by {function.__qualname__}", "decorate it outside")
+                raise Break(
+                    "class-write",
+                    f"{args[0].__qualname__} is changed by {function.__qualname__}",
+                    "decorate it outside",
+                )
             return m.world.made_class(m.native(function, *args, **kwargs))
 
         handles(function)(handler)
@@ -626,4 +681,3 @@ class_decorators(dataclasses._process_class, functools.total_ordering, enum.uniq
 @handles(dataclasses.make_dataclass)
 def make_dataclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.world.made_class(m.native(dataclasses.make_dataclass, *args, **kwargs))
-

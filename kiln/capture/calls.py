@@ -26,7 +26,7 @@ from kiln.capture import attributes, purity
 from kiln.capture import nested as hooked
 from kiln.capture.frame import UserError
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
-from kiln.check.guards import Custom, FunctionState, Length
+from kiln.check.guards import Custom, Length
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}  # by id of the callable; filled by builtin_calls and torch_calls
+HANDLERS: dict[
+    int, Callable[[Any, Args, Kwargs], Any]
+] = {}  # by id of the callable; filled by builtin_calls and torch_calls
 ALIVE: list[Any] = []
 ONE, TWO, THREE = range(1, 2), range(2, 3), range(3, 4)
 #: Builtins without keyword arguments, and how many arguments they take: with others Python itself says what is wrong.
@@ -117,11 +119,19 @@ def call_dispatch(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """The choice that functools.singledispatch makes for a class."""
     (cls,) = args
     chosen = m.native(function, cls)
-    m.world.guard(Custom(Const(function), lambda dispatch: dispatch(cls) is chosen, f"chose {chosen.__qualname__} for {cls.__name__}"))
+    m.world.guard(
+        Custom(
+            Const(function),
+            lambda dispatch: dispatch(cls) is chosen,
+            f"chose {chosen.__qualname__} for {cls.__name__}",
+        )
+    )
     return m.world.constant(chosen)
 
 
-BY_CODE: dict[int, Callable[..., Any]] = {  # treatments of functions that the standard library makes again and again
+BY_CODE: dict[
+    int, Callable[..., Any]
+] = {  # treatments of functions that the standard library makes again and again
     id(dataclasses._recursive_repr(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
     id(reprlib.recursive_repr()(repr).__code__): call_wrapped,
     id(torch._compile._disable_dynamo(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
@@ -169,15 +179,27 @@ def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def marked_disable(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("disabled", f"{getattr(function, '__qualname__', function)} is disabled for compilation", "remove kiln.disable")
+    raise Break(
+        "disabled",
+        f"{getattr(function, '__qualname__', function)} is disabled for compilation",
+        "remove kiln.disable",
+    )
 
 
 def marked_skip(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("skipped-function", f"{getattr(function, '__qualname__', function)} is kept out of compilation", "remove kiln.disable")
+    raise Break(
+        "skipped-function",
+        f"{getattr(function, '__qualname__', function)} is kept out of compilation",
+        "remove kiln.disable",
+    )
 
 
 def marked_disallow(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("disallowed", f"{getattr(function, '__qualname__', function)} is kept out of graphs", "remove disallow_in_graph")
+    raise Break(
+        "disallowed",
+        f"{getattr(function, '__qualname__', function)} is kept out of graphs",
+        "remove disallow_in_graph",
+    )
 
 
 def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -200,7 +222,7 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
     rest: dict[str, Any] = {}
     flags = code.co_flags
     if kwargs:
-        allowed = names[code.co_posonlyargcount:count + kwonly]
+        allowed = names[code.co_posonlyargcount : count + kwonly]
         for name, value in kwargs.items():
             if name in allowed:
                 if name in values:
@@ -214,7 +236,7 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
         refused(m, function, args, kwargs)
     if len(values) < count + kwonly:
         fill_defaults(m, function, values, names, count, kwonly)
-        if any(name not in values for name in names[:count + kwonly]):
+        if any(name not in values for name in names[: count + kwonly]):
             refused(m, function, args, kwargs)
     at = count + kwonly
     if flags & 4:
@@ -225,7 +247,9 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
     return values
 
 
-def fill_defaults(m: Machine, function: types.FunctionType, values: dict[str, Any], names: Args, count: int, kwonly: int) -> None:
+def fill_defaults(
+    m: Machine, function: types.FunctionType, values: dict[str, Any], names: Args, count: int, kwonly: int
+) -> None:
     source = m.source(function)
     defaults, kwdefaults = function.__defaults__ or (), function.__kwdefaults__ or {}
     for i, value in enumerate(defaults):
@@ -233,7 +257,7 @@ def fill_defaults(m: Machine, function: types.FunctionType, values: dict[str, An
         if name not in values:
             path = None if source is None else Item(Attr(source, "__defaults__"), i)
             values[name] = value if path is None or type(value) in CONSTANTS else m.world.outside(value, path)
-    for name in names[count:count + kwonly]:
+    for name in names[count : count + kwonly]:
         if name not in values and name in kwdefaults:
             value = kwdefaults[name]
             path = None if source is None else Item(Attr(source, "__kwdefaults__"), name)
@@ -243,7 +267,11 @@ def fill_defaults(m: Machine, function: types.FunctionType, values: dict[str, An
 def refused(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -> NoReturn:
     """Arguments that do not fit: Python itself says so before it runs anything."""
     m.native(function, *args, **kwargs)
-    raise Break("argument-binding", f"the arguments of {function.__qualname__} are not understood", "call it with plain arguments")
+    raise Break(
+        "argument-binding",
+        f"the arguments of {function.__qualname__} are not understood",
+        "call it with plain arguments",
+    )
 
 
 # ---------------------------------------------------------------------- other callables
@@ -277,7 +305,11 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
         return call(m, method, (function, *args), kwargs, mode)
     if isinstance(method, (staticmethod, classmethod)):
         return call(m, attributes.bind(m, method, function, type(function), "__call__"), args, kwargs, mode)
-    bound = attributes.bind(m, method, function, type(function), "__call__") if hasattr(type(method), "__get__") else method
+    bound = (
+        attributes.bind(m, method, function, type(function), "__call__")
+        if hasattr(type(method), "__get__")
+        else method
+    )
     if type(bound) is types.MethodWrapperType:
         raise unknown(function)
     return call(m, bound, args, kwargs, mode)
@@ -286,7 +318,9 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """An nn.Module: straight to forward when no hook is registered anywhere."""
     if "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
-        m.native(module._infer_parameters, module, args, kwargs)  # a lazy module takes its shapes from its first arguments
+        m.native(
+            module._infer_parameters, module, args, kwargs
+        )  # a lazy module takes its shapes from its first arguments
     cls = type(module)
     entry = attributes.type_lookup(m, cls, "__call__")
     if isinstance(entry, staticmethod):
@@ -300,7 +334,12 @@ PLAIN_CALL = torch.nn.Module.__call__
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 GLOBAL_HOOKS = tuple(
     (name, getattr(torch.nn.modules.module, name))
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    for name in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    )
 )
 
 
@@ -308,7 +347,11 @@ def unhooked(m: Machine, module: torch.nn.Module) -> bool:
     source, space = m.source(module), module.__dict__
     if source is None:
         return not any(space.get(name) for name in HOOKS) and not any(table for _, table in GLOBAL_HOOKS)
-    if space.get("_compiled_call_impl") is not None or "forward" in space or any(space.get(name) for name in HOOKS):
+    if (
+        space.get("_compiled_call_impl") is not None
+        or "forward" in space
+        or any(space.get(name) for name in HOOKS)
+    ):
         return False
     if id(module) in m.world.instance or id(space) in m.world.shadow_of:
         return False
@@ -400,14 +443,27 @@ def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: A
             return result
     m.world.touch(owner)
     if isinstance(owner, type):
-        return native(m, function, args, kwargs, known=purity.native_base(owner) or purity.native_class(owner), what=owner)
-    outside = m.source(owner) is not None and id(owner) not in m.world.shadows and id(owner) not in m.world.frozen
+        return native(
+            m,
+            function,
+            args,
+            kwargs,
+            known=purity.native_base(owner) or purity.native_class(owner),
+            what=owner,
+        )
+    outside = (
+        m.source(owner) is not None and id(owner) not in m.world.shadows and id(owner) not in m.world.frozen
+    )
     if outside and not isinstance(owner, purity.VALUES):
         raise unknown(function)
-    return native(m, function, args, kwargs, known=not outside or isinstance(owner, purity.VALUES), what=function)
+    return native(
+        m, function, args, kwargs, known=not outside or isinstance(owner, purity.VALUES), what=function
+    )
 
 
-METHODS: dict[tuple[type, str], Callable[..., Any]] = {}  # native methods with a treatment of their own; MISSING: go on
+METHODS: dict[
+    tuple[type, str], Callable[..., Any]
+] = {}  # native methods with a treatment of their own; MISSING: go on
 
 
 def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -419,7 +475,9 @@ def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode:
     handler = HANDLERS.get(id(function))
     if handler is not None:
         return handler(m, args, kwargs)
-    return call_native_method(m, functools.partial(function, args[0]), args[0], function.__name__, args[1:], kwargs)
+    return call_native_method(
+        m, functools.partial(function, args[0]), args[0], function.__name__, args[1:], kwargs
+    )
 
 
 def call_method_wrapper(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -436,15 +494,25 @@ def call_method_wrapper(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     return call_native_method(m, function, owner, name, args, kwargs)
 
 
-def native(m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = True, what: Any = None) -> Any:
+def native(
+    m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = True, what: Any = None
+) -> Any:
     """Run native code now, on real objects and fake tensors; Python callbacks come back to the interpreter."""
     if not known:
         raise unknown(what or function)
     world = m.world
     for value in (*args, *kwargs.values()):
         (world.touch_deep if purity.reads_deeply(function) else world.touch)(value)
-        if hasattr(type(value), "__next__") and world.source(value) is not None and id(value) not in world.streams:
-            raise Break("foreign-iterator", f"{world.source(value)} is a {type(value).__name__} made outside", "iterate over a list")
+        if (
+            hasattr(type(value), "__next__")
+            and world.source(value) is not None
+            and id(value) not in world.streams
+        ):
+            raise Break(
+                "foreign-iterator",
+                f"{world.source(value)} is a {type(value).__name__} made outside",
+                "iterate over a list",
+            )
     if any(type(value) in CALLABLE for value in (*args, *kwargs.values())) and purity.calls_back(function):
         args = tuple(callback(m, value) for value in args)
         kwargs = {name: callback(m, value) for name, value in kwargs.items()}
@@ -471,7 +539,11 @@ def callback(m: Machine, value: Any) -> Any:
 
 
 def unknown(function: Any) -> Break:
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or type(function).__name__
+    name = (
+        getattr(function, "__qualname__", None)
+        or getattr(function, "__name__", None)
+        or type(function).__name__
+    )
     module = getattr(function, "__module__", None) or type(function).__module__
     return Break("native-call", f"{module}.{name} is native code that is not known to be free of side effects",
                  "move the call out of the compiled function, or mark a wrapper with kiln.allow_in_graph")  # fmt: skip

@@ -20,7 +20,16 @@ from kiln.ops.fake import FakeTensor
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
-ATOMS = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, range, *CONSTANTS)
+ATOMS = (
+    type,
+    enum.Enum,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    property,
+    range,
+    *CONSTANTS,
+)
 CONTAINERS = (list, dict, set, frozenset, tuple, collections.deque, collections.OrderedDict, collections.defaultdict,
               collections.Counter)  # fmt: skip
 #: Methods by which a class takes part in its own copying.
@@ -64,7 +73,12 @@ def deep_copy(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
         if isinstance(hook, types.FunctionType):
             made = call(m, hook, (value, memo), {})
         else:
-            made = instance(m, value, lambda item: deep_copy(m, item, memo), lambda made: memo.__setitem__(id(value), made))
+            made = instance(
+                m,
+                value,
+                lambda item: deep_copy(m, item, memo),
+                lambda made: memo.__setitem__(id(value), made),
+            )
     memo[id(value)] = made
     return made
 
@@ -87,11 +101,15 @@ def container(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-def instance(m: Machine, value: Any, part: Callable[[Any], Any], known: Callable[[Any], Any] = lambda made: None) -> Any:
+def instance(
+    m: Machine, value: Any, part: Callable[[Any], Any], known: Callable[[Any], Any] = lambda made: None
+) -> Any:
     """A copy of a plain object: its class is not asked, its attributes are copied one by one."""
     cls = type(value)
     natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
-    if natives != [object] or any(attributes.mro_lookup(cls, name) is not attributes.mro_lookup(object, name) for name in HOOKS):
+    if natives != [object] or any(
+        attributes.mro_lookup(cls, name) is not attributes.mro_lookup(object, name) for name in HOOKS
+    ):
         return refused(value)
     made = m.native(runtime.make_object, cls)
     known(made)

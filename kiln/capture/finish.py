@@ -130,11 +130,21 @@ class Finisher:
                 if value is MISSING:
                     calls.append((runtime.delete_attribute, (overlay.owner, name)))
                 else:
-                    calls.append((setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute, (overlay.owner, name, value)))
+                    calls.append(
+                        (
+                            setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute,
+                            (overlay.owner, name, value),
+                        )
+                    )
         for overlay in list(world.spaces.values()):
             for name, value in overlay.writes.items():
                 function = runtime.delete_item if value is MISSING else dict.__setitem__
-                calls.append((function, (Raw(overlay.owner), name) if value is MISSING else (Raw(overlay.owner), name, value)))
+                calls.append(
+                    (
+                        function,
+                        (Raw(overlay.owner), name) if value is MISSING else (Raw(overlay.owner), name, value),
+                    )
+                )
         for overlay in list(world.cells.values()):
             value = overlay.writes["cell_contents"]
             if value is MISSING:
@@ -170,7 +180,9 @@ class Finisher:
             captured.run = runtime.drive(captured.run)
         return captured
 
-    def continuation(self, frames: list[Frame], k: int) -> tuple[types.FunctionType, Callable[[Rebuilder], int]]:
+    def continuation(
+        self, frames: list[Frame], k: int
+    ) -> tuple[types.FunctionType, Callable[[Rebuilder], int]]:
         """The function that goes on with frame k (and those it called), and what pushes its arguments."""
         frame, last = frames[k], k == len(frames) - 1
         instruction = frame.code.instructions[frame.index]
@@ -178,12 +190,16 @@ class Finisher:
         if last:
             kept = frame.before
             replace, inner = None, None
-            falls = None if instruction.op in versions.TERMINATORS and not is_jump(instruction.op) else self.epilogue(frame, instruction, False)
+            falls = (
+                None
+                if instruction.op in versions.TERMINATORS and not is_jump(instruction.op)
+                else self.epilogue(frame, instruction, False)
+            )
             jumps = self.epilogue(frame, instruction, True) if is_jump(instruction.op) else None
             epilogues: tuple[Epilogue | None, ...] = (falls, jumps)
         else:
             pops = operands(instruction)
-            kept = frame.before[:len(frame.before) - pops]
+            kept = frame.before[: len(frame.before) - pops]
             callee = frames[k + 1]
             function, inner = self.continuation(frames, k + 1)
             replace = Replace(runtime.drive(function) if loops(function) else function, callee.mode)
@@ -242,7 +258,9 @@ class Finisher:
 
 def loops(target: types.FunctionType) -> bool:
     """Whether a continuation leaves a call to a driver."""
-    return any(type(const) is functools.partial and const.func is runtime.Tail for const in target.__code__.co_consts)
+    return any(
+        type(const) is functools.partial and const.func is runtime.Tail for const in target.__code__.co_consts
+    )
 
 
 class Emission:
@@ -278,12 +296,18 @@ class Silent:
         return lambda *args: None
 
 
-QUIET = frozenset({"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled"})  # no Python code to capture
+QUIET = frozenset(
+    {"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled"}
+)  # no Python code to capture
 MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 #: Calls that do nothing but flip switches which residual code sets anyway.
 SWITCHED = frozenset({torch._C._set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
                       torch.set_autocast_cache_enabled})  # fmt: skip
-EFFECTS = frozenset({write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled})
+EFFECTS = frozenset(
+    {write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled}
+)
+
+
 def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:
     """The shape of the stack after an instruction; None when Python must go on alone."""
     shape = slots(before)
@@ -292,9 +316,9 @@ def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot
         return None
     net = stack_effect(instruction.op, instruction.arg, jump)
     if jump:
-        return shape[:len(shape) + net] if net <= 0 else None
+        return shape[: len(shape) + net] if net <= 0 else None
     taken = count - net
-    return (*shape[:len(shape) - taken], *[VALUE] * count)
+    return (*shape[: len(shape) - taken], *[VALUE] * count)
 
 
 def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -70,12 +70,16 @@ class Frame:
     __slots__ = ("before", "cells", "code", "function", "globals", "handled", "index", "kwnames",
                  "lazy", "locals", "mode", "payload", "stack", "step", "unread")  # fmt: skip
 
-    def __init__(self, function: types.FunctionType, values: dict[str, Any], cells: dict[str, types.CellType]) -> None:
+    def __init__(
+        self, function: types.FunctionType, values: dict[str, Any], cells: dict[str, types.CellType]
+    ) -> None:
         self.function = function
         self.code: Code = decode(function.__code__)
         self.locals = values
         self.cells = cells
-        self.lazy: dict[str, tuple[Any, Any]] = {}  # arguments of the captured frame that nobody has read: value, source
+        self.lazy: dict[
+            str, tuple[Any, Any]
+        ] = {}  # arguments of the captured frame that nobody has read: value, source
         self.globals: dict[str, Any] = function.__globals__
         self.stack: list[Any] = []
         self.before: list[Any] = []  # the stack as it was when the current instruction began
@@ -84,7 +88,9 @@ class Frame:
         self.unread = False  # the stack holds values of a resumed frame that nobody has looked at
         self.kwnames: tuple[str, ...] = ()
         self.handled: list[BaseException] = []
-        self.mode = "push"  # what the caller does with the result: push, drop, object, or opaque (cannot be resumed)
+        self.mode = (
+            "push"  # what the caller does with the result: push, drop, object, or opaque (cannot be resumed)
+        )
         self.payload: Any = None  # for mode "object": what the caller pushes instead
 
     def place(self) -> Place:

@@ -16,7 +16,9 @@ class _Refused:
     """A special method that breaks the graph; no function, so that nobody interprets or binds it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise Break("identity", "id() gives an address that differs from call to call", "compare objects with `is`")
+        raise Break(
+            "identity", "id() gives an address that differs from call to call", "compare objects with `is`"
+        )
 
 
 class Address(int):
@@ -31,7 +33,7 @@ class Address(int):
         return self
 
 
-for _name in ("add sub mul floordiv truediv mod divmod pow lshift rshift and or xor".split()):
+for _name in "add sub mul floordiv truediv mod divmod pow lshift rshift and or xor".split():
     setattr(Address, f"__{_name}__", _Refused())
     setattr(Address, f"__r{_name}__", _Refused())
 for _name in "lt le gt ge neg pos abs invert index int float complex round trunc str repr format".split():

@@ -6,8 +6,8 @@ import collections
 import functools
 import logging
 import operator
-import traceback
 import random
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from kiln.base.errors import Break
@@ -86,8 +86,14 @@ CALLERS[type(functools.cmp_to_key(lambda a, b: 0))] = call_key
 @handles(random.Random)
 def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A generator that is made here from a seed gives the same numbers in every call."""
-    if not all(type(value) in (int, float, str, bytes) for value in (*args, *kwargs.values())) or not (args or kwargs):
-        raise Break("random-state", "a random generator is seeded by the clock", "seed it with a constant, or pass it in")
+    if not all(type(value) in (int, float, str, bytes) for value in (*args, *kwargs.values())) or not (
+        args or kwargs
+    ):
+        raise Break(
+            "random-state",
+            "a random generator is seeded by the clock",
+            "seed it with a constant, or pass it in",
+        )
     return m.native(random.Random, *args, **kwargs)
 
 

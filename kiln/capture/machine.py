@@ -12,7 +12,16 @@ from torch.utils._device import _device_constructors
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
-from kiln.capture import attributes, builtin_calls, calls, copies, library_calls, operators, purity, torch_calls
+from kiln.capture import (
+    attributes,
+    builtin_calls,
+    calls,
+    copies,
+    library_calls,
+    operators,
+    purity,
+    torch_calls,
+)
 from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
@@ -28,7 +37,9 @@ CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
 class Machine:
     """One capture: a stack of frames, the recorder of torch calls and the knowledge of the outside world."""
 
-    def __init__(self, recorder: Recorder, world: World, stop_at: int = -1, stop_reason: Break | None = None) -> None:
+    def __init__(
+        self, recorder: Recorder, world: World, stop_at: int = -1, stop_reason: Break | None = None
+    ) -> None:
         self.recorder, self.world = recorder, world
         self.frames: list[Frame] = []
         self.step = 0
@@ -40,7 +51,9 @@ class Machine:
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
-        self.advanced: tuple[Any, int] | None = None  # the first iterator from outside that was moved on, and the step
+        self.advanced: tuple[Any, int] | None = (
+            None  # the first iterator from outside that was moved on, and the step
+        )
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
 
@@ -142,7 +155,7 @@ class Machine:
         error = raised.error
         if frame.handled and error.__context__ is None and error is not frame.handled[-1]:
             error.__context__ = frame.handled[-1]
-        del frame.stack[handler.depth:]
+        del frame.stack[handler.depth :]
         if handler.lasti:
             frame.stack.append(LAST_INSTRUCTION)
         frame.stack.append(error)
@@ -161,7 +174,13 @@ class Machine:
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, function: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None, mode: str = "opaque") -> Any:
+    def call(
+        self,
+        function: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        mode: str = "opaque",
+    ) -> Any:
         """Call anything as the program would; `mode` says how the calling instruction uses the result."""
         return calls.call(self, function, args, kwargs or {}, mode)
 
@@ -177,7 +196,9 @@ class Machine:
         if flags & CO_GENERATOR:
             return Generator(self, frame)
         if flags & (CO_COROUTINE | CO_ASYNC_GENERATOR):
-            raise Break("coroutine", f"{function.__qualname__} is a coroutine", "await outside the compiled function")
+            raise Break(
+                "coroutine", f"{function.__qualname__} is a coroutine", "await outside the compiled function"
+            )
         return self.run(frame)
 
     def enter(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
@@ -187,7 +208,9 @@ class Machine:
         source = self.world.source(function)
         if source is not None:
             self.world.guard(FunctionState(source, code, function.__defaults__, function.__kwdefaults__))
-        cells = dict(zip(code.co_freevars, self.world.closure(function), strict=True)) if code.co_freevars else {}
+        cells = (
+            dict(zip(code.co_freevars, self.world.closure(function), strict=True)) if code.co_freevars else {}
+        )
         return Frame(function, values, cells)
 
     def native(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +276,11 @@ class Machine:
         world = self.world
         kind = type(value)
         if kind is FakeTensor:
-            return iter(self.torch_call(torch.Tensor.unbind, (value, 0), {})) if value.dim() else self.native(iter, value)
+            return (
+                iter(self.torch_call(torch.Tensor.unbind, (value, 0), {}))
+                if value.dim()
+                else self.native(iter, value)
+            )
         if kind.__module__ in purity.OWN_MODULES:
             return value
         method = attributes.type_lookup(self, kind, "__iter__")
@@ -262,7 +289,9 @@ class Machine:
             if not hasattr(type(made), "__next__"):
                 raise UserError(TypeError(f"iter() returned non-iterator of type '{type(made).__name__}'"))
             return made
-        if method is None and isinstance(attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType):
+        if method is None and isinstance(
+            attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType
+        ):
             return Indexed(self, value)
         if method is None and attributes.type_lookup(self, kind, "__getitem__") is None:
             return self.native(iter, value)
@@ -270,7 +299,9 @@ class Machine:
         if id(value) in world.streams:
             return value
         if source is not None and id(value) not in world.shadows and not isinstance(value, SAFE_ITERABLES):
-            raise Break("foreign-iterator", f"{source} is a {kind.__name__} made outside", "iterate over a list")
+            raise Break(
+                "foreign-iterator", f"{source} is a {kind.__name__} made outside", "iterate over a list"
+            )
         world.touch(value)
         return self.native(iter, value)
 
@@ -289,7 +320,9 @@ class Machine:
             if stream is not None and self.advanced is None:
                 self.advanced = (stream, self.safe_step())
             if self.world.source(iterator) is not None and stream is None:
-                raise Break("foreign-iterator", f"a {kind.__name__} made outside is advanced", "iterate over a list")
+                raise Break(
+                    "foreign-iterator", f"a {kind.__name__} made outside is advanced", "iterate over a list"
+                )
             with self.recorder.mode():
                 value = self.native(next, iterator)
         except UserError as e:
@@ -316,7 +349,17 @@ class Machine:
         return self.world.source(value)
 
 
-SAFE_ITERABLES = (str, bytes, range, tuple, frozenset, torch.Size, type, types.MappingProxyType, *purity.DICT_VIEWS)
+SAFE_ITERABLES = (
+    str,
+    bytes,
+    range,
+    tuple,
+    frozenset,
+    torch.Size,
+    type,
+    types.MappingProxyType,
+    *purity.DICT_VIEWS,
+)
 
 
 def clean(error: BaseException) -> BaseException:

@@ -15,7 +15,12 @@ from kiln import _hook
 from kiln.base import marks
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, sysconfig.get_paths()["stdlib"] + os.sep, "<")
+FOREIGN = (
+    HERE,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    "<",
+)
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
 current = threading.local()  # .family: whose options frames are captured with
 
@@ -41,7 +46,11 @@ def ours(function: types.FunctionType) -> bool:
     name = code.co_filename
     if code.co_name.startswith("<") and code.co_name != "<lambda>" or marks.of(function):
         return False
-    return not name.startswith(FOREIGN) or any(part in name for part in PACKAGES) and not name.startswith(FOREIGN[:2])
+    return (
+        not name.startswith(FOREIGN)
+        or any(part in name for part in PACKAGES)
+        and not name.startswith(FOREIGN[:2])
+    )
 
 
 def in_python(target: Callable[..., Any], family: Any) -> Callable[..., Any]:
@@ -127,7 +136,7 @@ def unbound(function: types.FunctionType, argv: tuple[Any, ...]) -> tuple[tuple[
     """Positional and keyword arguments that bind to these argument slots."""
     code = function.__code__
     at, kwonly = code.co_argcount, code.co_kwonlyargcount
-    named = dict(zip(code.co_varnames[at:at + kwonly], argv[at:at + kwonly], strict=True))
-    rest = list(argv[at + kwonly:])
+    named = dict(zip(code.co_varnames[at : at + kwonly], argv[at : at + kwonly], strict=True))
+    rest = list(argv[at + kwonly :])
     extra = rest.pop(0) if code.co_flags & 4 else ()
     return (*argv[:at], *extra), {**named, **(rest.pop(0) if code.co_flags & 8 else {})}

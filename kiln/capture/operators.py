@@ -103,7 +103,12 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
 def tensor_binary(m: Machine, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
     """An operator with a tensor operand; the other one may be a user's object that takes over."""
     for value in (a, b):
-        if type(value) is not FakeTensor and type(value) not in PLAIN and m.source(value) is not None and id(value) not in m.world.shadows:
+        if (
+            type(value) is not FakeTensor
+            and type(value) not in PLAIN
+            and m.source(value) is not None
+            and id(value) not in m.world.shadows
+        ):
             if type(value).__module__ == "numpy" or not isinstance(value, (list, tuple)):
                 method = next((python_method(m, value, f"__{p}{n}__") for p in ("r", "") for n in DUNDER.values()
                                if BINARY.get({v: k for k, v in DUNDER.items()}[n]) is function
@@ -129,11 +134,20 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
         return m.native(COMPARE[sign], a, b)
     if ta is FakeTensor or tb is FakeTensor:
         if a is None or b is None or isinstance(a, str) or isinstance(b, str):
-            return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b) if sign not in ("==", "!=") else sign == "!="
+            return (
+                m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
+                if sign not in ("==", "!=")
+                else sign == "!="
+            )
         return m.torch_call(COMPARE[sign], (a, b), {})
     name, reflected = COMPARE_DUNDER[sign]
     left, right = python_method(m, a, name), python_method(m, b, reflected)
-    if sign == "!=" and left is None and python_method(m, a, "__eq__") is not None and plain(type(a), "__ne__"):
+    if (
+        sign == "!="
+        and left is None
+        and python_method(m, a, "__eq__") is not None
+        and plain(type(a), "__ne__")
+    ):
         result = compare(m, "==", a, b)
         return result if result is NotImplemented else not m.truth(result)
     if left is None and right is None:
@@ -150,7 +164,9 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
                 return result
     if sign in ("==", "!="):
         return m.same(a, b) == (sign == "==")
-    raise UserError(TypeError(f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'"))
+    raise UserError(
+        TypeError(f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'")
+    )
 
 
 def plain(cls: type, name: str) -> bool:
@@ -197,16 +213,30 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     if isinstance(container, type):
         if isinstance(attributes.type_lookup(m, kind, "__getitem__"), types.FunctionType):
             return m.native(operator.getitem, container, key)
-        hook = attributes.load(m, container, "__class_getitem__") if hasattr(container, "__class_getitem__") else None
-        if isinstance(hook, types.MethodType) and not container.__module__.startswith(("typing", "collections", "torch")):
+        hook = (
+            attributes.load(m, container, "__class_getitem__")
+            if hasattr(container, "__class_getitem__")
+            else None
+        )
+        if isinstance(hook, types.MethodType) and not container.__module__.startswith(
+            ("typing", "collections", "torch")
+        ):
             return m.call(hook, (key,))
         return m.native(operator.getitem, container, key)
     if type(key) is FakeTensor and isinstance(container, (list, tuple, str, range)):
         if constant_of(key) is not None:
             return getitem(m, container, m.native(operator.index, constant_of(key)), mode)
-        raise Break("data-dependent", "a tensor is used as an index of a Python sequence", "index a tensor, or keep the index an int")
+        raise Break(
+            "data-dependent",
+            "a tensor is used as an index of a Python sequence",
+            "index a tensor, or keep the index an int",
+        )
     m.world.touch(container)
-    if isinstance(container, collections.defaultdict) and not dict.__contains__(container, key) and container.default_factory is not None:
+    if (
+        isinstance(container, collections.defaultdict)
+        and not dict.__contains__(container, key)
+        and container.default_factory is not None
+    ):
         value = m.call(container.default_factory, ())
         dict.__setitem__(container, key, value)
         return value
@@ -214,7 +244,11 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     if missing is not None and not dict.__contains__(container, key):
         return m.inline(missing, (container, key), {}, mode)
     if opaque(m, container):
-        raise Break("foreign-object", f"an item of {m.source(container)}, a {kind.__name__}, is read", "use a list, dict or tensor")
+        raise Break(
+            "foreign-object",
+            f"an item of {m.source(container)}, a {kind.__name__}, is read",
+            "use a list, dict or tensor",
+        )
     return m.view(m.native(operator.getitem, container, key))
 
 
@@ -240,7 +274,9 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         return
     m.world.touch(container)
     if opaque(m, container):
-        raise Break("foreign-object", f"an item of {m.source(container)} is written", "use a list, dict or tensor")
+        raise Break(
+            "foreign-object", f"an item of {m.source(container)} is written", "use a list, dict or tensor"
+        )
     m.native(operator.setitem, container, key, value)
 
 
@@ -254,7 +290,9 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
         return
     m.world.touch(container)
     if opaque(m, container):
-        raise Break("foreign-object", f"an item of {m.source(container)} is deleted", "use a list, dict or tensor")
+        raise Break(
+            "foreign-object", f"an item of {m.source(container)} is deleted", "use a list, dict or tensor"
+        )
     m.native(operator.delitem, container, key)
 
 
@@ -273,7 +311,9 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
             iterator = m.iterate(container)
         except UserError as e:
             if isinstance(e.error, TypeError):
-                raise UserError(TypeError(f"argument of type '{type(container).__name__}' is not iterable")) from None
+                raise UserError(
+                    TypeError(f"argument of type '{type(container).__name__}' is not iterable")
+                ) from None
             raise
         while (item := m.next(iterator)) is not MISSING:
             if m.same(item, value) or m.truth(compare(m, "==", item, value)):
@@ -283,7 +323,9 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
     if isinstance(container, (list, tuple)) and python_method(m, value, "__eq__") is not None:
         return any(m.same(item, value) or m.truth(compare(m, "==", item, value)) for item in container)
     if opaque(m, container):
-        raise Break("foreign-object", f"membership in {m.source(container)} is asked", "use a list, dict or set")
+        raise Break(
+            "foreign-object", f"membership in {m.source(container)} is asked", "use a list, dict or set"
+        )
     if isinstance(container, (list, tuple)):
         return any(m.same(item, value) or m.truth(compare(m, "==", item, value)) for item in container)
     return bool(m.native(operator.contains, container, value))

@@ -49,7 +49,9 @@ DROPPED_MODULES = frozenset({"logging", "warnings"})
 
 
 #: Function transforms: they switch torch's dispatch while they run their function.
-TRANSFORMS = frozenset({"torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap"})
+TRANSFORMS = frozenset(
+    {"torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap"}
+)
 
 
 @functools.cache
@@ -65,7 +67,16 @@ def python_policy_of(module: str, name: str) -> str:
         return "break"
     if root == "numpy" and not module.startswith(("numpy.random", "numpy.testing")):
         return "array"
-    if module in BREAK_MODULES or root in ("numpy", "random", "pickle", "subprocess", "socket", "threading", "asyncio", "multiprocessing"):
+    if module in BREAK_MODULES or root in (
+        "numpy",
+        "random",
+        "pickle",
+        "subprocess",
+        "socket",
+        "threading",
+        "asyncio",
+        "multiprocessing",
+    ):
         return "break"
     if root in DROPPED_MODULES:
         return "dropped"
@@ -75,25 +86,42 @@ def python_policy_of(module: str, name: str) -> str:
 def python_policy(function: types.FunctionType) -> str:
     """How a call of a Python function is captured: inline, leaf (one node), native (run now) or break."""
     module = function.__globals__.get("__name__") or ""
-    if module in TRANSFORMS and (module != "torch._functorch.apis" or "<locals>" in function.__code__.co_qualname):
+    if module in TRANSFORMS and (
+        module != "torch._functorch.apis" or "<locals>" in function.__code__.co_qualname
+    ):
         return "break"
     return python_policy_of(function.__globals__.get("__name__") or "", function.__name__)
 
 
-PURE_BUILTINS = frozenset("""
+PURE_BUILTINS = frozenset(
+    """
     abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format frozenset
     getattr hasattr hash hex id int isinstance issubclass iter len list map max memoryview min next object oct ord pow
     range repr reversed round set slice sorted str sum tuple type zip __build_class__
-""".split())
+""".split()
+)
 PURE_MODULES = frozenset({"math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
                           "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json"})  # fmt: skip
-PURE_NATIVES = frozenset({str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.getcwd, os.cpu_count, operator.index})
+PURE_NATIVES = frozenset(
+    {str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.getcwd, os.cpu_count, operator.index}
+)
 
 TORCH_NODES: set[int] = set()
-for _space in (torch, torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C._linalg, torch._C._special, torch._VF, torch.ops):
+for _space in (
+    torch,
+    torch._C._VariableFunctions,
+    torch._C._nn,
+    torch._C._fft,
+    torch._C._linalg,
+    torch._C._special,
+    torch._VF,
+    torch.ops,
+):
     for _name in dir(_space):
         _value = getattr(_space, _name, None)
-        if isinstance(_value, types.BuiltinFunctionType) and not _name.startswith(("_set_", "_is_", "_get_", "is_grad", "set_")):
+        if isinstance(_value, types.BuiltinFunctionType) and not _name.startswith(
+            ("_set_", "_is_", "_get_", "is_grad", "set_")
+        ):
             TORCH_NODES.add(id(_value))
 
 STATE_READS = frozenset("""
@@ -167,12 +195,24 @@ VALUES = (str, bytes, int, float, complex, bool, type(None), tuple, frozenset, r
           torch.Size, torch.device, type, types.MappingProxyType, decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta,
           enum.Enum, operator.attrgetter, operator.itemgetter, operator.methodcaller, types.GenericAlias, types.UnionType,
           types.FunctionType, types.CodeType, torch.finfo, torch.iinfo, *DICT_VIEWS)  # fmt: skip
-CALL_BACK = frozenset({map, filter, sorted, min, max, functools.reduce, *(v for v in vars(itertools).values() if isinstance(v, type))})
+CALL_BACK = frozenset(
+    {
+        map,
+        filter,
+        sorted,
+        min,
+        max,
+        functools.reduce,
+        *(v for v in vars(itertools).values() if isinstance(v, type)),
+    }
+)
 
 
 def native_class(cls: type) -> bool:
     """Whether instances are made natively, without side effects."""
-    return cls in NATIVE_CLASSES or cls.__module__ in ("itertools", "typing") or isinstance(cls, enum.EnumMeta)
+    return (
+        cls in NATIVE_CLASSES or cls.__module__ in ("itertools", "typing") or isinstance(cls, enum.EnumMeta)
+    )
 
 
 def leaf_class(cls: type) -> bool:
@@ -189,36 +229,65 @@ def native_base(cls: type) -> bool:
 NATIVE_BASES = NATIVE_CLASSES | {object, int, float, str, math.__class__, torch._C._FunctionBase}
 
 
-DUNDERS = tuple(f"__{name}__" for name in """
+DUNDERS = tuple(
+    f"__{name}__"
+    for name in """
     eq ne lt le gt ge hash bool len iter next getitem contains call index int float str repr format add radd sub rsub mul rmul
     neg abs enter exit missing reversed
-""".split())
+""".split()
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def has_dunders(cls: Any) -> bool:
     """Whether native code that meets an instance may run Python code of its class."""
-    if not cls.__flags__ & 1 << 9 or cls.__module__.partition(".")[0] in ("torch", "kiln", "collections", "enum"):
+    if not cls.__flags__ & 1 << 9 or cls.__module__.partition(".")[0] in (
+        "torch",
+        "kiln",
+        "collections",
+        "enum",
+    ):
         return False
-    return any(isinstance(vars(base).get(name), types.FunctionType) for base in cls.__mro__ for name in DUNDERS)
+    return any(
+        isinstance(vars(base).get(name), types.FunctionType) for base in cls.__mro__ for name in DUNDERS
+    )
 
 
-SHALLOW = frozenset("""
+SHALLOW = frozenset(
+    """
     append insert extend setdefault update add pop popitem get popleft appendleft __setitem__ __getitem__ items keys values copy
     clear list tuple dict zip enumerate len isinstance issubclass iter next map filter reversed OrderedDict deque defaultdict partial
     callable type id set frozenset extendleft rotate move_to_end __len__ __iter__ __init__ __new__ reverse discard fromkeys
-""".split())
+""".split()
+)
 
 
 def reads_deeply(function: Any) -> bool:
     """Whether native code may read what the containers among its arguments hold, below the first level."""
     function = function.func if isinstance(function, functools.partial) else function
-    return getattr(function, "__name__", "") not in SHALLOW and getattr(function, "__module__", "") != "itertools"
+    return (
+        getattr(function, "__name__", "") not in SHALLOW
+        and getattr(function, "__module__", "") != "itertools"
+    )
 
 
 def calls_back(function: Any) -> bool:
     """Whether native code may call the Python functions it is given."""
-    return function in CALL_BACK or getattr(function, "__name__", "") in ("sort", "reduce", "sub", "subn", "accumulate")
+    return function in CALL_BACK or getattr(function, "__name__", "") in (
+        "sort",
+        "reduce",
+        "sub",
+        "subn",
+        "accumulate",
+    )
 
 
-__all__ = ["VALUES", "builtin_policy", "calls_back", "leaf_class", "native_base", "native_class", "python_policy"]
+__all__ = [
+    "VALUES",
+    "builtin_policy",
+    "calls_back",
+    "leaf_class",
+    "native_base",
+    "native_class",
+    "python_policy",
+]

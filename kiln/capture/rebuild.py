@@ -15,7 +15,18 @@ from typing import Any
 import torch
 
 from kiln import _hook
-from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, Derived, DictAttr, Global, Item, Source
+from kiln.base.source import (
+    Arg,
+    Attr,
+    CellContents,
+    ClosureCell,
+    Const,
+    Derived,
+    DictAttr,
+    Global,
+    Item,
+    Source,
+)
 from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.live import live
 from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Slot, suspended_code
@@ -46,7 +57,9 @@ class Unbuildable(Exception):
 class Rebuilder:
     """Emits code that pushes values; each object is made once, so identities between them are kept."""
 
-    def __init__(self, world: World, emitter: Emitter, steps: dict[int, int], dry: Rebuilder | None = None) -> None:
+    def __init__(
+        self, world: World, emitter: Emitter, steps: dict[int, int], dry: Rebuilder | None = None
+    ) -> None:
         self.world, self.e, self.steps = world, emitter, steps
         self.uses: collections.Counter[int] = collections.Counter()
         self.counted = None if dry is None else dry.uses
@@ -163,7 +176,11 @@ class Rebuilder:
             case Arg():
                 e.load(source.name)
             case Const():
-                if type(source.value) is types.FunctionType and self.world.made_cells and self.closes_over_tensor(source.value):
+                if (
+                    type(source.value) is types.FunctionType
+                    and self.world.made_cells
+                    and self.closes_over_tensor(source.value)
+                ):
                     raise Unbuildable(source.value)
                 e.const(source.value)
             case Attr():
@@ -382,7 +399,9 @@ class Rebuilder:
         if value.__cause__ is not None or value.__context__ is not None or value.__suppress_context__:
             self.e.copy(1)
             self.name(value)
-            self.call(runtime.chain_error, value, value.__cause__, value.__context__, value.__suppress_context__)
+            self.call(
+                runtime.chain_error, value, value.__cause__, value.__context__, value.__suppress_context__
+            )
             self.e.pop()
 
     def handled(self, value: Handled) -> None:
@@ -431,7 +450,9 @@ def slots(values: list[Any]) -> tuple[Slot, ...]:
     return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
 
 
-INTROSPECTIVE = frozenset({"eval", "exec", "locals", "vars", "dir"})  # functions that look at the frame's variables
+INTROSPECTIVE = frozenset(
+    {"eval", "exec", "locals", "vars", "dir"}
+)  # functions that look at the frame's variables
 
 
 def bound(frame: Frame, index: int) -> tuple[str, ...]:
@@ -477,7 +498,9 @@ class Call:
 
 
 VIEWS: dict[type, str] = {
-    type(getattr(kind(), name)()): name for kind in (dict, collections.OrderedDict) for name in ("keys", "values", "items")
+    type(getattr(kind(), name)()): name
+    for kind in (dict, collections.OrderedDict)
+    for name in ("keys", "values", "items")
 }
 SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {  # how to make an empty one, how to fill it
     list: (lambda v: (), runtime.fill_list), dict: (lambda v: (), runtime.fill_dict),
@@ -502,7 +525,10 @@ MAKERS: dict[type, Maker] = {
 }  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
-    ((type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
+    (
+        (type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType),
+        Rebuilder.constant,
+    ),
     (tuple, Rebuilder.named_tuple),
     (frozenset, Rebuilder.frozen_set),
     ((str, int, float, bytes, complex), Rebuilder.constant),

@@ -45,7 +45,19 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     for _ in range(ATTEMPTS):
         try:
             with depth.deep() as room:
-                return attempt(function, argv, compiler, resume, cache, fullgraph, unstable, stop, reason, in_python, room)
+                return attempt(
+                    function,
+                    argv,
+                    compiler,
+                    resume,
+                    cache,
+                    fullgraph,
+                    unstable,
+                    stop,
+                    reason,
+                    in_python,
+                    room,
+                )
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason)) from None
@@ -64,9 +76,15 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
     world.guard(GlobalState.now())
-    cells = dict(zip(function.__code__.co_freevars, world.closure(function), strict=True)) if function.__closure__ else {}
+    cells = (
+        dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
+        if function.__closure__
+        else {}
+    )
     frame = Frame(function, {}, cells)
-    frame.lazy = {name: (value, Arg(i, name)) for i, (name, value) in enumerate(zip(names, argv, strict=True))}
+    frame.lazy = {
+        name: (value, Arg(i, name)) for i, (name, value) in enumerate(zip(names, argv, strict=True))
+    }
     before = state.snapshot()
     modes = torch._C._len_torch_function_stack()
     try:
@@ -83,8 +101,17 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                 if len(frames) <= 1:
                     raise Skip(str(e)) from None
                 raise Restart(frames[0].step, e) from None
-            if not fullgraph and stop < 0 and machine.advanced is not None and not exhausted(machine.advanced[0].copy):
-                again = Break("foreign-iterator", "the loop breaks again in its next turn", "move the break out of the loop")
+            if (
+                not fullgraph
+                and stop < 0
+                and machine.advanced is not None
+                and not exhausted(machine.advanced[0].copy)
+            ):
+                again = Break(
+                    "foreign-iterator",
+                    "the loop breaks again in its next turn",
+                    "move the break out of the loop",
+                )
                 raise Restart(machine.advanced[1], again) from None
             if fullgraph and e.kind != "raises":
                 raise
@@ -97,10 +124,14 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         while torch._C._len_torch_function_stack() > modes:
             torch._C._pop_torch_function_stack()
         try:
-            captured = finisher.returned(value) if ended is None else finisher.broken(machine.broken or [], ended)
+            captured = (
+                finisher.returned(value) if ended is None else finisher.broken(machine.broken or [], ended)
+            )
         except Unbuildable as e:
             text = e.text if ended is None else f"{e.text} after the break at {ended.at}: {ended.why}"
-            raise Restart(e.step, Break("rebuild", text, "keep such objects out of what lives across the break")) from None
+            raise Restart(
+                e.step, Break("rebuild", text, "keep such objects out of what lives across the break")
+            ) from None
         world.finish_guards()
         captured.guards = world.guards
     finally:

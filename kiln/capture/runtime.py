@@ -50,7 +50,9 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict
     return error
 
 
-def chain_error(error: BaseException, cause: BaseException | None, context: BaseException | None, suppress: bool) -> None:
+def chain_error(
+    error: BaseException, cause: BaseException | None, context: BaseException | None, suppress: bool
+) -> None:
     error.__cause__, error.__context__ = cause, context
     error.__suppress_context__ = suppress
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from kiln.bytecode.decode import Instruction
 from kiln.bytecode.flow import stack_effect
 
-PUSHES = {"LOAD_METHOD": None, "LOAD_SUPER_ATTR": None, "BEFORE_WITH": 2, "FOR_ITER": 1, "SEND": None, "YIELD_VALUE": None}
+PUSHES = {
+    "LOAD_METHOD": None,
+    "LOAD_SUPER_ATTR": None,
+    "BEFORE_WITH": 2,
+    "FOR_ITER": 1,
+    "SEND": None,
+    "YIELD_VALUE": None,
+}
 ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",
        "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC")  # fmt: skip
 

@@ -21,16 +21,28 @@ def _are_deterministic() -> tuple[bool, bool]:
 
 def _autocast(device: str) -> list[Switch]:
     return [
-        (functools.partial(torch.is_autocast_enabled, device), functools.partial(torch.set_autocast_enabled, device)),
-        (functools.partial(torch.get_autocast_dtype, device), functools.partial(torch.set_autocast_dtype, device)),
+        (
+            functools.partial(torch.is_autocast_enabled, device),
+            functools.partial(torch.set_autocast_enabled, device),
+        ),
+        (
+            functools.partial(torch.get_autocast_dtype, device),
+            functools.partial(torch.set_autocast_dtype, device),
+        ),
     ]
 
 
 def _attention() -> list[Switch]:
     """Which kernels attention may use."""
     names = ("flash", "math", "mem_efficient", "cudnn", "overrideable")
-    found = [(getattr(torch._C, f"_get_{name}_sdp_enabled", None), getattr(torch._C, f"_set_sdp_use_{name}", None)) for name in names]
-    order = (getattr(torch._C, "_get_sdp_priority_order", None), getattr(torch._C, "_set_sdp_priority_order", None))
+    found = [
+        (getattr(torch._C, f"_get_{name}_sdp_enabled", None), getattr(torch._C, f"_set_sdp_use_{name}", None))
+        for name in names
+    ]
+    order = (
+        getattr(torch._C, "_get_sdp_priority_order", None),
+        getattr(torch._C, "_set_sdp_priority_order", None),
+    )
     return [(read, write) for read, write in (*found, order) if read is not None and write is not None]
 
 

@@ -48,7 +48,9 @@ def read_iterator(world: World, value: Any, source: Source) -> Any:
         return world.thing(value, source)
     world.guard(TypeIs(source, type(value)))
     world.guard(Equals(Derived(source, position, "position"), tuple(state)))
-    parts = [world.touch(world.outside(a, Derived(source, PARTS[i], f"part {i}"))) for i, a in enumerate(args)]
+    parts = [
+        world.touch(world.outside(a, Derived(source, PARTS[i], f"part {i}"))) for i, a in enumerate(args)
+    ]
     copy = make(*parts)
     if state:
         copy.__setstate__(*state)

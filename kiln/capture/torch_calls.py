@@ -59,7 +59,9 @@ def is_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A parameter made here: one node."""
     if type(args[0] if args else kwargs.get("data")) is not FakeTensor:
-        raise Break("tensor-subclass", "a Parameter is made of no tensor", "make it outside the compiled function")
+        raise Break(
+            "tensor-subclass", "a Parameter is made of no tensor", "make it outside the compiled function"
+        )
     made = leaf(m, torch.nn.Parameter, args, kwargs)
     made.real_type = torch.nn.Parameter
     return made
@@ -69,7 +71,11 @@ def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What a module uses to see the gradients that pass through it: an object of the graph."""
     if id(args[0]) not in m.world.pinned:
-        raise Break("backward-hook", "backward hooks of a module that is not always the same one", "compile the module itself")
+        raise Break(
+            "backward-hook",
+            "backward hooks of a module that is not always the same one",
+            "compile the module itself",
+        )
     return m.native(m.recorder.effect, torch.utils.hooks.BackwardHook, args, kwargs)
 
 
@@ -87,7 +93,11 @@ def output_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when the function does not close over tensors of the graph."""
     if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
-        raise Break("tensor-hook", "a hook closes over tensors of the graph", "register it outside the compiled function")
+        raise Break(
+            "tensor-hook",
+            "a hook closes over tensors of the graph",
+            "register it outside the compiled function",
+        )
     handle = m.native(m.recorder.effect, runtime.watch_gradient, args)
     m.steps[id(handle)] = m.safe_step()
     return handle
@@ -105,12 +115,19 @@ def closed_over(m: Machine, function: Any) -> list[Any]:
     """The values that a function reads from its closure and its defaults, as far as they can be seen."""
     inner = getattr(function, "__func__", getattr(function, "func", function))
     cells = [m.world.read_cell(cell) for cell in getattr(inner, "__closure__", None) or ()]
-    return [getattr(function, "__self__", None), *getattr(function, "args", ()), *cells, *(getattr(inner, "__defaults__", None) or ())]
+    return [
+        getattr(function, "__self__", None),
+        *getattr(function, "args", ()),
+        *cells,
+        *(getattr(inner, "__defaults__", None) or ()),
+    ]
 
 
 @handles(torch.overrides.is_tensor_like)
 def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], torch.Tensor) or builtin_calls.has_attribute(m, (args[0], "__torch_function__"), {})
+    return isinstance(args[0], torch.Tensor) or builtin_calls.has_attribute(
+        m, (args[0], "__torch_function__"), {}
+    )
 
 
 @handles(torch.Generator)
@@ -238,7 +255,11 @@ def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     context = m.getattr(args[0], "_inference_mode_context")
     if m.source(context) is not None:
-        raise Break("foreign-context", "inference mode was entered before this graph", "enter and leave it in one function")
+        raise Break(
+            "foreign-context",
+            "inference mode was entered before this graph",
+            "enter and leave it in one function",
+        )
     m.entered.remove(context)
     m.world.entered[id(context)] = (type(None),)
     m.native(m.recorder.effect, _exit_inference_mode, (context,))
@@ -254,7 +275,11 @@ def enter_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(torch.device.__exit__)
 def exit_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if not m.devices:
-        raise Break("foreign-context", "a default device was entered before this graph", "enter and leave it in one function")
+        raise Break(
+            "foreign-context",
+            "a default device was entered before this graph",
+            "enter and leave it in one function",
+        )
     m.devices.pop()
 
 
@@ -270,9 +295,15 @@ def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.world.constant(torch.default_generator)
 
 
-@handles(torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all)
+@handles(
+    torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all
+)
 def random_state(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("random-state", "the state of the random generator is changed or read", "seed outside the compiled function")
+    raise Break(
+        "random-state",
+        "the state of the random generator is changed or read",
+        "seed outside the compiled function",
+    )
 
 
 @handles(torch.set_default_device, torch.set_default_tensor_type)
@@ -291,7 +322,9 @@ def torch_assert(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(torch.autograd.backward, torch.autograd.grad)
 def run_backward(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("backward", "gradients are computed inside the compiled function", "call backward outside of it")
+    raise Break(
+        "backward", "gradients are computed inside the compiled function", "call backward outside of it"
+    )
 
 
 @handles(torch.tensor)
@@ -316,7 +349,11 @@ for _function in (torch.as_tensor, torch.asarray):
 
 
 def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    raise Break("script", f"{type(function).__name__} is compiled by TorchScript", "compile the Python function instead")
+    raise Break(
+        "script",
+        f"{type(function).__name__} is compiled by TorchScript",
+        "compile the Python function instead",
+    )
 
 
 def call_script_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -341,7 +378,13 @@ def reads_switch(read: Any, write: Any) -> None:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = m.native(read, *args, **kwargs)
         if not m.recorder.called(write):
-            m.world.guard(Custom(Derived(Const(read), state.read_now, "now"), functools.partial(operator.eq, value), f"was {value}"))
+            m.world.guard(
+                Custom(
+                    Derived(Const(read), state.read_now, "now"),
+                    functools.partial(operator.eq, value),
+                    f"was {value}",
+                )
+            )
         return value
 
 

@@ -14,8 +14,8 @@ import decimal
 import enum
 import fractions
 import functools
-import re
 import pathlib
+import re
 import types
 import uuid
 import weakref
@@ -27,7 +27,18 @@ import torch
 
 from kiln.base import marks
 from kiln.base.errors import Break
-from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, Derived, DictAttr, Global, Item, Source
+from kiln.base.source import (
+    Arg,
+    Attr,
+    CellContents,
+    ClosureCell,
+    Const,
+    Derived,
+    DictAttr,
+    Global,
+    Item,
+    Source,
+)
 from kiln.capture import runtime
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
@@ -36,7 +47,6 @@ from kiln.check.guards import (
     Absent,
     ClassAttr,
     Contains,
-    Custom,
     Custom,
     Distinct,
     Equals,
@@ -76,9 +86,10 @@ class Shadow:
     before: Any = None  # the copy's contents when it was last known to equal the real container's
     full: bool = False  # every item has been wrapped and guarded
     items: dict[Any, Any] = field(default_factory=dict)  # items read or written one by one
-    written: set[Any] = field(default_factory=set)  # keys of a dict written before anybody asked what it holds
+    written: set[Any] = field(
+        default_factory=set
+    )  # keys of a dict written before anybody asked what it holds
     space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
-
 
     def changed(self) -> bool:
         """Whether the copy differs from the real container."""
@@ -121,7 +132,9 @@ class World:
         self.streams: dict[int, Any] = {}  # copies of iterators from outside, by id
         self.owned_streams: set[int] = set()  # those that another one advances
         self.keep: list[Any] = []
-        self.entered: dict[int, tuple[Any, ...]] = {}  # native contexts by id, and the call that enters one like it
+        self.entered: dict[
+            int, tuple[Any, ...]
+        ] = {}  # native contexts by id, and the call that enters one like it
         self.wrappers: dict[int, Any] = {}
         self.frozen: set[int] = set()  # ids of copies that stand for objects whose contents are guarded
 
@@ -238,7 +251,11 @@ class World:
                 self.guard(SameObject(known[1], source))
             return known[0]
         if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise Break("tensor-subclass", f"{source} is a {type(value).__name__}", "pass plain tensors, or disable the function")
+            raise Break(
+                "tensor-subclass",
+                f"{source} is a {type(value).__name__}",
+                "pass plain tensors, or disable the function",
+            )
         if value.layout is not torch.strided or value.is_quantized:
             raise Break("tensor-layout", f"{source} is {value.layout}", "only strided tensors are captured")
         as_attr = self.owned(source) and str(source) not in self.unstable
@@ -378,7 +395,10 @@ class World:
             for key, item in items.items():
                 wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
                 runtime.mapping_type(copy).__setitem__(copy, self.key(key, source), wrapped)
-            shadow.before = {**runtime.contents(copy), **{key: MISSING for key in shadow.written if key in items}}
+            shadow.before = {
+                **runtime.contents(copy),
+                **{key: MISSING for key in shadow.written if key in items},
+            }
             for key in shadow.items:
                 if key not in items:
                     runtime.mapping_type(copy).__setitem__(copy, key, shadow.items[key])
@@ -395,7 +415,9 @@ class World:
         if isinstance(key, torch.Tensor):
             return self.outside(key, Const(key, f"a key of {source}"))
         if isinstance(key, tuple) and any(isinstance(part, torch.Tensor) for part in nested(key)):
-            raise Break("dict-of-tensors", f"tuples of tensors are keys of {source}", "use the tensors themselves")
+            raise Break(
+                "dict-of-tensors", f"tuples of tensors are keys of {source}", "use the tensors themselves"
+            )
         return key
 
     def item(self, container: Any, key: Any) -> Any:
@@ -436,7 +458,12 @@ class World:
     def length(self, container: Any) -> int | None:
         """The length of an unfilled shadow, guarded alone."""
         shadow = self.shadows.get(id(container))
-        if shadow is None or shadow.full or shadow.written or type(shadow.real) not in (list, dict, collections.OrderedDict):
+        if (
+            shadow is None
+            or shadow.full
+            or shadow.written
+            or type(shadow.real) not in (list, dict, collections.OrderedDict)
+        ):
             return None
         self.guard(Length(shadow.source, len(shadow.real)))
         return len(shadow.real)
@@ -444,7 +471,12 @@ class World:
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""
         shadow = self.shadows.get(id(container))
-        if shadow is None or shadow.full or type(shadow.real) not in (dict, collections.OrderedDict) or type(key) not in (str, int):
+        if (
+            shadow is None
+            or shadow.full
+            or type(shadow.real) not in (dict, collections.OrderedDict)
+            or type(key) not in (str, int)
+        ):
             return None
         if key in shadow.written:
             return True
@@ -620,7 +652,9 @@ class World:
 
     def unset(self, source: Source, name: str) -> None:
         """A slot of the object at this path has no value."""
-        self.guard(Custom(source, lambda value: not hasattr(value, name), f"had no value in its slot {name!r}"))
+        self.guard(
+            Custom(source, lambda value: not hasattr(value, name), f"had no value in its slot {name!r}")
+        )
 
     def lacks(self, source: Source, name: str) -> None:
         """A dict at this path does not have the key."""
@@ -634,7 +668,9 @@ class World:
 
     def finish_guards(self) -> None:
         """Guards over several inputs at once: tensors and containers that were different objects must stay so."""
-        groups: dict[type, list[Source]] = {torch.Tensor: [source for _, source in self.tensors.values() if not rooted(source)]}
+        groups: dict[type, list[Source]] = {
+            torch.Tensor: [source for _, source in self.tensors.values() if not rooted(source)]
+        }
         changed = {type(shadow.real) for shadow in self.shadows.values() if shadow.changed()}
         changed.update(type(overlay.owner) for overlay in self.instance.values())
         for kind, source in self.things.values():
@@ -667,8 +703,14 @@ def rooted(source: Source) -> bool:
 
 def private(source: Source) -> bool:
     """Whether a path leads to what an object keeps for itself: its `__dict__`, or the tables of a module."""
-    return isinstance(source, (Attr, DictAttr)) and (source.name == "__dict__" or (
-        source.name.startswith("_") and isinstance(source.base, Const) and isinstance(source.base.value, torch.nn.Module)))
+    return isinstance(source, (Attr, DictAttr)) and (
+        source.name == "__dict__"
+        or (
+            source.name.startswith("_")
+            and isinstance(source.base, Const)
+            and isinstance(source.base.value, torch.nn.Module)
+        )
+    )
 
 
 NESTING = (list, tuple, dict, set, frozenset, collections.deque)

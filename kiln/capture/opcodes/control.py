@@ -165,9 +165,11 @@ def unpack_ex(m: Machine, f: Frame, i: Instruction) -> Any:
     assert i.arg is not None
     items, before, after = sequence(m, f.stack[-1]), i.arg & 255, i.arg >> 8
     if len(items) < before + after:
-        raise UserError(ValueError(f"not enough values to unpack (expected at least {before + after}, got {len(items)})"))
-    middle = items[before:len(items) - after]
-    parts = [*items[:before], middle, *items[len(items) - after:]]
+        raise UserError(
+            ValueError(f"not enough values to unpack (expected at least {before + after}, got {len(items)})")
+        )
+    middle = items[before : len(items) - after]
+    parts = [*items[:before], middle, *items[len(items) - after :]]
     f.stack[-1:] = reversed(parts)
 
 
@@ -240,7 +242,9 @@ def match_mapping(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("MATCH_SEQUENCE")
 def match_sequence(m: Machine, f: Frame, i: Instruction) -> Any:
     value = f.stack[-1]
-    f.stack.append(isinstance(value, collections.abc.Sequence) and not isinstance(value, (str, bytes, bytearray)))
+    f.stack.append(
+        isinstance(value, collections.abc.Sequence) and not isinstance(value, (str, bytes, bytearray))
+    )
 
 
 @opcode("MATCH_KEYS")
@@ -269,7 +273,11 @@ def match_attributes(m: Machine, subject: Any, cls: Any, count: int, names: tupl
         else:
             positional = attributes.load(m, cls, "__match_args__")
             if len(positional) < count:
-                raise UserError(TypeError(f"{cls.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)"))
+                raise UserError(
+                    TypeError(
+                        f"{cls.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)"
+                    )
+                )
     for name in (*positional[:count], *names):
         try:
             found.append(m.getattr(subject, name))
@@ -278,4 +286,3 @@ def match_attributes(m: Machine, subject: Any, cls: Any, count: int, names: tupl
                 return None
             raise
     return tuple(found)
-

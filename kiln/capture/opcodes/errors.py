@@ -35,7 +35,9 @@ def check_exc_match(m: Machine, f: Frame, i: Instruction) -> Any:
     error, kinds = f.stack[-2:]
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise UserError(TypeError("catching classes that do not inherit from BaseException is not allowed"))
+            raise UserError(
+                TypeError("catching classes that do not inherit from BaseException is not allowed")
+            )
     f.stack[-1] = isinstance(error, kinds)
 
 
@@ -81,17 +83,25 @@ def remaining_group(original: BaseException, errors: list[BaseException | None])
 
 def same_origin(a: BaseException, b: BaseException) -> bool:
     return isinstance(a, BaseExceptionGroup) and all(
-        getattr(a, name, None) is getattr(b, name, None) for name in ("__notes__", "__traceback__", "__cause__", "__context__"))
+        getattr(a, name, None) is getattr(b, name, None)
+        for name in ("__notes__", "__traceback__", "__cause__", "__context__")
+    )
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    return [leaf for e in error.exceptions for leaf in leaves(e)] if isinstance(error, BaseExceptionGroup) else [error]
+    return (
+        [leaf for e in error.exceptions for leaf in leaves(e)]
+        if isinstance(error, BaseExceptionGroup)
+        else [error]
+    )
 
 
 @opcode("CALL_INTRINSIC_2")
 def call_intrinsic_two(m: Machine, f: Frame, i: Instruction) -> Any:
     if i.value != "INTRINSIC_PREP_RERAISE_STAR":
-        raise Break("opcode", f"{i.value} is not captured", "move this construct out of the compiled function")
+        raise Break(
+            "opcode", f"{i.value} is not captured", "move this construct out of the compiled function"
+        )
     f.stack[-2:] = [remaining_group(*f.stack[-2:])]
 
 

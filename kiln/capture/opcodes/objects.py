@@ -97,7 +97,9 @@ def list_extend(m: Machine, f: Frame, i: Instruction) -> Any:
         items = sequence(m, f.stack[-1])
     except UserError as e:
         if isinstance(e.error, TypeError) and "non-iterable" in str(e.error):
-            raise UserError(TypeError(f"Value after * must be an iterable, not {type(f.stack[-1]).__name__}")) from None
+            raise UserError(
+                TypeError(f"Value after * must be an iterable, not {type(f.stack[-1]).__name__}")
+            ) from None
         raise
     f.stack.pop()
     target(m, f, i).extend(items)
@@ -147,7 +149,7 @@ def format_value(m: Machine, f: Frame, i: Instruction) -> Any:
     value = f.stack[-2] if flags & 4 else f.stack[-1]
     convert = (None, str, repr, ascii)[flags & 3]
     text = builtin_calls.formatted(m, value, convert, spec)
-    del f.stack[-2 if flags & 4 else -1:]
+    del f.stack[-2 if flags & 4 else -1 :]
     f.stack.append(text)
 
 
@@ -207,7 +209,7 @@ def delete_attr(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("CALL")
 def call(m: Machine, f: Frame, i: Instruction) -> Any:
     n = i.arg or 0
-    values = f.stack[len(f.stack) - n:]
+    values = f.stack[len(f.stack) - n :]
     names, f.kwnames = f.kwnames, ()
     finish_call(m, f, n, values, names)
 
@@ -216,7 +218,7 @@ def call(m: Machine, f: Frame, i: Instruction) -> Any:
 def call_kw(m: Machine, f: Frame, i: Instruction) -> Any:
     n = i.arg or 0
     names = f.stack.pop()
-    finish_call(m, f, n, f.stack[len(f.stack) - n:], names)
+    finish_call(m, f, n, f.stack[len(f.stack) - n :], names)
 
 
 def finish_call(m: Machine, f: Frame, n: int, values: list[Any], names: tuple[str, ...]) -> None:
@@ -229,20 +231,20 @@ def finish_call(m: Machine, f: Frame, n: int, values: list[Any], names: tuple[st
         function, owner = f.stack[-n - 2], f.stack[-n - 1]
         args = args if owner is NULL else (owner, *args)
     result = m.call(function, args, kwargs, "push")
-    del f.stack[-n - 2:]
+    del f.stack[-n - 2 :]
     f.stack.append(result)
 
 
 @opcode("CALL_FUNCTION_EX")
 def call_function_ex(m: Machine, f: Frame, i: Instruction) -> Any:
     has_kwargs = (i.arg or 0) & 1
-    function, args = f.stack[-3 if has_kwargs else -2:][:2]
+    function, args = f.stack[-3 if has_kwargs else -2 :][:2]
     if not versions.HERE.null_first:
         function = f.stack[-4 if has_kwargs else -3]
     kwargs = mapping(m, f.stack[-1]) if has_kwargs else {}
     args = tuple(sequence(m, args))
     result = m.call(function, args, kwargs, "push")
-    del f.stack[-4 if has_kwargs else -3:]
+    del f.stack[-4 if has_kwargs else -3 :]
     f.stack.append(result)
 
 
@@ -254,9 +256,13 @@ def call_intrinsic(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack[-1] = operators.unary(m, "UNARY_POSITIVE", f.stack[-1])
     elif i.value == "INTRINSIC_STOPITERATION_ERROR":
         error = f.stack[-1]
-        f.stack[-1] = RuntimeError("generator raised StopIteration") if isinstance(error, StopIteration) else error
+        f.stack[-1] = (
+            RuntimeError("generator raised StopIteration") if isinstance(error, StopIteration) else error
+        )
     else:
-        raise Break("opcode", f"{i.value} is not captured", "move this construct out of the compiled function")
+        raise Break(
+            "opcode", f"{i.value} is not captured", "move this construct out of the compiled function"
+        )
 
 
 @opcode("MAKE_FUNCTION")
@@ -278,11 +284,15 @@ def make_function(m: Machine, f: Frame, i: Instruction) -> Any:
 def set_function_attribute(m: Machine, f: Frame, i: Instruction) -> Any:
     function, value = f.stack.pop(), f.stack.pop()
     if i.arg == 8:
-        fresh = types.FunctionType(function.__code__, f.globals, function.__name__, function.__defaults__, value)
+        fresh = types.FunctionType(
+            function.__code__, f.globals, function.__name__, function.__defaults__, value
+        )
         fresh.__kwdefaults__, fresh.__annotations__ = function.__kwdefaults__, function.__annotations__
         function = fresh
     elif i.arg == 4:
-        function.__annotations__ = dict(zip(value[::2], value[1::2], strict=True)) if isinstance(value, tuple) else value
+        function.__annotations__ = (
+            dict(zip(value[::2], value[1::2], strict=True)) if isinstance(value, tuple) else value
+        )
     else:
         setattr(function, "__defaults__" if i.arg == 1 else "__kwdefaults__", value)
     f.stack.append(function)

@@ -115,7 +115,11 @@ def store_load(m: Machine, f: Frame, i: Instruction) -> Any:
 def free_unbound(name: str, f: Frame) -> UserError:
     if name in f.code.code.co_cellvars:
         return unbound(name)
-    return UserError(NameError(f"cannot access free variable '{name}' where it is not associated with a value in enclosing scope"))
+    return UserError(
+        NameError(
+            f"cannot access free variable '{name}' where it is not associated with a value in enclosing scope"
+        )
+    )
 
 
 @opcode("MAKE_CELL")
@@ -165,7 +169,11 @@ def find_global(m: Machine, f: Frame, name: str) -> Any:
         space = vars(space) if isinstance(space, types.ModuleType) else space
         if name not in space:
             raise UserError(NameError(f"name '{name}' is not defined"))
-        value = BUILTIN[name] if space is BUILTIN and m.world.spaces.get(id(space)) is None else m.world.read_global(space, name)
+        value = (
+            BUILTIN[name]
+            if space is BUILTIN and m.world.spaces.get(id(space)) is None
+            else m.world.read_global(space, name)
+        )
         if space is BUILTIN:
             m.world.builtin(name, value)
     return value
@@ -219,7 +227,9 @@ def delete_global(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("IMPORT_NAME")
 def import_name(m: Machine, f: Frame, i: Instruction) -> Any:
     names, level = f.stack[-1], f.stack[-2]
-    package = f.globals.get("__package__") or f.globals.get("__name__", "").rpartition(".")[0] if level else ""
+    package = (
+        f.globals.get("__package__") or f.globals.get("__name__", "").rpartition(".")[0] if level else ""
+    )
     absolute = i.value if not level else "." * level + i.value
     full = importlib_name(absolute, package) if level else i.value
     if full not in sys.modules:
@@ -242,7 +252,9 @@ def import_from(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack.append(m.getattr(f.stack[-1], i.value))
     except UserError as e:
         if isinstance(e.error, AttributeError):
-            raise UserError(ImportError(f"cannot import name {i.value!r} from {f.stack[-1].__name__!r}")) from None
+            raise UserError(
+                ImportError(f"cannot import name {i.value!r} from {f.stack[-1].__name__!r}")
+            ) from None
         raise
 
 

@@ -38,16 +38,22 @@ def refuse(name: str) -> Handler:
     return broken
 
 
-REFUSED = frozenset("""
+REFUSED = frozenset(
+    """
     ASYNC_GEN_WRAP BEFORE_ASYNC_WITH CLEANUP_THROW END_ASYNC_FOR GET_AITER GET_ANEXT GET_AWAITABLE
     IMPORT_STAR LOAD_BUILD_CLASS_NEVER PRINT_EXPR SETUP_ANNOTATIONS LOAD_LOCALS
     INTERPRETER_EXIT RESERVED
-""".split())
+""".split()
+)
 
 
 def build() -> list[Handler]:
     """The dispatch list by opcode number; fails at import when an opcode of this Python is unknown."""
-    known = {name: op for name, op in dis.opmap.items() if op < 256 and not name.startswith(("INSTRUMENTED_", "ENTER_EXEC"))}
+    known = {
+        name: op
+        for name, op in dis.opmap.items()
+        if op < 256 and not name.startswith(("INSTRUMENTED_", "ENTER_EXEC"))
+    }
     lacking = known.keys() - NAMED.keys() - REFUSED - {"CACHE", "EXTENDED_ARG"} - SPECIALIZED
     assert not lacking, f"opcodes without a function: {sorted(lacking)}"
     table: list[Handler] = [refuse("an unknown opcode")] * 256
