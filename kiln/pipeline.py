@@ -72,7 +72,7 @@ def make_region(function: types.FunctionType, family: Family) -> Any:
 
 
 def resumed_region(function: types.FunctionType, family: Family) -> Any:
-    """The region of what follows a break, which a full graph has only when the program did not raise as capture saw it."""
+    """The region after a break; a full graph has one only if the program did not raise as capture saw it."""
 
     def resumed(region: Any, argv: tuple[Any, ...]) -> Any:
         seen, family.raising = family.raising, None
@@ -132,15 +132,17 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         records.emit(records.RecompileRecord(name, reasons))
         if len(entries) >= asked.setting("cache_limit"):
             region.limit_hit = True
-            log.warn_once(("cache_limit", id(region)), f"{name} was compiled {len(entries)} times and runs eagerly from now on; "
+            log.warn_once(("cache_limit", id(region)),
+                          f"{name} was compiled {len(entries)} times and runs eagerly from now on; "
                           f"the guard that keeps failing: {reasons[0]}")  # fmt: skip
             return None
     unstable = frozenset(
         str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0
     )
     try:
-        captured = capture(function, argv, compiler_for(asked, name, function), lambda f: resumed_region(f, family), family.resumes,
-                           asked.fullgraph, unstable, lambda target: nested.in_python(target, family))  # fmt: skip
+        captured = capture(function, argv, compiler_for(asked, name, function),
+                           lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
+                           lambda target: nested.in_python(target, family))  # fmt: skip
     except Skip as e:
         return skip(region, name, e, family)
     except BackendRaised as e:
@@ -204,7 +206,8 @@ def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
     if asked.fullgraph or options.config.strict:
         raise error
     records.emit(records.FallbackRecord(name, f"{type(error).__name__}: {error}"))
-    log.warn_once(("fallback", name), f"{name} runs eagerly after an internal error ({type(error).__name__}: {error}); "
+    log.warn_once(("fallback", name),
+                  f"{name} runs eagerly after an internal error ({type(error).__name__}: {error}); "
                   "set KILN_STRICT=1 to see it raised")  # fmt: skip
     region.enabled = False
 

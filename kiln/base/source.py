@@ -1,4 +1,4 @@
-"""Source: a frozen path from the arguments of a frame to a value, rendered as Python text, bytecode or a guard accessor."""
+"""Source: a frozen path from a frame's arguments to a value, rendered as text, bytecode or guard accessor."""
 
 from __future__ import annotations
 

@@ -85,7 +85,8 @@ def _access(decoded: Code, at: int, bit: dict[str, int], checked: bool) -> tuple
         mask = bit[name]
         if how == READ and (checked or i.name in _UNCHECKED) or how == CLEAR and checked:
             reads |= mask & ~writes
-        # A load that checks raises for an unbound variable: behind it the variable is bound, as if it had been written.
+        # A load that checks raises for an unbound variable: behind it the variable is bound,
+        # as if it had been written.
         if how != READ or i.name == "LOAD_FAST_CHECK" and not checked:
             writes |= mask
     return reads, writes

@@ -20,8 +20,10 @@ from kiln.ops.fake import FakeTensor
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
-NATIVE_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
-                      types.GetSetDescriptorType, types.MemberDescriptorType)  # fmt: skip
+NATIVE_DESCRIPTORS = (
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType, types.MemberDescriptorType,
+)  # fmt: skip
 PLAIN_GETATTRIBUTE = (
     object.__getattribute__,
     type.__getattribute__,
@@ -82,7 +84,8 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
             return pending
         space = instance_space(value) if pending is MISSING else None
         if space is not None and name in space:
-            return world.outside(space[name], DictAttr(source, name))
+            path = Attr(source, name) if isinstance(value, threading.local) else DictAttr(source, name)
+            return world.outside(space[name], path)
     else:
         space = instance_space(value)
         if space is not None and name in space:
@@ -283,7 +286,7 @@ def from_class(m: Machine, found: Any, cls: type, name: str) -> Any:
         return m.world.constant(found.__func__)
     if isinstance(found, (property, functools.cached_property)):
         return m.world.constant(found)
-    if isinstance(found, NATIVE_DESCRIPTORS) or isinstance(found, types.BuiltinFunctionType):
+    if isinstance(found, (*NATIVE_DESCRIPTORS, types.BuiltinFunctionType)):
         return m.native(getattr, cls, name)
     getter = type_lookup(m, type(found), "__get__")
     if isinstance(getter, types.FunctionType):
@@ -362,7 +365,7 @@ def load_from_method(m: Machine, value: types.MethodType, name: str) -> Any:
 
 
 def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
-    """Attributes of tensors: properties without tensors are constants here, methods are bound, the rest is recorded."""
+    """Attributes of tensors: properties without tensors are constants, methods bound, the rest recorded."""
     world, name = m.world, ALIASES.get(name, name)
     pending = world.read_slot(value, name) if world.instance else MISSING
     if pending is not MISSING and pending is not DELETED:

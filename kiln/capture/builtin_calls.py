@@ -1,4 +1,4 @@
-"""How calls of Python's builtins and standard library functions are captured, where running them natively is not enough."""
+"""How calls of builtins and library functions are captured, where running them natively is not enough."""
 
 from __future__ import annotations
 
@@ -164,8 +164,10 @@ def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
 
 abc_meta = type(collections.abc.Sized)
 LEGACY = {getattr(torch, f"{name}Tensor"): dtype for name, dtype in (
-    ("Float", torch.float32), ("Double", torch.float64), ("Half", torch.float16), ("Long", torch.int64), ("Int", torch.int32),
-    ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8), ("Bool", torch.bool), ("BFloat16", torch.bfloat16))}  # fmt: skip
+    ("Float", torch.float32), ("Double", torch.float64), ("Half", torch.float16), ("Long", torch.int64),
+    ("Int", torch.int32), ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8),
+    ("Bool", torch.bool), ("BFloat16", torch.bfloat16),
+)}  # fmt: skip
 
 
 @handles(issubclass)
@@ -389,8 +391,9 @@ def by_dunder(function: Any, name: str) -> None:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if args:
             if type(args[0]) is FakeTensor and function in (abs, round):
-                return m.torch_call(torch.abs if function is abs else torch.round, (args[0],), {}) if len(args) == 1 else \
-                    m.torch_call(torch.round, (args[0],), {"decimals": args[1]})  # fmt: skip
+                if len(args) == 1:
+                    return m.torch_call(torch.abs if function is abs else torch.round, (args[0],), {})
+                return m.torch_call(torch.round, (args[0],), {"decimals": args[1]})
             method = operators.python_method(m, args[0], name)
             if method is not None:
                 return m.call(method, args, kwargs)
@@ -399,8 +402,10 @@ def by_dunder(function: Any, name: str) -> None:
     handles(function)(handler)
 
 
-for _function, _name in ((abs, "__abs__"), (round, "__round__"), (int, "__int__"), (float, "__float__"), (complex, "__complex__"),
-                         (reversed, "__reversed__"), (operator.index, "__index__"), (bytes, "__bytes__")):  # fmt: skip
+for _function, _name in (
+    (abs, "__abs__"), (round, "__round__"), (int, "__int__"), (float, "__float__"), (complex, "__complex__"),
+    (reversed, "__reversed__"), (operator.index, "__index__"), (bytes, "__bytes__"),
+):  # fmt: skip
     by_dunder(_function, _name)
 
 
@@ -498,7 +503,8 @@ def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def dictionary(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if args and not isinstance(args[0], dict):
         if not hasattr(type(args[0]), "keys"):
-            args = ([m.world.touch(pair) if operators.python_method(m, pair, "__iter__") is None else tuple(items_of(m, pair))
+            args = ([m.world.touch(pair) if operators.python_method(m, pair, "__iter__") is None
+                     else tuple(items_of(m, pair))
                      for pair in items_of(m, args[0])],)  # fmt: skip
         else:
             keys = list(items_of(m, m.call(m.getattr(args[0], "keys"))))
@@ -578,7 +584,7 @@ def null_enter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.getattr(args[0], "enter_result")
 
 
-# ---------------------------------------------------------------------- native methods with a treatment of their own
+# ---------------------------------------------------------- native methods with a treatment of their own
 
 
 def method(*keys: tuple[type, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -612,10 +618,9 @@ def dict_contains(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 def walking(*keys: tuple[type, str]) -> None:
     """Native methods that walk their arguments: user-defined iterables are interpreted."""
     for kind, name in keys:
+        native_method = getattr(kind, name)
 
-        def handler(
-            m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = getattr(kind, name)
-        ) -> Any:
+        def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = native_method) -> Any:
             m.world.touch(owner)
             if (
                 m.source(owner) is not None
@@ -628,10 +633,13 @@ def walking(*keys: tuple[type, str]) -> None:
         METHODS[kind, name] = handler
 
 
-walking((list, "extend"), (collections.deque, "extend"), (collections.deque, "extendleft"), (set, "update"), (str, "join"),
-        (list, "__init__"), (set, "union"), (set, "intersection"), (set, "difference"), (set, "symmetric_difference"),
-        (set, "issubset"), (set, "issuperset"), (set, "isdisjoint"), (set, "difference_update"), (set, "intersection_update"),
-        (frozenset, "union"), (frozenset, "intersection"), (frozenset, "difference"), (set, "__init__"))  # fmt: skip
+walking(
+    (list, "extend"), (collections.deque, "extend"), (collections.deque, "extendleft"), (set, "update"),
+    (str, "join"), (list, "__init__"), (set, "union"), (set, "intersection"), (set, "difference"),
+    (set, "symmetric_difference"), (set, "issubset"), (set, "issuperset"), (set, "isdisjoint"),
+    (set, "difference_update"), (set, "intersection_update"), (frozenset, "union"),
+    (frozenset, "intersection"), (frozenset, "difference"), (set, "__init__"),
+)  # fmt: skip
 
 
 @method((list, "sort"))

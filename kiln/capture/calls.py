@@ -1,7 +1,8 @@
 """The call protocol: what happens when the program calls something.
 
-Python functions are inlined, torch functions become nodes, native functions known to be free of side effects run now on
-the real objects, and everything else breaks the graph. Dispatch is by identity first (HANDLERS), then by the callable's type.
+Python functions are inlined, torch functions become nodes, native functions known to be free of side effects
+run now on the real objects, and everything else breaks the graph. Dispatch is by identity first (HANDLERS),
+then by the callable's type.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ HANDLERS: dict[
 ] = {}  # by id of the callable; filled by builtin_calls and torch_calls
 ALIVE: list[Any] = []
 ONE, TWO, THREE = range(1, 2), range(2, 3), range(3, 4)
-#: Builtins without keyword arguments, and how many arguments they take: with others Python itself says what is wrong.
+#: Builtins without keyword arguments, and how many arguments they take: with others Python itself says
+#: what is wrong.
 POSITIONAL = {id(function): counts for function, counts in (
-    (isinstance, TWO), (issubclass, TWO), (len, ONE), (hasattr, TWO), (getattr, range(2, 4)), (setattr, THREE), (delattr, TWO),
-    (callable, ONE), (id, ONE), (hash, ONE), (iter, range(1, 3)), (next, range(1, 3)), (repr, ONE), (bool, range(2)), (all, ONE),
-    (any, ONE), (abs, ONE), (functools.reduce, range(2, 4)), (filter, TWO), (map, range(2, 99)), (format, range(1, 3)),
-    (operator.getitem, TWO), (operator.setitem, THREE), (operator.delitem, TWO), (operator.contains, TWO), (operator.truth, ONE),
-    (operator.not_, ONE), (operator.is_, TWO), (operator.is_not, TWO), (vars, range(2)), (dir, range(2)), (locals, range(1)),
-    (globals, range(1)), (reversed, ONE))}  # fmt: skip
+    (isinstance, TWO), (issubclass, TWO), (len, ONE), (hasattr, TWO), (getattr, range(2, 4)),
+    (setattr, THREE), (delattr, TWO), (callable, ONE), (id, ONE), (hash, ONE), (iter, range(1, 3)),
+    (next, range(1, 3)), (repr, ONE), (bool, range(2)), (all, ONE), (any, ONE), (abs, ONE),
+    (functools.reduce, range(2, 4)), (filter, TWO), (map, range(2, 99)), (format, range(1, 3)),
+    (operator.getitem, TWO), (operator.setitem, THREE), (operator.delitem, TWO), (operator.contains, TWO),
+    (operator.truth, ONE), (operator.not_, ONE), (operator.is_, TWO), (operator.is_not, TWO),
+    (vars, range(2)), (dir, range(2)), (locals, range(1)), (globals, range(1)), (reversed, ONE),
+)}  # fmt: skip
 
 
 def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -105,7 +109,8 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if policy == "break":
         if args and type(args[0]) is random.Random and m.source(args[0]) is None:
             return native(m, function, args, kwargs)
-        raise Break("side-effect", f"{function.__module__}.{function.__qualname__} has effects outside the graph",
+        name = f"{function.__module__}.{function.__qualname__}"
+        raise Break("side-effect", f"{name} has effects outside the graph",
                     "move the call out of the compiled function")  # fmt: skip
     return m.inline(function, args, kwargs, mode)
 
@@ -140,7 +145,7 @@ BY_CODE: dict[
 
 
 def own(function: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A method of the interpreter's own iterators: what it raises beyond the end of iteration is a fault of ours."""
+    """A method of the interpreter's own iterators: what it raises beyond the end of iteration is our bug."""
     try:
         return function(*args, **kwargs)
     except StopIteration as e:
@@ -157,7 +162,8 @@ def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
         m.world.touch_deep(value)
     for value in nested((*args, *kwargs.values())):
         if type(value) not in PLAIN_ARGUMENTS and foreign(m, value):
-            raise Break("foreign-object", f"a {type(value).__name__} from outside is an argument of a torch call",
+            raise Break("foreign-object",
+                        f"a {type(value).__name__} from outside is an argument of a torch call",
                         "pass tensors and Python constants")  # fmt: skip
     return m.torch_call(function, args, kwargs)
 
@@ -169,7 +175,8 @@ def foreign(m: Machine, value: Any) -> bool:
     """Whether a value from outside holds a state that no guard covers."""
     world = m.world
     known = world.source(value)
-    return (known is not None and id(value) not in world.shadows and id(value) not in world.pinned and id(value) not in world.frozen
+    return (known is not None and id(value) not in world.shadows
+            and id(value) not in world.pinned and id(value) not in world.frozen
             and not isinstance(value, (*purity.VALUES, torch.Tensor, torch.Generator)))  # fmt: skip
 
 
@@ -208,8 +215,8 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 
 
 MARKED: dict[str, Callable[..., Any]] = {
-    marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant, marks.DISABLE: marked_disable,
-    marks.DISALLOW: marked_disallow, marks.SKIP: marked_skip,
+    marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant,
+    marks.DISABLE: marked_disable, marks.DISALLOW: marked_disallow, marks.SKIP: marked_skip,
 }  # fmt: skip
 
 
@@ -288,7 +295,7 @@ def call_partial(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
 
 
 def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """functools.lru_cache: on constants the cache itself answers, as in eager; otherwise it misses, as a cache may."""
+    """functools.lru_cache: on constants the cache answers, as in eager; else it misses, as a cache may."""
     if all(type(value) in CONSTANTS for value in (*args, *kwargs.values())):
         result = m.native(function, *args, **kwargs)
         if type(result) in CONSTANTS or isinstance(result, (type, types.ModuleType, types.FunctionType)):
@@ -431,12 +438,13 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
 
 
 def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """A native method of an object: safe when the object is a constant, or made or shadowed by the capture."""
+    """A native method of an object: safe when the object is a constant, or made or shadowed by capture."""
     special = HANDLERS.get(id(getattr(type(owner), name, None)))
     if special is not None:
         return special(m, (owner, *args), kwargs)
     handler = METHODS.get((type(owner), name)) or next(
-        (h for base in type(owner).__mro__[1:] if (h := METHODS.get((base, name))) is not None), None)  # fmt: skip
+        (h for base in type(owner).__mro__[1:] if (h := METHODS.get((base, name))) is not None), None
+    )  # fmt: skip
     if handler is not None:
         result = handler(m, owner, args, kwargs)
         if result is not MISSING:
@@ -467,7 +475,7 @@ METHODS: dict[
 
 
 def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `torch.Tensor.add(x, y)`."""
+    """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `Tensor.add(x, y)`."""
     if args and type(args[0]) is FakeTensor and function.__objclass__ in torch.Tensor.__mro__[:-1]:
         return leaf(m, function, args, kwargs)
     if not args:
@@ -497,7 +505,7 @@ def call_method_wrapper(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
 def native(
     m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = True, what: Any = None
 ) -> Any:
-    """Run native code now, on real objects and fake tensors; Python callbacks come back to the interpreter."""
+    """Run native code now, on real objects and fake tensors; callbacks come back to the interpreter."""
     if not known:
         raise unknown(what or function)
     world = m.world
@@ -545,8 +553,10 @@ def unknown(function: Any) -> Break:
         or type(function).__name__
     )
     module = getattr(function, "__module__", None) or type(function).__module__
-    return Break("native-call", f"{module}.{name} is native code that is not known to be free of side effects",
-                 "move the call out of the compiled function, or mark a wrapper with kiln.allow_in_graph")  # fmt: skip
+    return Break("native-call",
+                 f"{module}.{name} is native code that is not known to be free of side effects",
+                 "move the call out of the compiled function, "
+                 "or mark a wrapper with kiln.allow_in_graph")  # fmt: skip
 
 
 def call_operation(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -564,7 +574,8 @@ def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) 
         return m.view(value)
     known = m.source(value)
     if known is None:
-        raise Break("weak-reference", f"a weak reference leads to a {type(value).__name__} that nothing else leads to",
+        raise Break("weak-reference",
+                    f"a weak reference leads to a {type(value).__name__} that nothing else leads to",
                     "hold a reference to the object")  # fmt: skip
     return m.world.again(value, known, known)
 

@@ -30,8 +30,10 @@ ATOMS = (
     range,
     *CONSTANTS,
 )
-CONTAINERS = (list, dict, set, frozenset, tuple, collections.deque, collections.OrderedDict, collections.defaultdict,
-              collections.Counter)  # fmt: skip
+CONTAINERS = (
+    list, dict, set, frozenset, tuple, collections.deque, collections.OrderedDict, collections.defaultdict,
+    collections.Counter,
+)  # fmt: skip
 #: Methods by which a class takes part in its own copying.
 HOOKS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 

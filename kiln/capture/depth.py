@@ -1,4 +1,4 @@
-"""Room on Python's stack: the program may recurse as deep as Python allows, and the interpreter needs more than that."""
+"""Room on Python's stack: the program may recurse as deep as Python allows, the interpreter needs more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _entered: list[int] = []  # the limits found on entry, the user's own first
 
 @contextmanager
 def deep() -> Iterator[int]:
-    """Raise the recursion limit meanwhile; gives the number of frames that the program itself may still use."""
+    """Raise the recursion limit meanwhile; gives the number of frames that the program may still use."""
     with _lock:
         _entered.append(sys.getrecursionlimit())
         allowed = _entered[0]

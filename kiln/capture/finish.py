@@ -1,4 +1,4 @@
-"""The end of a capture: the graph, the guards, and residual code that calls the one and goes on after a break."""
+"""The end of a capture: graph, guards, and residual code that calls the graph and goes on after a break."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
 @dataclass(slots=True)
 class Captured:
-    """What one capture gives: guards, the graph (None when no torch call was made) and the code that runs instead."""
+    """What one capture gives: guards, graph (None without a torch call) and the code that runs instead."""
 
     guards: Any
     graph: torch.fx.GraphModule | None
@@ -78,7 +78,8 @@ class Finisher:
         self.body(r, tail)
         e.ret()
         code = self.root.code.code
-        built = e.finish(f"<{code.co_name} captured>", code.co_filename, code.co_firstlineno, len(self.names), self.names,
+        built = e.finish(f"<{code.co_name} captured>", code.co_filename, code.co_firstlineno,
+                         len(self.names), self.names,
                          CO_OPTIMIZED | CO_NEWLOCALS)  # fmt: skip
         _hook.skip(built)
         run = types.FunctionType(built, self.root.globals)
@@ -159,7 +160,7 @@ class Finisher:
         return self.finish(lambda r: r.push(value), None)
 
     def broken(self, frames: list[Frame], reason: Break) -> Captured:
-        """Residual code that rebuilds every frame of the inlined stack and runs the breaking instruction in Python."""
+        """Residual code that rebuilds every inlined frame and runs the breaking instruction in Python."""
         if len(frames) > MAX_DEPTH:
             raise Restart(frames[MAX_DEPTH].step, reason)
         for frame in frames[1:]:
@@ -251,7 +252,7 @@ class Finisher:
         return Epilogue(functools.partial(runtime.Tail, region) if again else region, shape, names)
 
     def origin(self, code: types.CodeType, index: int) -> tuple[types.CodeType, int]:
-        """The user's function and the instruction that a place in a resume function comes from, so that paths join."""
+        """The user's function and the instruction behind a place in a resume function, so that paths join."""
         _, original, places = self.cache.get(("origin", id(code)), (code, code, {}))
         return (original, places[index]) if index in places else (code, index)
 

@@ -18,7 +18,8 @@ LAST_INSTRUCTION: Any = type("LastInstruction", (), {})()  # the slot of the rai
 class Handled:
     """The stack slot under an exception being handled; `previous` is what was handled before it.
 
-    Cleanup code copies the slot to restore `previous` and leaves the original below: then it is no longer active.
+    Cleanup code copies the slot to restore `previous` and leaves the original below: then it is no longer
+    active.
     """
 
     __slots__ = ("active", "error", "previous")
@@ -48,7 +49,7 @@ class Yielded(Exception):
 
 
 class Restart(Exception):
-    """Capture must begin again and break at an earlier step, because this break cannot be resumed where it is."""
+    """Capture must begin again and break at an earlier step, as this break cannot be resumed where it is."""
 
     def __init__(self, step: int, reason: Break) -> None:
         self.step, self.reason = step, reason

@@ -1,7 +1,7 @@
 """Addresses of objects: what `id` gives during capture.
 
-An address may be compared, hashed and used as a key, which is all that it means; the number itself differs from call to
-call, so whatever would look at it breaks the graph.
+An address may be compared, hashed and used as a key, which is all that it means; the number itself differs
+from call to call, so whatever would look at it breaks the graph.
 """
 
 from __future__ import annotations

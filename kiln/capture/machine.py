@@ -1,4 +1,4 @@
-"""The interpreter: runs the bytecode of a frame on real objects and fake tensors, and inlines the calls it makes."""
+"""The interpreter: runs the bytecode of a frame on real objects and fake tensors, and inlines its calls."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class Machine:
         """Call anything as the program would; `mode` says how the calling instruction uses the result."""
         return calls.call(self, function, args, kwargs or {}, mode)
 
-    def inline(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str = "opaque",
-               payload: Any = None) -> Any:  # fmt: skip
+    def inline(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any],
+               mode: str = "opaque", payload: Any = None) -> Any:  # fmt: skip
         """Interpret a call of a Python function."""
         special = calls.BY_CODE.get(id(function.__code__))
         if special is not None:

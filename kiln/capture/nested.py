@@ -41,7 +41,7 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
 
 
 def ours(function: types.FunctionType) -> bool:
-    """Whether a frame of this function is worth capturing: the user's code, neither torch's nor the standard library's."""
+    """Whether a frame of it is worth capturing: the user's code, not torch's nor the standard library's."""
     code = function.__code__
     name = code.co_filename
     if code.co_name.startswith("<") and code.co_name != "<lambda>" or marks.of(function):
@@ -122,7 +122,7 @@ class hook:  # noqa: N801
 
 
 def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
-    """A function that could not be captured, as it is, on bound arguments; what it calls may still be captured."""
+    """A function that could not be captured, as it is, on bound arguments; its calls still may be."""
     return in_python(lambda *argv: original(function, argv), family)
 
 

@@ -1,4 +1,4 @@
-"""Operators as the program sees them: on tensors, on the user's objects with dunder methods, and on everything native."""
+"""Operators as the program sees them: on tensors, on objects with dunder methods, on everything native."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
     "%": operator.mod, "**": operator.pow, "@": operator.matmul, "&": operator.and_, "|": operator.or_,
     "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift,
-    "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv, "//=": operator.ifloordiv,
-    "%=": operator.imod, "**=": operator.ipow, "@=": operator.imatmul, "&=": operator.iand, "|=": operator.ior,
-    "^=": operator.ixor, "<<=": operator.ilshift, ">>=": operator.irshift,
+    "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
+    "//=": operator.ifloordiv, "%=": operator.imod, "**=": operator.ipow, "@=": operator.imatmul,
+    "&=": operator.iand, "|=": operator.ior, "^=": operator.ixor,
+    "<<=": operator.ilshift, ">>=": operator.irshift,
 }  # fmt: skip
 DUNDER = {
-    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow", "@": "matmul",
-    "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
+    "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow",
+    "@": "matmul", "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
 }  # fmt: skip
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, ">=": operator.ge,
+    "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
+    ">=": operator.ge,
 }  # fmt: skip
-COMPARE_DUNDER = {"<": ("__lt__", "__gt__"), "<=": ("__le__", "__ge__"), "==": ("__eq__", "__eq__"), "!=": ("__ne__", "__ne__"),
-                  ">": ("__gt__", "__lt__"), ">=": ("__ge__", "__le__")}  # fmt: skip
+COMPARE_DUNDER = {
+    "<": ("__lt__", "__gt__"), "<=": ("__le__", "__ge__"), "==": ("__eq__", "__eq__"),
+    "!=": ("__ne__", "__ne__"), ">": ("__gt__", "__lt__"), ">=": ("__ge__", "__le__"),
+}  # fmt: skip
 UNARY: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "UNARY_NEGATIVE": (operator.neg, "__neg__"), "UNARY_POSITIVE": (operator.pos, "__pos__"), "UNARY_INVERT": (operator.invert, "__invert__"),
+    "UNARY_NEGATIVE": (operator.neg, "__neg__"), "UNARY_POSITIVE": (operator.pos, "__pos__"),
+    "UNARY_INVERT": (operator.invert, "__invert__"),
 }  # fmt: skip
 PLAIN = frozenset({int, float, bool, str, complex, type(None), bytes})
 
@@ -110,7 +115,8 @@ def tensor_binary(m: Machine, function: Callable[[Any, Any], Any], a: Any, b: An
             and id(value) not in m.world.shadows
         ):
             if type(value).__module__ == "numpy" or not isinstance(value, (list, tuple)):
-                method = next((python_method(m, value, f"__{p}{n}__") for p in ("r", "") for n in DUNDER.values()
+                method = next((python_method(m, value, f"__{p}{n}__")
+                               for p in ("r", "") for n in DUNDER.values()
                                if BINARY.get({v: k for k, v in DUNDER.items()}[n]) is function
                                and python_method(m, value, f"__{p}{n}__")), None)  # fmt: skip
                 if method is not None:
@@ -187,12 +193,15 @@ def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
 def opaque(m: Machine, value: Any) -> bool:
     """Whether native code would read a state of this value that no guard covers."""
     world = m.world
-    return (world.source(value) is not None and id(value) not in world.shadows and id(value) not in world.frozen
+    return (world.source(value) is not None
+            and id(value) not in world.shadows and id(value) not in world.frozen
             and not isinstance(value, READABLE))  # fmt: skip
 
 
-READABLE = (str, bytes, tuple, frozenset, range, type, types.FunctionType, types.BuiltinFunctionType, types.MappingProxyType,
-            types.ModuleType, types.GenericAlias, *DICT_VIEWS)  # fmt: skip
+READABLE = (
+    str, bytes, tuple, frozenset, range, type, types.FunctionType, types.BuiltinFunctionType,
+    types.MappingProxyType, types.ModuleType, types.GenericAlias, *DICT_VIEWS,
+)  # fmt: skip
 
 
 def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:

@@ -1,4 +1,4 @@
-"""What may run at capture time: tables of native code without side effects, and of torch functions that are nodes."""
+"""Tables of what may run at capture: native code without side effects, torch functions that are nodes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ import torch
 
 #: Python modules of torch whose functions are single nodes of a graph.
 LEAF_MODULES = frozenset({
-    "torch.functional", "torch.nn.functional", "torch._tensor", "torch._VF", "torch._jit_internal", "torch._linalg_utils",
-    "torch._lobpcg", "torch.nn._reduction", "torch._ops", "torch.nested", "torch._lowrank", "torch._C._nn", "torch._C._fft",
-    "torch._C._linalg", "torch._C._special",
+    "torch.functional", "torch.nn.functional", "torch._tensor", "torch._VF", "torch._jit_internal",
+    "torch._linalg_utils", "torch._lobpcg", "torch.nn._reduction", "torch._ops", "torch.nested",
+    "torch._lowrank", "torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special",
 })  # fmt: skip
 #: Python functions inside those modules that are ordinary code.
 NOT_LEAF = frozenset({"is_scripting", "is_tracing", "_overload_method", "handle_torch_function"})
 #: Modules of the standard library and of torch whose Python functions run as they are.
 NATIVE_MODULES = frozenset({
-    "re", "re._compiler", "re._parser", "typing", "inspect", "enum", "string", "textwrap", "fractions", "decimal", "numbers",
-    "statistics", "bisect", "heapq", "_py_abc", "abc", "keyword", "ast", "datetime", "posixpath", "genericpath", "fnmatch",
-    "torch._C", "torch._prims_common", "torch.nn._reduction", "importlib.metadata", "importlib.util", "packaging.version",
-    "torch._utils", "torch.torch_version", "json", "json.decoder", "json.encoder", "difflib", "unicodedata", "colorsys", "types",
-    "torch.overrides", "torch._sources", "torch._namedtensor_internals",
+    "re", "re._compiler", "re._parser", "typing", "inspect", "enum", "string", "textwrap", "fractions",
+    "decimal", "numbers", "statistics", "bisect", "heapq", "_py_abc", "abc", "keyword", "ast", "datetime",
+    "posixpath", "genericpath", "fnmatch", "torch._C", "torch._prims_common", "torch.nn._reduction",
+    "importlib.metadata", "importlib.util", "packaging.version", "torch._utils", "torch.torch_version",
+    "json", "json.decoder", "json.encoder", "difflib", "unicodedata", "colorsys", "types", "torch.overrides",
+    "torch._sources", "torch._namedtensor_internals",
 })  # fmt: skip
 #: Modules whose functions talk to the world.
 BREAK_MODULES = frozenset({
-    "torch.random", "torch.serialization", "torch.hub", "pickle", "subprocess", "socket", "random", "shutil", "tempfile",
-    "threading", "multiprocessing", "asyncio", "torch._dynamo.eval_frame", "torch.distributed.distributed_c10d",
-    "torch.cuda.random", "numpy", "numpy.random", "pdb", "bdb", "traceback", "torch.autograd", "torch._tensor_str", "gc", "weakref",
+    "torch.random", "torch.serialization", "torch.hub", "pickle", "subprocess", "socket", "random", "shutil",
+    "tempfile", "threading", "multiprocessing", "asyncio", "torch._dynamo.eval_frame",
+    "torch.distributed.distributed_c10d", "torch.cuda.random", "numpy", "numpy.random", "pdb", "bdb",
+    "traceback", "torch.autograd", "torch._tensor_str", "gc", "weakref",
 })  # fmt: skip
 #: The interpreter's own iterators, met by the program as ordinary objects.
 OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"})
@@ -63,7 +65,7 @@ def python_policy_of(module: str, name: str) -> str:
     root = module.partition(".")[0]
     if module in OWN_MODULES:
         return "own"
-    if root == "kiln" and not module.startswith("kiln.capture."):
+    if root == "kiln" and not module.startswith(("kiln.capture.", "kiln.ops.")):
         return "break"
     if root == "numpy" and not module.startswith(("numpy.random", "numpy.testing")):
         return "array"
@@ -95,13 +97,16 @@ def python_policy(function: types.FunctionType) -> str:
 
 PURE_BUILTINS = frozenset(
     """
-    abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float format frozenset
-    getattr hasattr hash hex id int isinstance issubclass iter len list map max memoryview min next object oct ord pow
-    range repr reversed round set slice sorted str sum tuple type zip __build_class__
+    abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float
+    format frozenset getattr hasattr hash hex id int isinstance issubclass iter len list map max memoryview
+    min next object oct ord pow range repr reversed round set slice sorted str sum tuple type zip
+    __build_class__
 """.split()
 )
-PURE_MODULES = frozenset({"math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
-                          "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json"})  # fmt: skip
+PURE_MODULES = frozenset({
+    "math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
+    "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json",
+})  # fmt: skip
 PURE_NATIVES = frozenset(
     {str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.getcwd, os.cpu_count, operator.index}
 )
@@ -125,28 +130,33 @@ for _space in (
             TORCH_NODES.add(id(_value))
 
 STATE_READS = frozenset("""
-    is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype get_autocast_cpu_dtype
-    get_autocast_gpu_dtype is_autocast_cache_enabled get_default_dtype get_num_threads are_deterministic_algorithms_enabled
-    is_deterministic_algorithms_warn_only_enabled _get_deterministic_algorithms _get_deterministic_algorithms_warn_only
-    _is_autocast_available _is_grad_enabled is_anomaly_enabled is_anomaly_check_nan_enabled _get_tracing_state _is_tracing is_autocast_available
-    _is_any_autocast_enabled _len_torch_function_stack _len_torch_dispatch_stack _has_torch_function _has_torch_function_unary
-    _has_torch_function_variadic _get_privateuse1_backend_name get_autocast_xla_dtype _is_torch_function_enabled
-    _is_torch_function_mode_enabled _is_torch_function_all_disabled _get_cudnn_enabled _get_cudnn_allow_tf32 _get_cudnn_benchmark
-    _get_mkldnn_enabled _get_cublas_allow_tf32 _get_float32_matmul_precision _get_flash_sdp_enabled _get_math_sdp_enabled
-    _get_mem_efficient_sdp_enabled _get_cudnn_sdp_enabled _get_cudnn_deterministic _get_nnpack_enabled is_multithreading_enabled
-    promote_types result_type can_cast is_floating_point is_complex is_signed is_same_size _jit_get_profiling_mode
-    iinfo finfo _get_default_device _has_mkldnn _cuda_isCurrentStreamCapturing _cuda_getDeviceCount _cuda_getDevice
-    _are_functorch_transforms_active _get_dispatch_mode _get_function_stack_at _get_linalg_preferred_backend _get_deterministic_fill_uninitialized_memory
-    get_num_interop_threads is_vulkan_available _dispatch_keys _dispatch_tls_is_dispatch_key_excluded _get_warnAlways
+    is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
+    get_autocast_cpu_dtype get_autocast_gpu_dtype is_autocast_cache_enabled get_default_dtype
+    get_num_threads are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
+    _get_deterministic_algorithms _get_deterministic_algorithms_warn_only _is_autocast_available
+    _is_grad_enabled is_anomaly_enabled is_anomaly_check_nan_enabled _get_tracing_state _is_tracing
+    is_autocast_available _is_any_autocast_enabled _len_torch_function_stack _len_torch_dispatch_stack
+    _has_torch_function _has_torch_function_unary _has_torch_function_variadic _get_privateuse1_backend_name
+    get_autocast_xla_dtype _is_torch_function_enabled _is_torch_function_mode_enabled
+    _is_torch_function_all_disabled _get_cudnn_enabled _get_cudnn_allow_tf32 _get_cudnn_benchmark
+    _get_mkldnn_enabled _get_cublas_allow_tf32 _get_float32_matmul_precision _get_flash_sdp_enabled
+    _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_cudnn_sdp_enabled _get_cudnn_deterministic
+    _get_nnpack_enabled is_multithreading_enabled promote_types result_type can_cast is_floating_point
+    is_complex is_signed is_same_size _jit_get_profiling_mode iinfo finfo _get_default_device _has_mkldnn
+    _cuda_isCurrentStreamCapturing _cuda_getDeviceCount _cuda_getDevice _are_functorch_transforms_active
+    _get_dispatch_mode _get_function_stack_at _get_linalg_preferred_backend
+    _get_deterministic_fill_uninitialized_memory get_num_interop_threads is_vulkan_available _dispatch_keys
+    _dispatch_tls_is_dispatch_key_excluded _get_warnAlways
 """.split())  # fmt: skip
 STATE_WRITES = frozenset("""
-    _set_grad_enabled set_grad_enabled set_autocast_enabled set_autocast_cpu_enabled set_autocast_dtype set_autocast_cpu_dtype
-    set_autocast_gpu_dtype autocast_increment_nesting autocast_decrement_nesting set_autocast_cache_enabled clear_autocast_cache
-    _set_default_dtype set_default_dtype _set_deterministic_algorithms _set_cudnn_enabled _set_cudnn_benchmark
-    _set_cudnn_deterministic _set_cudnn_allow_tf32 _set_mkldnn_enabled set_flush_denormal _set_multithreading_enabled
-    _set_sdp_use_flash _set_sdp_use_mem_efficient _set_sdp_use_math _set_sdp_use_cudnn _set_anomaly_enabled set_anomaly_enabled
-    _set_float32_matmul_precision _set_cublas_allow_tf32 _set_deterministic_fill_uninitialized_memory
-    _set_sdp_priority_order
+    _set_grad_enabled set_grad_enabled set_autocast_enabled set_autocast_cpu_enabled set_autocast_dtype
+    set_autocast_cpu_dtype set_autocast_gpu_dtype autocast_increment_nesting autocast_decrement_nesting
+    set_autocast_cache_enabled clear_autocast_cache _set_default_dtype set_default_dtype
+    _set_deterministic_algorithms _set_cudnn_enabled _set_cudnn_benchmark _set_cudnn_deterministic
+    _set_cudnn_allow_tf32 _set_mkldnn_enabled set_flush_denormal _set_multithreading_enabled
+    _set_sdp_use_flash _set_sdp_use_mem_efficient _set_sdp_use_math _set_sdp_use_cudnn _set_anomaly_enabled
+    set_anomaly_enabled _set_float32_matmul_precision _set_cublas_allow_tf32
+    _set_deterministic_fill_uninitialized_memory _set_sdp_priority_order
 """.split())  # fmt: skip
 
 
@@ -157,8 +167,11 @@ def builtin_policy(function: Any) -> str:
     """How a call of a builtin function is captured: leaf, effect, native, or unknown."""
     name, owner = function.__name__, function.__self__
     module = function.__module__ or ""
-    if module.startswith("torch") or isinstance(owner, type) and owner.__name__ in ("_VariableFunctionsClass",) or (
-            isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch")):  # fmt: skip
+    if (
+        module.startswith("torch")
+        or isinstance(owner, type) and owner.__name__ in ("_VariableFunctionsClass",)
+        or isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch")
+    ):  # fmt: skip
         if name in STATE_WRITES or name.startswith("_set_sdp"):
             return "effect"
         if name in STATE_READS or name.startswith(READS):
@@ -180,21 +193,27 @@ def builtin_policy(function: Any) -> str:
 
 
 NATIVE_CLASSES = frozenset({
-    bool, bytearray, bytes, complex, dict, enumerate, filter, float, frozenset, int, list, map, object, property, range, reversed,
-    set, slice, staticmethod, classmethod, str, tuple, type, zip, collections.deque, collections.OrderedDict, collections.defaultdict,
-    functools.partial, torch.Size, torch.device, torch.dtype, torch.finfo, torch.iinfo, torch.layout, types.SimpleNamespace,
-    types.MappingProxyType, types.MethodType, types.CellType, decimal.Decimal, fractions.Fraction, datetime.timedelta,
-    datetime.datetime, datetime.date, re.Pattern, memoryview, types.GenericAlias, operator.attrgetter, operator.itemgetter,
-    operator.methodcaller, string.Template, numbers.Number, super, types.FunctionType,
+    bool, bytearray, bytes, complex, dict, enumerate, filter, float, frozenset, int, list, map, object,
+    property, range, reversed, set, slice, staticmethod, classmethod, str, tuple, type, zip,
+    collections.deque, collections.OrderedDict, collections.defaultdict, functools.partial, torch.Size,
+    torch.device, torch.dtype, torch.finfo, torch.iinfo, torch.layout, types.SimpleNamespace,
+    types.MappingProxyType, types.MethodType, types.CellType, decimal.Decimal, fractions.Fraction,
+    datetime.timedelta, datetime.datetime, datetime.date, re.Pattern, memoryview, types.GenericAlias,
+    operator.attrgetter, operator.itemgetter, operator.methodcaller, string.Template, numbers.Number, super,
+    types.FunctionType,
 })  # fmt: skip
 #: Views of dicts: an outside one shows what stands for its dict.
 DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()),
-              *(type(getattr(collections.OrderedDict(), name)()) for name in ("keys", "values", "items")))  # fmt: skip
+              *(type(getattr(collections.OrderedDict(), name)())
+                for name in ("keys", "values", "items")))  # fmt: skip
 #: Objects that hold nothing but a value: their native methods are always safe.
-VALUES = (str, bytes, int, float, complex, bool, type(None), tuple, frozenset, range, slice, re.Pattern, re.Match, torch.dtype,
-          torch.Size, torch.device, type, types.MappingProxyType, decimal.Decimal, fractions.Fraction, datetime.date, datetime.timedelta,
-          enum.Enum, operator.attrgetter, operator.itemgetter, operator.methodcaller, types.GenericAlias, types.UnionType,
-          types.FunctionType, types.CodeType, torch.finfo, torch.iinfo, *DICT_VIEWS)  # fmt: skip
+VALUES = (
+    str, bytes, int, float, complex, bool, type(None), tuple, frozenset, range, slice, re.Pattern, re.Match,
+    torch.dtype, torch.Size, torch.device, type, types.MappingProxyType, decimal.Decimal, fractions.Fraction,
+    datetime.date, datetime.timedelta, enum.Enum, operator.attrgetter, operator.itemgetter,
+    operator.methodcaller, types.GenericAlias, types.UnionType, types.FunctionType, types.CodeType,
+    torch.finfo, torch.iinfo, *DICT_VIEWS,
+)  # fmt: skip
 CALL_BACK = frozenset(
     {
         map,
@@ -232,8 +251,8 @@ NATIVE_BASES = NATIVE_CLASSES | {object, int, float, str, math.__class__, torch.
 DUNDERS = tuple(
     f"__{name}__"
     for name in """
-    eq ne lt le gt ge hash bool len iter next getitem contains call index int float str repr format add radd sub rsub mul rmul
-    neg abs enter exit missing reversed
+    eq ne lt le gt ge hash bool len iter next getitem contains call index int float str repr format add radd
+    sub rsub mul rmul neg abs enter exit missing reversed
 """.split()
 )
 
@@ -255,9 +274,10 @@ def has_dunders(cls: Any) -> bool:
 
 SHALLOW = frozenset(
     """
-    append insert extend setdefault update add pop popitem get popleft appendleft __setitem__ __getitem__ items keys values copy
-    clear list tuple dict zip enumerate len isinstance issubclass iter next map filter reversed OrderedDict deque defaultdict partial
-    callable type id set frozenset extendleft rotate move_to_end __len__ __iter__ __init__ __new__ reverse discard fromkeys
+    append insert extend setdefault update add pop popitem get popleft appendleft __setitem__ __getitem__
+    items keys values copy clear list tuple dict zip enumerate len isinstance issubclass iter next map
+    filter reversed OrderedDict deque defaultdict partial callable type id set frozenset extendleft rotate
+    move_to_end __len__ __iter__ __init__ __new__ reverse discard fromkeys
 """.split()
 )
 

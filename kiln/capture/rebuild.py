@@ -40,9 +40,11 @@ from kiln.capture.purity import DICT_VIEWS, OWN_MODULES
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
 from kiln.ops.fake import FakeTensor
 
-REDUCIBLE: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())), type(iter({}.values())),
-             type(iter(set())), type(iter("")), zip, enumerate, reversed, type(reversed([])), type(iter(b"")),
-             type(iter(collections.deque())), type(iter(collections.OrderedDict())))  # fmt: skip
+REDUCIBLE: tuple[type, ...] = (
+    type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())),
+    type(iter({}.values())), type(iter(set())), type(iter("")), zip, enumerate, reversed, type(reversed([])),
+    type(iter(b"")), type(iter(collections.deque())), type(iter(collections.OrderedDict())),
+)  # fmt: skip
 
 
 class Unbuildable(Exception):
@@ -303,12 +305,12 @@ class Rebuilder:
         self.e.attr(value.__name__)
 
     def function(self, value: types.FunctionType) -> None:
-        attributes = {k: v for k, v in value.__dict__.items()}
+        attributes = dict(value.__dict__)
         cells = value.__closure__
         for cell in cells or ():
             self.cell_shell(cell)
-        self.call(runtime.make_function, Raw(value.__code__), Raw(value.__globals__), value.__name__, value.__defaults__, cells,
-                  value.__kwdefaults__, {} if cells else attributes)  # fmt: skip
+        self.call(runtime.make_function, Raw(value.__code__), Raw(value.__globals__), value.__name__,
+                  value.__defaults__, cells, value.__kwdefaults__, {} if cells else attributes)  # fmt: skip
         if cells:
             self.e.copy(1)
             self.name(value)
@@ -419,7 +421,8 @@ class Rebuilder:
         if id(cls) in self.steps:
             raise Unbuildable(value, self.steps[id(cls)])
         if cls not in OPAQUE_OK and (not cls.__flags__ & 1 << 9 or id(value) in self.steps
-                                     or any(base not in FILLED for base in natives) or not runtime.can_make(cls)):  # fmt: skip
+                                     or any(base not in FILLED for base in natives)
+                                     or not runtime.can_make(cls)):  # fmt: skip
             raise Unbuildable(value, self.steps.get(id(value), -1))
         self.call(runtime.make_object, Raw(cls))
         self.e.copy(1)
@@ -502,7 +505,8 @@ VIEWS: dict[type, str] = {
     for kind in (dict, collections.OrderedDict)
     for name in ("keys", "values", "items")
 }
-SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {  # how to make an empty one, how to fill it
+#: How to make an empty one, how to fill it.
+SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
     list: (lambda v: (), runtime.fill_list), dict: (lambda v: (), runtime.fill_dict),
     collections.OrderedDict: (lambda v: (), runtime.fill_dict),
     collections.defaultdict: (lambda v: (v.default_factory,), runtime.fill_dict),
@@ -513,13 +517,21 @@ OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
     Unread: lambda r, value: r.source(value.source),
-    list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, set: Rebuilder.set, frozenset: Rebuilder.set,
-    collections.OrderedDict: Rebuilder.ordered, collections.Counter: Rebuilder.ordered, collections.defaultdict: Rebuilder.default_dict,
-    collections.deque: Rebuilder.deque, slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
-    types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method, types.MethodWrapperType: Rebuilder.native_method,
-    types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell, functools.partial: Rebuilder.partial,
-    types.MappingProxyType: Rebuilder.proxy, **dict.fromkeys(DICT_VIEWS, Rebuilder.dict_view), Call: Rebuilder.pending_call, Raw: Rebuilder.raw, Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
-    random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())), object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled, **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address, **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
+    list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping,
+    set: Rebuilder.set, frozenset: Rebuilder.set,
+    collections.OrderedDict: Rebuilder.ordered, collections.Counter: Rebuilder.ordered,
+    collections.defaultdict: Rebuilder.default_dict, collections.deque: Rebuilder.deque,
+    slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
+    types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method,
+    types.MethodWrapperType: Rebuilder.native_method,
+    types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell,
+    functools.partial: Rebuilder.partial, types.MappingProxyType: Rebuilder.proxy,
+    **dict.fromkeys(DICT_VIEWS, Rebuilder.dict_view), Call: Rebuilder.pending_call, Raw: Rebuilder.raw,
+    Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
+    random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())),
+    object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled,
+    **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address,
+    **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
 }  # fmt: skip

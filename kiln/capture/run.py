@@ -35,7 +35,8 @@ def slot_names(code: types.CodeType) -> tuple[str, ...]:
     return code.co_varnames[:count]
 
 
-def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
+def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
+            resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset(),
             in_python: Callable[[Any], Any] = lambda target: target) -> Captured:  # fmt: skip
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
@@ -65,7 +66,8 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     raise Skip(f"no place to split {function.__qualname__} was found")
 
 
-def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler, resume: Callable[[types.FunctionType], Any],
+def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
+            resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
             in_python: Callable[[Any], Any], room: int) -> Captured:  # fmt: skip
     recorder = Recorder()
@@ -146,7 +148,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
 
 
 def release(machine: Machine, root: Frame) -> None:
-    """Let go of the program's objects, which the parts of a capture would hold in cycles until a collection."""
+    """Let go of the program's objects, which a capture's parts would hold in cycles until a collection."""
     machine.ended = True
     for frame in (root, *(machine.broken or ())):
         for held in (frame.locals, frame.lazy, frame.stack, frame.before, frame.cells, frame.handled):

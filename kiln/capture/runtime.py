@@ -10,8 +10,8 @@ from collections import OrderedDict, deque
 from typing import Any
 
 
-def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaults: Any, closure: Any, kwdefaults: Any,
-                  attributes: dict[str, Any]) -> types.FunctionType:  # fmt: skip
+def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaults: Any, closure: Any,
+                  kwdefaults: Any, attributes: dict[str, Any]) -> types.FunctionType:  # fmt: skip
     function = types.FunctionType(code, space, name, defaults, closure)
     function.__kwdefaults__ = kwdefaults
     function.__dict__.update(attributes)
@@ -85,7 +85,7 @@ def make_empty(cls: type, *args: Any) -> Any:
 
 
 def can_make(cls: type) -> bool:
-    """Whether the class allows instances without its own `__new__`; native classes with a state of their own do not."""
+    """Whether the class allows instances without its own `__new__`; native classes with a state do not."""
     try:
         make_object(cls)
     except TypeError:

@@ -13,8 +13,10 @@ PUSHES = {
     "SEND": None,
     "YIELD_VALUE": None,
 }
-ONE = ("LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL", "MATCH", "CONVERT",
-       "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC")  # fmt: skip
+ONE = (
+    "LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL",
+    "MATCH", "CONVERT", "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC",
+)  # fmt: skip
 
 
 def pushes(instruction: Instruction) -> int | None:

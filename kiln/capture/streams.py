@@ -1,7 +1,8 @@
 """Native iterators from outside: a copy stands for each, and the real one is moved on after the graph.
 
-A loop that was interrupted by a break hands its iterator to the resume function. Its position is guarded; where the
-position keeps changing, the iterator is left alone and advanced in Python, so that one entry serves every turn.
+A loop that was interrupted by a break hands its iterator to the resume function. Its position is guarded;
+where the position keeps changing, the iterator is left alone and advanced in Python, so that one entry serves
+every turn.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ def folds(value: Any, *names: str) -> None:
 
 folds(True, "compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
 folds(False, "jit.is_scripting", "jit.is_tracing", "_jit_internal.is_scripting", "onnx.is_in_onnx_export",
-      "compiler.is_exporting", "_C._has_torch_function", "_C._has_torch_function_unary", "_C._has_torch_function_variadic",
-      "overrides.has_torch_function", "overrides.has_torch_function_unary", "overrides.has_torch_function_variadic",
+      "compiler.is_exporting", "_C._has_torch_function", "_C._has_torch_function_unary",
+      "_C._has_torch_function_variadic", "overrides.has_torch_function",
+      "overrides.has_torch_function_unary", "overrides.has_torch_function_variadic",
       "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
 folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
 
@@ -91,7 +92,7 @@ def output_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(torch.Tensor.register_hook)
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A hook on a gradient is a step of the graph, when the function does not close over tensors of the graph."""
+    """A hook on a gradient is a step of the graph, when it does not close over tensors of the graph."""
     if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
         raise Break(
             "tensor-hook",
@@ -165,7 +166,7 @@ class Named:
 
 @handles(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
 def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A custom autograd function: one node with its forward and backward; inlined where nothing is differentiated."""
+    """A custom autograd function: one node with forward and backward; inlined without differentiation."""
     cls, *rest = args
     plain = mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP
     if plain and not torch.is_grad_enabled():
@@ -217,7 +218,7 @@ NO_VMAP = mro_lookup(torch.autograd.Function, "vmap")
 
 @handles(torch.utils.checkpoint.checkpoint)
 def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """Activation checkpointing: the function is inlined; what to recompute is decided when the graph is differentiated."""
+    """Activation checkpointing: inlined; what to recompute is decided when the graph is differentiated."""
     function, *rest = args
     options = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
     return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
@@ -230,8 +231,11 @@ def warn(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         warnings.warn(*args, **{k: v for k, v in kwargs.items() if k != "stacklevel"})
 
 
-@handles(logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error, logging.Logger.log,
-         logging.debug, logging.info, logging.warning, logging.error, logging.Logger.exception, logging.Logger.critical)  # fmt: skip
+@handles(
+    logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error,
+    logging.Logger.log, logging.debug, logging.info, logging.warning, logging.error,
+    logging.Logger.exception, logging.Logger.critical,
+)  # fmt: skip
 def log(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """Log calls inside compiled code are dropped, as documented."""
     return None
@@ -372,7 +376,7 @@ def profiled_block(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 def reads_switch(read: Any, write: Any) -> None:
-    """A switch that the guard on torch's state does not cover gets one of its own, unless the program has set it before."""
+    """A switch that the guard on torch's state leaves out gets its own, unless the program set it before."""
 
     @handles(read)
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:

@@ -1,8 +1,8 @@
-"""What capture knows of the outside world: where values came from, what was read (guards), what is to be written.
+"""What capture knows of the outside: where values came from, what was read (guards), what is to be written.
 
-Containers from outside are seen by the program as *shadows*: copies that native code may read and change freely. What a
-shadow differs by from its first state at the end is written back after the graph has run. Instance dicts, globals and
-cells that are written get the same treatment through overlays.
+Containers from outside are seen by the program as *shadows*: copies that native code may read and change
+freely. What a shadow differs by from its first state at the end is written back after the graph has run.
+Instance dicts, globals and cells that are written get the same treatment through overlays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import fractions
 import functools
 import pathlib
 import re
+import threading
 import types
 import uuid
 import weakref
@@ -68,10 +69,13 @@ CONSTANTS = frozenset({
     int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type(NotImplemented), range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 })  # fmt: skip
-BY_IDENTITY = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-               types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType, property,
-               staticmethod, classmethod, types.CodeType, functools._lru_cache_wrapper, enum.Enum, torch.Generator,
-               torch._ops.OpOverload, torch._ops.OpOverloadPacket, types.GenericAlias)  # fmt: skip
+BY_IDENTITY = (
+    type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.ClassMethodDescriptorType, property, staticmethod, classmethod, types.CodeType,
+    functools._lru_cache_wrapper, enum.Enum, torch.Generator, torch._ops.OpOverload,
+    torch._ops.OpOverloadPacket, types.GenericAlias,
+)  # fmt: skip
 BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
 
@@ -273,8 +277,10 @@ class World:
 
     def owned(self, source: Source) -> bool:
         """Whether the path leads to a parameter or buffer of a pinned module."""
-        return (isinstance(source, Item) and isinstance(source.base, DictAttr) and source.base.name in ("_parameters", "_buffers")
-                and isinstance(source.base.base, Const) and isinstance(source.base.base.value, torch.nn.Module))  # fmt: skip
+        return (isinstance(source, Item) and isinstance(source.base, DictAttr)
+                and source.base.name in ("_parameters", "_buffers")
+                and isinstance(source.base.base, Const)
+                and isinstance(source.base.base.value, torch.nn.Module))  # fmt: skip
 
     # ------------------------------------------------------------------ containers
 
@@ -293,7 +299,7 @@ class World:
         return shadow.copy
 
     def subclassed(self, value: Any, source: Source) -> Any:
-        """An instance of a user's subclass of list, dict or set: contents and instance dict are both shadowed."""
+        """An instance of a subclass of list, dict or set: contents and instance dict are both shadowed."""
         self.guard(TypeIs(source, type(value)))
         copy = runtime.make_object(type(value))
         next(fill for kind, fill in FILLS if isinstance(value, kind))(copy, value)
@@ -447,7 +453,7 @@ class World:
         return shadow.items[key]
 
     def write_item(self, container: Any, key: Any, value: Any) -> bool:
-        """Hold back `container[key] = value` for a dict that nobody has looked into; False where that is not the case."""
+        """Hold back `container[key] = value` for a dict that nobody has looked into; False for another."""
         shadow = self.shadows.get(id(container))
         if shadow is None or shadow.full or type(shadow.real) is not dict or type(key) not in (str, int):
             return False
@@ -623,7 +629,7 @@ class World:
         return self.outside(proxy[name], Const(proxy[name], f"{cls.__name__}.{name}"))
 
     def identify_marks(self, function: Any, marked: frozenset[str]) -> None:
-        """The program depends on what the user said of a function; on which one it is, where it becomes part of the graph."""
+        """The program depends on the user's word on a function; on which it is, where it joins the graph."""
         source = self.sources.get(id(function))
         if marked & {marks.ALLOW, marks.CONSTANT}:
             self.identify(function)
@@ -643,7 +649,11 @@ class World:
 
     def absent(self, owner: Any, name: str) -> None:
         source = self.sources.get(id(owner))
-        if source is not None:
+        if source is None:
+            return
+        if isinstance(owner, threading.local):
+            self.guard(Custom(source, lambda state: name not in vars(state), f"had no {name}"))
+        else:
             self.guard(Absent(source, name))
 
     def absent_attr(self, source: Source | None, name: str) -> None:
@@ -667,7 +677,7 @@ class World:
         self.keep.append(tensor)
 
     def finish_guards(self) -> None:
-        """Guards over several inputs at once: tensors and containers that were different objects must stay so."""
+        """Guards over several inputs: tensors and containers that were different objects must stay so."""
         groups: dict[type, list[Source]] = {
             torch.Tensor: [source for _, source in self.tensors.values() if not rooted(source)]
         }
@@ -714,8 +724,10 @@ def private(source: Source) -> bool:
 
 
 NESTING = (list, tuple, dict, set, frozenset, collections.deque)
-VALUE_LIKE = (int, float, complex, str, bytes, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time, datetime.timedelta,
-              pathlib.PurePath, uuid.UUID)  # fmt: skip
+VALUE_LIKE = (
+    int, float, complex, str, bytes, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time,
+    datetime.timedelta, pathlib.PurePath, uuid.UUID,
+)  # fmt: skip
 
 
 def value_of(value: Any) -> Any:
@@ -736,9 +748,11 @@ SHADOWS: dict[type, Callable[[Any], Any]] = {
 
 READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
-    types.MethodType: World.method, types.BuiltinFunctionType: World.native_method, BUILTIN_METHOD: World.native_method, tuple: World.immutable,
+    types.MethodType: World.method, types.BuiltinFunctionType: World.native_method,
+    BUILTIN_METHOD: World.native_method, tuple: World.immutable,
     frozenset: World.frozen_set, types.MappingProxyType: World.proxy, weakref.ProxyType: World.weak_proxy,
-    weakref.CallableProxyType: World.weak_proxy, types.MethodWrapperType: World.native_method, weakref.ref: World.pin,
+    weakref.CallableProxyType: World.weak_proxy, types.MethodWrapperType: World.native_method,
+    weakref.ref: World.pin,
     **dict.fromkeys(SHADOWS, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
 }  # fmt: skip
 

@@ -110,7 +110,8 @@ def _find_view(meta: int, requires_grad: int) -> int:
     """The byte of the autograd metadata that says that a tensor is a view of another one."""
     base = torch.empty(4, 6)
     with torch.enable_grad():
-        view, plain = (ctypes.string_at(_word(t._cdata + meta), _SPAN) for t in (base[:2], torch.nn.Parameter(base)))
+        tensors = (base[:2], torch.nn.Parameter(base))
+        view, plain = (ctypes.string_at(_word(t._cdata + meta), _SPAN) for t in tensors)
     return _only(i for i in range(requires_grad + 1, requires_grad + 8) if (view[i], plain[i]) == (1, 0))
 
 

@@ -107,7 +107,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Literals:
-    """Whether a tensor with known contents was made since the last `reset`; how deep the program's native code runs."""
+    """Whether a tensor of known contents was made since `reset`; how deep the program's native code runs."""
 
     made = False
     printing = 0

@@ -583,6 +583,18 @@ def test_alias_with_a_global_and_a_parameter():
         torch.testing.assert_close(total, m.weight * 2)
 
 
+def test_view_made_without_grad_of_a_leaf_with_grad():
+    def f(x):
+        with torch.no_grad():
+            v = x[:, 1]
+        kiln.graph_break()
+        return v.cumsum(0)
+
+    w = Watch(f)
+    w(t(3, 4, grad=True))
+    again(w, (t(3, 4, grad=True),))
+
+
 def test_conjugate_and_negative_bits():
     w = Watch(lambda x: (x * 2, x.is_conj(), x.is_neg()))
     c = torch.complex(X, X + 1)

@@ -484,6 +484,17 @@ def test_sdpa_kernel_choice(x):
         return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
+def test_mode_after_an_op_that_raises_behind_a_break():
+    def f(x):
+        v = x.view(-1)
+        with torch.no_grad():
+            kiln.graph_break()
+        v[0] += 1
+        return v
+
+    assert type(same_as_eager(f, G).raised) is RuntimeError
+
+
 def test_function_mode_entered_inside_is_obeyed():
     class Doubling(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -70,7 +70,7 @@ def prepare_reraise(m: Machine, f: Frame, i: Instruction) -> Any:
 
 
 def remaining_group(original: BaseException, errors: list[BaseException | None]) -> BaseException | None:
-    """What the except* clauses of a try statement leave: errors they raised, and the parts that nobody handled."""
+    """What the except* clauses of a try statement leave: errors they raised, parts that nobody handled."""
     if not errors or not isinstance(original, BaseExceptionGroup):
         return errors[0] if errors else None
     raised = [e for e in errors if e is not None and not same_origin(e, original)]
