@@ -62,7 +62,7 @@ class Finisher:
         """Emit graph call, rebuilt values, writes and the tail."""
         dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
         self.body(dry, tail)
-        call, inputs = self.compile_graph(dry.outputs)
+        call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
         e.line(self.root.code.code.co_firstlineno)
         e.raw("RESUME", 0)
@@ -85,7 +85,7 @@ class Finisher:
         run = types.FunctionType(built, self.root.globals)
         return Captured(None, self.graph, self.ops, self.inputs, run, built, tuple(self.continued), reason)
 
-    def compile_graph(self, outputs: list[FakeTensor]) -> tuple[Any, list[Any]]:
+    def compile_graph(self, outputs: list[FakeTensor], left: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
         graph, inputs = self.m.recorder.finish(outputs)
         calls = [n for n in graph.graph.nodes if n.op.startswith("call")]
         if not outputs and all(n.target in SWITCHED for n in calls):
@@ -93,7 +93,7 @@ class Finisher:
         self.graph, self.ops, self.inputs = graph, len(calls), len(inputs)
         call = self.compiler(graph, [info.real for info in inputs])
         if any(n.target in EFFECTS for n in calls):
-            call = state.guarded(call)
+            call = state.guarded(call, left)
         return call, inputs
 
     def body(self, r: Rebuilder, tail: Callable[[Rebuilder], None]) -> None:

@@ -79,11 +79,11 @@ def difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[Ca
     return [(write, new) for (_, write), old, new in zip(SWITCHES, before, after, strict=True) if old != new]
 
 
-def guarded(graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph that flips switches, wrapped so that they are put back when it raises."""
+def guarded(graph: Callable[..., Any], left: tuple[Any, ...] | None = None) -> Callable[..., Any]:
+    """A graph that flips switches: when it raises they are put to what the function leaves, or back to what it found."""
 
     def run(*args: Any) -> Any:
-        before = snapshot()
+        before = left or snapshot()
         try:
             return graph(*args)
         except BaseException:

@@ -394,3 +394,9 @@ def reads_switch(read: Any, write: Any) -> None:
 
 for _read, _write in state.ATTENTION:
     reads_switch(_read, _write)
+
+
+@handles(torch.overrides.TorchFunctionMode.__enter__, torch.overrides.TorchFunctionMode.__exit__)
+def function_mode(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A mode that sees every torch call: it is entered in Python, and the graphs after it run under it."""
+    raise Break("function-mode", "a torch function mode is entered or left", "enter it outside the compiled function")
