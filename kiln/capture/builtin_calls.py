@@ -155,11 +155,7 @@ def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
         return value.dtype is LEGACY[wanted] and value.device.type == "cpu"
     if isinstance(wanted, type) and type(wanted) in (type, abc_meta):
         return issubclass(kind, wanted)
-    return (
-        isinstance(value, wanted)
-        if wanted is torch.nn.Parameter or wanted is torch.nn.Buffer
-        else issubclass(kind, wanted)
-    )
+    return isinstance(value, wanted) or isinstance(wanted, type) and issubclass(kind, wanted)
 
 
 abc_meta = type(collections.abc.Sized)

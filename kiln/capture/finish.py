@@ -15,11 +15,11 @@ import torch
 from kiln import _hook
 from kiln.base.errors import Break, Skip
 from kiln.bytecode import versions
-from kiln.bytecode.assemble import Emitter
+from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
 from kiln.bytecode.flow import is_jump, reachable, stack_effect
 from kiln.bytecode.resume import VALUE, Epilogue, Replace, Slot, continue_code, resume_places
-from kiln.capture import runtime, state
+from kiln.capture import nested, runtime, state
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
@@ -67,6 +67,7 @@ class Finisher:
         e.line(self.root.code.code.co_firstlineno)
         e.raw("RESUME", 0)
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
+        start = e.here()
         if call is not None:
             e.begin_call()
             e.const(call)
@@ -74,9 +75,12 @@ class Finisher:
             for info in inputs:
                 r.source(info.source)
             e.end_call(len(inputs))
+            end = e.here()
             e.store("__out")
         self.body(r, tail)
         e.ret()
+        if call is not None and self.replays():
+            self.replay(e, start, end)
         code = self.root.code.code
         built = e.finish(f"<{code.co_name} captured>", code.co_filename, code.co_firstlineno,
                          len(self.names), self.names,
@@ -84,6 +88,28 @@ class Finisher:
         _hook.skip(built)
         run = types.FunctionType(built, self.root.globals)
         return Captured(None, self.graph, self.ops, self.inputs, run, built, tuple(self.continued), reason)
+
+    def replays(self) -> bool:
+        """Whether the graph changes nothing that lasts, so that the frame may run again in Python when it raises."""
+        assert self.graph is not None
+        plain = all(n.op != "call_function" or module_of(n.target) in REPLAYED for n in self.graph.graph.nodes)
+        return plain and not self.m.recorder.dispatch.writes
+
+    def replay(self, e: Emitter, start: Label, end: Label) -> None:
+        """An op that raises at run time: the frame runs in Python, where its own handlers see the exception."""
+        handler = e.label()
+        e.protect(start, end, handler, 0)
+        e.place(handler)
+        e.raw("PUSH_EXC_INFO")
+        e.pop()
+        e.raw("POP_EXCEPT")
+        e.begin_call()
+        e.const(nested.again(self.root.function, self.before))
+        e.mid_call()
+        for name in self.names:
+            e.load(name)
+        e.end_call(len(self.names))
+        e.ret()
 
     def compile_graph(self, outputs: list[FakeTensor], left: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
         graph, inputs = self.m.recorder.finish(outputs)
@@ -320,6 +346,17 @@ def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot
         return shape[: len(shape) + net] if net <= 0 else None
     taken = count - net
     return (*shape[: len(shape) - taken], *[VALUE] * count)
+
+
+REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math"})
+
+
+def module_of(target: Any) -> str:
+    """The package that a graph's function comes from; a custom autograd function is its own."""
+    if isinstance(getattr(target, "__self__", None), type) and target.__name__ == "apply":
+        return ""
+    module = getattr(target, "__module__", None) or type(target).__module__
+    return "" if target is torch.manual_seed else str(module).partition(".")[0]
 
 
 def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -13,6 +13,7 @@ import torch
 
 from kiln import _hook
 from kiln.base import marks
+from kiln.capture import state
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FOREIGN = (
@@ -119,6 +120,17 @@ class hook:  # noqa: N801
                 _hook.pause()
         else:
             _hook.resume()
+
+
+def again(function: types.FunctionType, before: tuple[Any, ...]) -> Callable[..., Any]:
+    """The function itself on bound arguments, with torch's switches as they were when it was called."""
+
+    def run(*argv: Any) -> Any:
+        state.restore(before)
+        return original(function, argv)
+
+    _hook.skip(run.__code__)
+    return run
 
 
 def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ def difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[Ca
 
 
 def guarded(graph: Callable[..., Any], left: tuple[Any, ...] | None = None) -> Callable[..., Any]:
-    """A graph that flips switches: when it raises they are put to what the function leaves, or back to what it found."""
+    """A graph that flips switches; when it raises they are put to `left`, or back to what it found."""
 
     def run(*args: Any) -> Any:
         before = left or snapshot()

@@ -292,6 +292,13 @@ def default_device_now(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.devices[-1] if m.devices else torch.get_default_device()
 
 
+@handles(torch.overrides._push_mode, torch.overrides._pop_mode, torch.overrides._pop_mode_temporarily,
+         torch.overrides.TorchFunctionMode.__enter__, torch.overrides.TorchFunctionMode.__exit__)  # fmt: skip
+def function_mode(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    why = "a torch function mode is entered or left"
+    raise Break("foreign-context", why, "enter it outside the compiled function")
+
+
 @handles(torch.manual_seed)
 def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The graph seeds the generator where the program does."""
@@ -394,9 +401,3 @@ def reads_switch(read: Any, write: Any) -> None:
 
 for _read, _write in state.ATTENTION:
     reads_switch(_read, _write)
-
-
-@handles(torch.overrides.TorchFunctionMode.__enter__, torch.overrides.TorchFunctionMode.__exit__)
-def function_mode(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A mode that sees every torch call: it is entered in Python, and the graphs after it run under it."""
-    raise Break("function-mode", "a torch function mode is entered or left", "enter it outside the compiled function")

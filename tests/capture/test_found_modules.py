@@ -182,3 +182,9 @@ def test_the_contents_of_a_constant_keep_their_layout():
 @program(X, graphs=2, breaks=2)
 def test_the_text_of_a_tensor_is_not_made_while_capturing(x):
     return "{}/loss".format(x.sum()), "%s" % (x.mean(),)  # noqa: UP030, UP031, UP032
+
+
+@program(X, nn.Parameter(t(4)))
+def test_what_a_tensor_is(x, w):
+    kinds = (torch.autograd.Variable, torch.Tensor, nn.Parameter, nn.Buffer, torch.FloatTensor, torch.LongTensor, tuple)
+    return x + w, [isinstance(x, kind) for kind in kinds], [isinstance(w, kind) for kind in kinds]
