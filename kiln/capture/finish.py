@@ -90,13 +90,13 @@ class Finisher:
         return Captured(None, self.graph, self.ops, self.inputs, run, built, tuple(self.continued), reason)
 
     def replays(self) -> bool:
-        """Whether the graph changes nothing that lasts, so that the frame may run again in Python when it raises."""
+        """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
         assert self.graph is not None
-        plain = all(n.op != "call_function" or module_of(n.target) in REPLAYED for n in self.graph.graph.nodes)
-        return plain and not self.m.recorder.dispatch.writes
+        functions = [node.target for node in self.graph.graph.nodes if node.op == "call_function"]
+        return all(module_of(f) in REPLAYED for f in functions) and not self.m.recorder.dispatch.writes
 
     def replay(self, e: Emitter, start: Label, end: Label) -> None:
-        """An op that raises at run time: the frame runs in Python, where its own handlers see the exception."""
+        """When an op raises at run time the frame runs in Python, where its handlers see the exception."""
         handler = e.label()
         e.protect(start, end, handler, 0)
         e.place(handler)
