@@ -66,6 +66,18 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     raise Skip(f"no place to split {function.__qualname__} was found")
 
 
+set_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
+
+
+def interpreted(machine: Machine, frame: Frame) -> Any:
+    """Run the frame; the user's hooks on saved tensors are meant for real tensors and stay silent."""
+    was = set_tracing(True)
+    try:
+        return machine.run(frame)
+    finally:
+        set_tracing(was)
+
+
 def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
@@ -91,7 +103,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     modes = torch._C._len_torch_function_stack()
     try:
         try:
-            value = machine.run(frame)
+            value = interpreted(machine, frame)
             frame.locals.clear()
             frame.before.clear()
             machine.close_dropped()

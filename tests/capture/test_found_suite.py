@@ -445,3 +445,17 @@ def test_arguments_are_released_without_a_collection():
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_hooks_on_saved_tensors_run_for_real_tensors_only():
+    packed = []
+
+    def pack(x):
+        packed.append(x.shape)
+        return x
+
+    f = kiln.compile(lambda x, y: x * y, backend="eager")
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        f(x, y).sum().backward()
+    assert len(packed) == 1
