@@ -119,5 +119,7 @@ def kiln(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
 
 
 for _backend in (eager, kiln):
+    # These run each op as it comes: they build on nothing that the example inputs happen to be.
+    _backend.specialises = False  # type: ignore[attr-defined]
     _registered[_backend.__name__] = _backend
     _native.add(_backend.__name__)

@@ -142,7 +142,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     try:
         captured = capture(function, argv, compiler_for(asked, name, function),
                            lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
-                           lambda target: nested.in_python(target, family))  # fmt: skip
+                           lambda target: nested.in_python(target, family),
+                           getattr(asked.backend, "specialises", True))  # fmt: skip
     except Skip as e:
         return skip(region, name, e, family)
     except BackendRaised as e:

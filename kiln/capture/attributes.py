@@ -405,6 +405,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
         return m.torch_call(getattr, (value, name), {})
     if source is not None and name in UNCOVERED and id(value) in world.reals:
         return world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
+    world.looked = True
     return m.native(getattr, value, name)
 
 

@@ -36,6 +36,7 @@ def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if len(args) == 1:
         value = args[0]
         if type(value) is FakeTensor:
+            m.world.looked = True
             return m.native(len, value)
         n = m.world.length(value)
         if n is not None:

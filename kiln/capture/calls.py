@@ -530,6 +530,7 @@ def native(
     run = hooked.interpreting(m, function) if risky else function
     if not any(type(value) is FakeTensor for value in parts):
         return m.view(m.native(run, *args, **kwargs))
+    world.looked = True
     with m.recorder.mode():
         return m.view(m.native(run, *args, **kwargs))
 

@@ -229,12 +229,18 @@ class Machine:
         if self.devices and function in _device_constructors() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.devices[-1]}
         try:
-            return self.native(self.recorder.call, function, args, kwargs)
+            result = self.native(self.recorder.call, function, args, kwargs)
+            # Anything but a new tensor tells something of the arguments: a number, a count, that no work was due.
+            if type(result) is not FakeTensor or any(result is value for value in args):
+                self.world.looked = True
+            return result
         except Break as e:
+            self.world.looked = True
             if e.kind == "data-dependent" and e.at is None:
                 e.why = f"{describe(function)}: {e.why}"
             raise
         except UserError as e:
+            self.world.looked = True
             if e.error.args and isinstance(e.error.args[0], str) and "FakeTensor" in e.error.args[0]:
                 e.error.args = (e.error.args[0].replace("FakeTensor", "Tensor"), *e.error.args[1:])
             raise
@@ -333,6 +339,8 @@ class Machine:
 
     def same(self, a: Any, b: Any) -> bool:
         """`a is b`, guarded when both come from outside and only their types are known to stay."""
+        if type(a) is FakeTensor and type(b) is FakeTensor:
+            self.world.looked = True
         if a is not b and type(a) is type(b):
             left, right = self.world.source(a), self.world.source(b)
             if left is not None and right is not None and left != right and type(a) is not FakeTensor:

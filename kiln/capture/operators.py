@@ -13,7 +13,7 @@ from kiln.capture import attributes
 from kiln.capture.frame import UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
-from kiln.capture.world import MISSING
+from kiln.capture.world import MISSING, nested
 from kiln.ops.fake import FakeTensor, constant_of
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def tensor_binary(m: Machine, function: Callable[[Any, Any], Any], a: Any, b: An
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:
     m.world.touch_deep(a)
     m.world.touch_deep(b)
+    m.world.looked = m.world.looked or any(type(v) is FakeTensor for v in nested((a, b)))
     with m.recorder.mode():
         return m.view(m.native(function, a, b))
 

@@ -38,7 +38,8 @@ def slot_names(code: types.CodeType) -> tuple[str, ...]:
 def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset(),
-            in_python: Callable[[Any], Any] = lambda target: target) -> Captured:  # fmt: skip
+            in_python: Callable[[Any], Any] = lambda target: target,
+            specialises: bool = True) -> Captured:  # fmt: skip
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
@@ -58,6 +59,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                     reason,
                     in_python,
                     room,
+                    specialises,
                 )
         except Restart as again:
             if again.step < 0 or again.step == stop:
@@ -81,9 +83,10 @@ def interpreted(machine: Machine, frame: Frame) -> Any:
 def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
-            in_python: Callable[[Any], Any], room: int) -> Captured:  # fmt: skip
+            in_python: Callable[[Any], Any], room: int, specialises: bool) -> Captured:  # fmt: skip
     recorder = Recorder()
     world = World(recorder, unstable)
+    world.specialises = specialises
     machine = Machine(recorder, world, stop, reason)
     machine.room = room
     recorder.where = machine.where

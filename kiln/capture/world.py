@@ -135,6 +135,9 @@ class World:
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.streams: dict[int, Any] = {}  # copies of iterators from outside, by id
         self.owned_streams: set[int] = set()  # those that another one advances
+        self.specialises = True  # whether the backend may build on the facts of example inputs
+        self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
+        self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
         self.keep: list[Any] = []
         self.entered: dict[
             int, tuple[Any, ...]
@@ -265,7 +268,11 @@ class World:
         as_attr = self.owned(source) and str(source) not in self.unstable
         if as_attr:
             self.guard(Is(source, value))
-        self.guard(TensorMatch.of(source, value))
+        match = TensorMatch.of(source, value)
+        if as_attr:
+            self.owned_matches.append(match)
+        else:
+            self.guard(match)
         fake = self.recorder.input(value, source, as_attr)
         self.tensors[id(value)] = (fake, source)
         self.reals[id(fake)] = value
@@ -677,7 +684,10 @@ class World:
         self.keep.append(tensor)
 
     def finish_guards(self) -> None:
-        """Guards over several inputs: tensors and containers that were different objects must stay so."""
+        """Guards over several inputs, and those on the facts of parameters where anything may depend on them."""
+        if self.looked or self.specialises:
+            for match in self.owned_matches:
+                self.guard(match)
         groups: dict[type, list[Source]] = {
             torch.Tensor: [source for _, source in self.tensors.values() if not rooted(source)]
         }

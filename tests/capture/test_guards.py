@@ -724,3 +724,26 @@ def test_guards_hold_no_arguments_alive():
     del b
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_facts_of_parameters_matter_where_somebody_looks(looks):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.inner(x)
+            return y * y.shape[-1] if looks else y * 2
+
+    net, x = Net(), t(3, 4)
+    compiled = kiln.compile(net, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), net(x))
+    net.inner.weight.data, net.inner.bias.data = torch.ones(2, 4), torch.ones(2)
+    torch.testing.assert_close(compiled(x), net(x))
+    net.double()
+    torch.testing.assert_close(compiled(x.double()), net(x.double()))
+    net.requires_grad_(False)
+    assert not compiled(x.double()).requires_grad
