@@ -230,7 +230,7 @@ class Machine:
             kwargs = {**kwargs, "device": self.devices[-1]}
         try:
             result = self.native(self.recorder.call, function, args, kwargs)
-            # Anything but a new tensor tells something of the arguments: a number, a count, that no work was due.
+            # Anything but a new tensor tells a fact of the arguments: a number, a count, no work due.
             if type(result) is not FakeTensor or any(result is value for value in args):
                 self.world.looked = True
             return result

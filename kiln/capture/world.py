@@ -684,7 +684,7 @@ class World:
         self.keep.append(tensor)
 
     def finish_guards(self) -> None:
-        """Guards over several inputs, and those on the facts of parameters where anything may depend on them."""
+        """Guards over several inputs, and on the facts of parameters where anything may depend on them."""
         if self.looked or self.specialises:
             for match in self.owned_matches:
                 self.guard(match)
