@@ -29,9 +29,15 @@ class Stream:
     inner: tuple[Any, ...]
 
 
+def reduced(iterator: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """What makes an iterator like this one: a callable, its arguments, and a position kept apart from them."""
+    make, args, *state = iterator.__reduce__()
+    return make, args, tuple(part for part in state if part is not None)
+
+
 def position(iterator: Any) -> tuple[Any, ...]:
     """Where an iterator over a container stands; empty when its pickle protocol does not say."""
-    return tuple(iterator.__reduce__()[2:])
+    return reduced(iterator)[2]
 
 
 def part(index: int) -> Any:
@@ -43,12 +49,12 @@ PARTS = tuple(part(i) for i in range(8))
 
 def read_iterator(world: World, value: Any, source: Source) -> Any:
     """The program's view of an iterator: one of the same kind over the program's view of what it walks."""
-    make, args, *state = value.__reduce__()
+    make, args, state = reduced(value)
     moving = any(text.startswith(f"{source}.<") for text in world.unstable)
     if moving or len(args) > len(PARTS) or not copyable(args):
         return world.thing(value, source)
     world.guard(TypeIs(source, type(value)))
-    world.guard(Equals(Derived(source, position, "position"), tuple(state)))
+    world.guard(Equals(Derived(source, position, "position"), state))
     parts = [
         world.touch(world.outside(a, Derived(source, PARTS[i], f"part {i}"))) for i, a in enumerate(args)
     ]
@@ -73,7 +79,7 @@ def copyable(parts: Any) -> bool:
 
 def place(copy: Any) -> int:
     """How far an iterator has come, as a number that grows by one an item."""
-    _, args, *state = copy.__reduce__()
+    _, args, state = reduced(copy)
     if state:
         return int(state[0]) if not isinstance(copy, BACKWARD) else -int(state[0])
     if isinstance(copy, enumerate):
@@ -88,7 +94,7 @@ BACKWARD: tuple[type, ...] = (reversed, type(reversed([])))
 
 def exhausted(copy: Any) -> bool:
     """Whether an iterator has nothing more to give, and has said so."""
-    _, args, *state = copy.__reduce__()
+    _, args, state = reduced(copy)
     if isinstance(copy, (enumerate, zip)):
         return any(exhausted(inner) for inner in args if isinstance(inner, Iterator))
     return not state and not (args and len(args[0]))
