@@ -333,6 +333,8 @@ class Machine:
                 value = self.native(next, iterator)
         except UserError as e:
             if isinstance(e.error, StopIteration):
+                if id(iterator) in self.world.streams:
+                    self.world.streams[id(iterator)].ended = True
                 return MISSING
             raise
         return self.view(value)

@@ -17,7 +17,6 @@ from kiln.capture.frame import Frame, Restart, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
-from kiln.capture.streams import exhausted
 from kiln.capture.world import World
 from kiln.check.torch_guards import GlobalState
 
@@ -122,7 +121,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                 not fullgraph
                 and stop < 0
                 and machine.advanced is not None
-                and not exhausted(machine.advanced[0].copy)
+                and not machine.advanced[0].over()
             ):
                 again = Break(
                     "foreign-iterator",

@@ -27,10 +27,15 @@ class Stream:
     copy: Any
     start: int
     inner: tuple[Any, ...]
+    ended: bool = False  # it has said that there is nothing more
+
+    def over(self) -> bool:
+        """Whether a loop over it has come to its end; a range that is used up has yet to say so."""
+        return self.ended or exhausted(self.copy) and not isinstance(self.copy, RANGE)
 
 
 def reduced(iterator: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """What makes an iterator like this one: a callable, its arguments, and a position kept apart from them."""
+    """What makes an iterator like this one: a callable, its arguments, and a position of its own."""
     make, args, *state = iterator.__reduce__()
     return make, args, tuple(part for part in state if part is not None)
 
@@ -89,6 +94,7 @@ def place(copy: Any) -> int:
     return -len(args[0]) if args else 0
 
 
+RANGE = type(iter(range(0)))
 BACKWARD: tuple[type, ...] = (reversed, type(reversed([])))
 
 
