@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
@@ -21,11 +22,21 @@ class Paths(Protocol):
     def instance_dict(self, base: Source) -> int: ...
 
 
+def words(name: str) -> str:
+    """A class name in lower-case words."""
+    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Guard:
     """A predicate on the bound arguments of a call; a value that cannot be fetched fails it."""
 
     source: Source
+
+    def __str__(self) -> str:
+        facts = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"]
+        texts = [str(fact) if isinstance(fact, Source) else show(fact) for fact in facts]
+        return " ".join((str(self.source), words(type(self).__name__), *texts))
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         """The nodes whose values the check reads."""
@@ -268,6 +279,9 @@ class ClassAttr(Guard):
         object.__setattr__(self, "cls", cls)
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "value", value)
+
+    def __str__(self) -> str:
+        return f"{self.source}.{self.name} is the class's own"
 
     def test(self, value: Any) -> bool:
         return lookup(value, self.name) is self.value

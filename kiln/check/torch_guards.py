@@ -78,6 +78,9 @@ class GlobalState(Guard):
         Guard.__init__(self, Const(None, "global state"))
         object.__setattr__(self, "state", state)
 
+    def __str__(self) -> str:
+        return "torch's modes and defaults stay as they were"
+
     @staticmethod
     def now() -> GlobalState:
         state.ready()  # found out while no mode of a capture is on
