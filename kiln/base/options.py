@@ -64,15 +64,6 @@ class Config:
     strict: bool = field(default_factory=lambda: _flag("KILN_STRICT"))
     """Raise internal errors and refusals instead of running the frame eagerly."""
 
-    verify: bool = field(default_factory=lambda: _flag("KILN_VERIFY"))
-    """Check graphs and guards after they are made: a failure is a bug."""
-
-    inline_depth: int = 200
-    """How deep Python calls are followed before the graph breaks."""
-
-    unroll_limit: int = 100_000
-    """How many instructions of one frame are interpreted before it is left to Python."""
-
 
 OPTION_NAMES = tuple(f.name for f in fields(Config))
 

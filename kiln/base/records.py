@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
+from kiln.base import log as lines
 from kiln.base.errors import Place
 
 KEPT = 256
@@ -146,6 +147,33 @@ def emit(record: Record) -> None:
         collector.add(record)
     with _lock:
         log.add(record.light())
+    topic = TOPICS[type(record)]
+    if lines.wants(topic):
+        lines.say(topic, text_of(record))
+
+
+def text_of(record: Record) -> str:
+    """A record as one line of the log."""
+    match record:
+        case GraphRecord():
+            return f"{record.region}: {record.ops} ops, {record.inputs} inputs, from {record.start}"
+        case BreakRecord():
+            return f"{record.region}: {record}"
+        case RecompileRecord():
+            return f"{record.region}: {'; '.join(record.reasons)}"
+        case FallbackRecord():
+            return f"{record.region}: {record.error}"
+        case _:
+            return f"{record.region}: {record.code.co_qualname if record.code else ''}"
+
+
+TOPICS: dict[type, str] = {
+    GraphRecord: "graphs",
+    BreakRecord: "breaks",
+    RecompileRecord: "recompiles",
+    FallbackRecord: "fallbacks",
+    ResidualRecord: "code",
+}
 
 
 @contextmanager

@@ -67,10 +67,8 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
     """Call anything."""
-    if type(function) is not types.FunctionType and (marked := marks.of(function)):
-        action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
-        if action is not None:
-            return action(m, function, args, kwargs)
+    if type(function) is not types.FunctionType and (action := marked_action(function)) is not None:
+        return action(m, function, args, kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:
         if id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)]):
@@ -89,12 +87,10 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
 
 
 def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    marked = marks.of(function)
-    if marked:
-        action = MARKED.get(next(iter(sorted(marked & MARKED.keys())), ""))
-        if action is not None:
-            m.world.identify_marks(function, marked)
-            return action(m, function, args, kwargs)
+    action = marked_action(function)
+    if action is not None:
+        m.world.identify_marks(function, marks.of(function))
+        return action(m, function, args, kwargs)
     policy = purity.python_policy(function)
     if policy == "leaf":
         return leaf(m, function, args, kwargs)
@@ -178,6 +174,11 @@ def foreign(m: Machine, value: Any) -> bool:
     return (known is not None and id(value) not in world.shadows
             and id(value) not in world.pinned and id(value) not in world.frozen
             and not isinstance(value, (*purity.VALUES, torch.Tensor, torch.Generator)))  # fmt: skip
+
+
+def marked_action(function: Any) -> Callable[..., Any] | None:
+    """What a mark of the user's says about calls of this callable."""
+    return MARKED.get(min(marks.of(function) & MARKED.keys(), default=""))
 
 
 def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-@opcode("NOP", "RESUME", "PRECALL", "MAKE_CELL_NOTHING", "NOT_TAKEN")
+@opcode("NOP", "RESUME", "PRECALL", "NOT_TAKEN")
 def nothing(m: Machine, f: Frame, i: Instruction) -> Any:
     return None
 
