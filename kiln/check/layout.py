@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -62,57 +62,84 @@ def is_plain(keys: int) -> bool:
     return ready() and not keys & ~_plain_keys()
 
 
+def _agreed(candidates: Callable[[], Iterable[int]], times: int = 8) -> int:
+    """The first offset that is a candidate every time: what lies behind an object in memory is chance."""
+    return min(functools.reduce(set.__and__, [set(candidates()) for _ in range(times)]))
+
+
 def _find_layout() -> tuple[int, ...]:
     """Offsets in bytes, in the order that `_hook.set_tensor_layout` takes."""
     sample = torch.empty(2, 3, 4)
     impl = _only(o for o in range(16, 64, 8) if _word(id(sample) + o) == sample._cdata)
+    dims = _agreed(_dims_offsets)
     words = _words(sample._cdata)
-    dims = 8 * _only(i for i in range(len(words) - 11) if words[i : i + 4] == (3, 2, 3, 4))
     inline = _only(n for n in range(3, 9) if words[dims // 8 + 1 + n :][:3] == (12, 4, 1))
-    keys = 8 * _only(i for i, w in enumerate(words) if w == keys_of(sample))
-    kind = _find_kind(sample)
-    leaf = torch.empty(2, 3, 4, requires_grad=True)
-    before_dims = zip(words[: dims // 8], _words(leaf._cdata), strict=False)
-    meta = 8 * _only(i for i, (plain, with_grad) in enumerate(before_dims) if not plain and with_grad)
-    requires_grad, grad_fn = _find_autograd(leaf, meta)
-    view = _find_view(meta, requires_grad)
+    keys = _agreed(_keys_offsets)
+    kind = _agreed(_kind_offsets)
+    meta = _agreed(lambda: _meta_offsets(dims))
+    requires_grad = _agreed(lambda: _requires_grad_offsets(meta))
+    grad_fn = _agreed(lambda: _grad_fn_offsets(meta, requires_grad))
+    view = _agreed(lambda: _view_offsets(meta, requires_grad))
     return impl, meta, dims, kind, keys, requires_grad, grad_fn, view, inline, 0xFF_FFFF_FFFF
 
 
-def _find_kind(sample: torch.Tensor) -> int:
+def _dims_offsets() -> Iterator[int]:
+    """Where the rank stands, followed by the sizes."""
+    sample = torch.empty(2, 3, 4)
+    words = _words(sample._cdata)
+    return (8 * i for i in range(len(words) - 11) if words[i : i + 4] == (3, 2, 3, 4))
+
+
+def _keys_offsets() -> Iterator[int]:
+    sample = torch.empty(2, 3, 4)
+    return (8 * i for i, word in enumerate(_words(sample._cdata)) if word == keys_of(sample))
+
+
+def _kind_offsets() -> Iterator[int]:
     """The word that starts with the dtype (2 bytes), the device's type, index and presence (a byte each)."""
     others = [torch.empty(2, 3, 4, dtype=dtype) for dtype in _DTYPES]
     meta = torch.empty(2, 3, 4, device="meta")
 
     def fits(offset: int) -> bool:
         codes = [ctypes.c_uint16.from_address(t._cdata + offset).value for t in others]
-        cpu, far = (ctypes.string_at(t._cdata + offset + 2, 3) for t in (sample, meta))
+        cpu, far = (ctypes.string_at(t._cdata + offset + 2, 3) for t in (others[0], meta))
         dtype_fits = len(set(codes)) == len(codes) and codes[0] == 6
         return dtype_fits and cpu == b"\0\xff\1" and far[0] != 0 and far[2] == 1
 
-    return _only(o for o in range(0, 192, 8) if fits(o))
+    return (offset for offset in range(0, 192, 8) if fits(offset))
 
 
-def _find_autograd(leaf: torch.Tensor, meta: int) -> tuple[int, int]:
+def _meta_offsets(dims: int) -> Iterator[int]:
+    """The pointer to the autograd metadata, which only a tensor with gradients has."""
+    plain, leaf = torch.empty(2, 3, 4), torch.empty(2, 3, 4, requires_grad=True)
+    pairs = zip(_words(plain._cdata)[: dims // 8], _words(leaf._cdata), strict=False)
+    return (8 * i for i, (without, pointer) in enumerate(pairs) if not without and pointer)
+
+
+def _requires_grad_offsets(meta: int) -> Iterator[int]:
+    leaf = torch.empty(2, 3, 4, requires_grad=True)
     address = _word(leaf._cdata + meta)
     on = ctypes.string_at(address, _SPAN)
-    off = ctypes.string_at(_word(leaf.requires_grad_(False)._cdata + meta), _SPAN)
-    requires_grad = _only(i for i, (a, b) in enumerate(zip(on, off, strict=True)) if (a, b) == (1, 0))
-    leaf.requires_grad_(True)
-    result = torch.mul(leaf, 2)
+    leaf.requires_grad_(False)
+    off = ctypes.string_at(address, _SPAN)
+    return (i for i, pair in enumerate(zip(on, off, strict=True)) if pair == (1, 0))
+
+
+def _grad_fn_offsets(meta: int, requires_grad: int) -> Iterator[int]:
+    result = torch.mul(torch.empty(2, 3, 4, requires_grad=True), 2)
     grad_fn = result.grad_fn
     node = _word(id(grad_fn) + 16)  # what the Python object of a grad_fn holds first
     words = _words(_word(result._cdata + meta))
-    return requires_grad, 8 * _only(i for i, w in enumerate(words) if w == node and 8 * i < requires_grad)
+    return (8 * i for i, word in enumerate(words) if word == node and 8 * i < requires_grad)
 
 
-def _find_view(meta: int, requires_grad: int) -> int:
+def _view_offsets(meta: int, requires_grad: int) -> Iterator[int]:
     """The byte of the autograd metadata that says that a tensor is a view of another one."""
     base = torch.empty(4, 6)
     with torch.enable_grad():
         tensors = (base[:2], torch.nn.Parameter(base))
         view, plain = (ctypes.string_at(_word(t._cdata + meta), _SPAN) for t in tensors)
-    return _only(i for i in range(requires_grad + 1, requires_grad + 8) if (view[i], plain[i]) == (1, 0))
+    return (i for i in range(requires_grad + 1, requires_grad + 8) if (view[i], plain[i]) == (1, 0))
 
 
 def _samples() -> Iterator[torch.Tensor]:

@@ -264,3 +264,13 @@ def test_autocast_dtypes_are_told_apart():
         assert not built.check(()) and not guards.guards[0].holds(())
     with torch.autocast("cpu", torch.bfloat16):
         assert built.check(())
+
+
+def test_the_layout_is_found_whatever_lies_behind_the_tensors():
+    junk: list[bytes] = []
+    found = set()
+    for turn in range(60):
+        junk += [b"\1" * size for size in range(16, 600, 7 + turn % 5)]
+        del junk[:: 2 + turn % 3]
+        found.add(layout._find_layout())
+    assert len(found) == 1
