@@ -1,0 +1,260 @@
+"""Graph and Node: straight-line programs of torch ops in which every value has a type, from `differentiate` on."""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.errors import Bug
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The type of a tensor: sizes and strides are ints, or symbolic expressions where they may vary."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: Any = 0
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}[{', '.join(map(str, self.shape))}]"
+
+
+Spec: TypeAlias = Any
+"""A TensorSpec; a tuple or list of specs for an op of several results; the type of a number; None."""
+
+INPUT = "input"
+CONSTANT = "constant"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One value of a graph: what computes it, from which values, and its type.
+
+    `op` is an OpOverload, `operator.getitem` for one result of an op of several, another callable that stays
+    opaque, INPUT, or CONSTANT (then `args` holds the object). Nodes stand in `args` and `kwargs` themselves,
+    in lists and tuples too; symbolic expressions stand there as they are.
+    """
+
+    op: Any
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    spec: Spec = None
+    name: str = ""
+    where: str = ""
+    """The user's source line, as captured."""
+    backward: bool = False
+    """Whether the value belongs to the backward half of a joint graph."""
+    region: int | None = None
+    """The checkpoint region whose values are recomputed and not saved."""
+
+    def inputs(self) -> Iterator[Node]:
+        """The nodes that this one reads, with repetitions."""
+        yield from nodes_in(self.args)
+        if self.kwargs:
+            yield from nodes_in(tuple(self.kwargs.values()))
+
+    def __repr__(self) -> str:
+        return self.name or f"<{label(self.op)}>"
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """The nodes in a nest of tuples, lists, dicts and slices."""
+    kind = type(value)
+    if kind is Node:
+        yield value
+    elif kind is tuple or kind is list:
+        for item in value:
+            yield from nodes_in(item)
+    elif kind is dict:
+        for item in value.values():
+            yield from nodes_in(item)
+    elif kind is slice:
+        yield from nodes_in((value.start, value.stop, value.step))
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The nest `value` with `leaf` applied to all that is not a tuple, list, dict or slice."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([mapped(item, leaf) for item in value])
+    if kind is dict:
+        return {key: mapped(item, leaf) for key, item in value.items()}
+    if kind is slice:
+        return slice(mapped(value.start, leaf), mapped(value.stop, leaf), mapped(value.step, leaf))
+    return leaf(value)
+
+
+class Graph:
+    """Inputs, nodes in the order in which they run, and outputs: nodes, numbers or None."""
+
+    __slots__ = ("inputs", "nodes", "outputs", "_names")
+
+    def __init__(self) -> None:
+        self.inputs: list[Node] = []
+        self.nodes: list[Node] = []
+        self.outputs: tuple[Any, ...] = ()
+        self._names: dict[str, int] = {}
+
+    def input(self, name: str, spec: Spec, backward: bool = False) -> Node:
+        """A new input, after those there are."""
+        node = Node(INPUT, spec=spec, name=self.name(name), backward=backward)
+        self.inputs.append(node)
+        return node
+
+    def constant(self, value: Any, spec: Spec, name: str = "constant") -> Node:
+        """A node for an object that the graph holds: a tensor that is not an input, a generator, …"""
+        return self.add(Node(CONSTANT, (value,), spec=spec, name=self.name(name)))
+
+    def call(
+        self,
+        op: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        spec: Spec = None,
+        like: Node | None = None,
+    ) -> Node:
+        """A new node at the end; `like` lends its place in the source, half and region."""
+        node = Node(op, args, kwargs or {}, spec, self.name(label(op)))
+        if like is not None:
+            node.where, node.backward, node.region = like.where, like.backward, like.region
+        return self.add(node)
+
+    def add(self, node: Node) -> Node:
+        """Put a node at the end; one without a name, or of another graph, is named by the caller."""
+        self.nodes.append(node)
+        return node
+
+    def name(self, wanted: str) -> str:
+        """A name not used in this graph, made of `wanted`."""
+        text = re.sub(r"\W", "_", wanted) or "value"
+        if text[0].isdigit() or keyword.iskeyword(text) or hasattr(builtins, text):
+            text = f"_{text}"
+        count = self._names.get(text)
+        self._names[text] = 0 if count is None else count + 1
+        return text if count is None else self.name(f"{text}_{count + 1}")
+
+    def users(self) -> dict[Node, list[Node]]:
+        """The nodes that read each node, once each, in order; what only outputs read has none."""
+        users: dict[Node, list[Node]] = {node: [] for node in (*self.inputs, *self.nodes)}
+        for node in self.nodes:
+            for read in dict.fromkeys(node.inputs()):
+                users[read].append(node)
+        return users
+
+    def drop_unused(self, keep: Callable[[Node], bool] = lambda node: False) -> None:
+        """Remove the nodes that no output needs; `keep` saves those that matter for what they do."""
+        needed = set(nodes_in(self.outputs))
+        kept: list[Node] = []
+        for node in reversed(self.nodes):
+            if node in needed or keep(node):
+                kept.append(node)
+                needed.update(node.inputs())
+        self.nodes = kept[::-1]
+
+    def check(self) -> Graph:
+        """This graph; Bug if a value is read before it is made, or two nodes share a name."""
+        made: set[Node] = set()
+        names: set[str] = set()
+        for node in (*self.inputs, *self.nodes):
+            for read in node.inputs():
+                if read not in made:
+                    raise Bug(f"{node.name} reads {read.name}, which is not made before it")
+            if not node.name or node.name in names:
+                raise Bug(f"the name {node.name!r} stands for two values")
+            made.add(node)
+            names.add(node.name)
+        for out in nodes_in(self.outputs):
+            if out not in made:
+                raise Bug(f"the output {out.name} is not made in the graph")
+        return self
+
+    def run(self, *values: Any, resolve: Callable[[Any], Any] = lambda leaf: leaf) -> tuple[Any, ...]:
+        """The outputs on these input values, op by op; `resolve` turns leaves that are not nodes to values."""
+        known: dict[Node, Any] = dict(zip(self.inputs, values, strict=True))
+
+        def value_of(leaf: Any) -> Any:
+            return known[leaf] if type(leaf) is Node else resolve(leaf)
+
+        for node in self.nodes:
+            if node.op is CONSTANT:
+                known[node] = node.args[0]
+            else:
+                known[node] = node.op(
+                    *[mapped(a, value_of) for a in node.args],
+                    **{k: mapped(v, value_of) for k, v in node.kwargs.items()},
+                )
+        return tuple([mapped(out, value_of) for out in self.outputs])
+
+    def __str__(self) -> str:
+        """The graph as a Python function."""
+        inputs = ", ".join(f"{node.name}: {show_spec(node.spec)!r}" for node in self.inputs)
+        lines = [f"def graph({inputs}):"]
+        for node in self.nodes:
+            lines.append(f"    {node.name} = {_call(node)}  # {show_spec(node.spec)}")
+        lines.append(f"    return ({', '.join(map(show, self.outputs))}{',' * (len(self.outputs) == 1)})")
+        return "\n".join(lines)
+
+
+def label(op: Any) -> str:
+    """The short name of what a node calls."""
+    if isinstance(op, str):
+        return op
+    if isinstance(op, torch._ops.OpOverload):
+        return op._schema.name.split("::")[-1]
+    return getattr(op, "__name__", type(op).__name__)
+
+
+def show(value: Any) -> str:
+    """A value in a node's arguments as Python source."""
+    if type(value) is Node:
+        return value.name
+    if type(value) is list:
+        return f"[{', '.join(map(show, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(show, value))}{',' * (len(value) == 1)})"
+    if isinstance(value, torch.device):
+        return f"torch.{value!r}"
+    return str(value) if not isinstance(value, str) else repr(value)
+
+
+def show_spec(spec: Spec) -> str:
+    """A type for a person."""
+    if isinstance(spec, (tuple, list)):
+        return f"({', '.join(map(show_spec, spec))})"
+    return getattr(spec, "__name__", None) or str(spec)
+
+
+def _call(node: Node) -> str:
+    if node.op is operator.getitem:
+        return f"{show(node.args[0])}[{show(node.args[1])}]"
+    if node.op is CONSTANT:
+        return f"<{type(node.args[0]).__name__}>"
+    target = f"torch.ops.{node.op}" if isinstance(node.op, torch._ops.OpOverload) else label(node.op)
+    arguments = [*map(show, node.args), *(f"{k}={show(v)}" for k, v in node.kwargs.items())]
+    return f"{target}({', '.join(arguments)})"
+
+
+def retarget(outputs: Sequence[Any], replaced: dict[Node, Any]) -> tuple[Any, ...]:
+    """A nest with nodes replaced by others."""
+    return tuple([mapped(out, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
+                  for out in outputs])  # fmt: skip
+
+
+def tensors(specs: Iterable[Spec]) -> Iterator[TensorSpec]:
+    """The tensor types in a nest of types."""
+    for spec in specs:
+        if isinstance(spec, TensorSpec):
+            yield spec
+        elif isinstance(spec, (tuple, list)):
+            yield from tensors(spec)
