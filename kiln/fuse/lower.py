@@ -1,0 +1,331 @@
+"""From primitives to terms: what an element of a node's result is, given its coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.graph import Node, TensorSpec
+from kiln.fuse.nest import Apply, Const, Place, Term
+from kiln.ops.levels import BINARY, UNARY, name_of
+
+Coords: TypeAlias = "tuple[Any, ...]"
+Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
+"""Gives the element of a node at coordinates; where the boolean term does not hold nothing may be read."""
+
+#: Comparisons and tests: their operands have another dtype than their result.
+TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isnan"})
+
+Lowering: TypeAlias = "Callable[[Terms, Node, Coords, Term | None, Read], Term]"
+LOWER: dict[str, Lowering] = {}
+"""How the element of a pointwise node follows from elements of its inputs, by the name of the op."""
+
+VIEWS: dict[str, Callable[[Node, Coords], Coords]] = {}
+"""Where an element of a view lies in the tensor that is viewed."""
+
+
+class Terms:
+    """Makes terms; equal ones are one object, so that what is computed once is computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Term] = {}
+
+    def make(self, kind: Callable[..., Any], *fields: Any) -> Any:
+        key = (kind, *[(type(f), f) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = kind(*fields)
+        return known
+
+    def apply(self, op: str, dtype: torch.dtype, *args: Term) -> Term:
+        return self.make(Apply, op, args, dtype)  # type: ignore[no-any-return]
+
+    def const(self, value: Any, dtype: torch.dtype) -> Term:
+        if dtype.is_floating_point and not isinstance(value, float) and not hasattr(value, "scope"):
+            value = float(value)
+        elif dtype is torch.bool:
+            value = bool(value)
+        return self.make(Const, value, dtype)  # type: ignore[no-any-return]
+
+    def place(self, index: Any) -> Term:
+        return self.make(Place, index) if not isinstance(index, int) else self.const(index, torch.int64)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple([_key(v) for v in value])
+    return value if isinstance(value, (str, torch.dtype)) or hasattr(value, "scope") else id(value)
+
+
+def dtype_of(node: Node) -> torch.dtype:
+    """The element type of a tensor node."""
+    spec: TensorSpec = node.spec
+    return spec.dtype
+
+
+def shape_of(node: Node) -> Coords:
+    spec: TensorSpec = node.spec
+    return spec.shape
+
+
+def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coords:
+    """Coordinates in a tensor of `shape` that was broadcast to `out`."""
+    skip = len(coords) - len(shape)
+    return tuple([0 if n == 1 and m != 1 else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)])
+
+
+def operand(terms: Terms, node: Node, arg: Any, coords: Coords, valid: Term | None, read: Read,
+            dtype: torch.dtype) -> Term:  # fmt: skip
+    """An operand of a broadcasting op: a tensor's element, or a number."""
+    if isinstance(arg, Node):
+        return read(arg, broadcast(coords, shape_of(arg), shape_of(node)), valid)
+    return terms.const(arg, dtype)
+
+
+def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    name = name_of(node.op)
+    tensor = next(a for a in node.args if isinstance(a, Node))
+    dtype = dtype_of(tensor)
+    count = 1 if name in UNARY else 2
+    given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args[:count]]
+    if name == "div" and (mode := node.kwargs.get("rounding_mode")):
+        name = f"div_{mode}"
+    return terms.apply(name, dtype_of(node), *given)
+
+
+LOWER.update(dict.fromkeys([*UNARY, *BINARY], _elementwise))
+
+
+def lowering(*names: str) -> Callable[[Lowering], Lowering]:
+    def declare(function: Lowering) -> Lowering:
+        LOWER.update(dict.fromkeys(names, function))
+        return function
+
+    return declare
+
+
+@lowering("where")
+def _where(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    condition, *choices = node.args
+    dtype = dtype_of(node)
+    mask = operand(terms, node, condition, coords, valid, read, torch.bool)
+    return terms.apply(
+        "where", dtype, mask, *[operand(terms, node, c, coords, valid, read, dtype) for c in choices]
+    )
+
+
+@lowering("clamp")
+def _clamp(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    x, low, high = (*node.args, *(None,) * (3 - len(node.args)))
+    low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+    dtype = dtype_of(node)
+    value = read(x, coords, valid)
+    for bound, name in ((low, "maximum"), (high, "minimum")):
+        if bound is not None:
+            value = terms.apply(name, dtype, value, terms.const(bound, dtype))
+    return value
+
+
+@lowering("_to_copy")
+def _convert(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    value = read(node.args[0], coords, valid)
+    return value if value.dtype == dtype_of(node) else terms.apply("convert", dtype_of(node), value)
+
+
+@lowering("clone")
+def _clone(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    return read(node.args[0], coords, valid)
+
+
+@lowering("full")
+def _full(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    return terms.const(node.args[1], dtype_of(node))
+
+
+@lowering("arange")
+def _arange(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    start, step = 0, 1
+    if len(node.args) > 1:
+        start = node.args[0]
+    if len(node.args) > 2:
+        step = node.args[2]
+    dtype = dtype_of(node)
+    if isinstance(start, int) and isinstance(step, int):
+        value = terms.place(start + step * coords[0])
+        return value if dtype is torch.int64 else terms.apply("convert", dtype, value)
+    scaled = terms.apply("mul", dtype, terms.apply("convert", dtype, terms.place(coords[0])),
+                         terms.const(step, dtype))  # fmt: skip
+    return terms.apply("add", dtype, scaled, terms.const(start, dtype))
+
+
+def both(terms: Terms, a: Term | None, b: Term) -> Term:
+    """A condition within another one."""
+    return b if a is None else terms.apply("bitwise_and", torch.bool, a, b)
+
+
+@lowering("cat")
+def _cat(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    parts = [part for part in node.args[0] if shape_of(part) != (0,)]
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim %= len(coords)
+    here, start = coords[dim], 0
+    pieces: list[tuple[Any, Node]] = []
+    for part in parts:
+        pieces.append((start, part))
+        start = start + shape_of(part)[dim]
+    result: Term | None = None
+    for begin, part in reversed(pieces):
+        end = begin + shape_of(part)[dim]
+        inside = terms.apply("lt", torch.bool, terms.place(here), terms.place(end))
+        if begin != 0:
+            after = terms.apply("ge", torch.bool, terms.place(here), terms.place(begin))
+            inside = terms.apply("bitwise_and", torch.bool, inside, after)
+        moved = (*coords[:dim], here - begin, *coords[dim + 1 :])
+        value = read(part, moved, both(terms, valid, inside))
+        if value.dtype != dtype_of(node):
+            value = terms.apply("convert", dtype_of(node), value)
+        result = value if result is None else terms.apply("where", dtype_of(node), inside, value, result)
+    assert result is not None
+    return result
+
+
+@lowering("constant_pad_nd")
+def _pad(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    x, pad = node.args[0], node.args[1]
+    fill = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+    shape, moved = shape_of(x), list(coords)
+    inside: Term | None = None
+    for i in range(len(pad) // 2):
+        dim = len(coords) - 1 - i
+        before, after = pad[2 * i], pad[2 * i + 1]
+        moved[dim] = coords[dim] - before
+        place = terms.place(moved[dim])
+        if before:
+            inside = both(terms, inside, terms.apply("ge", torch.bool, place, terms.const(0, torch.int64)))
+        if after:
+            inside = both(terms, inside, terms.apply("lt", torch.bool, place, terms.place(shape[dim])))
+    if inside is None:
+        return read(x, tuple(moved), valid)
+    value = read(x, tuple(moved), both(terms, valid, inside) if valid is not None else inside)
+    return terms.apply("where", dtype_of(node), inside, value, terms.const(fill, dtype_of(node)))
+
+
+# Views
+
+
+def view(name: str) -> Callable[[Callable[[Node, Coords], Coords]], Callable[[Node, Coords], Coords]]:
+    def declare(function: Callable[[Node, Coords], Coords]) -> Callable[[Node, Coords], Coords]:
+        VIEWS[name] = function
+        return function
+
+    return declare
+
+
+def argument(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+@view("expand")
+def _expand(node: Node, coords: Coords) -> Coords:
+    return broadcast(coords, shape_of(node.args[0]), shape_of(node))
+
+
+@view("permute")
+def _permute(node: Node, coords: Coords) -> Coords:
+    source: list[Any] = [0] * len(coords)
+    for c, d in zip(coords, node.args[1], strict=True):
+        source[d] = c
+    return tuple(source)
+
+
+@view("slice")
+def _slice(node: Node, coords: Coords) -> Coords:
+    dim, start, step = argument(node, 1, "dim", 0), argument(node, 2, "start", 0), argument(node, 4, "step", 1)
+    dim, start = dim % len(coords), start or 0
+    size = shape_of(node.args[0])[dim]
+    if isinstance(start, int) and start < 0:
+        start = max(start + size, 0)
+    return (*coords[:dim], start + coords[dim] * step, *coords[dim + 1 :])
+
+
+@view("select")
+def _select(node: Node, coords: Coords) -> Coords:
+    dim, place = node.args[1], node.args[2]
+    shape = shape_of(node.args[0])
+    dim %= len(shape)
+    if isinstance(place, int) and place < 0:
+        place = place + shape[dim]
+    return (*coords[:dim], place, *coords[dim:])
+
+
+@view("flip")
+def _flip(node: Node, coords: Coords) -> Coords:
+    dims = {d % len(coords) for d in node.args[1]}
+    shape = shape_of(node)
+    return tuple([shape[i] - 1 - c if i in dims else c for i, c in enumerate(coords)])
+
+
+@view("view")
+def _view(node: Node, coords: Coords) -> Coords:
+    return reshaped(coords, shape_of(node), shape_of(node.args[0]))
+
+
+def reshaped(coords: Coords, shape: Sequence[Any], source: Sequence[Any]) -> Coords:
+    """Coordinates in a tensor of shape `source` of an element of its reshaped form."""
+    result: list[Any] = [0] * len(source)
+    i = j = 0
+    while i < len(shape) or j < len(source):
+        first_i, first_j = i, j
+        left = shape[i] if i < len(shape) else 1
+        right = source[j] if j < len(source) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if _smaller(left, right) and i < len(shape):
+                left = left * shape[i]
+                i += 1
+            elif j < len(source):
+                right = right * source[j]
+                j += 1
+            else:
+                left = left * shape[i]
+                i += 1
+        flat: Any = 0
+        for k in range(first_i, min(i, len(shape))):
+            flat = flat * shape[k] + coords[k]
+        last = min(j, len(source))
+        for k in range(last - 1, first_j - 1, -1):
+            if k == first_j:
+                result[k] = flat
+            else:
+                result[k] = flat % source[k]
+                flat = flat // source[k]
+    return tuple(result)
+
+
+def _smaller(a: Any, b: Any) -> bool:
+    """Whether one extent is smaller, by what the sizes were when traced."""
+    return bool(getattr(a, "hint", a) < getattr(b, "hint", b))
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only shows the elements of its first argument at other places."""
+    name = name_of(node.op)
+    return name in VIEWS and not (name == "view" and "dtype" in str(node.op))
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of a node follows from elements of its inputs at known places."""
+    spec = node.spec
+    if not isinstance(spec, TensorSpec) or name_of(node.op) not in LOWER or not supported(spec):
+        return False
+    return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
+
+
+NUMERIC = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+                     torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
+
+
+def supported(spec: TensorSpec) -> bool:
+    return spec.dtype in NUMERIC and spec.device.type == "cpu"

@@ -1,0 +1,215 @@
+"""Kernel: a loop nest with an expression-tree body. Ranges, loads, arithmetic, reductions, stores; no text.
+
+A kernel runs over `axes`, in the order of the loops. Kept axes come with every result; over the axes marked
+`reduced` values are folded into one. What depends on a fold over the reduced axes runs in a later phase: the
+same loops once more, over the same row. The target chooses vectors, threads and tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.symbols import Symbol
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Axis:
+    """One loop: its variable runs from 0 to `size` - 1."""
+
+    variable: Symbol
+    size: Any
+    reduced: bool = False
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Buffer:
+    """Memory that a kernel reads or writes: elements of one dtype, addressed by a flat index."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Const:
+    """A number."""
+
+    value: Any
+    dtype: torch.dtype
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Place:
+    """An index expression as a value, int64."""
+
+    index: Any
+    dtype: torch.dtype = torch.int64
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Load:
+    """An element of a buffer. Where `valid` (a boolean term) does not hold nothing is read and `other` stands."""
+
+    buffer: Buffer
+    index: Any
+    dtype: torch.dtype
+    valid: Term | None = None
+    other: Any = 0
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class LoadAt:
+    """An element of a buffer at a place that was computed: `base` plus terms times their strides."""
+
+    buffer: Buffer
+    base: Any
+    places: tuple[tuple[Term, Any], ...]
+    dtype: torch.dtype
+    valid: Term | None = None
+    other: Any = 0
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Apply:
+    """A scalar function, by the name of its primitive, of terms of one dtype; computes in `dtype`."""
+
+    op: str
+    args: tuple[Term, ...]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Fold:
+    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin, welford."""
+
+    kind: str
+    value: Term
+    dtype: torch.dtype
+    phase: int
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Part:
+    """One of the several results of a fold."""
+
+    whole: Fold
+    item: int
+    dtype: torch.dtype
+
+
+Term: TypeAlias = Const | Place | Load | LoadAt | Apply | Fold | Part
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Store:
+    """A value written to a buffer; in phase 0, or after the folds of the phases before it."""
+
+    buffer: Buffer
+    index: Any
+    value: Term
+    phase: int
+    kept: bool
+    """Whether it happens once a row, after the loops over the reduced axes."""
+
+
+@dataclass(eq=False, slots=True)
+class Kernel:
+    """One loop nest, ready for a target."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    stores: list[Store] = field(default_factory=list)
+
+    @property
+    def kept(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if not a.reduced)
+
+    @property
+    def reduced(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.reduced)
+
+    def folds(self) -> list[Fold]:
+        """The folds that the stores need, each after those it needs itself."""
+        return [t for t in terms(store.value for store in self.stores) if isinstance(t, Fold)]
+
+    def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
+        """The buffers that are read and those that are written, in order of first use."""
+        read = [t.buffer for t in terms(s.value for s in self.stores) if isinstance(t, (Load, LoadAt))]
+        return list(dict.fromkeys(read)), list(dict.fromkeys(s.buffer for s in self.stores))
+
+
+def children(term: Term) -> tuple[Term, ...]:
+    """The terms that a term is made of."""
+    if isinstance(term, Apply):
+        return term.args
+    if isinstance(term, Fold):
+        return (term.value,)
+    if isinstance(term, Part):
+        return (term.whole,)
+    inner: tuple[Term, ...] = ()
+    if isinstance(term, LoadAt):
+        inner = tuple(place for place, _ in term.places)
+    if isinstance(term, (Load, LoadAt)) and term.valid is not None:
+        inner = (*inner, term.valid)
+    return inner
+
+
+def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:
+    """All terms below the roots, once each, children first."""
+    seen: set[int] = set()
+    ordered: list[Term] = []
+
+    def visit(term: Term) -> None:
+        if id(term) in seen:
+            return
+        seen.add(id(term))
+        for child in children(term):
+            visit(child)
+        ordered.append(term)
+
+    for root in roots:
+        visit(root)
+    return ordered
+
+
+def show(kernel: Kernel) -> str:
+    """The kernel as loops for a person."""
+    lines = [f"kernel {kernel.name}"]
+    for depth, axis in enumerate(kernel.axes):
+        mark = "fold" if axis.reduced else "for"
+        lines.append(f"{'  ' * (depth + 1)}{mark} {axis.variable} < {axis.size}")
+    pad = "  " * (len(kernel.axes) + 1)
+    names: dict[int, str] = {}
+
+    def text(term: Term) -> str:
+        if id(term) in names:
+            return names[id(term)]
+        if isinstance(term, Const):
+            return repr(term.value)
+        if isinstance(term, Place):
+            return f"({term.index})"
+        if isinstance(term, Load):
+            return f"{term.buffer.name}[{term.index}]"
+        return "?"
+
+    for term in terms(store.value for store in kernel.stores):
+        if isinstance(term, (Apply, Fold, Part, LoadAt)):
+            name = f"t{len(names)}"
+            if isinstance(term, Apply):
+                what = f"{term.op}({', '.join(map(text, term.args))})"
+            elif isinstance(term, Fold):
+                what = f"fold {term.kind} of {text(term.value)}, phase {term.phase}"
+            elif isinstance(term, Part):
+                what = f"{text(term.whole)}[{term.item}]"
+            else:
+                places = " + ".join(f"{text(p)}*{s}" for p, s in term.places)
+                what = f"{term.buffer.name}[{term.base} + {places}]"
+            names[id(term)] = name
+            lines.append(f"{pad}{name} = {what}")
+    for store in kernel.stores:
+        when = " (kept)" if store.kept else ""
+        lines.append(f"{pad}{store.buffer.name}[{store.index}] = {text(store.value)}{when}")
+    return "\n".join(lines)

@@ -1,0 +1,494 @@
+"""A kernel as an LLVM function for the CPU: loops over tasks, vectors along one axis, folds in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
+from kiln.base.symbols import Expr, Symbol
+from kiln.fuse.nest import (
+    Apply,
+    Axis,
+    Buffer,
+    Const,
+    Fold,
+    Kernel,
+    Load,
+    LoadAt,
+    Part,
+    Place,
+    Store,
+    Term,
+    children,
+    terms,
+)
+from kiln.generate.llvm import I1, I32, I64, PTR, Function, Module, Type, Value
+from kiln.generate.math import compute_type
+from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
+
+CHUNK = 4096  # elements of one task, when a kernel has one axis only
+
+
+class Emitter:
+    """Writes one kernel as `void name(ptr buffers, ptr sizes, i64 begin, i64 end)`, over a range of its tasks."""
+
+    def __init__(self, module: Module, kernel: Kernel, width: int) -> None:
+        self.kernel, self.module = kernel, module
+        reads, writes = kernel.buffers()
+        self.buffers: list[Buffer] = list(dict.fromkeys([*reads, *writes]))
+        self.sizes = symbols_of(kernel)
+        parameters = [(f"b{i}", PTR) for i in range(len(self.buffers))]
+        parameters += [(f"s{i}", I64) for i in range(len(self.sizes))]
+        self.fn = module.function(f"{kernel.name}_body", [*parameters, ("begin", I64), ("end", I64)])
+        self.fn.attributes = "nounwind"
+        self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
+        self.variables: dict[Symbol, Value] = {s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)}
+        self.vector = vector_axis(kernel)
+        size = self.vector.size if self.vector is not None else 1
+        extent = int(getattr(size, "hint", size))
+        self.width = 1
+        while self.width < width and self.width * 2 <= extent:
+            self.width *= 2
+        self.lanes = 1  # of the code being emitted
+        self.layers: list[dict[int, Value]] = [{}]
+        self.indices: list[dict[Any, Value]] = [{}]
+
+    # The frame: tasks and loops
+
+    def emit(self) -> None:
+        """Write the body and the entry that takes the arguments from memory."""
+        fn = self.fn
+        fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], lambda task, _: self.task(task))
+        fn.do("ret void")
+        self.entry()
+
+    def entry(self) -> None:
+        entry = self.module.function(
+            self.kernel.name, [("buffers", PTR), ("sizes", PTR), ("begin", I64), ("end", I64)]
+        )
+        given = [entry.load(entry.at(entry.parameters["buffers"], i, I64), PTR) for i in range(len(self.buffers))]
+        given += [entry.load(entry.at(entry.parameters["sizes"], i, I64), I64) for i in range(len(self.sizes))]
+        given += [entry.parameters["begin"], entry.parameters["end"]]
+        entry.do(f"call void @{self.fn.name}({', '.join(f'{g.type} {g.text}' for g in given)})")
+        entry.do("ret void")
+
+    def outer(self) -> list[Axis]:
+        """The axes whose turns are the tasks."""
+        return [a for a in self.kernel.kept if a is not self.vector]
+
+    def tasks(self) -> Any:
+        """The number of tasks, in terms of the sizes."""
+        count: Any = 1
+        for axis in self.outer():
+            count = count * axis.size
+        if not self.outer() and self.vector is not None and not self.vector.reduced:
+            return (self.vector.size + (CHUNK - 1)) // CHUNK
+        return count
+
+    def task(self, task: Value) -> Sequence[Value]:
+        self.push()
+        rest = task
+        for axis in reversed(self.outer()):
+            size = self.index(axis.size)
+            self.variables[axis.variable] = rest % size
+            rest = rest / size
+        vector = self.vector
+        if vector is None or vector.reduced:
+            self.row()
+        elif self.outer():
+            self.along(vector, 0, vector.size, [], lambda carried: self.row_of_lanes())
+        else:
+            low = task * CHUNK
+            high = low + CHUNK
+            size = self.index(vector.size)
+            self.along(vector, low, (high < size).where(high, size), [], lambda carried: self.row_of_lanes())
+        self.pop()
+        return []
+
+    def row_of_lanes(self) -> list[Value]:
+        self.row()
+        return []
+
+    def along(self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Any) -> list[Value]:
+        """A loop along the vector axis, in vectors and then, for the rest, in scalars."""
+        fn = self.fn
+        start, end = self.index(low), self.index(high)
+        exact = isinstance(high, int) and isinstance(low, int) and (high - low) % self.width == 0
+        whole = end if exact else start + (end - start) / self.width * self.width
+
+        def turn(i: Value, values: list[Value], lanes: int) -> list[Value]:
+            self.push()
+            self.variables[axis.variable], outside, self.lanes = i, self.lanes, lanes
+            results = body(values)
+            self.lanes = outside
+            self.pop()
+            return list(results)
+
+        values = fn.loop(start, whole, self.width, carried, lambda i, v: turn(i, v, self.width))
+        if exact or self.width == 1:
+            return values
+        if axis.reduced:  # the rest is folded into the first lane
+            rest = [first_lane(v) for v in values]
+            rest = fn.loop(whole, end, 1, rest, lambda i, v: turn(i, v, 1))
+            return [with_first_lane(v, r) for v, r in zip(values, rest, strict=True)]
+        return fn.loop(whole, end, 1, values, lambda i, v: turn(i, v, 1))
+
+    def row(self) -> None:
+        """One turn of the kept axes: the phases, one after the other."""
+        stores, folds = self.kernel.stores, self.kernel.folds()
+        if not self.kernel.reduced:
+            for store in stores:
+                self.store(store)
+            return
+        last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
+        for phase in range(last + 1):
+            here = [f for f in folds if f.phase == phase]
+            inside = [s for s in stores if s.phase == phase and not s.kept]
+            for store in stores:
+                if store.kept and store.phase == phase:
+                    self.store(store)
+            if here or inside:
+                self.phase(here, inside)
+
+    def phase(self, folds: list[Fold], stores: list[Store]) -> None:
+        """The loops over the reduced axes, once: folds some values, stores others."""
+        across = self.vector is not None and self.vector.reduced
+        wide = self.width if across else self.lanes
+        start = [self.neutral(f, wide) for f in folds]
+
+        def body(carried: list[Value]) -> list[Value]:
+            results = []
+            for fold, so_far in zip(folds, carried, strict=True):
+                value = self.value(fold.value)
+                results.append(FOLDS[fold.kind][2](so_far, so_far.like(value)))
+            for store in stores:
+                self.store(store)
+            return results
+
+        axes = [a for a in self.kernel.reduced if a is not self.vector]
+
+        def nest(depth: int, carried: list[Value]) -> list[Value]:
+            if depth < len(axes):
+                axis = axes[depth]
+
+                def turn(i: Value, values: list[Value]) -> list[Value]:
+                    self.push()
+                    self.variables[axis.variable] = i
+                    results = nest(depth + 1, values)
+                    self.pop()
+                    return results
+
+                return self.fn.loop(self.index(0), self.index(axis.size), 1, carried, turn)
+            if across:
+                assert self.vector is not None
+                return self.along(self.vector, 0, self.vector.size, carried, body)
+            self.push()
+            results = body(carried)
+            self.pop()
+            return results
+
+        for fold, total in zip(folds, nest(0, start), strict=True):
+            combine = FOLDS[fold.kind][2]
+            result = across_lanes(total, combine) if across else total
+            self.layers[-1][id(fold)] = result
+
+    def neutral(self, fold: Fold, wide: int) -> Value:
+        kind = compute_type(TYPES[fold.dtype]).wide(wide)
+        floating, integral, _ = FOLDS[fold.kind]
+        return self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
+
+    # Scopes: what was computed inside a loop is not known outside of it
+
+    def push(self) -> None:
+        self.layers.append({})
+        self.indices.append({})
+
+    def pop(self) -> None:
+        self.layers.pop()
+        self.indices.pop()
+
+    def known(self, term: Term) -> Value | None:
+        for layer in reversed(self.layers):
+            if id(term) in layer:
+                return layer[id(term)]
+        return None
+
+    # Values
+
+    def value(self, root: Term) -> Value:
+        """The value of a term here: a scalar where it is the same for all lanes."""
+        found = self.known(root)
+        if found is not None:
+            return found
+        for term in self.pending(root):
+            self.layers[-1][id(term)] = self.compute(term)
+        return self.layers[-1][id(root)]
+
+    def pending(self, root: Term) -> list[Term]:
+        """The terms below `root` that are not computed yet, children first."""
+        ordered: list[Term] = []
+        seen: set[int] = set()
+
+        def visit(term: Term) -> None:
+            if id(term) in seen or self.known(term) is not None:
+                return
+            seen.add(id(term))
+            for child in children(term):
+                visit(child)
+            ordered.append(term)
+
+        visit(root)
+        return ordered
+
+    def compute(self, term: Term) -> Value:
+        if isinstance(term, Const):
+            kind = compute_type(TYPES[term.dtype])
+            if isinstance(term.value, Expr):
+                return self.index(term.value).to(kind)
+            return self.fn.constant(term.value, kind)
+        if isinstance(term, Place):
+            return self.lanes_of(term.index)
+        if isinstance(term, Load):
+            return self.load(term)
+        if isinstance(term, LoadAt):
+            return self.load_at(term)
+        if isinstance(term, Apply):
+            given = [self.value(a) for a in term.args]
+            if term.op == "convert":
+                return convert(given[0], term.dtype)
+            return SCALARS[term.op](*aligned(given, term.op))
+        if isinstance(term, Part):
+            raise NotImplementedError(f"a part of {term.whole.kind}")
+        raise AssertionError(f"a fold is computed before it is read: {term.kind}")
+
+    def load(self, term: Load) -> Value:
+        address = self.pointers[term.buffer]
+        stored = TYPES[term.dtype]
+        step = self.stride(term.index)
+        mask = None if term.valid is None else self.value(term.valid)
+        if step == 0 or self.lanes == 1:
+            place = self.index(term.index)
+            return self.loaded(address, place, stored, 1, mask)
+        if step == 1:
+            return self.loaded(address, self.index(term.index), stored, self.lanes, mask)
+        return self.gathered(address, self.lanes_of(term.index), stored, mask)
+
+    def loaded(self, base: Value, place: Value, stored: Type, lanes: int, mask: Value | None) -> Value:
+        fn, held = self.fn, compute_type(stored)
+        kind = stored.wide(lanes)
+        if mask is None:
+            return fn.load(fn.at(base, place, stored), kind).to(held)
+        if lanes == 1 and mask.type.width == 1:  # a guarded read: of the first element where it must not be
+            place = mask.where(place, 0)
+            return fn.load(fn.at(base, place, stored), kind).to(held)
+        if lanes == 1:
+            return self.gathered(base, place.splat(mask.type.width), stored, mask)
+        wide = mask if mask.type.width == lanes else mask.splat(lanes)
+        memory = I8_OF[kind.kind].wide(lanes) if kind.kind == "i1" else kind
+        zero = fn.constant(0, memory)
+        address = fn.at(base, place, stored)
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        name = f"llvm.masked.load.{memory.suffix}.p0"
+        value = fn.call(name, memory, address, align, wide, zero)
+        return (value.to(I1) if kind.kind == "i1" else value).to(held)
+
+    def gathered(self, base: Value, places: Value, stored: Type, mask: Value | None) -> Value:
+        fn, held, lanes = self.fn, compute_type(stored), places.type.width
+        memory = I8_OF["i1"] if stored.kind == "i1" else stored
+        pointers = fn.emit(
+            f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
+        )
+        wide = fn.constant(1, I1.wide(lanes)) if mask is None else mask if mask.type.width > 1 else mask.splat(lanes)
+        kind = memory.wide(lanes)
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        name = f"llvm.masked.gather.{kind.suffix}.v{lanes}p0"
+        value = fn.call(name, kind, pointers, align, wide, fn.constant(0, kind))
+        return (value.to(I1) if stored.kind == "i1" else value).to(held)
+
+    def load_at(self, term: LoadAt) -> Value:
+        place = self.lanes_of(term.base)
+        for inner, step in term.places:
+            value = self.value(inner).to(I64) * self.index(step)
+            place = value + place if value.type.width >= place.type.width else place + value
+        stored = TYPES[term.dtype]
+        mask = None if term.valid is None else self.value(term.valid)
+        if place.type.width == 1:
+            return self.loaded(self.pointers[term.buffer], place, stored, 1, mask)
+        return self.gathered(self.pointers[term.buffer], place, stored, mask)
+
+    def store(self, store: Store) -> None:
+        fn = self.fn
+        value = self.value(store.value)
+        stored = TYPES[store.buffer.dtype]
+        base = self.pointers[store.buffer]
+        if self.lanes == 1:
+            fn.store(value.to(stored), fn.at(base, self.index(store.index), stored))
+            return
+        value = value if value.type.width > 1 else value.splat(self.lanes)
+        value = value.to(stored)
+        if self.stride(store.index) == 1:
+            fn.store(value, fn.at(base, self.index(store.index), stored))
+            return
+        memory = I8_OF["i1"] if stored.kind == "i1" else stored
+        value = value.to(memory) if stored.kind == "i1" else value
+        places = self.lanes_of(store.index)
+        lanes = self.lanes
+        places = places if places.type.width > 1 else places.splat(lanes)
+        pointers = fn.emit(
+            f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
+        )
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
+        from_llvm = fn.constant(1, I1.wide(lanes))
+        fn.module.declare(name, VOID_TYPE, [value.type, pointers.type, I32, from_llvm.type])
+        fn.do(
+            f"call void @{name}({value.type} {value.text}, {pointers.type} {pointers.text}, "
+            f"i32 {align.text}, {from_llvm.type} {from_llvm.text})"
+        )
+
+    # Indices
+
+    def stride(self, index: Any) -> int | None:
+        """By how much an index grows from lane to lane; None when that is not one number."""
+        if self.vector is None or not isinstance(index, Expr):
+            return 0
+        variable, step = self.vector.variable, 0
+        for monomial, factor in index.poly.items():
+            if monomial == (variable,):
+                step = factor
+            elif any(variable in atom.symbols() for atom in monomial):
+                return None
+        return step
+
+    def lanes_of(self, index: Any) -> Value:
+        """An index as a value: a vector where it differs from lane to lane."""
+        if self.lanes == 1 or self.stride(index) == 0:
+            return self.index(index)
+        assert self.vector is not None
+        variable = self.vector.variable
+        scalar = self.variables[variable]
+        self.push()
+        self.variables[variable] = scalar.splat(self.lanes) + self.ramp()
+        hidden, self.indices[:-1] = self.indices[:-1], [{} for _ in self.indices[:-1]]
+        value = self.index(index)
+        self.indices[:-1] = hidden
+        self.variables[variable] = scalar
+        self.pop()
+        return value
+
+    def ramp(self) -> Value:
+        """0, 1, 2, … in the lanes."""
+        wide = I64.wide(self.lanes)
+        return Value(self.fn, f"<{', '.join(f'i64 {i}' for i in range(self.lanes))}>", wide)
+
+    def index(self, index: Any) -> Value:
+        """An index expression at the first lane."""
+        if isinstance(index, Value):
+            return index
+        if not isinstance(index, Expr):
+            return self.fn.constant(index, I64)
+        if isinstance(index, Symbol):
+            return self.variables[index]
+        for layer in reversed(self.indices):
+            if index in layer:
+                return layer[index]
+        value = self.index_of(index)
+        self.indices[-1][index] = value
+        return value
+
+    def index_of(self, index: Expr) -> Value:
+        if index.op is SUM:
+            total: Value | None = None
+            for monomial, factor in index.poly.items():
+                part: Value | None = None
+                for atom in monomial:
+                    value = self.index(atom)
+                    part = value if part is None else part * value
+                part = self.fn.constant(factor, I64) if part is None else part * factor if factor != 1 else part
+                total = part if total is None else total + part
+            assert total is not None
+            return total
+        a, b = (self.index(x) for x in index.args)
+        if index.op in (MIN, MAX):
+            return ((a < b) if index.op is MIN else (a > b)).where(a, b)
+        if index.op is FLOORDIV:
+            return a / b
+        assert index.op is MOD, f"an index with {index.op}"
+        return a % b
+
+
+I8_OF = {"i1": Type("i8", signed=False)}
+VOID_TYPE = Type("void")
+
+
+def aligned(values: list[Value], op: str) -> list[Value]:
+    """Operands of one width."""
+    width = max(v.type.width for v in values)
+    return [v if v.type.width == width else v.splat(width) for v in values]
+
+
+def first_lane(value: Value) -> Value:
+    return value.fn.emit(f"extractelement {value.type} {value.text}, i64 0", value.type.scalar)
+
+
+def with_first_lane(value: Value, first: Value) -> Value:
+    return value.fn.emit(
+        f"insertelement {value.type} {value.text}, {first.type} {first.text}, i64 0", value.type
+    )
+
+
+def across_lanes(value: Value, combine: Any) -> Value:
+    """The lanes of a vector folded into one scalar, halves with halves."""
+    fn = value.fn
+    while value.type.width > 1:
+        half = value.type.width // 2
+        halves = [
+            fn.emit(
+                f"shufflevector {value.type} {value.text}, {value.type} poison, "
+                f"<{half} x i32> <{', '.join(f'i32 {i + start}' for i in range(half))}>",
+                value.type.wide(half),
+            )
+            for start in (0, half)
+        ]
+        if half == 1:
+            halves = [
+                fn.emit(f"extractelement {value.type} {value.text}, i64 {i}", value.type.scalar) for i in (0, 1)
+            ]
+        value = combine(*halves)
+    return value
+
+
+def vector_axis(kernel: Kernel) -> Axis | None:
+    """The axis along which memory is read and written most contiguously; the last one where none is better."""
+    if not kernel.axes:
+        return None
+    scores = {axis: 0 for axis in kernel.axes}
+    indices = [t.index for t in terms(s.value for s in kernel.stores) if isinstance(t, Load)]
+    indices += [s.index for s in kernel.stores for _ in (0, 1)]
+    for index in indices:
+        if not isinstance(index, Expr):
+            continue
+        for axis in kernel.axes:
+            if index.poly.get((axis.variable,)) == 1:
+                scores[axis] += 1
+    best = max(scores.values())
+    return [axis for axis in kernel.axes if scores[axis] == best][-1]
+
+
+def symbols_of(kernel: Kernel) -> list[Symbol]:
+    """The sizes that the kernel takes as arguments, in order."""
+    loops = {axis.variable for axis in kernel.axes}
+    found: dict[Symbol, None] = {}
+    expressions = [axis.size for axis in kernel.axes] + [s.index for s in kernel.stores]
+    for term in terms(s.value for s in kernel.stores):
+        if isinstance(term, (Load, Place)):
+            expressions.append(term.index)
+        elif isinstance(term, LoadAt):
+            expressions += [term.base, *(step for _, step in term.places)]
+        elif isinstance(term, Const):
+            expressions.append(term.value)
+    for expression in expressions:
+        if isinstance(expression, Expr):
+            found.update(dict.fromkeys(sorted(expression.symbols() - loops, key=lambda s: s.order)))
+    return list(found)

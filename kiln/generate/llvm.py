@@ -1,0 +1,410 @@
+"""LLVM's language as text: types, values with operators, functions and blocks. Knows no machine."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+_SCALARS = {"f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat", "ptr": "ptr", "void": "void"}
+_SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64)}
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """A scalar type, or a vector of `width` of them; `signed` tells how integers compare, widen and divide."""
+
+    kind: str
+    width: int = 1
+    signed: bool = True
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind in ("f64", "f32", "f16", "bf16")
+
+    @property
+    def bits(self) -> int:
+        return 64 if self.kind == "ptr" else int(self.kind.lstrip("bfi"))
+
+    def wide(self, width: int) -> Type:
+        """The vector of `width` such scalars; the scalar for 1."""
+        return replace(self, width=width)
+
+    @property
+    def scalar(self) -> Type:
+        return self.wide(1)
+
+    @property
+    def suffix(self) -> str:
+        """The type as it stands in the name of an intrinsic."""
+        return self.kind if self.width == 1 else f"v{self.width}{self.kind}"
+
+    def __str__(self) -> str:
+        scalar = _SCALARS[self.kind]
+        return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
+
+
+F64, F32, F16, BF16 = Type("f64"), Type("f32"), Type("f16"), Type("bf16")
+I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
+U8 = Type("i8", signed=False)
+PTR, VOID = Type("ptr"), Type("void")
+
+Number: TypeAlias = "int | float | bool"
+
+
+def literal(value: Number, type: Type) -> str:
+    """A constant of this type, in all lanes."""
+    text = _scalar_literal(value, type.scalar)
+    return text if type.width == 1 else f"splat ({type.scalar} {text})"
+
+
+def _scalar_literal(value: Number, type: Type) -> str:
+    if type.kind == "i1":
+        return "true" if value else "false"
+    if type.kind == "ptr":
+        return "null"
+    if not type.is_float:
+        return str(int(value))
+    number = float(value)
+    if type.kind == "f32":
+        number = _rounded(number, "f")
+    elif type.kind == "f16":
+        return f"0xH{struct.unpack('<H', struct.pack('<e', number))[0]:04X}"
+    elif type.kind == "bf16":
+        return f"0xR{_bf16_bits(number):04X}"
+    return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
+
+
+def _rounded(number: float, code: str) -> float:
+    try:
+        return float(struct.unpack(code, struct.pack(code, number))[0])
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+
+
+def _bf16_bits(number: float) -> int:
+    bits = int(struct.unpack("<I", struct.pack("<f", _rounded(number, "f")))[0])
+    if number != number:
+        return 0x7FC0
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+class Value:
+    """An SSA value in a function under construction; Python's operators emit instructions."""
+
+    __slots__ = ("fn", "text", "type")
+
+    def __init__(self, fn: Function, text: str, type: Type) -> None:
+        self.fn, self.text, self.type = fn, text, type
+
+    def like(self, other: Value | Number) -> Value:
+        """`other` as a value of this type: numbers become constants, scalars fill all lanes."""
+        if not isinstance(other, Value):
+            return Value(self.fn, literal(other, self.type), self.type)
+        return other.splat(self.type.width) if other.type.width < self.type.width else other
+
+    def splat(self, width: int) -> Value:
+        """This scalar in all lanes of a vector."""
+        if width == 1:
+            return self
+        wide = self.type.wide(width)
+        first = self.fn.emit(f"insertelement {wide} poison, {self.type} {self.text}, i64 0", wide)
+        return self.fn.emit(
+            f"shufflevector {wide} {first.text}, {wide} poison, <{width} x i32> zeroinitializer", wide
+        )
+
+    def _binary(self, other: Value | Number, float_op: str, signed: str, unsigned: str = "") -> Value:
+        left = self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
+        right = left.like(other)
+        op = float_op if left.type.is_float else signed if left.type.signed or not unsigned else unsigned
+        return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", left.type)
+
+    def __add__(self, other: Value | Number) -> Value:
+        return self._binary(other, "fadd", "add")
+
+    def __sub__(self, other: Value | Number) -> Value:
+        return self._binary(other, "fsub", "sub")
+
+    def __mul__(self, other: Value | Number) -> Value:
+        return self._binary(other, "fmul", "mul")
+
+    def __truediv__(self, other: Value | Number) -> Value:
+        return self._binary(other, "fdiv", "sdiv", "udiv")
+
+    def __mod__(self, other: Value | Number) -> Value:
+        return self._binary(other, "frem", "srem", "urem")
+
+    def __and__(self, other: Value | Number) -> Value:
+        return self._binary(other, "and", "and")
+
+    def __or__(self, other: Value | Number) -> Value:
+        return self._binary(other, "or", "or")
+
+    def __xor__(self, other: Value | Number) -> Value:
+        return self._binary(other, "xor", "xor")
+
+    def __lshift__(self, other: Value | Number) -> Value:
+        return self._binary(other, "shl", "shl")
+
+    def __rshift__(self, other: Value | Number) -> Value:
+        return self._binary(other, "ashr", "ashr", "lshr")
+
+    def __radd__(self, other: Number) -> Value:
+        return self.like(other) + self
+
+    def __rsub__(self, other: Number) -> Value:
+        return self.like(other) - self
+
+    def __rmul__(self, other: Number) -> Value:
+        return self.like(other) * self
+
+    def __rtruediv__(self, other: Number) -> Value:
+        return self.like(other) / self
+
+    def __neg__(self) -> Value:
+        if self.type.is_float:
+            return self.fn.emit(f"fneg {self.type} {self.text}", self.type)
+        return self.like(0) - self
+
+    def __invert__(self) -> Value:
+        return self ^ self.like(1 if self.type.kind == "i1" else -1)
+
+    def compare(self, relation: str, other: Value | Number) -> Value:
+        """A mask: `relation` is eq, ne, lt, le, gt or ge; false where a number is not one, but for ne."""
+        left = self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
+        right = left.like(other)
+        if left.type.is_float:
+            op = f"fcmp {'une' if relation == 'ne' else 'o' + relation}"
+        elif relation in ("eq", "ne"):
+            op = f"icmp {relation}"
+        else:
+            op = f"icmp {'s' if left.type.signed and left.type.kind != 'i1' else 'u'}{relation}"
+        return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", I1.wide(left.type.width))
+
+    def __lt__(self, other: Value | Number) -> Value:
+        return self.compare("lt", other)
+
+    def __le__(self, other: Value | Number) -> Value:
+        return self.compare("le", other)
+
+    def __gt__(self, other: Value | Number) -> Value:
+        return self.compare("gt", other)
+
+    def __ge__(self, other: Value | Number) -> Value:
+        return self.compare("ge", other)
+
+    def where(self, yes: Value | Number, no: Value | Number) -> Value:
+        """`yes` in the lanes of this mask, `no` in the others."""
+        model = yes if isinstance(yes, Value) else no
+        assert isinstance(model, Value), "one of the choices is a value"
+        if isinstance(yes, Value) and isinstance(no, Value) and no.type.width > yes.type.width:
+            model = no
+        if self.type.width > model.type.width:
+            model = model.splat(self.type.width)
+        a, b, mask = model.like(yes), model.like(no), self
+        if mask.type.width < model.type.width:
+            mask = mask.splat(model.type.width)
+        return self.fn.emit(
+            f"select {mask.type} {mask.text}, {model.type} {a.text}, {model.type} {b.text}", model.type
+        )
+
+    def intrinsic(self, name: str, *others: Value | Number) -> Value:
+        """`llvm.name` of values of this type."""
+        return self.fn.call(f"llvm.{name}.{self.type.suffix}", self.type, self, *map(self.like, others))
+
+    def bits(self, type: Type) -> Value:
+        """The same bits as another type of the same size."""
+        wide = type.wide(self.type.width)
+        return self.fn.emit(f"bitcast {self.type} {self.text} to {wide}", wide)
+
+    def to_mask(self) -> Value:
+        """Where this integer is not zero."""
+        return self.compare("ne", 0)
+
+    def to(self, type: Type) -> Value:
+        """This value converted: floats to integers towards zero, integers to booleans by being nonzero."""
+        wide = type.wide(self.type.width)
+        here = self.type
+        if here == wide:
+            return self
+        if here.kind == wide.kind:
+            return Value(self.fn, self.text, wide)
+        if wide.kind == "i1":
+            return self.compare("ne", 0)
+        return self.fn.emit(f"{_conversion(here, wide)} {here} {self.text} to {wide}", wide)
+
+
+def _conversion(here: Type, there: Type) -> str:
+    if here.is_float and there.is_float:
+        return "fpext" if there.bits > here.bits else "fptrunc"
+    if here.is_float:
+        return "fptosi" if there.signed else "fptoui"
+    signed = here.signed and here.kind != "i1"
+    if there.is_float:
+        return "sitofp" if signed else "uitofp"
+    if there.bits < here.bits:
+        return "trunc"
+    return "sext" if signed else "zext"
+
+
+def fma(a: Value, b: Value | Number, c: Value | Number) -> Value:
+    """a * b + c with one rounding."""
+    return a.intrinsic("fma", b, c)
+
+
+class Function:
+    """The text of one function: emits instructions into the current block."""
+
+    def __init__(self, module: Module, name: str, parameters: Sequence[tuple[str, Type]], result: Type) -> None:
+        self.module, self.name, self.result = module, name, result
+        self.parameters = {n: Value(self, f"%{n}", t) for n, t in parameters}
+        self.lines: list[str] = []
+        self.block = "entry"
+        self._count = 0
+        self.attributes = ""
+        self._parameter_text = ", ".join(
+            f"{t} {'noalias ' if t.kind == 'ptr' else ''}%{n}" for n, t in parameters
+        )
+
+    def emit(self, instruction: str, type: Type) -> Value:
+        """The result of an instruction."""
+        self._count += 1
+        name = f"%v.{self._count}"
+        self.lines.append(f"  {name} = {instruction}")
+        return Value(self, name, type)
+
+    def do(self, instruction: str) -> None:
+        """An instruction without a result."""
+        self.lines.append(f"  {instruction}")
+
+    def constant(self, value: Number, type: Type) -> Value:
+        return Value(self, literal(value, type), type)
+
+    def call(self, name: str, result: Type, *arguments: Value) -> Value:
+        """A call of an intrinsic or of a function of another library, declared on first use."""
+        self.module.declare(name, result, [a.type for a in arguments])
+        given = ", ".join(f"{a.type} {a.text}" for a in arguments)
+        if result.kind == "void":
+            self.do(f"call void @{name}({given})")
+            return Value(self, "", VOID)
+        return self.emit(f"call {result} @{name}({given})", result)
+
+    def at(self, base: Value, index: Value | int, type: Type) -> Value:
+        """The address of element `index` of an array of scalars of this type."""
+        place = index.text if isinstance(index, Value) else str(index)
+        stored = I8 if type.kind == "i1" else type.scalar
+        return self.emit(f"getelementptr {stored}, ptr {base.text}, i64 {place}", PTR)
+
+    def load(self, address: Value, type: Type, flags: str = "") -> Value:
+        """A scalar or vector in memory; a boolean is stored as a byte."""
+        if type.kind == "i1":
+            return self.load(address, U8.wide(type.width)).to(I1)
+        align = type.bits // 8
+        return self.emit(f"load {type}, ptr {address.text}, align {align}{flags}", type)
+
+    def store(self, value: Value, address: Value, flags: str = "") -> None:
+        if value.type.kind == "i1":
+            value = value.to(U8)
+        align = value.type.bits // 8
+        self.do(f"store {value.type} {value.text}, ptr {address.text}, align {align}{flags}")
+
+    def label(self, hint: str) -> str:
+        """A name for a block to come."""
+        self._count += 1
+        return f"{hint}{self._count}"
+
+    def start(self, block: str) -> None:
+        """Go on in a new block; the one before must have ended with a jump."""
+        self.lines.append(f"{block}:")
+        self.block = block
+
+    def jump(self, block: str) -> None:
+        self.do(f"br label %{block}")
+
+    def branch(self, condition: Value, yes: str, no: str) -> None:
+        self.do(f"br i1 {condition.text}, label %{yes}, label %{no}")
+
+    def phi(self, type: Type) -> Phi:
+        """A value that depends on the block that control came from; its sources are given by `arrive`."""
+        self._count += 1
+        phi = Phi(self, f"%p.{self._count}", type)
+        self.lines.append("")
+        phi.line = len(self.lines) - 1
+        return phi
+
+    def loop(
+        self,
+        low: Value | int,
+        high: Value | int,
+        step: int,
+        carried: Sequence[Value],
+        body: Callable[[Value, list[Value]], Sequence[Value]],
+    ) -> list[Value]:
+        """`for i in range(low, high, step)` with values carried from turn to turn; their last values."""
+        zero = self.constant(0, I64)
+        low, high = zero.like(low), zero.like(high)
+        head, inside, done = self.label("head"), self.label("body"), self.label("done")
+        origin = self.block
+        self.jump(head)
+        self.start(head)
+        i = self.phi(I64)
+        phis = [self.phi(v.type) for v in carried]
+        i.arrive(low, origin)
+        for phi, value in zip(phis, carried, strict=True):
+            phi.arrive(value, origin)
+        self.branch(i < high, inside, done)
+        self.start(inside)
+        results = body(i, list(phis))
+        following = i + step
+        i.arrive(following, self.block)
+        for phi, value in zip(phis, results, strict=True):
+            phi.arrive(value, self.block)
+        self.jump(head)
+        self.start(done)
+        return list(phis)
+
+    def text(self) -> str:
+        body = "\n".join(self.lines)
+        head = f"define {self.result} @{self.name}({self._parameter_text}) {self.attributes}"
+        return f"{head} {{\nentry:\n{body}\n}}\n"
+
+
+class Phi(Value):
+    """A phi whose text is completed as its sources become known."""
+
+    __slots__ = ("line", "sources")
+
+    def __init__(self, fn: Function, text: str, type: Type) -> None:
+        super().__init__(fn, text, type)
+        self.line = 0
+        self.sources: list[str] = []
+
+    def arrive(self, value: Value, block: str) -> None:
+        """Say which value this has when control comes from `block`."""
+        self.sources.append(f"[ {value.text}, %{block} ]")
+        self.fn.lines[self.line] = f"  {self.text} = phi {self.type} {', '.join(self.sources)}"
+
+
+class Module:
+    """Functions and declarations that are compiled together."""
+
+    def __init__(self) -> None:
+        self.functions: list[Function] = []
+        self._declared: dict[str, str] = {}
+
+    def function(self, name: str, parameters: Sequence[tuple[str, Type]], result: Type = VOID) -> Function:
+        made = Function(self, name, parameters, result)
+        self.functions.append(made)
+        return made
+
+    def declare(self, name: str, result: Type, parameters: Sequence[Type]) -> None:
+        self._declared.setdefault(name, f"declare {result} @{name}({', '.join(map(str, parameters))})")
+
+    def text(self) -> str:
+        own = {f.name for f in self.functions}
+        declared = [text for name, text in self._declared.items() if name not in own]
+        return "\n".join([*declared, *(f.text() for f in self.functions)])
+
+
+Emitted: TypeAlias = Callable[..., Any]

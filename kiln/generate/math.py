@@ -1,0 +1,435 @@
+"""Elementary functions as LLVM instructions, for scalars and vectors of f32 and f64.
+
+f32: the hot ones (exp, log, tanh, erf, sigmoid) stay in f32, the others go through f64 and are rounded once;
+every error is at most 4 units in the last place, tested over the whole range. f64: the C library, lane by
+lane. Coefficients were fitted for least relative error on the intervals that the comments name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from kiln.generate.llvm import F32, F64, I1, I32, I64, Number, Type, Value, fma
+
+LN2 = math.log(2)
+LN2_HIGH_32, LN2_LOW_32 = 0.693359375, -2.12194440e-4
+LN2_HIGH_64, LN2_LOW_64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+HALF_PI_HIGH, HALF_PI_LOW = 1.5707963267948966, 6.123233995736766e-17
+ROUNDER_32, ROUNDER_64 = 1.5 * 2.0**23, 1.5 * 2.0**52  # adding one rounds to an integer, in the low bits
+
+# (e^r - 1 - r) / r^2 on |r| <= ln(2)/2
+_EXP_32 = (0.49999993099904772, 0.16666514762697297, 0.041668442668280431, 0.0083694173284948848,
+           0.0013813975148197035)  # fmt: skip
+_EXP_64 = (0.49999999999998149, 0.16666666666607007, 0.041666666668259964, 0.0083333333731625674,
+           0.0013888888492310566, 0.00019841181830208358, 2.4801947143003822e-5, 2.7636538426424112e-6,
+           2.7474571391534382e-7)  # fmt: skip
+# (log(1 + f) - f + f^2/2) / f^3 on sqrt(1/2) - 1 <= f <= sqrt(2) - 1
+_LOG_32 = (0.33333331500590919, -0.25000818921155241, 0.20001237036848211, -0.16623431236474392,
+           0.14201642207476652, -0.13159426005440801, 0.12761820738345432, -0.076365134573192724)  # fmt: skip
+# (log((1 + s) / (1 - s)) - 2 s) / s^3 in s^2, |s| <= 0.172
+_LOG_64 = (0.66666666666667343, 0.39999999999415283, 0.28571428742260226, 0.22222198585161987,
+           0.18183563755145203, 0.15314064058590718, 0.14795823680050237)  # fmt: skip
+# (tanh(x) - x) / x^3 in x^2, |x| <= 0.625
+_TANH = (-0.33333283947302401, 0.13331492192410533, -0.053743595948466091, 0.020650958774603018,
+         -0.0057174998172945676)  # fmt: skip
+# erf(x) / x in x^2, |x| <= 1; -log(erfc(x)) / x on 0.95 <= x <= 3.95
+_ERF_NEAR = (1.1283791659109106, -0.37612627133692703, 0.11283600174803443, -0.026854444591390571,
+             0.0051895352918339376, -0.00080208414408843159, 7.8891255863896834e-5)  # fmt: skip
+_ERF_FAR = (1.1284714761287866, 0.63606524763008487, 0.10422967838280225, -0.021318174729641585,
+            0.0018425827831751879, 0.00049590147492555527, -0.00021258277034029932, 3.3461143070427901e-5,
+            -2.0802862552287972e-6)  # fmt: skip
+# (sin(r) - r) / r^3 and (cos(r) - 1 + r^2/2) / r^4 in r^2, |r| <= pi/4
+_SIN = (-0.16666666666629841, 0.0083333333249493105, -0.00019841263643318405, 2.7555318985207563e-6,
+        -2.4758804564636329e-8)  # fmt: skip
+_COS = (0.04166666666659894, -0.0013888888877840229, 2.4801580778872735e-5, -2.7555531804652925e-7,
+        2.0645446857668296e-9)  # fmt: skip
+# (atan(x) - x) / x^3 in x^2, |x| <= tan(pi/8)
+_ATAN = (-0.33333333333261623, 0.19999999982969821, -0.14285712891311774, 0.11111054983789814,
+         -0.090896249832979984, 0.076744186082590531, -0.065108321951971944, 0.050392572116010546,
+         -0.025498269103850199)  # fmt: skip
+# (asin(x) - x) / x^3 in x^2, |x| <= 1/2
+_ASIN = (0.16666666666438475, 0.075000000434239612, 0.044642828576746003, 0.030382872081186172,
+         0.022354933437100371, 0.017549128498408753, 0.012551200199391596, 0.017932968866255565,
+         -0.0073426054063644632, 0.031538918749424889)  # fmt: skip
+
+
+def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
+    """c[0] + c[1] x + c[2] x^2 + …"""
+    result = x.like(coefficients[-1])
+    for c in reversed(coefficients[:-1]):
+        result = fma(result, x, c)
+    return result
+
+
+def absolute(x: Value) -> Value:
+    return x.intrinsic("fabs")
+
+
+def square_root(x: Value) -> Value:
+    return x.intrinsic("sqrt")
+
+
+def with_sign(x: Value, sign: Value) -> Value:
+    """The magnitude of x with the sign bit of `sign`."""
+    return x.intrinsic("copysign", sign)
+
+
+def is_nan(x: Value) -> Value:
+    return x.compare("ne", x)
+
+
+def sign_bit(x: Value) -> Value:
+    """Whether the sign bit is set; that of a zero counts."""
+    return x.bits(I32 if x.type.kind == "f32" else I64) < 0
+
+
+def _at_most(x: Value, bound: float) -> Value:
+    return (x > bound).where(bound, x)  # a NaN stays one
+
+
+def _at_least(x: Value, bound: float) -> Value:
+    return (x < bound).where(bound, x)
+
+
+# exp and log in f32
+
+
+def _exp_32(x: Value) -> Value:
+    x = _at_least(_at_most(x, 89.0), -104.0)
+    rounded = fma(x, 1 / LN2, ROUNDER_32)
+    n = rounded - ROUNDER_32
+    r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, x))
+    return _scaled_32(fma(polynomial(r, _EXP_32), r * r, r) + 1.0, rounded)
+
+
+def _exp2_32(x: Value) -> Value:
+    x = _at_least(_at_most(x, 129.0), -151.0)
+    rounded = x + ROUNDER_32
+    r = (x - (rounded - ROUNDER_32)) * LN2
+    return _scaled_32(fma(polynomial(r, _EXP_32), r * r, r) + 1.0, rounded)
+
+
+def _scaled_32(x: Value, rounded: Value) -> Value:
+    """x 2^n with n in the low bits of `rounded`, in two steps so that overflow and subnormals come out right."""
+    n = rounded.bits(I32) - 0x4B400000
+    half = n >> 1
+    return x * _power_of_two_32(half) * _power_of_two_32(n - half)
+
+
+def _power_of_two_32(n: Value) -> Value:
+    return ((n + 127) << 23).bits(F32)
+
+
+def _log_32(x: Value) -> Value:
+    tiny = x < 2.0**-126
+    scaled = tiny.where(x * 2.0**23, x)
+    bits = scaled.bits(I32)
+    e = (bits - 0x3F3504F3) >> 23
+    f = (bits - (e << 23)).bits(F32) - 1.0
+    n = e.to(F32) - tiny.where(x.like(23.0), 0.0)
+    square = f * f
+    y = fma(n, LN2_LOW_32, polynomial(f, _LOG_32) * square * f)
+    y = fma(n, LN2_HIGH_32, fma(square, -0.5, y) + f)
+    return _log_edges(x, y)
+
+
+def _log_edges(x: Value, y: Value) -> Value:
+    y = x.compare("eq", 0.0).where(-math.inf, y)
+    y = x.compare("eq", math.inf).where(math.inf, y)
+    return (x >= 0.0).where(y, math.nan)
+
+
+# The same in f64, exact enough to be rounded to f32; the arguments come from f32
+
+
+def _exp_64(x: Value) -> Value:
+    x = _at_least(_at_most(x, 700.0), -700.0)
+    rounded = fma(x, 1 / LN2, ROUNDER_64)
+    n = rounded - ROUNDER_64
+    r = fma(n, -LN2_LOW_64, fma(n, -LN2_HIGH_64, x))
+    power = ((rounded.bits(I64) + (1023 - 0x4338000000000000)) << 52).bits(F64)
+    return (fma(polynomial(r, _EXP_64), r * r, r) + 1.0) * power
+
+
+def _expm1_64(x: Value) -> Value:
+    near = fma(polynomial(x, _EXP_64), x * x, x)
+    return with_sign((absolute(x) < 0.34).where(near, _exp_64(x) - 1.0), x)
+
+
+def _log_64(x: Value) -> Value:
+    bits = x.bits(I64)
+    e = (bits - 0x3FE6A09E667F3BCD) >> 52
+    f = (bits - (e << 52)).bits(F64) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    n = e.to(F64)
+    y = fma(polynomial(z, _LOG_64) * z, s, s * 2.0)
+    return _log_edges(x, fma(n, LN2_HIGH_64, fma(n, LN2_LOW_64, y)))
+
+
+def _log1p_64(x: Value) -> Value:
+    near = fma(x * x, fma(x, 1 / 3, -0.5), x)
+    return (absolute(x) < 2.0**-14).where(near, _log_64(x + 1.0))
+
+
+def _sine_and_cosine(x: Value) -> tuple[Value, Value, Value]:
+    """sin and cos of x reduced to |r| <= pi/4, and the quadrant."""
+    rounded = fma(x, 2 / math.pi, ROUNDER_64)
+    n = rounded - ROUNDER_64
+    r = fma(n, -HALF_PI_LOW, fma(n, -HALF_PI_HIGH, x))
+    z = r * r
+    sine = fma(polynomial(z, _SIN) * z, r, r)
+    cosine = fma(polynomial(z, _COS), z * z, fma(z, -0.5, 1.0))
+    return sine, cosine, rounded.bits(I64)
+
+
+def _quadrant(sine: Value, cosine: Value, quadrant: Value) -> Value:
+    value = (quadrant & 1).to_mask().where(cosine, sine)
+    return (quadrant & 2).to_mask().where(-value, value)
+
+
+def _zero_kept(x: Value, y: Value) -> Value:
+    """y, or x itself where it is a zero, whose sign the arithmetic loses."""
+    return x.compare("eq", 0.0).where(x, y)
+
+
+def _sin_64(x: Value) -> Value:
+    return _zero_kept(x, _quadrant(*_sine_and_cosine(x)))
+
+
+def _cos_64(x: Value) -> Value:
+    sine, cosine, quadrant = _sine_and_cosine(x)
+    return _quadrant(sine, cosine, quadrant + 1)
+
+
+def _tan_64(x: Value) -> Value:
+    sine, cosine, quadrant = _sine_and_cosine(x)
+    odd = (quadrant & 1).to_mask()
+    return _zero_kept(x, odd.where(-cosine, sine) / odd.where(sine, cosine))
+
+
+def _atan_near(x: Value) -> Value:
+    z = x * x
+    return fma(polynomial(z, _ATAN) * z, x, x)
+
+
+def _atan_64(x: Value) -> Value:
+    a = absolute(x)
+    far, middle = a > 2.414213562373095, a > 0.41421356237309503
+    reduced = far.where(-1.0 / a, middle.where((a - 1.0) / (a + 1.0), a))
+    base = far.where(math.pi / 2, middle.where(x.like(math.pi / 4), 0.0))
+    return with_sign(base + _atan_near(reduced), x)
+
+
+def _atan2_64(y: Value, x: Value) -> Value:
+    ax, ay = absolute(x), absolute(y)
+    both_infinite = ax.compare("eq", math.inf) & ay.compare("eq", math.inf)
+    ax, ay = both_infinite.where(1.0, ax), both_infinite.where(1.0, ay)
+    steep = ay > ax
+    low, high = steep.where(ax, ay), steep.where(ay, ax)
+    ratio = high.compare("eq", 0.0).where(0.0, low / high)
+    angle = _atan_64(ratio)
+    angle = steep.where(math.pi / 2 - angle, angle)
+    angle = sign_bit(x).where(math.pi - angle, angle)
+    return (is_nan(x) | is_nan(y)).where(math.nan, with_sign(angle, y))
+
+
+def _asin_near(x: Value) -> Value:
+    z = x * x
+    return fma(polynomial(z, _ASIN) * z, x, x)
+
+
+def _asin_64(x: Value) -> Value:
+    a = absolute(x)
+    far = a > 0.5
+    root = square_root((1.0 - a) * 0.5)
+    value = _asin_near(far.where(root, a))
+    return with_sign(far.where(fma(value, -2.0, math.pi / 2), value), x)
+
+
+def _acos_64(x: Value) -> Value:
+    a = absolute(x)
+    far = a > 0.5
+    root = square_root((1.0 - a) * 0.5)
+    value = _asin_near(far.where(root, x))
+    outer = (x < 0.0).where(fma(value, -2.0, math.pi), value * 2.0)
+    return far.where(outer, math.pi / 2 - value)
+
+
+def _sinh_64(x: Value) -> Value:
+    e = _expm1_64(absolute(x))
+    return with_sign((e + e / (e + 1.0)) * 0.5, x)
+
+
+def _cosh_64(x: Value) -> Value:
+    e = _exp_64(absolute(x))
+    return (e + 1.0 / e) * 0.5
+
+
+def _asinh_64(x: Value) -> Value:
+    a = absolute(x)
+    square = a * a
+    value = _log1p_64(a + a * (a / (square_root(square + 1.0) + 1.0)))
+    return with_sign(a.compare("eq", math.inf).where(a, value), x)
+
+
+def _acosh_64(x: Value) -> Value:
+    d = x - 1.0
+    return (d < 0.0).where(math.nan, _log1p_64(d + square_root(d * (x + 1.0))))
+
+
+def _atanh_64(x: Value) -> Value:
+    a = absolute(x)
+    return with_sign(_log1p_64(a * 2.0 / (1.0 - a)) * 0.5, x)
+
+
+def _pow_64(x: Value, y: Value) -> Value:
+    a = absolute(x)
+    result = _exp_64(y * _log_64(a))
+    half = y * 0.5
+    whole = y.intrinsic("trunc").compare("eq", y)
+    odd = whole & half.intrinsic("trunc").compare("ne", half)
+    result = (sign_bit(x) & odd).where(-result, result)
+    result = ((x < 0.0) & (a < math.inf) & ~whole).where(math.nan, result)
+    one = y.compare("eq", 0.0) | x.compare("eq", 1.0)
+    one = one | (a.compare("eq", 1.0) & absolute(y).compare("eq", math.inf))
+    return one.where(1.0, result)
+
+
+# Hot functions of f32
+
+
+def _tanh_32(x: Value) -> Value:
+    a = absolute(x)
+    z = x * x
+    near = fma(polynomial(z, _TANH) * z, a, a)
+    far = 1.0 - 2.0 / (_exp_32(a * 2.0) + 1.0)
+    return with_sign((a < 0.625).where(near, far), x)
+
+
+def _erf_32(x: Value) -> Value:
+    a = absolute(x)
+    near = polynomial(x * x, _ERF_NEAR) * x
+    bounded = _at_most(a, 3.95)
+    far = with_sign(1.0 - _exp_32(-(polynomial(bounded, _ERF_FAR) * bounded)), x)
+    return (a < 1.0).where(near, far)
+
+
+def _widened(function: Callable[..., Value]) -> Callable[..., Value]:
+    """A function of f32 computed in f64 and rounded once."""
+
+    def rounded(*arguments: Value) -> Value:
+        return function(*[a.to(F64) for a in arguments]).to(F32)
+
+    return rounded
+
+
+def _or_by_library(
+    function: Callable[..., Value], beyond: Callable[..., Value], name: str
+) -> Callable[..., Value]:
+    """A function whose arguments `beyond` its reach, which are rare, go to the C library."""
+
+    def chosen(*arguments: Value) -> Value:
+        fn, kind = arguments[0].fn, arguments[0].type
+        wide = [a.to(F64) for a in arguments]
+        near = function(*wide).to(F32)
+        far = beyond(*wide)
+        some = far if kind.width == 1 else fn.call(f"llvm.vector.reduce.or.v{kind.width}i1", I1, far)
+        slow, done, before = fn.label("slow"), fn.label("near"), fn.block
+        fn.branch(some, slow, done)
+        fn.start(slow)
+        exact = far.where(by_library(name, *wide).to(F32), near)
+        last = fn.block
+        fn.jump(done)
+        fn.start(done)
+        result = fn.phi(kind)
+        result.arrive(near, before)
+        result.arrive(exact, last)
+        return result
+
+    return chosen
+
+
+def _too_large_to_reduce(x: Value) -> Value:
+    return absolute(x) >= 2.0**30
+
+
+def _fmod_64(x: Value, y: Value) -> Value:
+    size = _at_most(absolute(y), 1e300)  # what is finite is far below it
+    rest = fma(-(absolute(x) / size).intrinsic("trunc"), size, absolute(x))
+    return with_sign((rest < 0.0).where(rest + size, rest), x)
+
+
+def _inexact_quotient(x: Value, y: Value) -> Value:
+    return ~(absolute(x) < absolute(y) * 2.0**28)
+
+
+def _hypot_64(x: Value, y: Value) -> Value:
+    infinite = absolute(x).compare("eq", math.inf) | absolute(y).compare("eq", math.inf)
+    return infinite.where(math.inf, square_root(fma(x, x, y * y)))
+
+
+def by_library(name: str, *arguments: Value) -> Value:
+    """A function of the C library on f64, lane by lane."""
+    first = arguments[0]
+    fn, width = first.fn, first.type.width
+    if width == 1:
+        return fn.call(name, F64, *arguments)
+    result = Value(fn, "poison", first.type)
+    for lane in range(width):
+        given = [fn.emit(f"extractelement {a.type} {a.text}, i64 {lane}", F64) for a in arguments]
+        value = fn.call(name, F64, *given)
+        result = fn.emit(
+            f"insertelement {first.type} {result.text}, double {value.text}, i64 {lane}", first.type
+        )
+    return result
+
+
+def _library(name: str) -> Callable[..., Value]:
+    return lambda *arguments: by_library(name, *arguments)
+
+
+_SINGLE: dict[str, Callable[..., Value]] = {
+    "exp": _exp_32, "exp2": _exp2_32, "log": _log_32, "tanh": _tanh_32, "erf": _erf_32,
+    "expm1": _widened(_expm1_64), "log1p": _widened(_log1p_64),
+    "log2": _widened(lambda x: _log_64(x) * (1 / LN2)),
+    "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
+    "sin": _or_by_library(_sin_64, _too_large_to_reduce, "sin"),
+    "cos": _or_by_library(_cos_64, _too_large_to_reduce, "cos"),
+    "tan": _or_by_library(_tan_64, _too_large_to_reduce, "tan"),
+    "asin": _widened(_asin_64), "acos": _widened(_acos_64), "atan": _widened(_atan_64),
+    "sinh": _widened(_sinh_64), "cosh": _widened(_cosh_64),
+    "asinh": _widened(_asinh_64), "acosh": _widened(_acosh_64), "atanh": _widened(_atanh_64),
+    "pow": _widened(_pow_64), "atan2": _widened(_atan2_64),
+    "erfc": _widened(_library("erfc")), "lgamma": _widened(_library("lgamma")),
+    "fmod": _or_by_library(_fmod_64, _inexact_quotient, "fmod"), "hypot": _widened(_hypot_64),
+}  # fmt: skip
+
+#: Functions by name; each takes values of one float type, f32 or f64.
+FUNCTIONS = frozenset(_SINGLE)
+
+
+def apply(name: str, *arguments: Value) -> Value:
+    """The function of this name on values of type f32 or f64."""
+    if arguments[0].type.kind == "f64":
+        return by_library(name, *arguments)
+    return _SINGLE[name](*arguments)
+
+
+def sigmoid(x: Value) -> Value:
+    e = apply("exp", -absolute(x))
+    return (x < 0.0).where(e, 1.0) / (e + 1.0)
+
+
+def round_even(x: Value) -> Value:
+    return x.intrinsic("roundeven")
+
+
+def constant_like(x: Value, number: Number) -> Value:
+    return x.like(number)
+
+
+def compute_type(type: Type) -> Type:
+    """The type in which arithmetic on values of this type is done: half types compute in f32."""
+    return F32.wide(type.width) if type.kind in ("f16", "bf16") else type

@@ -1,0 +1,166 @@
+"""The scalar functions of kernels: what each primitive is on LLVM values, scalars or vectors alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from kiln.generate import math as functions
+from kiln.generate.llvm import BF16, F16, F32, F64, I1, I8, I16, I32, I64, U8, Type, Value
+
+TYPES: dict[torch.dtype, Type] = {
+    torch.float32: F32, torch.float64: F64, torch.float16: F16, torch.bfloat16: BF16, torch.int64: I64,
+    torch.int32: I32, torch.int16: I16, torch.int8: I8, torch.uint8: U8, torch.bool: I1,
+}  # fmt: skip
+
+Scalar = Callable[..., Value]
+
+
+def _either(float_form: Scalar, integer_form: Scalar) -> Scalar:
+    return lambda *args: (float_form if args[0].type.is_float else integer_form)(*args)
+
+
+def maximum(a: Value, b: Value) -> Value:
+    """The larger; a NaN wins."""
+    wins = a > b
+    return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
+
+
+def minimum(a: Value, b: Value) -> Value:
+    """The smaller; a NaN wins."""
+    wins = a < b
+    return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
+
+
+def _relu(x: Value) -> Value:
+    return (x < 0).where(x.like(0), x)
+
+
+def _sign(x: Value) -> Value:
+    positive, negative = (x > 0).where(x.like(1), 0), (x < 0).where(x.like(1), 0)
+    return positive - negative
+
+
+def _abs(x: Value) -> Value:
+    if x.type.is_float:
+        return functions.absolute(x)
+    return (x < 0).where(-x, x) if x.type.signed else x
+
+
+def _remainder(a: Value, b: Value) -> Value:
+    rest = functions.apply("fmod", a, b) if a.type.is_float else a % b
+    if not a.type.is_float and not a.type.signed:
+        return rest
+    other_side = rest.compare("ne", 0) & ((rest < 0) ^ (b < 0))
+    return other_side.where(rest + b, rest)
+
+
+def _fmod(a: Value, b: Value) -> Value:
+    return functions.apply("fmod", a, b) if a.type.is_float else a % b
+
+
+def _div_floor(a: Value, b: Value) -> Value:
+    if a.type.is_float:
+        rest = functions.apply("fmod", a, b)
+        quotient = (a - rest) / b
+        other_side = rest.compare("ne", 0.0) & ((rest < 0.0) ^ (b < 0.0))
+        quotient = other_side.where(quotient - 1.0, quotient)
+        floor = quotient.intrinsic("floor")
+        floor = ((quotient - floor) > 0.5).where(floor + 1.0, floor)
+        zero = functions.with_sign(a.like(0.0), a / b)
+        floor = quotient.compare("eq", 0.0).where(zero, floor)
+        return b.compare("eq", 0.0).where(a / b, floor)
+    quotient = a / b
+    if not a.type.signed:
+        return quotient
+    rest = a - quotient * b
+    return (rest.compare("ne", 0) & ((rest < 0) ^ (b < 0))).where(quotient - 1, quotient)
+
+
+def _div_trunc(a: Value, b: Value) -> Value:
+    return (a / b).intrinsic("trunc") if a.type.is_float else a / b
+
+
+def _pow(a: Value, b: Value) -> Value:
+    if a.type.is_float:
+        return functions.apply("pow", a, b)
+    fn = a.fn
+    one, zero = a.like(1), a.like(0)
+    result, base, exponent = a.like(b) * 0 + 1, a.like(a), a.like(b)
+    for _ in range(min(a.type.bits, 6)):  # larger exponents overflow for all bases but 0, 1 and -1
+        odd = (exponent & 1).to_mask()
+        result = odd.where(result * base, result)
+        base, exponent = base * base, exponent >> 1
+    del fn, one, zero
+    return result
+
+
+def _math(name: str) -> Scalar:
+    return lambda *args: functions.apply(name, *args)
+
+
+def _compare(relation: str) -> Scalar:
+    return lambda a, b: a.compare(relation, b)
+
+
+#: A primitive's name to what it is on values of its operands' type; comparisons give masks.
+SCALARS: dict[str, Scalar] = {
+    "neg": lambda x: -x,
+    "abs": _abs,
+    "sign": _sign,
+    "reciprocal": lambda x: 1.0 / x,
+    "sqrt": functions.square_root,
+    "rsqrt": lambda x: 1.0 / functions.square_root(x),
+    "sigmoid": functions.sigmoid,
+    **{name: _math(name) for name in (
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "tanh", "erf",
+        "atan2")},
+    "floor": _either(lambda x: x.intrinsic("floor"), lambda x: x),
+    "ceil": _either(lambda x: x.intrinsic("ceil"), lambda x: x),
+    "round": _either(functions.round_even, lambda x: x),
+    "trunc": _either(lambda x: x.intrinsic("trunc"), lambda x: x),
+    "relu": _relu,
+    "isnan": _either(functions.is_nan, lambda x: x.compare("ne", x)),
+    "bitwise_not": lambda x: ~x,
+    "add": lambda a, b: a | b if a.type.kind == "i1" else a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a & b if a.type.kind == "i1" else a * b,
+    "div": lambda a, b: a / b,
+    "div_floor": _div_floor,
+    "div_trunc": _div_trunc,
+    "pow": _pow,
+    "fmod": _fmod,
+    "remainder": _remainder,
+    "maximum": maximum,
+    "minimum": minimum,
+    **{relation: _compare(relation) for relation in ("eq", "ne", "lt", "le", "gt", "ge")},
+    "bitwise_and": lambda a, b: a & b,
+    "bitwise_or": lambda a, b: a | b,
+    "bitwise_xor": lambda a, b: a ^ b,
+    "bitwise_left_shift": lambda a, b: a << b,
+    "bitwise_right_shift": lambda a, b: a >> b,
+    "where": lambda c, a, b: c.where(a, b),
+}  # fmt: skip
+
+#: A fold's kind to its neutral element (floats, integers) and to how two values become one.
+FOLDS: dict[str, tuple[float, Callable[[Type], int], Scalar]] = {
+    "sum": (-0.0, lambda t: 0, lambda a, b: a + b),
+    "prod": (1.0, lambda t: 1, lambda a, b: a * b),
+    "amax": (-math.inf, lambda t: -(1 << t.bits - 1) if t.signed and t.kind != "i1" else 0,
+             lambda a, b: maximum(b, a)),
+    "amin": (math.inf, lambda t: (1 << t.bits - t.signed) - 1 if t.kind != "i1" else 1,
+             lambda a, b: minimum(b, a)),
+    "any": (0.0, lambda t: 0, lambda a, b: a | b),
+    "all": (1.0, lambda t: 1, lambda a, b: a & b),
+}  # fmt: skip
+
+
+def convert(x: Value, dtype: torch.dtype) -> Value:
+    """A value as another dtype; half types stay f32 in registers and are rounded."""
+    wanted = TYPES[dtype]
+    held = functions.compute_type(wanted)
+    if wanted.kind == held.kind:
+        return x.to(held)
+    return x.to(held).to(wanted).to(held)
