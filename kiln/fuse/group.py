@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, axes_for, coordinates, hinted, refined
@@ -21,7 +19,8 @@ from kiln.fuse.lower import (
     shape_of,
     supported,
 )
-from kiln.fuse.nest import Apply, Axis, Buffer, Const, Fold, Kernel, Load, Part, Place, Store, Term, children, terms
+from kiln.fuse.merge import merged
+from kiln.fuse.nest import Axis, Buffer, Fold, Kernel, Load, Store, Term, terms
 from kiln.ops.levels import name_of
 
 #: Reductions over some dimensions: the op's name, and what is folded.
@@ -72,9 +71,9 @@ class Group:
 
     position: int
     axes: list[Axis]
+    terms: Terms
     members: list[Node] = field(default_factory=list)
     memo: dict[Any, Term] = field(default_factory=dict)
-    terms: Terms = field(default_factory=Terms)
     inlined: set[Node] = field(default_factory=set)
 
     @property
@@ -143,7 +142,7 @@ class Fuser:
                 group.members.append(node)
                 self.place[node] = position
                 return
-        group = Group(len(self.items), axes_for(self.scope, shape))
+        group = Group(len(self.items), axes_for(self.scope, shape), Terms(self.scope))
         if dims:
             group.axes = _marked(group.axes, shape, dims)
         self.items.append(group)
@@ -199,7 +198,7 @@ class Fuser:
     def rebuild(self, group: Group) -> None:
         """Make the terms of a group anew after its axes changed."""
         group.memo.clear()
-        group.terms = Terms()
+        group.terms = Terms(self.scope)
         group.inlined.clear()
         for member in group.members:
             self.natural(group, member)
@@ -250,10 +249,7 @@ class Fuser:
         for c, s in zip(coords, spec.stride, strict=True):
             index = index + c * s
         index = self.scope.simplify(index)
-        buffer = self.buffer(node)
-        if valid is not None:
-            return group.terms.make(Load, buffer, index, spec.dtype, valid, 0)  # type: ignore[no-any-return]
-        return group.terms.make(Load, buffer, index, spec.dtype)  # type: ignore[no-any-return]
+        return group.terms.load(self.buffer(node), index, spec.dtype, valid)
 
     def element(self, group: Group, node: Node, coords: Coords, valid: Term | None) -> Term:
         """The element of a pointwise node at coordinates."""
@@ -326,7 +322,7 @@ class Fuser:
                 steps += self.ready_views(item, pending)
                 steps.append(Call(item))
                 continue
-            kernel = self.kernel(item, needed)
+            kernel = merged(self.kernel(item, needed), self.scope)
             if kernel.stores:
                 owner = {buffer: node for node, buffer in self.buffers.items()}
                 reads, writes = kernel.buffers()
@@ -449,5 +445,3 @@ def phase_of(term: Term) -> int:
     """The first phase in which a term can be computed: after the folds that it reads."""
     return max((t.phase + 1 for t in terms([term]) if isinstance(t, Fold)), default=0)
 
-
-__all__ = ["Apply", "Call", "Const", "Launch", "Part", "Place", "Program", "children", "fuse", "torch"]

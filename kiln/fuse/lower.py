@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln.base.graph import Node, TensorSpec
-from kiln.fuse.nest import Apply, Const, Place, Term
+from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
+from kiln.fuse.nest import Apply, Buffer, Computed, Const, Load, Place, Term
 from kiln.ops.levels import BINARY, UNARY, name_of
 
 Coords: TypeAlias = "tuple[Any, ...]"
@@ -29,8 +30,10 @@ VIEWS: dict[str, Callable[[Node, Coords], Coords]] = {}
 class Terms:
     """Makes terms; equal ones are one object, so that what is computed once is computed once."""
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Term] = {}
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self._known: dict[Any, Any] = {}
+        self._computed: dict[Symbol, Computed] = {}
 
     def make(self, kind: Callable[..., Any], *fields: Any) -> Any:
         key = (kind, *[(type(f), f) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
@@ -50,7 +53,29 @@ class Terms:
         return self.make(Const, value, dtype)  # type: ignore[no-any-return]
 
     def place(self, index: Any) -> Term:
-        return self.make(Place, index) if not isinstance(index, int) else self.const(index, torch.int64)
+        """An index as a value."""
+        if isinstance(index, int):
+            return self.const(index, torch.int64)
+        return self.make(Place, index, self.places(index))  # type: ignore[no-any-return]
+
+    def load(self, buffer: Buffer, index: Any, dtype: torch.dtype, valid: Term | None) -> Term:
+        return self.make(Load, buffer, index, dtype, valid, self.places(index))  # type: ignore[no-any-return]
+
+    def computed(self, term: Term, size: Any) -> Symbol:
+        """The symbol that stands for a value used as an index into `size` places."""
+        key = ("computed", id(term), _key(size))
+        known = self._known.get(key)
+        if known is None:
+            high = size - 1 if isinstance(size, int) else LIMIT
+            symbol = Symbol(self.scope, f"at{len(self._computed)}", 0, "", 0, max(high, 0))
+            known = self._known[key] = self._computed[symbol] = Computed(symbol, term, size)
+        return known.symbol  # type: ignore[no-any-return]
+
+    def places(self, index: Any) -> tuple[Computed, ...]:
+        """The computed indices in an index expression."""
+        if not self._computed or not isinstance(index, Expr):
+            return ()
+        return tuple([self._computed[s] for s in sorted(index.symbols(), key=str) if s in self._computed])
 
 
 def _key(value: Any) -> Any:
@@ -212,6 +237,36 @@ def _pad(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Rea
     return terms.apply("where", dtype_of(node), inside, value, terms.const(fill, dtype_of(node)))
 
 
+@lowering("gather")
+def _gather(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    x, dim, index = node.args[:3]
+    shape = shape_of(x)
+    if not shape:
+        return read(x, (), valid)
+    dim %= len(shape)
+    place = terms.computed(read(index, coords, valid), shape[dim])
+    return read(x, (*coords[:dim], place, *coords[dim + 1 :]), valid)
+
+
+@lowering("index")
+def _index(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    x, indices = node.args
+    shape = shape_of(x)
+    given = [d for d, index in enumerate(indices) if index is not None]
+    common = torch.broadcast_shapes(*[shape_of(indices[d]) for d in given])
+    together = given == list(range(given[0], given[-1] + 1))
+    start = given[0] if together else 0
+    chosen, others = coords[start : start + len(common)], list(coords[:start] + coords[start + len(common) :])
+    source: list[Any] = []
+    for d in range(len(shape)):
+        if d in given:
+            where = broadcast(chosen, shape_of(indices[d]), common)
+            source.append(terms.computed(read(indices[d], where, valid), shape[d]))
+        else:
+            source.append(others.pop(0))
+    return read(x, tuple(source), valid)
+
+
 # Views
 
 
@@ -320,7 +375,12 @@ def is_pointwise(node: Node) -> bool:
     spec = node.spec
     if not isinstance(spec, TensorSpec) or name_of(node.op) not in LOWER or not supported(spec):
         return False
+    if name_of(node.op) == "index" and any(i is not None and i.spec.dtype not in INDICES for i in node.args[1]):
+        return False
     return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
+
+
+INDICES = frozenset({torch.int64, torch.int32})
 
 
 NUMERIC = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,

@@ -43,33 +43,37 @@ class Const:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Place:
-    """An index expression as a value, int64."""
+    """An index expression as a value, int64; `places` are the computed indices in it."""
 
     index: Any
+    places: tuple[Computed, ...] = ()
     dtype: torch.dtype = torch.int64
 
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Load:
-    """An element of a buffer. Where `valid` (a boolean term) does not hold nothing is read and `other` stands."""
+    """An element of a buffer. Where `valid` (a boolean term) does not hold nothing is read, and 0 stands.
+
+    `places` are the computed indices that occur in the index.
+    """
 
     buffer: Buffer
     index: Any
     dtype: torch.dtype
     valid: Term | None = None
-    other: Any = 0
+    places: tuple[Computed, ...] = ()
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class LoadAt:
-    """An element of a buffer at a place that was computed: `base` plus terms times their strides."""
+class Computed:
+    """An index that is data: `symbol` stands in index expressions for the value of `term`.
 
-    buffer: Buffer
-    base: Any
-    places: tuple[tuple[Term, Any], ...]
-    dtype: torch.dtype
-    valid: Term | None = None
-    other: Any = 0
+    It is counted from the end where negative, and checked against `size`; a kernel that meets one outside says so.
+    """
+
+    symbol: Symbol
+    term: Term
+    size: Any
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -83,7 +87,7 @@ class Apply:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Fold:
-    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin, welford."""
+    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin."""
 
     kind: str
     value: Term
@@ -91,16 +95,7 @@ class Fold:
     phase: int
 
 
-@dataclass(eq=False, frozen=True, slots=True)
-class Part:
-    """One of the several results of a fold."""
-
-    whole: Fold
-    item: int
-    dtype: torch.dtype
-
-
-Term: TypeAlias = Const | Place | Load | LoadAt | Apply | Fold | Part
+Term: TypeAlias = Const | Place | Load | Apply | Fold
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -137,7 +132,7 @@ class Kernel:
 
     def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
         """The buffers that are read and those that are written, in order of first use."""
-        read = [t.buffer for t in terms(s.value for s in self.stores) if isinstance(t, (Load, LoadAt))]
+        read = [t.buffer for t in terms(s.value for s in self.stores) if isinstance(t, Load)]
         return list(dict.fromkeys(read)), list(dict.fromkeys(s.buffer for s in self.stores))
 
 
@@ -147,14 +142,10 @@ def children(term: Term) -> tuple[Term, ...]:
         return term.args
     if isinstance(term, Fold):
         return (term.value,)
-    if isinstance(term, Part):
-        return (term.whole,)
-    inner: tuple[Term, ...] = ()
-    if isinstance(term, LoadAt):
-        inner = tuple(place for place, _ in term.places)
-    if isinstance(term, (Load, LoadAt)) and term.valid is not None:
-        inner = (*inner, term.valid)
-    return inner
+    if isinstance(term, (Load, Place)):
+        inner = tuple([place.term for place in term.places])
+        return (*inner, term.valid) if isinstance(term, Load) and term.valid is not None else inner
+    return ()
 
 
 def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:
@@ -196,17 +187,12 @@ def show(kernel: Kernel) -> str:
         return "?"
 
     for term in terms(store.value for store in kernel.stores):
-        if isinstance(term, (Apply, Fold, Part, LoadAt)):
+        if isinstance(term, (Apply, Fold)):
             name = f"t{len(names)}"
             if isinstance(term, Apply):
                 what = f"{term.op}({', '.join(map(text, term.args))})"
-            elif isinstance(term, Fold):
-                what = f"fold {term.kind} of {text(term.value)}, phase {term.phase}"
-            elif isinstance(term, Part):
-                what = f"{text(term.whole)}[{term.item}]"
             else:
-                places = " + ".join(f"{text(p)}*{s}" for p, s in term.places)
-                what = f"{term.buffer.name}[{term.base} + {places}]"
+                what = f"fold {term.kind} of {text(term.value)}, phase {term.phase}"
             names[id(term)] = name
             lines.append(f"{pad}{name} = {what}")
     for store in kernel.stores:

@@ -11,12 +11,11 @@ from kiln.fuse.nest import (
     Apply,
     Axis,
     Buffer,
+    Computed,
     Const,
     Fold,
     Kernel,
     Load,
-    LoadAt,
-    Part,
     Place,
     Store,
     Term,
@@ -31,7 +30,7 @@ CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
 
 class Emitter:
-    """Writes one kernel as `void name(ptr buffers, ptr sizes, i64 begin, i64 end)`, over a range of its tasks."""
+    """Writes one kernel as `void name(ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`, over a range of its tasks."""
 
     def __init__(self, module: Module, kernel: Kernel, width: int) -> None:
         self.kernel, self.module = kernel, module
@@ -40,7 +39,8 @@ class Emitter:
         self.sizes = symbols_of(kernel)
         parameters = [(f"b{i}", PTR) for i in range(len(self.buffers))]
         parameters += [(f"s{i}", I64) for i in range(len(self.sizes))]
-        self.fn = module.function(f"{kernel.name}_body", [*parameters, ("begin", I64), ("end", I64)])
+        parameters += [("status", PTR), ("begin", I64), ("end", I64)]
+        self.fn = module.function(f"{kernel.name}_body", parameters)
         self.fn.attributes = "nounwind"
         self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
         self.variables: dict[Symbol, Value] = {s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)}
@@ -65,11 +65,11 @@ class Emitter:
 
     def entry(self) -> None:
         entry = self.module.function(
-            self.kernel.name, [("buffers", PTR), ("sizes", PTR), ("begin", I64), ("end", I64)]
+            self.kernel.name, [("buffers", PTR), ("sizes", PTR), ("status", PTR), ("begin", I64), ("end", I64)]
         )
         given = [entry.load(entry.at(entry.parameters["buffers"], i, I64), PTR) for i in range(len(self.buffers))]
         given += [entry.load(entry.at(entry.parameters["sizes"], i, I64), I64) for i in range(len(self.sizes))]
-        given += [entry.parameters["begin"], entry.parameters["end"]]
+        given += [entry.parameters[name] for name in ("status", "begin", "end")]
         entry.do(f"call void @{self.fn.name}({', '.join(f'{g.type} {g.text}' for g in given)})")
         entry.do("ret void")
 
@@ -248,23 +248,21 @@ class Emitter:
                 return self.index(term.value).to(kind)
             return self.fn.constant(term.value, kind)
         if isinstance(term, Place):
+            self.bind(term.places)
             return self.lanes_of(term.index)
         if isinstance(term, Load):
             return self.load(term)
-        if isinstance(term, LoadAt):
-            return self.load_at(term)
         if isinstance(term, Apply):
             given = [self.value(a) for a in term.args]
             if term.op == "convert":
                 return convert(given[0], term.dtype)
             return SCALARS[term.op](*aligned(given, term.op))
-        if isinstance(term, Part):
-            raise NotImplementedError(f"a part of {term.whole.kind}")
         raise AssertionError(f"a fold is computed before it is read: {term.kind}")
 
     def load(self, term: Load) -> Value:
         address = self.pointers[term.buffer]
         stored = TYPES[term.dtype]
+        self.bind(term.places)
         step = self.stride(term.index)
         mask = None if term.valid is None else self.value(term.valid)
         if step == 0 or self.lanes == 1:
@@ -306,17 +304,6 @@ class Emitter:
         value = fn.call(name, kind, pointers, align, wide, fn.constant(0, kind))
         return (value.to(I1) if stored.kind == "i1" else value).to(held)
 
-    def load_at(self, term: LoadAt) -> Value:
-        place = self.lanes_of(term.base)
-        for inner, step in term.places:
-            value = self.value(inner).to(I64) * self.index(step)
-            place = value + place if value.type.width >= place.type.width else place + value
-        stored = TYPES[term.dtype]
-        mask = None if term.valid is None else self.value(term.valid)
-        if place.type.width == 1:
-            return self.loaded(self.pointers[term.buffer], place, stored, 1, mask)
-        return self.gathered(self.pointers[term.buffer], place, stored, mask)
-
     def store(self, store: Store) -> None:
         fn = self.fn
         value = self.value(store.value)
@@ -349,11 +336,37 @@ class Emitter:
 
     # Indices
 
+    def bind(self, places: Sequence[Computed]) -> None:
+        """Let the symbols of computed indices stand for their values, checked."""
+        for place in places:
+            value = self.value(place.term).to(I64)
+            size = value.like(self.index(place.size))
+            wrapped = (value < 0).where(value + size, value)
+            outside = (wrapped < 0) | (wrapped >= size)
+            self.report(outside)
+            self.variables[place.symbol] = outside.where(0, wrapped)
+
+    def report(self, wrong: Value) -> None:
+        """Say that an index was out of range, where one lane is."""
+        fn = self.fn
+        if wrong.type.width > 1:
+            wrong = fn.call(f"llvm.vector.reduce.or.v{wrong.type.width}i1", I1, wrong)
+        bad, fine = fn.label("bad"), fn.label("fine")
+        fn.branch(wrong, bad, fine)
+        fn.start(bad)
+        fn.store(fn.constant(1, I64), fn.parameters["status"])
+        fn.jump(fine)
+        fn.start(fine)
+
     def stride(self, index: Any) -> int | None:
         """By how much an index grows from lane to lane; None when that is not one number."""
         if self.vector is None or not isinstance(index, Expr):
             return 0
         variable, step = self.vector.variable, 0
+        if self.lanes > 1 and any(
+            s in self.variables and self.variables[s].type.width > 1 for s in index.symbols() if s is not variable
+        ):
+            return None
         for monomial, factor in index.poly.items():
             if monomial == (variable,):
                 step = factor
@@ -459,33 +472,41 @@ def across_lanes(value: Value, combine: Any) -> Value:
     return value
 
 
+GATHER_COST = 8  # of reading or writing lanes one by one, in reads of whole vectors
+
+
 def vector_axis(kernel: Kernel) -> Axis | None:
-    """The axis along which memory is read and written most contiguously; the last one where none is better."""
+    """The axis along which reading and writing in vectors costs least; the last one of equals."""
     if not kernel.axes:
         return None
-    scores = {axis: 0 for axis in kernel.axes}
-    indices = [t.index for t in terms(s.value for s in kernel.stores) if isinstance(t, Load)]
-    indices += [s.index for s in kernel.stores for _ in (0, 1)]
-    for index in indices:
-        if not isinstance(index, Expr):
-            continue
-        for axis in kernel.axes:
-            if index.poly.get((axis.variable,)) == 1:
-                scores[axis] += 1
-    best = max(scores.values())
-    return [axis for axis in kernel.axes if scores[axis] == best][-1]
+    accesses = [t.index for t in terms(s.value for s in kernel.stores) if isinstance(t, Load)]
+    accesses += [s.index for s in kernel.stores]
+
+    def cost(axis: Axis) -> int:
+        return sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
+
+    return min(reversed(kernel.axes), key=cost)
+
+
+def access_cost(index: Expr, axis: Axis) -> int:
+    """What an access costs in vectors along this axis: nothing where all lanes read one place."""
+    if axis.variable not in index.symbols():
+        return 0
+    linear = index.poly.get((axis.variable,))
+    return 1 if linear == 1 else GATHER_COST
 
 
 def symbols_of(kernel: Kernel) -> list[Symbol]:
     """The sizes that the kernel takes as arguments, in order."""
     loops = {axis.variable for axis in kernel.axes}
+    for term in terms(s.value for s in kernel.stores):
+        if isinstance(term, (Load, Place)):
+            loops.update(place.symbol for place in term.places)
     found: dict[Symbol, None] = {}
     expressions = [axis.size for axis in kernel.axes] + [s.index for s in kernel.stores]
     for term in terms(s.value for s in kernel.stores):
         if isinstance(term, (Load, Place)):
-            expressions.append(term.index)
-        elif isinstance(term, LoadAt):
-            expressions += [term.base, *(step for _, step in term.places)]
+            expressions += [term.index, *(place.size for place in term.places)]
         elif isinstance(term, Const):
             expressions.append(term.value)
     for expression in expressions:

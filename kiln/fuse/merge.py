@@ -1,0 +1,109 @@
+"""Merges neighbouring loops of a kernel that always run on as one, so that the innermost one is long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from kiln.base.symbols import Expr, Scope, Symbol
+from kiln.fuse.axes import axis
+from kiln.fuse.nest import Apply, Axis, Computed, Fold, Kernel, Load, Place, Store, Term, terms
+
+
+def merged(kernel: Kernel, scope: Scope) -> Kernel:
+    """The kernel with as few loops as its indices allow."""
+    place = len(kernel.axes) - 2
+    while place >= 0:
+        outer, inner = kernel.axes[place : place + 2]
+        if outer.reduced == inner.reduced and all(runs_on(i, outer, inner) for i in indices(kernel)):
+            kernel = with_one(kernel, place, scope)
+            place = min(place, len(kernel.axes) - 2)
+        else:
+            place -= 1
+    return kernel
+
+
+def indices(kernel: Kernel) -> Iterator[Any]:
+    """All index expressions of a kernel."""
+    for term in terms(store.value for store in kernel.stores):
+        if isinstance(term, (Load, Place)):
+            yield term.index
+    for store in kernel.stores:
+        yield store.index
+
+
+def runs_on(index: Any, outer: Axis, inner: Axis) -> bool:
+    """Whether an index moves from the end of the inner loop to its next start as within it."""
+    if not isinstance(index, Expr):
+        return True
+    a, b = outer.variable, inner.variable
+    by_outer: dict[Any, int] = {}
+    by_inner: dict[Any, int] = {}
+    for monomial, factor in index.poly.items():
+        hits = [part for part in monomial if part is a or part is b]
+        if len(hits) > 1:
+            return False
+        if hits:
+            rest = tuple([part for part in monomial if part is not hits[0]])
+            (by_outer if hits[0] is a else by_inner)[rest] = factor
+        elif any(v in part.symbols() for part in monomial if not isinstance(part, Symbol) for v in (a, b)):
+            return False
+    if not by_outer and not by_inner:
+        return True
+    return bool(_total(index.scope, by_outer) == _total(index.scope, by_inner) * inner.size)
+
+
+def _total(scope: Scope, poly: dict[Any, int]) -> Any:
+    """The factor that a loop variable has in an index."""
+    result: Any = 0
+    for monomial, factor in poly.items():
+        part: Any = factor
+        for atom in monomial:
+            part = part * atom
+        result = result + part
+    return result
+
+
+def with_one(kernel: Kernel, place: int, scope: Scope) -> Kernel:
+    """The kernel with two neighbouring loops as one."""
+    outer, inner = kernel.axes[place : place + 2]
+    joined = replace(axis(scope, outer.size * inner.size, inner.variable.name), reduced=inner.reduced)
+
+    def moved(index: Any) -> Any:
+        if not isinstance(index, Expr):
+            return index
+        result: Any = 0
+        for monomial, factor in index.poly.items():
+            if outer.variable in monomial:
+                continue
+            part: Any = factor
+            for atom in monomial:
+                part = part * (joined.variable if atom is inner.variable else atom)
+            result = result + part
+        return result
+
+    stores = rewritten(kernel.stores, moved)
+    return Kernel(kernel.name, (*kernel.axes[:place], joined, *kernel.axes[place + 2 :]), stores)
+
+
+def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:
+    """The stores with every index changed."""
+    made: dict[int, Term] = {}
+
+    def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
+        return tuple([replace(c, term=made[id(c.term)]) for c in given])
+
+    for term in terms(store.value for store in stores):
+        new: Term = term
+        if isinstance(term, Apply):
+            new = replace(term, args=tuple([made[id(a)] for a in term.args]))
+        elif isinstance(term, Fold):
+            new = replace(term, value=made[id(term.value)])
+        elif isinstance(term, Place):
+            new = replace(term, index=moved(term.index), places=places(term.places))
+        elif isinstance(term, Load):
+            valid = None if term.valid is None else made[id(term.valid)]
+            new = replace(term, index=moved(term.index), valid=valid, places=places(term.places))
+        made[id(term)] = new
+    return [replace(s, index=moved(s.index), value=made[id(s.value)]) for s in stores]
