@@ -313,7 +313,8 @@ class Fuser:
     def finish(self) -> Program:
         """Steps in order; a member is stored when an output, an eager kernel or another group reads it."""
         needed = self.stored()
-        steps: list[Launch | Call] = []
+        # Values without inputs that are read as a whole are made by their own ops.
+        steps: list[Launch | Call] = [Call(n) for n in self.graph.nodes if n in self.free and n in needed]
         views = {n for n in self.needed_views()}
         owner = {buffer: node for node, buffer in self.buffers.items()}
         pending = [n for n in self.graph.nodes if n in views]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kiln.fuse.nest import Buffer, Kernel
-from kiln.generate.cpu import Code, compile_module, host
-from kiln.generate.kernel import Emitter
-from kiln.generate.llvm import Module
+from kiln.generate.cpu import Code, compile_text, host
+from kiln.generate.kernel import NAME, Emitter
 
 _ENTRY = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2)
 
@@ -29,18 +28,20 @@ class Compiled:
 
 
 def generate(kernels: Sequence[Kernel]) -> list[Compiled]:
-    """Machine code for kernels, in their order."""
+    """Machine code for kernels, in their order; kernels that differ in names alone share it."""
     if not kernels:
         return []
-    module = Module()
     width = host().vector_bytes // 4
-    emitters = [Emitter(module, kernel, width) for kernel in kernels]
-    for emitter in emitters:
-        emitter.emit()
-    code = compile_module(module)
+    emitters = [Emitter(kernel, width) for kernel in kernels]
+    names: dict[str, str] = {}
+    texts = [emitter.module.definitions() for emitter in emitters]
+    for text in texts:
+        names.setdefault(text, f"kernel{len(names)}")
+    declared = {name: line for emitter in emitters for name, line in emitter.module.declarations().items()}
+    code = compile_text("\n".join([*declared.values(), *(text.replace(f"@{NAME}", f"@{name}") for text, name in names.items())]))
     made = []
-    for emitter in emitters:
-        address = code.address(emitter.kernel.name)
+    for emitter, text in zip(emitters, texts, strict=True):
+        address = code.address(names[text])
         made.append(
             Compiled(emitter.kernel, address, _ENTRY(address), tuple(emitter.buffers), tuple(emitter.sizes),
                      emitter.tasks(), code)  # fmt: skip

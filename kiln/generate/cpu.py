@@ -9,8 +9,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
-from kiln.generate.llvm import Module
-
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -44,13 +42,13 @@ class Code:
         return int(self._engine.get_function_address(name))
 
 
-def compile_module(module: Module, level: int = 2) -> Code:
-    """Machine code for a module's functions."""
+def compile_text(text: str, level: int = 2) -> Code:
+    """Machine code for the functions of a module in LLVM's language."""
     known = host()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=known.name, features=known.features, opt=level, reloc="pic", codemodel="jitdefault", jit=True
     )
-    parsed = llvm.parse_assembly(module.text())
+    parsed = llvm.parse_assembly(text)
     parsed.triple = llvm.get_default_triple()
     tuning = llvm.create_pipeline_tuning_options(speed_level=level)
     tuning.loop_vectorization = tuning.slp_vectorization = False

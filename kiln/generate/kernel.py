@@ -26,21 +26,22 @@ from kiln.generate.llvm import I1, I32, I64, PTR, Function, Module, Type, Value
 from kiln.generate.math import compute_type
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
 
+NAME = "kernel"  # of the function that is emitted
 CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
 
 class Emitter:
     """Writes one kernel as `void name(ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`, over a range of its tasks."""
 
-    def __init__(self, module: Module, kernel: Kernel, width: int) -> None:
-        self.kernel, self.module = kernel, module
+    def __init__(self, kernel: Kernel, width: int) -> None:
+        self.kernel, self.module = kernel, Module()
         reads, writes = kernel.buffers()
         self.buffers: list[Buffer] = list(dict.fromkeys([*reads, *writes]))
         self.sizes = symbols_of(kernel)
         parameters = [(f"b{i}", PTR) for i in range(len(self.buffers))]
         parameters += [(f"s{i}", I64) for i in range(len(self.sizes))]
         parameters += [("status", PTR), ("begin", I64), ("end", I64)]
-        self.fn = module.function(f"{kernel.name}_body", parameters)
+        self.fn = self.module.function(f"{NAME}_body", parameters)
         self.fn.attributes = "nounwind"
         self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
         self.variables: dict[Symbol, Value] = {s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)}
@@ -53,6 +54,7 @@ class Emitter:
         self.lanes = 1  # of the code being emitted
         self.layers: list[dict[int, Value]] = [{}]
         self.indices: list[dict[Any, Value]] = [{}]
+        self.emit()
 
     # The frame: tasks and loops
 
@@ -65,7 +67,7 @@ class Emitter:
 
     def entry(self) -> None:
         entry = self.module.function(
-            self.kernel.name, [("buffers", PTR), ("sizes", PTR), ("status", PTR), ("begin", I64), ("end", I64)]
+            NAME, [("buffers", PTR), ("sizes", PTR), ("status", PTR), ("begin", I64), ("end", I64)]
         )
         given = [entry.load(entry.at(entry.parameters["buffers"], i, I64), PTR) for i in range(len(self.buffers))]
         given += [entry.load(entry.at(entry.parameters["sizes"], i, I64), I64) for i in range(len(self.sizes))]

@@ -406,5 +406,14 @@ class Module:
         declared = [text for name, text in self._declared.items() if name not in own]
         return "\n".join([*declared, *(f.text() for f in self.functions)])
 
+    def declarations(self) -> dict[str, str]:
+        """What the functions call and do not define, by name."""
+        own = {f.name for f in self.functions}
+        return {name: text for name, text in self._declared.items() if name not in own}
+
+    def definitions(self) -> str:
+        """The functions alone."""
+        return "\n".join(f.text() for f in self.functions)
+
 
 Emitted: TypeAlias = Callable[..., Any]

@@ -13,6 +13,7 @@ from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.expand.expand import expand
 from kiln.fuse.group import Launch, Program, fuse
+from kiln.fuse.loops import FOR_LOOPS
 from kiln.generate.code import Compiled, generate
 
 _empty = torch.empty_strided
@@ -83,4 +84,4 @@ def linked(program: Program) -> Graph:
 
 def compile_graph(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
     """A graph of aten ops as native kernels and eager calls."""
-    return runner(linked(fuse(expand(graph, "prims"))))
+    return runner(linked(fuse(expand(graph, "prims", FOR_LOOPS))))
