@@ -1,4 +1,4 @@
-"""Builds the C extension; everything else about the package is in pyproject.toml."""
+"""Builds the C extensions; everything else about the package is in pyproject.toml."""
 
 import glob
 
@@ -11,4 +11,8 @@ HOOK = Extension(
     extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
 )
 
-setup(ext_modules=[HOOK])
+LAUNCH = Extension(
+    "kiln._launch", sources=["kiln/_launch.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
+)
+
+setup(ext_modules=[HOOK, LAUNCH])

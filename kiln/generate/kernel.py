@@ -54,6 +54,8 @@ class Emitter:
         self.lanes = 1  # of the code being emitted
         self.layers: list[dict[int, Value]] = [{}]
         self.indices: list[dict[Any, Value]] = [{}]
+        self.now = 0  # the phase being emitted
+        self.kept_rows: dict[int, tuple[int, Value]] = {}
         self.emit()
 
     # The frame: tasks and loops
@@ -144,7 +146,9 @@ class Emitter:
                 self.store(store)
             return
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
+        self.keep_costly(last)
         for phase in range(last + 1):
+            self.now = phase
             here = [f for f in folds if f.phase == phase]
             inside = [s for s in stores if s.phase == phase and not s.kept]
             for store in stores:
@@ -152,6 +156,39 @@ class Emitter:
                     self.store(store)
             if here or inside:
                 self.phase(here, inside)
+
+    def keep_costly(self, last: int) -> None:
+        """Find the costly values that several phases need, and memory on the stack for a row of each."""
+        axis = self.vector
+        if axis is None or not axis.reduced or len(self.kernel.reduced) > 1 or not isinstance(axis.size, int):
+            return
+        if last == 0 or axis.size > LONGEST_KEPT or self.kept_rows:
+            return
+        phases: dict[int, set[int]] = {}
+        costly: dict[int, Term] = {}
+        for phase in range(last + 1):
+            roots = [f.value for f in self.kernel.folds() if f.phase == phase]
+            roots += [s.value for s in self.kernel.stores if s.phase == phase and not s.kept]
+            for term in row_terms(roots):
+                if isinstance(term, Apply) and term.op in COSTLY and self.varies(term):
+                    phases.setdefault(id(term), set()).add(phase)
+                    costly[id(term)] = term
+        several = {key: min(found) for key, found in phases.items() if len(found) > 1}
+        below = {id(t) for key in several for t in row_terms(list(children(costly[key])))}
+        for key, first in several.items():
+            if key not in below:
+                kind = compute_type(TYPES[costly[key].dtype])
+                memory = self.fn.at_entry(f"alloca [{axis.size} x {kind}], align 64")
+                self.kept_rows[key] = (first, memory)
+
+    def varies(self, term: Term) -> bool:
+        """Whether a value depends on the vector axis."""
+        assert self.vector is not None
+        return any(
+            isinstance(t.index, Expr) and self.vector.variable in t.index.symbols()
+            for t in row_terms([term])
+            if isinstance(t, (Load, Place))
+        )
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The loops over the reduced axes, once: folds some values, stores others."""
@@ -224,8 +261,23 @@ class Emitter:
         if found is not None:
             return found
         for term in self.pending(root):
-            self.layers[-1][id(term)] = self.compute(term)
+            self.layers[-1][id(term)] = self.kept_or_computed(term)
         return self.layers[-1][id(root)]
+
+    def kept_or_computed(self, term: Term) -> Value:
+        """A value computed, or read back where an earlier phase kept it."""
+        kept = self.kept_rows.get(id(term))
+        if kept is None:
+            return self.compute(term)
+        first, memory = kept
+        assert self.vector is not None
+        kind = compute_type(TYPES[term.dtype])
+        address = self.fn.at(memory, self.variables[self.vector.variable], kind)
+        if self.now > first:
+            return self.fn.load(address, kind.wide(self.lanes))
+        value = self.compute(term)
+        self.fn.store(value, address)
+        return value
 
     def pending(self, root: Term) -> list[Term]:
         """The terms below `root` that are not computed yet, children first."""
@@ -236,7 +288,8 @@ class Emitter:
             if id(term) in seen or self.known(term) is not None:
                 return
             seen.add(id(term))
-            for child in children(term):
+            kept = self.kept_rows.get(id(term))
+            for child in children(term) if kept is None or self.now == kept[0] else ():
                 visit(child)
             ordered.append(term)
 
@@ -431,6 +484,27 @@ class Emitter:
             return a / b
         assert index.op is MOD, f"an index with {index.op}"
         return a % b
+
+
+#: Functions whose values are kept on the stack when a later phase needs them again.
+COSTLY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "pow"})
+LONGEST_KEPT = 8192
+
+
+def row_terms(roots: list[Term]) -> list[Term]:
+    """The terms below the roots that are computed for each element, not below a fold."""
+    seen: dict[int, Term] = {}
+
+    def visit(term: Term) -> None:
+        if id(term) in seen or isinstance(term, Fold):
+            return
+        seen[id(term)] = term
+        for child in children(term):
+            visit(child)
+
+    for root in roots:
+        visit(root)
+    return list(seen.values())
 
 
 I8_OF = {"i1": Type("i8", signed=False)}

@@ -260,6 +260,7 @@ class Function:
         self.module, self.name, self.result = module, name, result
         self.parameters = {n: Value(self, f"%{n}", t) for n, t in parameters}
         self.lines: list[str] = []
+        self._first: list[str] = []
         self.block = "entry"
         self._count = 0
         self.attributes = ""
@@ -273,6 +274,13 @@ class Function:
         name = f"%v.{self._count}"
         self.lines.append(f"  {name} = {instruction}")
         return Value(self, name, type)
+
+    def at_entry(self, instruction: str) -> Value:
+        """The address that an instruction at the start of the function gives."""
+        self._count += 1
+        name = f"%a.{self._count}"
+        self._first.append(f"  {name} = {instruction}")
+        return Value(self, name, PTR)
 
     def do(self, instruction: str) -> None:
         """An instruction without a result."""
@@ -365,7 +373,7 @@ class Function:
         return list(phis)
 
     def text(self) -> str:
-        body = "\n".join(self.lines)
+        body = "\n".join([*self._first, *self.lines])
         head = f"define {self.result} @{self.name}({self._parameter_text}) {self.attributes}"
         return f"{head} {{\nentry:\n{body}\n}}\n"
 

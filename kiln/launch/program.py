@@ -2,49 +2,66 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from kiln._launch import Kernel
 from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.expand.expand import expand
 from kiln.fuse.group import Launch, Program, fuse
 from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.nest import terms
 from kiln.generate.code import Compiled, generate
+from kiln.launch.native import set_up
 
 _empty = torch.empty_strided
 
 
-class KernelCall:
-    """Allocates a kernel's outputs and runs it on the memory of tensors."""
+GRAIN = 60_000.0  # operations worth a thread
 
-    def __init__(self, compiled: Compiled, reads: dict[Any, int], writes: Sequence[TensorSpec]) -> None:
-        self.compiled = compiled
-        self.entry = compiled.entry
-        self.tasks = compiled.tasks
-        self.writes = writes
-        self.__name__ = compiled.kernel.name
-        self.order = [reads[buffer] for buffer in compiled.buffers]
-        self.pointers = ctypes.c_void_p * len(self.order)
 
-    def __call__(
-        self, tensors: Sequence[torch.Tensor], sizes: Sequence[int], tasks: int, shapes: Sequence[Any]
-    ) -> list[torch.Tensor]:
-        made = [
-            _empty(shape, stride, dtype=spec.dtype)
-            for (shape, stride), spec in zip(shapes, self.writes, strict=True)
-        ]
-        addresses = [t.data_ptr() for t in (*tensors, *made)]
-        given = (ctypes.c_int64 * len(sizes))(*sizes) if sizes else None
-        status = ctypes.c_int64(0)
-        self.entry(self.pointers(*[addresses[i] for i in self.order]), given, ctypes.addressof(status), 0, tasks)
-        if status.value:
-            raise IndexError("index out of range in self")
-        return made
+def callable_kernel(compiled: Compiled, places: dict[Any, int], inputs: int, outputs: Sequence[TensorSpec]) -> Kernel:
+    """A kernel as a function from tensors to a tuple of new ones; see `_launch.c` for what it takes."""
+    set_up()
+    moving = is_moving(compiled, outputs)
+    made = tuple([
+        (None if moving else (spec.shape, spec.stride), {"dtype": spec.dtype, "device": spec.device})
+        for spec in outputs
+    ])  # fmt: skip
+    return Kernel(
+        compiled.address, compiled, _empty, made, compiled.kernel.name, inputs,
+        tuple(places[buffer] for buffer in compiled.buffers), len(compiled.sizes), moving,
+        0 if moving else compiled.tasks, work_of(compiled), GRAIN,
+    )  # fmt: skip
+
+
+def is_moving(compiled: Compiled, outputs: Sequence[TensorSpec]) -> bool:
+    """Whether the sizes of a kernel vary from call to call."""
+    numbers = [compiled.tasks, *(n for spec in outputs for n in (*spec.shape, *spec.stride))]
+    return bool(compiled.sizes) or not all(type(n) is int for n in numbers)
+
+
+def work_of(compiled: Compiled) -> float:
+    """The operations of one task, by the sizes when traced."""
+    kernel = compiled.kernel
+    volume = 1.0
+    for axis in kernel.axes:
+        volume *= float(getattr(axis.size, "hint", axis.size))
+    terms_of = terms(store.value for store in kernel.stores)
+    cost = sum(COSTS.get(getattr(term, "op", ""), 1.0) for term in terms_of)
+    return volume * cost / max(float(getattr(compiled.tasks, "hint", compiled.tasks)), 1.0)
+
+
+#: Operations that a function is worth, where it is more than one.
+COSTS = {
+    **dict.fromkeys(("exp", "log", "tanh", "erf", "sigmoid", "exp2", "expm1", "log1p", "log2"), 12.0),
+    **dict.fromkeys(("sin", "cos", "tan", "pow", "atan2", "asin", "acos", "atan", "fmod", "remainder"), 30.0),
+    **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 6.0),
+}
 
 
 def linked(program: Program) -> Graph:
@@ -67,9 +84,12 @@ def linked(program: Program) -> Graph:
             inputs = list(step.reads.values())
             places = {b: i for i, b in enumerate([*step.reads, *step.writes])}
             made = compiled[step]
-            call = KernelCall(made, places, [n.spec for n in outputs])
-            shapes = [(n.spec.shape, n.spec.stride) for n in outputs]
-            arguments = ([known[n] for n in inputs], list(made.sizes), made.tasks, shapes)
+            specs = [n.spec for n in outputs]
+            call = callable_kernel(made, places, len(inputs), specs)
+            arguments = tuple(known[n] for n in inputs)
+            if is_moving(made, specs):
+                layouts = [part for spec in specs for part in (spec.shape, spec.stride)]
+                arguments = (*arguments, *layouts, *made.sizes, made.tasks)
             whole = graph.call(call, arguments, spec=tuple(n.spec for n in outputs))
             for i, node in enumerate(outputs):
                 known[node] = graph.call(operator.getitem, (whole, i), spec=node.spec, like=node)

@@ -1,0 +1,279 @@
+/* Runs kernels: takes the memory of tensors, makes the outputs, spreads tasks over torch's threads. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <structmember.h>
+
+typedef void (*Entry)(void **buffers, const int64_t *sizes, int64_t *status, int64_t begin, int64_t end);
+typedef int32_t (*DataPointer)(void *tensor, void **address);
+typedef void (*Parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+typedef int (*Number)(void);
+
+/* Found by launch/native.py in torch's own libraries. */
+static struct {
+    DataPointer data_pointer;
+    Parallel parallel;
+    Number max_threads, thread_number, team_size;
+    Py_ssize_t offset; /* of the tensor's handle in its Python object */
+} torch;
+
+enum { MOST_BUFFERS = 256, MOST_SIZES = 64 };
+static const double RELEASE_WORK = 200000.0; /* operations worth more than letting go of the GIL */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    Entry entry;
+    PyObject *owner;   /* keeps the code alive */
+    PyObject *make;    /* torch.empty_strided */
+    PyObject *outputs; /* for each output (args, kwargs) of `make`; args is None where the sizes vary */
+    PyObject *name;
+    int inputs, made, sizes, moving;
+    int32_t *order; /* which of inputs and outputs each buffer is */
+    int buffers;
+    int64_t tasks;
+    double work;  /* operations of one task */
+    double grain; /* operations worth a thread */
+} Kernel;
+
+typedef struct {
+    Entry entry;
+    void **buffers;
+    const int64_t *sizes;
+    int64_t *status;
+    int64_t tasks;
+} Job;
+
+static void
+work_share(void *data)
+{
+    const Job *job = data;
+    int64_t me = torch.thread_number(), team = torch.team_size();
+    int64_t begin = job->tasks * me / team, end = job->tasks * (me + 1) / team;
+    if (begin < end)
+        job->entry(job->buffers, job->sizes, job->status, begin, end);
+}
+
+static void
+run_tasks(const Kernel *kernel, void **buffers, const int64_t *sizes, int64_t *status, int64_t tasks)
+{
+    double worth = kernel->work * (double)tasks / kernel->grain;
+    int64_t threads = torch.max_threads != NULL ? torch.max_threads() : 1;
+    if (threads > tasks)
+        threads = tasks;
+    if ((double)threads > worth)
+        threads = (int64_t)worth;
+    if (threads <= 1) {
+        kernel->entry(buffers, sizes, status, 0, tasks);
+        return;
+    }
+    Job job = {kernel->entry, buffers, sizes, status, tasks};
+    torch.parallel(work_share, &job, (unsigned)threads, 0);
+}
+
+static PyObject *
+make_output(Kernel *kernel, int i, PyObject *shape, PyObject *stride)
+{
+    PyObject *spec = PyTuple_GET_ITEM(kernel->outputs, i);
+    PyObject *args = PyTuple_GET_ITEM(spec, 0), *kwargs = PyTuple_GET_ITEM(spec, 1);
+    if (!kernel->moving)
+        return PyObject_Call(kernel->make, args, kwargs);
+    PyObject *given = PyTuple_Pack(2, shape, stride);
+    if (given == NULL)
+        return NULL;
+    PyObject *made = PyObject_Call(kernel->make, given, kwargs);
+    Py_DECREF(given);
+    return made;
+}
+
+/* kernel(*tensors) or, where sizes vary, kernel(*tensors, *(shape, stride of each output), *sizes, tasks). */
+static PyObject *
+kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    Kernel *kernel = (Kernel *)self;
+    Py_ssize_t given = PyVectorcall_NARGS(nargsf);
+    Py_ssize_t wanted = kernel->inputs + (kernel->moving ? 2 * kernel->made + kernel->sizes + 1 : 0);
+    if (given != wanted || (names != NULL && PyTuple_GET_SIZE(names))) {
+        PyErr_Format(PyExc_TypeError, "a kernel takes %zd arguments, got %zd", wanted, given);
+        return NULL;
+    }
+    void *addresses[MOST_BUFFERS], *buffers[MOST_BUFFERS];
+    int64_t sizes[MOST_SIZES], status = 0, tasks = kernel->tasks;
+    PyObject *result = PyTuple_New(kernel->made);
+    if (result == NULL)
+        return NULL;
+    PyObject *const *rest = args + kernel->inputs;
+    for (int i = 0; i < kernel->made; i++) {
+        PyObject *out = make_output(kernel, i, kernel->moving ? rest[2 * i] : NULL, kernel->moving ? rest[2 * i + 1] : NULL);
+        if (out == NULL)
+            goto fail;
+        PyTuple_SET_ITEM(result, i, out);
+    }
+    for (int i = 0; i < kernel->inputs + kernel->made; i++) {
+        PyObject *tensor = i < kernel->inputs ? args[i] : PyTuple_GET_ITEM(result, i - kernel->inputs);
+        if (torch.data_pointer((char *)tensor + torch.offset, &addresses[i])) {
+            PyErr_SetString(PyExc_RuntimeError, "a tensor's memory cannot be read");
+            goto fail;
+        }
+    }
+    if (kernel->moving) {
+        rest += 2 * kernel->made;
+        for (int i = 0; i < kernel->sizes + 1; i++) {
+            int64_t value = PyLong_AsLongLong(rest[i]);
+            if (value == -1 && PyErr_Occurred())
+                goto fail;
+            if (i < kernel->sizes)
+                sizes[i] = value;
+            else
+                tasks = value;
+        }
+    }
+    for (int i = 0; i < kernel->buffers; i++)
+        buffers[i] = addresses[kernel->order[i]];
+    if (kernel->work * (double)tasks > RELEASE_WORK) {
+        Py_BEGIN_ALLOW_THREADS
+        run_tasks(kernel, buffers, sizes, &status, tasks);
+        Py_END_ALLOW_THREADS
+    } else
+        run_tasks(kernel, buffers, sizes, &status, tasks);
+    if (status) {
+        PyErr_SetString(PyExc_IndexError, "index out of range in self");
+        goto fail;
+    }
+    return result;
+fail:
+    Py_DECREF(result);
+    return NULL;
+}
+
+static PyObject *
+kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"address", "owner", "make", "outputs", "name", "inputs", "order",
+                            "sizes", "moving", "tasks", "work", "grain", NULL};
+    unsigned long long address;
+    PyObject *owner, *make, *outputs, *name, *order;
+    int inputs, sizes, moving;
+    long long tasks;
+    double work, grain;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOO!UiO!ipLdd", names, &address, &owner, &make, &PyTuple_Type,
+                                     &outputs, &name, &inputs, &PyTuple_Type, &order, &sizes, &moving, &tasks, &work,
+                                     &grain))
+        return NULL;
+    int made = (int)PyTuple_GET_SIZE(outputs), buffers = (int)PyTuple_GET_SIZE(order);
+    if (inputs + made > MOST_BUFFERS || buffers > MOST_BUFFERS || sizes > MOST_SIZES)
+        return PyErr_Format(PyExc_ValueError, "a kernel has at most %d tensors and %d sizes", MOST_BUFFERS, MOST_SIZES);
+    if (torch.data_pointer == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "set_torch has not been called");
+    Kernel *kernel = (Kernel *)type->tp_alloc(type, 0);
+    if (kernel == NULL)
+        return NULL;
+    kernel->order = PyMem_Calloc(buffers ? buffers : 1, sizeof(int32_t));
+    if (kernel->order == NULL) {
+        Py_DECREF(kernel);
+        return PyErr_NoMemory();
+    }
+    for (int i = 0; i < buffers; i++) {
+        long place = PyLong_AsLong(PyTuple_GET_ITEM(order, i));
+        if (place < 0 || place >= inputs + made) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "a buffer is none of the tensors");
+            Py_DECREF(kernel);
+            return NULL;
+        }
+        kernel->order[i] = (int32_t)place;
+    }
+    kernel->call = kernel_call;
+    kernel->entry = (Entry)(uintptr_t)address;
+    kernel->owner = Py_NewRef(owner);
+    kernel->make = Py_NewRef(make);
+    kernel->outputs = Py_NewRef(outputs);
+    kernel->name = Py_NewRef(name);
+    kernel->inputs = inputs, kernel->made = made, kernel->sizes = sizes, kernel->moving = moving;
+    kernel->buffers = buffers, kernel->tasks = tasks, kernel->work = work, kernel->grain = grain;
+    return (PyObject *)kernel;
+}
+
+static int
+kernel_traverse(Kernel *kernel, visitproc visit, void *arg)
+{
+    Py_VISIT(kernel->owner);
+    Py_VISIT(kernel->make);
+    Py_VISIT(kernel->outputs);
+    return 0;
+}
+
+static int
+kernel_clear(Kernel *kernel)
+{
+    Py_CLEAR(kernel->owner);
+    Py_CLEAR(kernel->make);
+    Py_CLEAR(kernel->outputs);
+    Py_CLEAR(kernel->name);
+    return 0;
+}
+
+static void
+kernel_dealloc(Kernel *kernel)
+{
+    PyObject_GC_UnTrack(kernel);
+    kernel_clear(kernel);
+    PyMem_Free(kernel->order);
+    Py_TYPE(kernel)->tp_free((PyObject *)kernel);
+}
+
+static PyMemberDef kernel_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Kernel, call), READONLY, NULL},
+    {"__name__", T_OBJECT, offsetof(Kernel, name), READONLY, "what the kernel is called in programs"},
+    {"owner", T_OBJECT, offsetof(Kernel, owner), READONLY, "what it was made of"},
+    {NULL},
+};
+
+static PyTypeObject KernelType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "kiln._launch.Kernel",
+    .tp_doc = "A kernel in machine code as a callable: tensors in, a tuple of new tensors out.",
+    .tp_basicsize = sizeof(Kernel),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_vectorcall_offset = offsetof(Kernel, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_new = kernel_new,
+    .tp_traverse = (traverseproc)kernel_traverse,
+    .tp_clear = (inquiry)kernel_clear,
+    .tp_dealloc = (destructor)kernel_dealloc,
+    .tp_members = kernel_members,
+};
+
+static PyObject *
+set_torch(PyObject *module, PyObject *args)
+{
+    unsigned long long data_pointer, parallel, max_threads, thread_number, team_size;
+    if (!PyArg_ParseTuple(args, "nKKKKK:set_torch", &torch.offset, &data_pointer, &parallel, &max_threads,
+                          &thread_number, &team_size))
+        return NULL;
+    torch.data_pointer = (DataPointer)(uintptr_t)data_pointer;
+    torch.parallel = (Parallel)(uintptr_t)parallel;
+    torch.max_threads = (Number)(uintptr_t)max_threads;
+    torch.thread_number = (Number)(uintptr_t)thread_number;
+    torch.team_size = (Number)(uintptr_t)team_size;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"set_torch", set_torch, METH_VARARGS,
+     "set_torch(offset, data_pointer, parallel, max_threads, thread_number, team_size): addresses in torch's libraries"},
+    {NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "kiln._launch", NULL, -1, functions};
+
+PyMODINIT_FUNC
+PyInit__launch(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (module == NULL || PyModule_AddType(module, &KernelType) < 0) {
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}
