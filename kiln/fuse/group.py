@@ -30,6 +30,8 @@ FOLDS = {"sum": "sum", "prod": "prod", "amax": "amax", "amin": "amin", "any": "a
 CHEAP = 24
 #: Siblings are looked for among this many last kernels.
 LOOK_BACK = 8
+#: Nodes of one kernel at most.
+LARGEST = 200
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -104,6 +106,7 @@ class Fuser:
             self.place[node] = -1
         for node in self.graph.nodes:
             self.put(node)
+        self.coalesce()
         return self.finish()
 
     def put(self, node: Node) -> None:
@@ -156,10 +159,14 @@ class Fuser:
             yield last
         yield from range(len(self.items) - 1, max(last, len(self.items) - 1 - LOOK_BACK), -1)
 
-    def fits(self, group: Group, node: Node, shape: Coords, dims: frozenset[int] | None) -> bool:
+    def fits(
+        self, group: Group, node: Node, shape: Coords, dims: frozenset[int] | None, related: bool = False
+    ) -> bool:
         """Whether a node runs in the loops of a group, after changing them where that is harmless."""
         before = group.axes
-        if not any(n in group.members or self.shares(group, n) for n in map(self.root, node.inputs())):
+        if not related and not any(
+            n in group.members or self.shares(group, n) for n in map(self.root, node.inputs())
+        ):
             return False
         try:
             if dims is None and group.folds and self.coords(group.kept, shape) is not None:
@@ -180,6 +187,89 @@ class Fuser:
                 self.rebuild(group)
             return False
         return True
+
+    # Merging groups
+
+    def coalesce(self) -> None:
+        """Merge groups that depend on each other or read the same values, where nothing lies between them."""
+        users = self.graph.users()
+        for position in range(len(self.items)):
+            later = self.items[position]
+            if isinstance(later, Group):
+                for earlier in self.related(later):
+                    if self.merge(earlier, later, users):
+                        break
+
+    def related(self, group: Group) -> list[Group]:
+        """The earlier groups that a group reads, and those that read what it reads, nearest first."""
+        reads = {self.root(r) for member in group.members for r in member.inputs()}
+        found: list[Group] = []
+        for position in range(group.position - 1, -1, -1):
+            other = self.items[position]
+            if isinstance(other, Group) and other.members and (
+                any(self.place[r] == position for r in reads) or any(self.shares(other, r) for r in reads)
+            ):
+                found.append(other)
+                if len(found) == LOOK_BACK:
+                    break
+        return found
+
+    def merge(self, earlier: Group, later: Group, users: dict[Node, list[Node]]) -> bool:
+        """Make two groups one, at the place of either; False where that is not possible."""
+        if len(earlier.members) + len(later.members) > LARGEST:
+            return False
+        upward = all(self.place[r] <= earlier.position for r in self.outside(later))
+        below = {n for m in earlier.members for n in self.readers(m, users)} - set(earlier.members)
+        downward = all(self.place[n] >= later.position for n in below)
+        if not upward and not downward:
+            return False
+        home, other = (earlier, later) if upward else (later, earlier)
+        trial = Group(home.position, list(earlier.axes), Terms(self.scope), list(earlier.members))
+        before = {m: self.place[m] for m in (*earlier.members, *later.members)}
+        self.place.update(dict.fromkeys(before, home.position))
+        try:
+            self.rebuild(trial)
+            merged = all(self.adopts(trial, member) for member in later.members)
+        except Misfit:
+            merged = False
+        if not merged:
+            self.place.update(before)
+            return False
+        self.items[home.position] = trial
+        self.items[other.position] = Group(other.position, [], Terms(self.scope))
+        self.move_views(users, trial)
+        return True
+
+    def adopts(self, group: Group, node: Node) -> bool:
+        dims = folded_dims(node)
+        shape = shape_of(node.args[0]) if dims is not None else shape_of(node)
+        if not self.fits(group, node, shape, dims, related=True):
+            return False
+        group.members.append(node)
+        return True
+
+    def outside(self, group: Group) -> set[Node]:
+        """What the members read that is not of their own group."""
+        return {r for m in group.members for r in m.inputs() if self.place[r] != group.position}
+
+    def readers(self, node: Node, users: dict[Node, list[Node]]) -> list[Node]:
+        """The nodes that read a node, through views too; the views themselves do not count."""
+        found: list[Node] = []
+        for user in users[node]:
+            if is_view(user) and supported(user.spec):
+                found += self.readers(user, users)
+            else:
+                found.append(user)
+        return found
+
+    def move_views(self, users: dict[Node, list[Node]], group: Group) -> None:
+        """Let the views of a group's members follow them."""
+        todo = list(group.members)
+        while todo:
+            for user in users[todo.pop()]:
+                if is_view(user) and supported(user.spec):
+                    self.place[user] = group.position
+                    todo.append(user)
 
     def shares(self, group: Group, root: Node) -> bool:
         """Whether a group reads this value already."""
