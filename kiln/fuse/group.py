@@ -365,8 +365,10 @@ class Fuser:
             dtype = node.spec.dtype
             if value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
-            phase = phase_of(value)
-            known = group.memo[key] = group.terms.make(Fold, kind, value, dtype, phase)
+            if not group.folds:  # over extents of 1 alone
+                known = group.memo[key] = value
+            else:
+                known = group.memo[key] = group.terms.make(Fold, kind, value, dtype, phase_of(value))
         return known
 
     def result_of_fold(self, group: Group, node: Node, coords: Coords) -> Term:
@@ -502,10 +504,7 @@ def folded_dims(node: Node) -> frozenset[int] | None:
         dims = range(rank)
     elif isinstance(dims, int):
         dims = [dims]
-    folded = frozenset(d % rank for d in dims) if rank else frozenset()
-    if not any(shape_of(source)[d] != 1 for d in folded):
-        return None
-    return folded
+    return frozenset(d % rank for d in dims) if rank else frozenset()
 
 
 def kept_shape(node: Node) -> Coords:

@@ -23,7 +23,7 @@ from kiln.fuse.nest import (
     terms,
 )
 from kiln.generate.llvm import I1, I32, I64, PTR, Function, Module, Type, Value
-from kiln.generate.math import compute_type
+from kiln.generate.functions import compute_type
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
 
 NAME = "kernel"  # of the function that is emitted

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from kiln.generate import math as functions
+from kiln.generate import functions
 from kiln.generate.llvm import BF16, F16, F32, F64, I1, I8, I16, I32, I64, U8, Type, Value
 
 TYPES: dict[torch.dtype, Type] = {

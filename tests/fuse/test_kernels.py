@@ -1,0 +1,120 @@
+"""Graphs as kernels: what is fused into how many loops, and that the loops give what eager gives."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kiln.expand.expand import expand
+from kiln.fuse.group import Call, fuse
+from kiln.fuse.loops import FOR_LOOPS
+from kiln.launch.program import compile_graph
+from kiln.ops.fake import fake_like
+from kiln.ops.record import Recording
+
+aten = torch.ops.aten
+
+
+def recorded(function, *inputs):
+    """The aten graph of a function of tensors."""
+    recording, fakes = Recording(), [fake_like(x) for x in inputs]
+    for i, fake in enumerate(fakes):
+        recording.input(f"x{i}", fake)
+    with torch.no_grad(), recording:
+        out = function(*fakes)
+    outputs = out if isinstance(out, tuple) else (out,)
+    recording.graph.outputs = tuple(recording.node(o) for o in outputs)
+    return recording.graph
+
+
+def check(function, *inputs, kernels=None, calls=(), rtol=1e-5, atol=1e-5):
+    """The function compiled equals eager, in this many kernels and calls of eager kernels."""
+    graph = recorded(function, *inputs)
+    program = fuse(expand(graph, "prims", FOR_LOOPS))
+    named = [step.node.op._schema.name for step in program.steps
+             if isinstance(step, Call) and isinstance(step.node.op, torch._ops.OpOverload)]  # fmt: skip
+    if kernels is not None:
+        assert (len(program.kernels), tuple(named)) == (kernels, tuple(f"aten::{c}" for c in calls))
+    got, expected = compile_graph(graph)(list(inputs)), function(*inputs)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine.dtype, mine.shape, mine.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def rand(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + sum(shape)))
+
+
+SIZES = [(1, 1), (3, 17), (8, 16), (5, 100), (2, 1000)]
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_one_kernel_each(shape):
+    x, y, row = rand(*shape), rand(*shape) + 1, rand(shape[-1])
+    check(lambda a, b, r: F.gelu(a + r) + b, x, y, row, kernels=1)
+    check(lambda a: F.softmax(a, -1), x, kernels=1)
+    check(lambda a: F.log_softmax(a, -1), x, kernels=1)
+    check(lambda a, b, r: F.layer_norm(a + b, shape[-1:], r, r), x, y, row, kernels=1)
+    check(lambda a, r: a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True) + 1e-6) * r, x, row, kernels=1)
+    check(lambda a: a.sum(0), x)
+    check(lambda a: (a.amax(1), a.amin(1)), x)
+
+
+def test_batch_norm_of_training_is_one_kernel_with_its_statistics():
+    x, w, b = rand(4, 6, 5, 7), rand(6), rand(6)
+    check(lambda a, w, b: F.batch_norm(a, None, None, w, b, True), x, w, b, calls=("empty",), kernels=1)
+    check(lambda a, w, b: F.group_norm(a, 3, w, b), x, w, b, kernels=1)
+
+
+def test_matmuls_stay_calls_and_what_is_around_them_fuses():
+    x, w, b = rand(12, 20), rand(20, 24), rand(24)
+    check(lambda a, w, b: torch.relu(torch.mm(a * 2 + 1, w) + b) * 3, x, w, b, kernels=2, calls=("mm",))
+
+
+def test_computed_indices():
+    table, places = rand(10, 6), torch.tensor([[0, 3, -1], [9, 2, 2]])
+    check(lambda t, i: t[i] * 2, table, places, kernels=1)
+    check(lambda t, i: F.embedding(i, t) + 1, table, places.abs(), kernels=1)
+    check(lambda t, i: torch.gather(t + 1, 1, i), rand(2, 5), torch.tensor([[0, 4], [2, 2]]), kernels=2)
+
+
+def test_an_index_out_of_range_raises():
+    run = compile_graph(recorded(lambda t, i: t[i] * 2, rand(10, 6), torch.tensor([1])))
+    with pytest.raises(IndexError, match="out of range"):
+        run([rand(10, 6), torch.tensor([10])])
+
+
+def test_views_are_index_maps():
+    x = rand(4, 6, 10)
+    check(lambda a: a.permute(2, 0, 1).contiguous() + 1, x)
+    check(lambda a: (a.view(24, 10)[::2, 1:] * 2).reshape(-1) + 1, x)
+    check(lambda a: torch.flip(a, [0, 2]) + a[:, :, :1], x, kernels=1)
+    check(lambda a: a.select(1, -1).unsqueeze(-1).expand(4, 10, 3) * 2.0, x, kernels=1)
+    check(lambda a: torch.cat([a, a * 2, a[:, :2]], 1) + 1, x)
+    check(lambda a: F.pad(a, (1, 2, 0, 3), value=5.0) * 2, x, kernels=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_dtypes(dtype):
+    x = torch.arange(1, 38).to(dtype)
+    y = torch.arange(37, 0, -1).to(dtype)
+    if dtype is not torch.bool:
+        check(lambda a, b: (a + b * 3, a - b, a > b), x, y, kernels=1)
+        check(lambda a: (a.sum(), a.amax()), x)
+    check(lambda a, b: (a & b, a | b, a == b) if not dtype.is_floating_point else (a < b,), x, y, kernels=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_rounded_once(dtype):
+    x, y = rand(5, 33).to(dtype), rand(5, 33).to(dtype)
+    graph = recorded(lambda a, b: torch.sigmoid(a * b) + a, x, y)
+    (got,) = compile_graph(graph)([x, y])
+    exact = torch.sigmoid(x.double() * y.double()) + x.double()
+    assert got.dtype is dtype
+    assert torch.equal(got, exact.float().to(dtype)) or (got.double() - exact).abs().max() < 0.01
+
+
+def test_nan_wins_in_extremes():
+    x = rand(3, 20)
+    x[1, 7] = float("nan")
+    check(lambda a: (a.amax(1), a.amin(1), torch.maximum(a, a + 1), torch.relu(a)), x)

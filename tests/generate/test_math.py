@@ -1,0 +1,99 @@
+"""Elementary functions in generated code against float64: at most 4 units in the last place, edges as in eager."""
+
+import ctypes
+import math
+
+import pytest
+import torch
+
+from kiln.generate import cpu, functions
+from kiln.generate.llvm import F32, F64, I64, PTR, Module
+
+TWO = {"pow", "atan2", "fmod", "hypot"}
+NAMES = sorted(functions.FUNCTIONS | {"sigmoid"})
+EDGES = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, -0.5, 2.0, 88.72284, 88.72283, -87.4, -103.97,
+         128.0, -149.0, 1e-45, -1e-45, 3.4e38, 2.0**30, 1e10]  # fmt: skip
+
+
+def compiled(name, kind, width):
+    """The function as a loop over arrays."""
+    count = 2 if name in TWO else 1
+    module = Module()
+    fn = module.function("run", [*((f"a{i}", PTR) for i in range(count)), ("out", PTR), ("n", I64)])
+
+    def body(i, _):
+        given = [fn.load(fn.at(fn.parameters[f"a{k}"], i, kind), kind.wide(width)) for k in range(count)]
+        value = functions.sigmoid(*given) if name == "sigmoid" else functions.apply(name, *given)
+        fn.store(value, fn.at(fn.parameters["out"], i, kind))
+        return []
+
+    fn.loop(0, fn.parameters["n"], width, [], body)
+    fn.do("ret void")
+    code = cpu.compile_text(module.text())
+    entry = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * (count + 1), ctypes.c_int64)(code.address("run"))
+
+    def run(*tensors):
+        out = torch.empty_like(tensors[0])
+        entry(*(t.data_ptr() for t in (*tensors, out)), len(out))
+        return out
+
+    run.code = code
+    return run
+
+
+def arguments(name):
+    """Bit patterns from the whole range, dense pieces where functions bend, and the edges."""
+    bits = torch.arange(-(2**31), 2**31, 2**17 + 1, dtype=torch.int64).to(torch.int32)
+    dense = [torch.linspace(-r, r, 20_001) for r in (1e-3, 1.5, 10.0, 110.0)]
+    x = torch.cat([bits.view(torch.float32), *dense, torch.tensor(EDGES)])
+    x = x[: len(x) // 16 * 16] if name not in TWO else x
+    if name not in TWO:
+        return (torch.cat([x[:-32], torch.tensor(EDGES), torch.zeros(11)]),)
+    generator = torch.Generator().manual_seed(0)
+    y = x[torch.randperm(len(x), generator=generator)]
+    y = torch.where(torch.rand(len(x), generator=generator) < 0.4, torch.randn(len(x), generator=generator) * 3, y)
+    y = torch.where(torch.rand(len(x), generator=generator) < 0.3, y.round(), y)
+    corners = torch.cartesian_prod(torch.tensor(EDGES), torch.tensor(EDGES))
+    pair = torch.cat([torch.stack([x, y], 1), corners])
+    pair = pair[len(pair) % 16 :]
+    return pair[:, 0].contiguous(), pair[:, 1].contiguous()
+
+
+def exact(name, *tensors):
+    function = getattr(torch, name, None) or getattr(torch.special, name)
+    return function(*[t.double() for t in tensors])
+
+
+def ulps(got, reference):
+    """The error in units of the last place of the float32 nearest to the reference; 0 where both are the same."""
+    rounded = reference.float()
+    unit = torch.exp2(torch.floor(torch.log2(rounded.abs().double().clamp(min=2.0**-126))) - 23)
+    error = (got.double() - reference).abs() / unit
+    same = (got == rounded) | (got.isnan() & rounded.isnan())
+    wrong = (got.isnan() != rounded.isnan()) | ((got.isinf() | rounded.isinf()) & ~same)
+    return torch.where(wrong, torch.full_like(error, math.inf), torch.where(same, torch.zeros_like(error), error))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32(name):
+    given = arguments(name)
+    got, reference = compiled(name, F32, 16)(*given), exact(name, *given)
+    error = ulps(got, reference)
+    worst = int(error.argmax())
+    assert error[worst] <= 4, [t[worst].item() for t in given] + [got[worst].item(), reference[worst].item()]
+    zeros = (got == 0) & (reference == 0)
+    assert torch.equal(torch.signbit(got[zeros]), torch.signbit(reference[zeros]))
+
+
+@pytest.mark.parametrize("name", ["exp", "log1p", "pow", "sin"])
+def test_one_lane_gives_what_vectors_give(name):
+    given = [t[: len(t) // 16 * 16].contiguous() for t in arguments(name)]
+    got, wide = compiled(name, F32, 1)(*given), compiled(name, F32, 16)(*given)
+    assert torch.equal(got.view(torch.int32), wide.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float64_is_the_c_library(name):
+    given = [t[: len(t) // 64 * 64 : 64].double().contiguous() for t in arguments(name)]
+    given = [t[: len(t) // 8 * 8].contiguous() for t in given]
+    torch.testing.assert_close(compiled(name, F64, 8)(*given), exact(name, *given), rtol=1e-13, atol=0, equal_nan=True)
