@@ -59,8 +59,10 @@ def refined(scope: Scope, axes: list[Axis], shape: Sequence[Any]) -> list[Axis] 
         return None
     finer: list[Axis] = []
     for dims, places in matched:
-        if len(dims) == 1 or len(dims) == len(places) and all(
-            shape[d] == axes[p].size for d, p in zip(dims, places, strict=True)
+        if (
+            len(dims) == 1
+            or len(dims) == len(places)
+            and all(shape[d] == axes[p].size for d, p in zip(dims, places, strict=True))
         ):
             finer += [axes[p] for p in places]
             continue

@@ -88,7 +88,7 @@ class Group:
 
 
 class Fuser:
-    """Walks a graph once, in order; `items` are groups and eager calls in the order in which they will run."""
+    """Walks a graph once, in order; `items` are groups and eager calls as they will run."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -206,8 +206,12 @@ class Fuser:
         found: list[Group] = []
         for position in range(group.position - 1, -1, -1):
             other = self.items[position]
-            if isinstance(other, Group) and other.members and (
-                any(self.place[r] == position for r in reads) or any(self.shares(other, r) for r in reads)
+            if (
+                isinstance(other, Group)
+                and other.members
+                and (
+                    any(self.place[r] == position for r in reads) or any(self.shares(other, r) for r in reads)
+                )
             ):
                 found.append(other)
                 if len(found) == LOOK_BACK:
@@ -407,7 +411,7 @@ class Fuser:
         needed = self.stored()
         # Values without inputs that are read as a whole are made by their own ops.
         steps: list[Launch | Call] = [Call(n) for n in self.graph.nodes if n in self.free and n in needed]
-        views = {n for n in self.needed_views()}
+        views = set(self.needed_views())
         owner = {buffer: node for node, buffer in self.buffers.items()}
         pending = [n for n in self.graph.nodes if n in views]
         for item in self.items:
@@ -421,9 +425,7 @@ class Fuser:
                 reads, writes = kernel.buffers()
                 for buffer in reads:
                     steps += self.ready_views(owner[buffer], pending, itself=True)
-                steps.append(
-                    Launch(kernel, {b: owner[b] for b in reads}, {b: owner[b] for b in writes})
-                )
+                steps.append(Launch(kernel, {b: owner[b] for b in reads}, {b: owner[b] for b in writes}))
         steps += [Call(n) for n in pending]
         return Program(self.graph, steps)
 
@@ -443,7 +445,7 @@ class Fuser:
 
     def needed_views(self) -> Iterable[Node]:
         """Views that an output or an eager kernel reads, with the views below them."""
-        todo = [n for n in (*nodes_in(self.graph.outputs), *self.read_whole)]
+        todo = [*nodes_in(self.graph.outputs), *self.read_whole]
         seen: set[Node] = set()
         while todo:
             node = todo.pop()
@@ -534,4 +536,3 @@ def _marked(axes: list[Axis], shape: Coords, dims: frozenset[int]) -> list[Axis]
 def phase_of(term: Term) -> int:
     """The first phase in which a term can be computed: after the folds that it reads."""
     return max((t.phase + 1 for t in terms([term]) if isinstance(t, Fold)), default=0)
-

@@ -12,7 +12,7 @@ from kiln.ops.table import aten
 
 def _var_mean(
     x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Two passes over a row that stays in the cache."""
     dims = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
     if not x.dim() or not x.is_floating_point():

@@ -98,7 +98,9 @@ def shape_of(node: Node) -> Coords:
 def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coords:
     """Coordinates in a tensor of `shape` that was broadcast to `out`."""
     skip = len(coords) - len(shape)
-    return tuple([0 if n == 1 and m != 1 else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)])
+    return tuple(
+        [0 if n == 1 and m != 1 else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)]
+    )
 
 
 def operand(terms: Terms, node: Node, arg: Any, coords: Coords, valid: Term | None, read: Read,
@@ -143,8 +145,7 @@ def _where(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
 
 @lowering("clamp")
 def _clamp(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
-    x, low, high = (*node.args, *(None,) * (3 - len(node.args)))
-    low, high = node.kwargs.get("min", low), node.kwargs.get("max", high)
+    x, low, high = node.args[0], argument(node, 1, "min", None), argument(node, 2, "max", None)
     dtype = dtype_of(node)
     value = read(x, coords, valid)
     for bound, name in ((low, "maximum"), (high, "minimum")):
@@ -297,7 +298,11 @@ def _permute(node: Node, coords: Coords) -> Coords:
 
 @view("slice")
 def _slice(node: Node, coords: Coords) -> Coords:
-    dim, start, step = argument(node, 1, "dim", 0), argument(node, 2, "start", 0), argument(node, 4, "step", 1)
+    dim, start, step = (
+        argument(node, 1, "dim", 0),
+        argument(node, 2, "start", 0),
+        argument(node, 4, "step", 1),
+    )
     dim, start = dim % len(coords), start or 0
     size = shape_of(node.args[0])[dim]
     if isinstance(start, int) and start < 0:
@@ -375,7 +380,9 @@ def is_pointwise(node: Node) -> bool:
     spec = node.spec
     if not isinstance(spec, TensorSpec) or name_of(node.op) not in LOWER or not supported(spec):
         return False
-    if name_of(node.op) == "index" and any(i is not None and i.spec.dtype not in INDICES for i in node.args[1]):
+    if name_of(node.op) == "index" and any(
+        i is not None and i.spec.dtype not in INDICES for i in node.args[1]
+    ):
         return False
     return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
 

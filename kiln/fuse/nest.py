@@ -68,7 +68,7 @@ class Load:
 class Computed:
     """An index that is data: `symbol` stands in index expressions for the value of `term`.
 
-    It is counted from the end where negative, and checked against `size`; a kernel that meets one outside says so.
+    It counts from the end where negative, and is checked: a kernel that meets one outside of `size` says so.
     """
 
     symbol: Symbol
@@ -87,7 +87,7 @@ class Apply:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Fold:
-    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin."""
+    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all."""
 
     kind: str
     value: Term

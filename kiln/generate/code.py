@@ -16,7 +16,7 @@ _ENTRY = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Compiled:
-    """A kernel in machine code: its address, the order of its buffers and sizes, and how many tasks it has."""
+    """A kernel in machine code: its address, the order of its buffers and sizes, its tasks."""
 
     kernel: Kernel
     address: int
@@ -38,12 +38,23 @@ def generate(kernels: Sequence[Kernel]) -> list[Compiled]:
     for text in texts:
         names.setdefault(text, f"kernel{len(names)}")
     declared = {name: line for emitter in emitters for name, line in emitter.module.declarations().items()}
-    code = compile_text("\n".join([*declared.values(), *(text.replace(f"@{NAME}", f"@{name}") for text, name in names.items())]))
+    code = compile_text(
+        "\n".join(
+            [*declared.values(), *(text.replace(f"@{NAME}", f"@{name}") for text, name in names.items())]
+        )
+    )
     made = []
     for emitter, text in zip(emitters, texts, strict=True):
         address = code.address(names[text])
         made.append(
-            Compiled(emitter.kernel, address, _ENTRY(address), tuple(emitter.buffers), tuple(emitter.sizes),
-                     emitter.tasks(), code)  # fmt: skip
+            Compiled(
+                emitter.kernel,
+                address,
+                _ENTRY(address),
+                tuple(emitter.buffers),
+                tuple(emitter.sizes),
+                emitter.tasks(),
+                code,
+            )
         )
     return made

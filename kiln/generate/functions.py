@@ -111,7 +111,7 @@ def _exp2_32(x: Value) -> Value:
 
 
 def _scaled_32(x: Value, rounded: Value) -> Value:
-    """x 2^n with n in the low bits of `rounded`, in two steps so that overflow and subnormals come out right."""
+    """x 2^n, n in the low bits of `rounded`, in two steps: overflow and subnormals come out right."""
     n = rounded.bits(I32) - 0x4B400000
     half = n >> 1
     return x * _power_of_two_32(half) * _power_of_two_32(n - half)

@@ -22,8 +22,8 @@ from kiln.fuse.nest import (
     children,
     terms,
 )
-from kiln.generate.llvm import I1, I32, I64, PTR, Function, Module, Type, Value
 from kiln.generate.functions import compute_type
+from kiln.generate.llvm import I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
 
 NAME = "kernel"  # of the function that is emitted
@@ -31,7 +31,7 @@ CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
 
 class Emitter:
-    """Writes one kernel as `void name(ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`, over a range of its tasks."""
+    """Writes one kernel as `void (ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, kernel: Kernel, width: int) -> None:
         self.kernel, self.module = kernel, Module()
@@ -44,7 +44,9 @@ class Emitter:
         self.fn = self.module.function(f"{NAME}_body", parameters)
         self.fn.attributes = "nounwind"
         self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
-        self.variables: dict[Symbol, Value] = {s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)}
+        self.variables: dict[Symbol, Value] = {
+            s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)
+        }
         self.vector = vector_axis(kernel)
         size = self.vector.size if self.vector is not None else 1
         extent = int(getattr(size, "hint", size))
@@ -71,8 +73,12 @@ class Emitter:
         entry = self.module.function(
             NAME, [("buffers", PTR), ("sizes", PTR), ("status", PTR), ("begin", I64), ("end", I64)]
         )
-        given = [entry.load(entry.at(entry.parameters["buffers"], i, I64), PTR) for i in range(len(self.buffers))]
-        given += [entry.load(entry.at(entry.parameters["sizes"], i, I64), I64) for i in range(len(self.sizes))]
+        given = [
+            entry.load(entry.at(entry.parameters["buffers"], i, I64), PTR) for i in range(len(self.buffers))
+        ]
+        given += [
+            entry.load(entry.at(entry.parameters["sizes"], i, I64), I64) for i in range(len(self.sizes))
+        ]
         given += [entry.parameters[name] for name in ("status", "begin", "end")]
         entry.do(f"call void @{self.fn.name}({', '.join(f'{g.type} {g.text}' for g in given)})")
         entry.do("ret void")
@@ -352,7 +358,13 @@ class Emitter:
         pointers = fn.emit(
             f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
         )
-        wide = fn.constant(1, I1.wide(lanes)) if mask is None else mask if mask.type.width > 1 else mask.splat(lanes)
+        wide = (
+            fn.constant(1, I1.wide(lanes))
+            if mask is None
+            else mask
+            if mask.type.width > 1
+            else mask.splat(lanes)
+        )
         kind = memory.wide(lanes)
         align = fn.constant(max(memory.bits // 8, 1), I32)
         name = f"llvm.masked.gather.{kind.suffix}.v{lanes}p0"
@@ -419,7 +431,9 @@ class Emitter:
             return 0
         variable, step = self.vector.variable, 0
         if self.lanes > 1 and any(
-            s in self.variables and self.variables[s].type.width > 1 for s in index.symbols() if s is not variable
+            s in self.variables and self.variables[s].type.width > 1
+            for s in index.symbols()
+            if s is not variable
         ):
             return None
         for monomial, factor in index.poly.items():
@@ -459,8 +473,9 @@ class Emitter:
         if isinstance(index, Symbol):
             return self.variables[index]
         for layer in reversed(self.indices):
-            if index in layer:
-                return layer[index]
+            known = layer.get(index)
+            if known is not None:
+                return known
         value = self.index_of(index)
         self.indices[-1][index] = value
         return value
@@ -473,7 +488,9 @@ class Emitter:
                 for atom in monomial:
                     value = self.index(atom)
                     part = value if part is None else part * value
-                part = self.fn.constant(factor, I64) if part is None else part * factor if factor != 1 else part
+                part = (
+                    self.fn.constant(factor, I64) if part is None else part * factor if factor != 1 else part
+                )
                 total = part if total is None else total + part
             assert total is not None
             return total
@@ -487,7 +504,9 @@ class Emitter:
 
 
 #: Functions whose values are kept on the stack when a later phase needs them again.
-COSTLY = frozenset({"exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "pow"})
+COSTLY = frozenset(
+    {"exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "pow"}
+)
 LONGEST_KEPT = 8192
 
 
@@ -542,7 +561,8 @@ def across_lanes(value: Value, combine: Any) -> Value:
         ]
         if half == 1:
             halves = [
-                fn.emit(f"extractelement {value.type} {value.text}, i64 {i}", value.type.scalar) for i in (0, 1)
+                fn.emit(f"extractelement {value.type} {value.text}, i64 {i}", value.type.scalar)
+                for i in (0, 1)
             ]
         value = combine(*halves)
     return value

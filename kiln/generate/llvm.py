@@ -13,7 +13,7 @@ _SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64)}
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """A scalar type, or a vector of `width` of them; `signed` tells how integers compare, widen and divide."""
+    """A scalar type, or a vector of `width`; `signed` tells how integers compare, widen and divide."""
 
     kind: str
     width: int = 1
@@ -115,7 +115,9 @@ class Value:
         )
 
     def _binary(self, other: Value | Number, float_op: str, signed: str, unsigned: str = "") -> Value:
-        left = self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
+        left = (
+            self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
+        )
         right = left.like(other)
         op = float_op if left.type.is_float else signed if left.type.signed or not unsigned else unsigned
         return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", left.type)
@@ -172,7 +174,9 @@ class Value:
 
     def compare(self, relation: str, other: Value | Number) -> Value:
         """A mask: `relation` is eq, ne, lt, le, gt or ge; false where a number is not one, but for ne."""
-        left = self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
+        left = (
+            self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
+        )
         right = left.like(other)
         if left.type.is_float:
             op = f"fcmp {'une' if relation == 'ne' else 'o' + relation}"
@@ -256,7 +260,9 @@ def fma(a: Value, b: Value | Number, c: Value | Number) -> Value:
 class Function:
     """The text of one function: emits instructions into the current block."""
 
-    def __init__(self, module: Module, name: str, parameters: Sequence[tuple[str, Type]], result: Type) -> None:
+    def __init__(
+        self, module: Module, name: str, parameters: Sequence[tuple[str, Type]], result: Type
+    ) -> None:
         self.module, self.name, self.result = module, name, result
         self.parameters = {n: Value(self, f"%{n}", t) for n, t in parameters}
         self.lines: list[str] = []

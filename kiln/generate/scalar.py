@@ -115,8 +115,8 @@ SCALARS: dict[str, Scalar] = {
     "rsqrt": lambda x: 1.0 / functions.square_root(x),
     "sigmoid": functions.sigmoid,
     **{name: _math(name) for name in (
-        "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "tanh", "erf",
-        "atan2")},
+        "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "tanh",
+        "erf", "atan2")},
     "floor": _either(lambda x: x.intrinsic("floor"), lambda x: x),
     "ceil": _either(lambda x: x.intrinsic("ceil"), lambda x: x),
     "round": _either(functions.round_even, lambda x: x),

@@ -24,7 +24,9 @@ _empty = torch.empty_strided
 GRAIN = 60_000.0  # operations worth a thread
 
 
-def callable_kernel(compiled: Compiled, places: dict[Any, int], inputs: int, outputs: Sequence[TensorSpec]) -> Kernel:
+def callable_kernel(
+    compiled: Compiled, places: dict[Any, int], inputs: int, outputs: Sequence[TensorSpec]
+) -> Kernel:
     """A kernel as a function from tensors to a tuple of new ones; see `_launch.c` for what it takes."""
     set_up()
     moving = is_moving(compiled, outputs)
@@ -96,7 +98,13 @@ def linked(program: Program) -> Graph:
         else:
             node = step.node
             known[node] = graph.add(
-                Node(node.op, mapped(node.args, value), mapped(node.kwargs, value), node.spec, graph.name(node.name))
+                Node(
+                    node.op,
+                    mapped(node.args, value),
+                    mapped(node.kwargs, value),
+                    node.spec,
+                    graph.name(node.name),
+                )
             )
     graph.outputs = mapped(program.graph.outputs, value)
     return graph.check()

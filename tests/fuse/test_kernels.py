@@ -94,7 +94,9 @@ def test_views_are_index_maps():
     check(lambda a: F.pad(a, (1, 2, 0, 3), value=5.0) * 2, x, kernels=1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool]
+)
 def test_dtypes(dtype):
     x = torch.arange(1, 38).to(dtype)
     y = torch.arange(37, 0, -1).to(dtype)

@@ -51,7 +51,9 @@ def arguments(name):
         return (torch.cat([x[:-32], torch.tensor(EDGES), torch.zeros(11)]),)
     generator = torch.Generator().manual_seed(0)
     y = x[torch.randperm(len(x), generator=generator)]
-    y = torch.where(torch.rand(len(x), generator=generator) < 0.4, torch.randn(len(x), generator=generator) * 3, y)
+    y = torch.where(
+        torch.rand(len(x), generator=generator) < 0.4, torch.randn(len(x), generator=generator) * 3, y
+    )
     y = torch.where(torch.rand(len(x), generator=generator) < 0.3, y.round(), y)
     corners = torch.cartesian_prod(torch.tensor(EDGES), torch.tensor(EDGES))
     pair = torch.cat([torch.stack([x, y], 1), corners])
@@ -71,7 +73,9 @@ def ulps(got, reference):
     error = (got.double() - reference).abs() / unit
     same = (got == rounded) | (got.isnan() & rounded.isnan())
     wrong = (got.isnan() != rounded.isnan()) | ((got.isinf() | rounded.isinf()) & ~same)
-    return torch.where(wrong, torch.full_like(error, math.inf), torch.where(same, torch.zeros_like(error), error))
+    return torch.where(
+        wrong, torch.full_like(error, math.inf), torch.where(same, torch.zeros_like(error), error)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -96,4 +100,6 @@ def test_one_lane_gives_what_vectors_give(name):
 def test_float64_is_the_c_library(name):
     given = [t[: len(t) // 64 * 64 : 64].double().contiguous() for t in arguments(name)]
     given = [t[: len(t) // 8 * 8].contiguous() for t in given]
-    torch.testing.assert_close(compiled(name, F64, 8)(*given), exact(name, *given), rtol=1e-13, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        compiled(name, F64, 8)(*given), exact(name, *given), rtol=1e-13, atol=0, equal_nan=True
+    )
