@@ -43,6 +43,20 @@ class Skip(KilnError):
         super().__init__(why)
 
 
+class Specialised(KilnError):
+    """A dimension that was marked dynamic can have one size only: place, reason and remedy."""
+
+    kind = "specialised"
+
+    def __init__(self, why: str, hint: str = "", at: Place | None = None) -> None:
+        self.why, self.hint, self.at = why, hint, at
+        super().__init__(why, hint, at)
+
+    def __str__(self) -> str:
+        where = f" at {self.at}" if self.at else ""
+        return f"[{self.kind}]{where}: {self.why}; {self.hint}"
+
+
 class Bug(KilnError):
     """An internal fault: the frame runs eagerly, or the error is raised under fullgraph and KILN_STRICT=1."""
 

@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -95,10 +96,17 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
+@lru_cache(4096)
+def identifier(wanted: str) -> str:
+    """`wanted` as the name of a variable that hides nothing of Python's."""
+    text = re.sub(r"\W", "_", wanted) or "value"
+    return f"_{text}" if text[0].isdigit() or keyword.iskeyword(text) or hasattr(builtins, text) else text
+
+
 class Graph:
     """Inputs, nodes in the order in which they run, and outputs: nodes, numbers or None."""
 
-    __slots__ = ("inputs", "nodes", "outputs", "_names")
+    __slots__ = ("_names", "inputs", "nodes", "outputs")
 
     def __init__(self) -> None:
         self.inputs: list[Node] = []
@@ -137,12 +145,19 @@ class Graph:
 
     def name(self, wanted: str) -> str:
         """A name not used in this graph, made of `wanted`."""
-        text = re.sub(r"\W", "_", wanted) or "value"
-        if text[0].isdigit() or keyword.iskeyword(text) or hasattr(builtins, text):
-            text = f"_{text}"
-        count = self._names.get(text)
-        self._names[text] = 0 if count is None else count + 1
-        return text if count is None else self.name(f"{text}_{count + 1}")
+        text = identifier(wanted)
+        names = self._names
+        count = names.get(text)
+        if count is None:
+            names[text] = 0
+            return text
+        name = text
+        while name in names:
+            count += 1
+            name = f"{text}_{count}"
+        names[text] = count
+        names[name] = 0
+        return name
 
     def users(self) -> dict[Node, list[Node]]:
         """The nodes that read each node, once each, in order; what only outputs read has none."""

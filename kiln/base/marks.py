@@ -19,6 +19,11 @@ CONSTANT = "constant"
 BREAK = "break"
 """`graph_break` itself: the graph ends at the call, with the message as the reason."""
 
+SKIP_FRAME = "skip-frame"
+"""`skip_frame` itself: the frame that calls it is not captured."""
+STOP = "stop"
+"""`step_unsupported` itself: the graph ends at the call and the rest of the frame runs in Python."""
+
 NONE: frozenset[str] = frozenset()
 
 # id -> (a reference that keeps the entry true to its object, the marks). Objects that take no weak reference

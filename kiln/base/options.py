@@ -17,7 +17,9 @@ Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """A backend takes (torch.fx.GraphModule, example inputs) and gives the callable that runs in its place."""
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile")
+#: Stances under which the first call of a function runs its graphs as they are, without the backend.
+FIRST_AS_IS = ("eager_then_compile", "aot_eager_then_compile")
+STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile", *FIRST_AS_IS)
 
 
 class UnknownOption(KilnError, TypeError, ValueError):
@@ -63,6 +65,9 @@ class Config:
 
     strict: bool = field(default_factory=lambda: _flag("KILN_STRICT"))
     """Raise internal errors and refusals instead of running the frame eagerly."""
+
+    memory_budget: float = 1.0
+    """The share of what a training step would save for its backward that it may save; the rest is computed again."""
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Config))

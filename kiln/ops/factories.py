@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, isfinite
 from typing import Any
 
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import NUMBERS, channels_last, contiguous, formatted, is_dense, of_number
+from kiln.ops.layout import NUMBERS, channels_last, formatted, is_dense, of_number, row_major
 from kiln.ops.meta import full_device
 from kiln.ops.table import RULES, aten, rule
 
 CPU = torch.device("cpu")
+REAL = frozenset({float, torch.SymFloat})
 
 
 def _new(
@@ -93,12 +94,13 @@ def _range(start: Any, end: Any, step: Any, dtype: Any, layout: Any, device: Any
     if (
         any(type(v) not in NUMBERS or type(v) is complex for v in bounds)
         or step == 0
+        or any(type(v) is float and not isfinite(v) for v in bounds)
         or (end - start) * step < 0
     ):
         return NotImplemented
     if dtype is None:
-        dtype = torch.get_default_dtype() if any(type(v) is float for v in bounds) else torch.int64
-    elif not dtype.is_floating_point and any(type(v) is float for v in bounds):
+        dtype = torch.get_default_dtype() if any(type(v) in REAL for v in bounds) else torch.int64
+    elif not dtype.is_floating_point and any(type(v) in REAL for v in bounds):
         return NotImplemented
     length = -(-(end - start) // step) if dtype is torch.int64 else ceil((end - start) / step)
     return _new((length,), dtype, device, layout, pin_memory)
@@ -189,7 +191,7 @@ def _new_empty_strided(
 @rule(aten.clone.default)
 def _clone(x: torch.Tensor, *, memory_format: Any = None) -> FakeTensor:
     size, stride = x.shape, x.stride()
-    plain = memory_format is torch.contiguous_format or stride == contiguous(size)
+    plain = memory_format is torch.contiguous_format or row_major(size, stride)
     if plain and (memory_format is None or memory_format is torch.contiguous_format):
         fake = make(size, None, x.dtype, x.device)
     else:
@@ -208,6 +210,10 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> Any:
+    if not isinstance(
+        x, torch.Tensor
+    ):  # the dispatcher hands a tensor that stands for a number as the number
+        return make((), None, dtype or torch.tensor(x).dtype, torch.device(device or "cpu"))
     if not is_dense(x.shape, x.stride()):
         return NotImplemented
     return _like(x, dtype, device, layout, pin_memory, memory_format)

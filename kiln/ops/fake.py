@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
-from kiln.ops.layout import Mismatch
+from kiln.ops.layout import Mismatch, followed
+from kiln.ops.lift import Twins, concretely, is_symbolic, lifted, originals
 from kiln.ops.meta import (
     DATA,
     DECOMPOSES,
@@ -25,7 +26,8 @@ from kiln.ops.meta import (
     written,
 )
 from kiln.ops.oracle import consult, lays_out_itself, too_large
-from kiln.ops.table import RULES, aten, rule
+from kiln.ops.symint import SEEN, SYMBOLIC, plain, specialised
+from kiln.ops.table import aten, rule, rule_of
 
 _wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _push = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -54,13 +56,15 @@ class FakeTensor(torch.Tensor):
 
     `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids to change its shape.
     `value` is the real tensor when the contents are a constant of the program, valid while `_version` is
-    `value_version`.
+    `value_version`. `node` is what stands for it in the graph of the recording that it belongs to.
     """
 
     real_type: type = torch.Tensor
     pinned: bool = False
+    node: Any = None
     value: torch.Tensor | None = None
     value_version: int = 0
+    memory: Any = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -75,11 +79,16 @@ class FakeTensor(torch.Tensor):
             hint = "format its shape or dtype, or print outside"
             raise Break("data-dependent", "the value of a tensor is formatted", hint)
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"FakeTensor({tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'{grad})"
+        sizes = ", ".join([str(getattr(n, "node", n)) for n in self.shape])
+        return f"FakeTensor(({sizes}), dtype={self.dtype}, device='{self.device}'{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FakeTensor:
         memo[id(self)] = copy = fake_like(self)
         return copy
+
+
+#: For each kind of device that this machine lacks and somebody pretends to have: what makes fakes on it.
+ELSEWHERE: dict[str, Any] = {}
 
 
 def make(
@@ -91,6 +100,10 @@ def make(
     requires_grad: bool = False,
 ) -> FakeTensor:
     """A new fake of this layout; `stride` None means contiguous."""
+    if ELSEWHERE and device.type in ELSEWHERE:
+        return ELSEWHERE[device.type](size, stride, dtype, device, offset, requires_grad)  # type: ignore[no-any-return]
+    if SEEN.symbols:
+        size, stride, offset = plain(size), plain(stride), plain(offset)
     start = None if stride is None else offset
     fake: FakeTensor = _wrap(
         FakeTensor, size, stride, start, None, dtype, _strided, device, False, requires_grad
@@ -100,6 +113,8 @@ def make(
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns on these arguments, as fakes, with the contents that follow from constants."""
+    if SEEN.symbols:
+        args, kwargs = plain(args), plain(kwargs)
     out = shaped(func, args, kwargs)
     if (LITERALS.made or func in FILLED) and type(out) is FakeTensor:
         fold(out, func, args, kwargs)
@@ -107,13 +122,20 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Literals:
-    """Whether a tensor of known contents was made since `reset`; how deep the program's native code runs."""
+    """Whether a tensor of known contents was made since `reset`; how deep the program's native code runs.
+
+    While `open`, what is made of symbolic numbers has no known contents, and `left` says that there was such
+    a tensor; else the numbers become constants.
+    """
 
     made = False
     printing = 0
+    open = True
+    left = False
 
-    def reset(self) -> None:
-        self.made = False
+    def reset(self, open: bool = True) -> None:
+        self.made = self.left = False
+        self.open = open
 
 
 LITERALS = Literals()
@@ -121,7 +143,13 @@ LITERALS = Literals()
 
 def fold(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Note the contents of `out` when they follow from constants of the program."""
-    if out.value is not None or out.numel() > LARGEST_FOLDED or MUTATING[func] or SEEDED[func]:
+    leave = SEEN.symbols and LITERALS.open and is_symbolic((out, args, kwargs))
+    if not leave and args and type(args[0]) is FakeTensor and args[0].value is None:
+        return None  # by far the most calls
+    if MUTATING[func]:
+        LITERALS.left = LITERALS.left or leave
+        return None if leave else follow(out, func, args, kwargs)
+    if out.value is not None or SEEDED[func]:
         return
     tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     if (
@@ -130,15 +158,35 @@ def fold(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         or any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors)
     ):
         return
-    if out.device.type == "cpu" and not out.is_inference():
+    if leave:
+        LITERALS.left = True
+    elif out.numel() <= LARGEST_FOLDED and out.device.type == "cpu" and not out.is_inference():
         out.value, out.value_version = func(*lowered(list(args)), **lowered(kwargs)), out._version
         LITERALS.made = True
+
+
+def follow(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note the new contents of a constant that `func` wrote into, when they follow from constants."""
+    if out is not args[0] or constant_of(out) is None or SEEDED[func] or out.is_inference():
+        return
+    given = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if len(list(written(func, args, kwargs))) != 1 or any(
+        type(t) is not FakeTensor or constant_of(t) is None for t in given
+    ):
+        return
+    # Views of the old contents keep those: what they stand for is not known any more.
+    new = lowered(out).clone()
+    func(new, *lowered(list(args[1:])), **lowered(kwargs))
+    # The version of `out` is counted up when this dispatch returns.
+    out.value, out.value_version = new, out._version + 1
 
 
 def lowered(value: Any) -> Any:
     """The nest `value` with the known contents in place of fakes."""
     if isinstance(value, FakeTensor):
         return constant_of(value)
+    if type(value) in SYMBOLIC:
+        return specialised(value)
     if isinstance(value, dict):
         return {k: lowered(v) for k, v in value.items()}
     return type(value)([lowered(v) for v in value]) if isinstance(value, (list, tuple)) else value
@@ -146,7 +194,7 @@ def lowered(value: Any) -> Any:
 
 def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns, without its contents."""
-    rule = RULES.get(func)
+    rule = rule_of(func)
     if rule is not None:
         try:
             out = rule(*args, **kwargs)
@@ -162,6 +210,9 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if DATA[func] and not (func in INDEXING and not by_mask(args[1])):
         chosen = by_constant_mask(func, args, kwargs)
         return constant_or_break(func, args, kwargs) if chosen is None else chosen
+    if func.namespace == "profiler":
+        # These mark the time of the capture, and give no tensors.
+        return func(*args, **kwargs)
     if RESHAPES[func]:
         return reshape_in_place(func, args, kwargs)
     if DECOMPOSES[func]:
@@ -169,6 +220,12 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func.decompose(*args, **kwargs)
     if MUTATING[func] and any(overlaps(t) for t in written(func, args, kwargs)):
         return refuse(Mismatch("elements share a place"), func, args, kwargs)
+    twins: Twins = []
+    if SEEN.symbols:
+        out = lifted(func, args, kwargs, make)
+        if out is not NotImplemented:
+            return out
+        args, kwargs = concretely((args, kwargs), twins, make)
     try:
         answer, tensors = infer(
             func, args, kwargs, consult if lays_out_itself(func, args[0] if args else None) else None
@@ -177,16 +234,20 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
     except Exception as error:
         answer, tensors = second_opinion(error, func, args, kwargs)
-    return build(answer, tensors)
+    return build(answer, originals(tensors, twins) if twins else tensors)
 
 
 def refuse(error: Mismatch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Raise what eager raises on these arguments; should it not, its result."""
+    twins: Twins = []
+    if SEEN.symbols:
+        args, kwargs = concretely((args, kwargs), twins, make)
     tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if too_large(tensors):
         answer, tensors = infer(func, args, kwargs)
-        return build(answer, tensors)
-    return build(*second_opinion(error, func, args, kwargs))
+    else:
+        answer, tensors = second_opinion(error, func, args, kwargs)
+    return build(answer, originals(tensors, twins) if twins else tensors)
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
@@ -372,13 +433,27 @@ def refuse_exotic(real: torch.Tensor) -> None:
         raise Break("quantized", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
 
 
-def fake_like(real: torch.Tensor) -> FakeTensor:
-    """A fake with the layout and the autograd state of `real`."""
+def fake_like(
+    real: torch.Tensor, size: Sequence[Any] | None = None, stride: Sequence[Any] | None = None
+) -> FakeTensor:
+    """A fake with the layout and the autograd state of `real`; `size` and `stride` stand for its own.
+
+    Strides that are not given follow the sizes: one that is a product of sizes stays that product.
+    """
     refuse_exotic(real)
+    if size is not None and stride is None:
+        stride = followed(size, real.shape, real.stride())
     grad, leaf = real.requires_grad, real.is_leaf
     # A tensor made outside inference mode stays a normal tensor inside it, and the other way round.
     with torch.inference_mode(real.is_inference()):
-        fake = make(real.shape, real.stride(), real.dtype, real.device, real.storage_offset(), grad and leaf)
+        fake = make(
+            real.shape if size is None else size,
+            real.stride() if stride is None else stride,
+            real.dtype,
+            real.device,
+            real.storage_offset(),
+            grad and leaf,
+        )
         if grad and not leaf:
             with torch.enable_grad():
                 fake = _Computed.apply(fake.requires_grad_())

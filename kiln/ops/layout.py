@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import Any
 
 import torch
+
+from kiln.ops.remember import remembered, same
 
 Size = tuple[int, ...]
 CHANNELS_LAST_ORDER = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
@@ -14,7 +16,7 @@ FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16}
 COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 INEXACT = FLOATS | COMPLEX
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-NUMBERS = frozenset({int, float, bool, complex})
+NUMBERS = frozenset({int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBool})
 PLAIN_DTYPES = INEXACT | INTEGERS | {torch.bool}
 
 
@@ -22,7 +24,7 @@ class Mismatch(Exception):
     """Eager raises on these arguments: its own error is the one to show."""
 
 
-@lru_cache(8192)
+@remembered
 def contiguous(size: Size) -> Size:
     """The strides of a contiguous tensor of this size."""
     strides = [1] * len(size)
@@ -31,6 +33,12 @@ def contiguous(size: Size) -> Size:
         strides[i] = step
         step *= size[i] or 1
     return tuple(strides)
+
+
+@remembered
+def row_major(size: Size, stride: Size) -> bool:
+    """Whether these are the strides that a new contiguous tensor of this size has."""
+    return same(stride, contiguous(size))
 
 
 def channels_last(size: Size) -> Size:
@@ -46,12 +54,13 @@ def channels_last(size: Size) -> Size:
 def fits(size: Size, stride: Size, order: Sequence[int]) -> bool:
     """Whether the tensor is packed with its dimensions in this order, innermost first; extents of 1 aside."""
     step = 1
+    found, packed = [], []
     for d in order:
         if size[d] != 1:
-            if stride[d] != step:
-                return False
+            found.append(stride[d])
+            packed.append(step)
             step *= size[d]
-    return True
+    return same(found, packed)
 
 
 def is_contiguous(size: Size, stride: Size) -> bool:
@@ -78,7 +87,12 @@ def suggests_channels_last(size: Size, stride: Size) -> bool:
     return True
 
 
-@lru_cache(8192)
+def alike(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal; those of another rank are not, whatever their first extents are."""
+    return len(a) == len(b) and a == b
+
+
+@remembered
 def is_dense(size: Size, stride: Size) -> bool:
     """Whether the elements fill one block of memory without overlap."""
     step = 1
@@ -89,12 +103,12 @@ def is_dense(size: Size, stride: Size) -> bool:
     return True
 
 
-@lru_cache(8192)
+@remembered
 def pointwise(shape: Size, *operands: tuple[Size, Size]) -> Size:
     """The strides of an elementwise op's result, from its operands' (size, stride) in order."""
     if not shape:
         return ()
-    if all(size == shape for size, _ in operands):
+    if all(alike(size, shape) for size, _ in operands):
         if all(is_contiguous(*o) for o in operands):
             return contiguous(shape)
         if len(shape) == 4 and all(is_channels_last(*o) for o in operands):
@@ -149,7 +163,7 @@ def packed(shape: Size, operands: Sequence[Size]) -> Size:
     return tuple(strides)
 
 
-@lru_cache(8192)
+@remembered
 def preserved(size: Size, stride: Size) -> Size:
     """The strides of a copy that preserves the memory format."""
     return stride if is_dense(size, stride) else inferred(size, stride)
@@ -184,7 +198,7 @@ def inferred(size: Size, stride: Size) -> Size:
     return tuple(strides)
 
 
-@lru_cache(8192)
+@remembered
 def formatted(size: Size, stride: Size, memory_format: torch.memory_format | None) -> Size:
     """The strides of a copy in this memory format; None and preserve_format keep the dimensions' order."""
     if memory_format is None or memory_format is torch.preserve_format:
@@ -197,7 +211,21 @@ def formatted(size: Size, stride: Size, memory_format: torch.memory_format | Non
     return channels_last(size)
 
 
-@lru_cache(8192)
+def followed(size: Sequence[Any], extent: Size, stride: Size) -> tuple[Any, ...]:
+    """The strides of a tensor of other sizes that lies in memory as one of this extent and stride does."""
+    strides: list[Any] = list(stride)
+    # Innermost first; of dimensions with one stride, those that hold more than one element are outside.
+    order = sorted(range(len(stride)), key=lambda d: (stride[d], extent[d] > 1, -d))
+    span: Any = 1
+    reached = 1
+    for d in order:
+        if stride[d] == reached:
+            strides[d] = span
+        span, reached = strides[d] * (size[d] if extent[d] else 1), stride[d] * max(extent[d], 1)
+    return tuple(strides)
+
+
+@remembered
 def broadcast(a: Size, b: Size) -> Size:
     """The common shape of two operands."""
     if len(a) < len(b):
@@ -222,7 +250,19 @@ def wrap_dim(dim: int, rank: int) -> int:
     return dim + low if dim < 0 else dim
 
 
-_COMPLEX_OF = {
+@remembered
+def reduced(size: Size, dims: tuple[int, ...] | None, keepdim: bool) -> Size:
+    """The shape after reducing `dims`; None means all."""
+    rank = len(size)
+    gone = {wrap_dim(d, rank) for d in dims} if dims else set(range(rank))
+    if dims and len(gone) != len(dims):
+        raise Mismatch("a dimension appears twice")
+    if keepdim:
+        return tuple([1 if i in gone else n for i, n in enumerate(size)])
+    return tuple([n for i, n in enumerate(size) if i not in gone])
+
+
+COMPLEX_OF = {
     torch.float16: torch.complex32,
     torch.bfloat16: torch.complex64,
     torch.float32: torch.complex64,
@@ -238,7 +278,7 @@ def outranked(high: torch.dtype, low: torch.dtype) -> torch.dtype:
     if high in COMPLEX:
         return high
     if high in FLOATS:
-        return _COMPLEX_OF[high] if low in COMPLEX else high
+        return COMPLEX_OF[high] if low in COMPLEX else high
     if high is torch.bool or low in INEXACT:
         return _PROMOTED[high, low]
     return high
@@ -246,12 +286,12 @@ def outranked(high: torch.dtype, low: torch.dtype) -> torch.dtype:
 
 def of_number(kind: type) -> torch.dtype:
     """The dtype that a Python number of this type has in an expression."""
-    if kind is int:
+    if kind is int or kind is torch.SymInt:
         return torch.int64
-    if kind is bool:
+    if kind is bool or kind is torch.SymBool:
         return torch.bool
     default = torch.get_default_dtype()
-    return default if kind is float else _COMPLEX_OF[default]
+    return COMPLEX_OF[default] if kind is complex else default
 
 
 def promote(a: torch.dtype, a_rank: int, b: torch.dtype, b_rank: int) -> torch.dtype:

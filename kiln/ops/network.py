@@ -14,6 +14,7 @@ from kiln.ops.layout import (
     channels_last,
     contiguous,
     is_channels_last,
+    row_major,
     suggests_channels_last,
     wrap_dim,
 )
@@ -22,9 +23,9 @@ from kiln.ops.table import aten, rule
 WIDE = frozenset({torch.float32, torch.float64})
 
 
-def _plain(*tensors: torch.Tensor | None) -> bool:
+def is_plain(*tensors: torch.Tensor | None) -> bool:
     """Whether all are contiguous with the usual strides; other orders are for the meta kernels."""
-    return all(t is None or t.stride() == contiguous(t.shape) for t in tensors)
+    return all(t is None or row_major(t.shape, t.stride()) for t in tensors)
 
 
 def _similar(x: torch.Tensor) -> FakeTensor:
@@ -65,15 +66,17 @@ def _convolution(
     ):
         return NotImplemented
     stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
-    if not len(stride) == len(padding) == len(dilation) == rank or min(stride) < 1 or min(padding) < 0:
+    if not len(stride) == len(padding) == len(dilation) == rank or min(stride) < 1:
         return NotImplemented
+    if min(padding) < 0 or min(dilation) < 1:
+        raise Mismatch("negative padding, or no dilation")
     out = [size[0], kernel[0]]
     for i in range(rank):
         extent = size[i + 2] + 2 * padding[i] - dilation[i] * (kernel[i + 2] - 1) - 1
         if extent < 0:
             return NotImplemented
         out.append(extent // stride[i] + 1)
-    if _plain(x, weight):
+    if is_plain(x, weight):
         return make(out, None, dtype, x.device)
     if x.device.type != "cpu":
         return NotImplemented
@@ -105,7 +108,7 @@ def _convolution_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
 ) -> Any:
     mask = rest[-1]
-    if not _plain(grad, x, weight) or x.device.type != "cpu" and x.dim() != 4:
+    if not is_plain(grad, x, weight) or x.device.type != "cpu" and x.dim() != 4:
         return NotImplemented
     bias = (
         make((weight.shape[0] if not rest[3] else grad.shape[1],), None, grad.dtype, grad.device)
@@ -144,6 +147,42 @@ def _batch_norm(
     out = make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
     stats = (channels if training else 0,)
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
+
+
+@rule(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_no_stats(
+    x: torch.Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)
+
+
+@rule(aten._native_batch_norm_legit_functional.default)
+def _batch_norm_functional(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    out = _batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+    return out if out is NotImplemented else (*out, _similar(mean), _similar(var))
+
+
+@rule(aten._native_batch_norm_legit_no_training.default)
+def _batch_norm_no_training(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> Any:
+    return _batch_norm(x, weight, bias, mean, var, False, momentum, eps)
+
+
+@rule(aten._batch_norm_with_update.default)
+def _batch_norm_with_update(
+    x: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> Any:
+    out = _batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+    return NotImplemented if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
 
 
 @rule(aten.native_batch_norm_backward.default)
@@ -212,7 +251,7 @@ def _group_norm_backward(
 
 def _in_own_order(x: torch.Tensor) -> Any:
     """A tensor like `x`, contiguous or channels-last as it is."""
-    if _plain(x):
+    if is_plain(x):
         return _similar(x)
     last = x.dim() == 4 and not x.is_contiguous() and is_channels_last(x.shape, x.stride())
     return make(x.shape, channels_last(x.shape), x.dtype, x.device) if last else NotImplemented
@@ -231,30 +270,67 @@ def _embedding(
     return make((*indices.shape, weight.shape[1]), None, weight.dtype, weight.device)
 
 
+BAG_SUM, BAG_MEAN, BAG_MAX = 0, 1, 2
+
+
+@rule(aten._embedding_bag.default)
+def _embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale: bool = False,
+    mode: int = BAG_SUM,
+    sparse: bool = False,
+    scales: torch.Tensor | None = None,
+    include_last: bool = False,
+    padding: int = -1,
+) -> Any:
+    if weight.device.type != "cpu" or weight.dim() != 2 or indices.dim() != 1 or offsets.dim() != 1:
+        return NotImplemented
+    bags, width = offsets.shape[0] - int(include_last), weight.shape[1]
+    # The quick kernel for sums does not need to know which bag an index is in.
+    quick = weight.dtype is not torch.float64 and weight.stride(1) == 1 and padding < 0
+    quick = quick and mode == BAG_SUM and (scales is None or scales.stride(0) == 1)
+    places = (0,) if quick else indices.shape
+
+    def numbers(size: Any) -> Any:
+        return make(size, None, offsets.dtype, weight.device)
+
+    best = numbers((bags, width) if mode == BAG_MAX else (bags,))
+    return make((bags, width), None, weight.dtype, weight.device), numbers(places), numbers((bags,)), best
+
+
 @rule(aten.cat.default)
 def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+    if not tensors:
+        raise Mismatch("nothing to join")
     first = tensors[0]
+    if len(tensors) > 1 and first.dim() == 1 and first.shape[0] == 0:
+        # An empty tensor of one dimension goes with tensors of any shape.
+        same = tensors[1].dtype is first.dtype and tensors[1].device == first.device
+        return _cat(tensors[1:], dim) if same else NotImplemented
     size = list(first.shape)
     if not size or 0 in size:
         return NotImplemented
     dim = wrap_dim(dim, len(size))
-    total = 0
+    total, last = 0, True
     for t in tensors:
         other = t.shape
-        if len(other) != len(size) or t.dtype is not first.dtype or t.device != first.device or not _plain(t):
+        if len(other) != len(size) or t.dtype is not first.dtype or t.device != first.device:
             return NotImplemented
         total += other[dim]
-        if any(n != size[i] and i != dim for i, n in enumerate(other)):
+        last = last and not is_plain(t) and suggests_channels_last(other, t.stride())
+        if any(i != dim and n != size[i] for i, n in enumerate(other)):
             return NotImplemented
     size[dim] = total
-    return make(size, None, first.dtype, first.device)
+    return make(size, channels_last(tuple(size)) if last else None, first.dtype, first.device)
 
 
 @rule(aten.stack.default)
 def _stack(tensors: list[torch.Tensor], dim: int = 0) -> Any:
     first = tensors[0]
     if any(
-        t.shape != first.shape or t.dtype is not first.dtype or t.device != first.device or not _plain(t)
+        t.shape != first.shape or t.dtype is not first.dtype or t.device != first.device or not is_plain(t)
         for t in tensors
     ):
         return NotImplemented

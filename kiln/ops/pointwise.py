@@ -10,6 +10,7 @@ import torch
 from kiln.ops.fake import FakeTensor, make
 from kiln.ops.layout import (
     COMPLEX,
+    COMPLEX_OF,
     FLOATS,
     INEXACT,
     INTEGERS,
@@ -18,15 +19,16 @@ from kiln.ops.layout import (
     REAL_OF,
     Mismatch,
     Size,
+    alike,
     broadcast,
     casts,
-    contiguous,
     of_number,
     outranked,
     pointwise,
     preserved,
     promote,
     promote_number,
+    row_major,
 )
 from kiln.ops.meta import common_device
 from kiln.ops.table import RULES, aten
@@ -60,11 +62,12 @@ def over(operands: Iterable[Operand], computed: torch.dtype, dtype: torch.dtype 
             layouts.append(SCALAR)
             continue
         size, stride = operand.shape, operand.stride()
-        if stride != contiguous(size):
+        if not row_major(size, stride):
             plain = False
             if operand.dtype is not computed and operand.device.type == "cpu":
                 stride = preserved(size, stride)
-        if size != shape:
+        # Tuples of different length are compared by their first elements, which may be symbolic.
+        if len(size) != len(shape) or size != shape:
             shape = broadcast(shape, size)
         here = operand.device
         if device is None or (len(size) and device.type == "cpu"):
@@ -116,6 +119,18 @@ def _same(x: torch.Tensor, *_: Any, **__: Any) -> Any:
     return like(x, x.dtype) if x.dtype in FLOATS else NotImplemented
 
 
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
+    if approximate not in ("none", "tanh"):
+        raise Mismatch("no such approximation")
+    return _same(x)
+
+
+def _softshrink(x: torch.Tensor, width: Any = 0.5) -> Any:
+    if width < 0:
+        raise Mismatch("a negative width")
+    return _same(x)
+
+
 def _any(x: torch.Tensor, *_: Any, **__: Any) -> Any:
     return like(x, x.dtype) if x.dtype in INEXACT or x.dtype in INTEGERS else NotImplemented
 
@@ -152,9 +167,13 @@ def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     return _arithmetic(a, b, alpha=alpha)
 
 
+def _subtract_number(a: Operand, b: Operand, alpha: Any = 1) -> Any:
+    return _subtract(a, b, alpha=alpha)
+
+
 def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     dtype = common_dtype(a, b)
-    if dtype is torch.bool or dtype not in PLAIN_DTYPES or (alpha != 1 and dtype not in INEXACT):
+    if dtype is torch.bool or dtype not in PLAIN_DTYPES or (dtype not in INEXACT and alpha != 1):
         return NotImplemented
     return over((a, b), dtype)
 
@@ -168,6 +187,13 @@ def _to_float(a: Operand, b: Operand) -> Any:
     if dtype not in INEXACT:
         dtype = torch.get_default_dtype()
     return over((a, b), dtype)
+
+
+def _complex(a: torch.Tensor, b: torch.Tensor) -> Any:
+    dtype = a.dtype
+    if dtype is not b.dtype or dtype not in FLOATS or dtype is torch.bfloat16:
+        raise Mismatch("no complex dtype has these parts")
+    return over((a, b), dtype, COMPLEX_OF[dtype])
 
 
 def _real(a: Operand, b: Operand) -> Any:
@@ -255,7 +281,7 @@ def in_place(x: Any, *operands: Operand, **_: Any) -> Any:
                 raise Mismatch("the result does not fit the dtype")
             continue
         other = operand.shape
-        if other != size and broadcast(size, other) != size:
+        if not alike(other, size) and broadcast(size, other) != size:
             raise Mismatch("the result does not fit the shape")
         if operand.dtype is not x.dtype and not casts(common_dtype(x, operand), x.dtype):
             raise Mismatch("the result does not fit the dtype")
@@ -281,8 +307,18 @@ def _fill(x: Any, *_: Any, **__: Any) -> Any:
     return writable(x)
 
 
+def _fill_number(x: Any, value: Any) -> Any:
+    return NotImplemented if type(value) is complex else writable(x)
+
+
 def _uniform(x: Any, low: float = 0, high: float = 1, **_: Any) -> Any:
-    return writable(x) if x.dtype in FLOATS and low <= high else NotImplemented
+    if low > high:
+        raise Mismatch("the range is empty")
+    return writable(x) if x.dtype in FLOATS else NotImplemented
+
+
+def _normal(x: Any, mean: float = 0, std: float = 1, **_: Any) -> Any:
+    return writable(x) if x.dtype in FLOATS and std >= 0 else NotImplemented
 
 
 def _bernoulli(x: Any, p: float = 0.5, **_: Any) -> Any:
@@ -300,7 +336,7 @@ def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
 def _copy(x: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
     if (
         isinstance(source, torch.Tensor)
-        and source.shape != x.shape
+        and not alike(source.shape, x.shape)
         and broadcast(x.shape, source.shape) != x.shape
     ):
         raise Mismatch("the source does not fit")
@@ -320,13 +356,13 @@ def _masked_fill(x: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
     if not _fills(x, mask, value):
         return NotImplemented
     size = x.shape
-    return make(size if mask.shape == size else broadcast(size, mask.shape), None, x.dtype, x.device)
+    return make(size if alike(mask.shape, size) else broadcast(size, mask.shape), None, x.dtype, x.device)
 
 
 def _masked_fill_in_place(x: Any, mask: torch.Tensor, value: Any) -> Any:
     if not _fills(x, mask, value):
         return NotImplemented
-    if mask.shape != x.shape and broadcast(x.shape, mask.shape) != x.shape:
+    if not alike(mask.shape, x.shape) and broadcast(x.shape, mask.shape) != x.shape:
         raise Mismatch("the mask does not fit")
     return writable(x)
 
@@ -347,9 +383,11 @@ def declare(rule: Callable[..., Any], names: str, overload: str = "default") -> 
 
 declare(
     _same,
-    "gelu silu mish hardswish hardsigmoid leaky_relu elu softplus softshrink hardshrink "
+    "silu mish hardswish hardsigmoid leaky_relu elu softplus hardshrink "
     "ceil floor trunc round frac threshold",
 )
+declare(_gelu, "gelu")
+declare(_softshrink, "softshrink")
 declare(_any, "neg sgn relu")
 declare(_hardtanh, "hardtanh")
 declare(
@@ -363,12 +401,14 @@ declare(_arithmetic, "add mul", "Tensor")
 declare(_scaled, "add", "Scalar")
 declare(_arithmetic, "mul", "Scalar")
 declare(_subtract, "sub", "Tensor")
+declare(_subtract_number, "sub rsub", "Scalar")
 declare(_divide, "div", "Tensor")
 declare(_divide, "div", "Scalar")
 declare(_divide, "div", "Tensor_mode")
 declare(_real, "maximum minimum fmax fmin")
 declare(_real, "remainder fmod", "Tensor")
 declare(_to_float, "atan2")
+declare(_complex, "complex polar")
 declare(_integral, "bitwise_and bitwise_or bitwise_xor", "Tensor")
 declare(_compare, "eq ne lt le gt ge", "Tensor")
 declare(_compare, "eq ne lt le gt ge", "Scalar")
@@ -400,10 +440,13 @@ declare(
     "neg_ abs_ log_ sin_ cos_",
 )
 declare(_uniform, "uniform_")
+declare(_normal, "normal_")
 declare(_bernoulli, "bernoulli_", "float")
 declare(_fill, "zero_")
+declare(_fill_number, "fill_", "Scalar")
 declare(_copy, "copy_")
 declare(_masked_fill, "masked_fill", "Scalar")
 declare(_masked_fill, "masked_fill", "Tensor")
 declare(_masked_fill_in_place, "masked_fill_", "Scalar")
+declare(_masked_fill_in_place, "masked_fill_", "Tensor")
 declare(_dropout, "native_dropout")

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, Size, contiguous, wrap_dim
+from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, reduced, row_major, wrap_dim
 from kiln.ops.table import aten, rule
-
-
-@lru_cache(8192)
-def reduced(size: Size, dims: tuple[int, ...] | None, keepdim: bool) -> Size:
-    """The shape after reducing `dims`; None means all."""
-    rank = len(size)
-    gone = {wrap_dim(d, rank) for d in dims} if dims else set(range(rank))
-    if dims and len(gone) != len(dims):
-        raise Mismatch("a dimension appears twice")
-    if keepdim:
-        return tuple([1 if i in gone else n for i, n in enumerate(size)])
-    return tuple([n for i, n in enumerate(size) if i not in gone])
 
 
 def _reduce(x: torch.Tensor, dims: Any, keepdim: bool, dtype: torch.dtype) -> FakeTensor:
@@ -81,7 +68,7 @@ def _truth_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
 @rule(aten.cumsum.default)
 def _cumsum(x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
     wrap_dim(dim, x.dim())
-    if x.stride() != contiguous(x.shape):
+    if not row_major(x.shape, x.stride()):
         return NotImplemented
     return make(x.shape, None, dtype or (x.dtype if x.dtype in INEXACT else torch.int64), x.device)
 

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from kiln.ops import factories, linear, network, pointwise, reductions, views
-from kiln.ops.table import RULES
+from kiln.ops import (
+    attention,
+    checks,
+    factories,
+    indexing,
+    linear,
+    lists,
+    network,
+    pointwise,
+    pooling,
+    reductions,
+    views,
+)
+from kiln.ops.symint import specialised
+from kiln.ops.table import RULES, aten
 
-FAMILIES = (factories, linear, network, pointwise, reductions, views)
+FAMILIES = (
+    attention, checks, factories, indexing, linear, lists, network, pointwise, pooling, reductions, views,
+)  # fmt: skip
+
+#: Native code that knows no symbolic sizes asks these: the sizes become constants.
+RULES.setdefault(aten.size.default, lambda tensor: [specialised(n) for n in tensor.shape])
+RULES.setdefault(aten.stride.default, lambda tensor: [specialised(n) for n in tensor.stride()])
 
 __all__ = ["FAMILIES", "RULES"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +17,21 @@ F = TypeVar("F", bound=Rule)
 #: `NotImplemented` sends the call on to the meta kernels.
 RULES: dict[Any, Rule] = {}
 
+#: Rules of families with very many overloads, each found when it is first met: by the start of the name.
+LATE: dict[str, Callable[[Any], Rule | None]] = {}
+
 aten = torch.ops.aten
+
+
+def rule_of(overload: Any) -> Rule | None:
+    """The shape rule of an overload; None where the meta kernels alone know its shape."""
+    known = RULES.get(overload)
+    if known is None:
+        name = overload.name()
+        for start, find in LATE.items():
+            if name.startswith(start) and (known := find(overload)) is not None:
+                RULES[overload] = known
+    return known
 
 
 def rule(*overloads: Any) -> Callable[[F], F]:
@@ -27,3 +44,35 @@ def rule(*overloads: Any) -> Callable[[F], F]:
         return function
 
     return declare
+
+
+#: An expansion receives the arguments of the overload and computes its result with smaller ops, on real
+#: tensors as on fakes. `NotImplemented` leaves these arguments to the eager kernel.
+EXPANSIONS: dict[Any, Rule] = {}
+#: The overloads whose expansion holds for complex numbers too.
+COMPLEX_TOO: set[Any] = set()
+
+
+def expansion(*overloads: Any, complex_too: bool = False) -> Callable[[F], F]:
+    """Declare the decorated function as the expansion of `overloads`."""
+
+    def declare(function: F) -> F:
+        for overload in overloads:
+            assert overload not in EXPANSIONS, f"{overload} has two expansions"
+            EXPANSIONS[overload] = function
+            if complex_too:
+                COMPLEX_TOO.add(overload)
+        return function
+
+    return declare
+
+
+class _CallableModule(ModuleType):
+    """`kiln.ops.table` is this module and a public function, which prints what the tables hold."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        # The catalogue stands above all that fills the tables, and this module below.
+        importlib.import_module("kiln.ops.catalogue").show(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
+from kiln.base.symbols import LIMIT
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import Mismatch, Size, contiguous, wrap_dim
+from kiln.ops.layout import Mismatch, Size, contiguous, row_major, wrap_dim
+from kiln.ops.remember import remembered
+from kiln.ops.symint import assume
 from kiln.ops.table import aten, rule
 
 
 def _view_of(x: torch.Tensor, size: Any, stride: Any, offset: int) -> FakeTensor:
+    if torch.is_inference_mode_enabled() and not x.is_inference():
+        with torch.inference_mode(False):  # a view of a tensor made outside inference mode is one as well
+            return _view_of(x, size, stride, offset)
     fake = make(size, stride, x.dtype, x.device, offset)
     if x.is_conj():
         torch._C._set_conj(fake, True)
@@ -22,7 +27,7 @@ def _view_of(x: torch.Tensor, size: Any, stride: Any, offset: int) -> FakeTensor
     return fake
 
 
-@lru_cache(8192)
+@remembered
 def inferred_size(size: Size, numel: int) -> Size:
     """`size` with its -1 filled in."""
     if any(n < -1 for n in size) or size.count(-1) > 1:
@@ -37,7 +42,7 @@ def inferred_size(size: Size, numel: int) -> Size:
     return size
 
 
-@lru_cache(8192)
+@remembered
 def view_strides(old: Size, stride: Size, new: Size) -> Size:
     """The strides of a view of the shape `new`; dimensions that lie evenly in memory are split and merged."""
     if not old:
@@ -68,7 +73,7 @@ def _view(x: torch.Tensor, size: list[int]) -> Any:
     new = inferred_size(tuple(size), x.numel())
     if 0 in new:
         return NotImplemented
-    strides = contiguous(new) if stride == contiguous(old) else view_strides(old, stride, new)
+    strides = contiguous(new) if row_major(old, stride) else view_strides(old, stride, new)
     return _view_of(x, new, strides, x.storage_offset())
 
 
@@ -87,7 +92,7 @@ def _alias(x: torch.Tensor) -> FakeTensor:
     return fake
 
 
-@lru_cache(8192)
+@remembered
 def expanded(size: Size, stride: Size, wanted: Size) -> tuple[Size, Size]:
     """Size and strides of an expansion."""
     lead = len(wanted) - len(size)
@@ -180,6 +185,23 @@ def _squeeze_dims(x: torch.Tensor, dims: list[int]) -> Any:
     return _without(x, dropped) if len(dropped) == len(dims) else NotImplemented
 
 
+def _within(start: Any, end: Any, extent: Any) -> tuple[Any, Any]:
+    """The range of a slice, within the extent of its dimension."""
+    if torch.SymInt not in (type(start), type(end), type(extent)):
+        return slice(start, end).indices(extent)[:2]
+    return _place(0 if start is None else start, extent), _place(LIMIT if end is None else end, extent)
+
+
+def _place(place: Any, extent: Any) -> Any:
+    """An end of a slice counted from the front; the largest size stands for the end of the dimension."""
+    if type(place) is int and place == LIMIT:
+        return extent
+    if place < 0:
+        place = place + extent
+        return 0 if place < 0 else place
+    return extent if place > extent else place
+
+
 @rule(aten.slice.Tensor)
 def _slice(
     x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
@@ -188,7 +210,7 @@ def _slice(
     if not size or step <= 0:
         return NotImplemented
     dim = wrap_dim(dim, len(size))
-    first, last, _ = slice(start, end).indices(size[dim])
+    first, last = _within(start, end, size[dim])
     size[dim] = (max(last - first, 0) + step - 1) // step
     offset = x.storage_offset() + first * stride[dim]
     stride[dim] *= step
@@ -218,6 +240,37 @@ def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
     return [_view_of(x, size, stride, start + i * step) for i in range(extent)]
 
 
+@rule(aten.diagonal.default)
+def _diagonal(x: torch.Tensor, shift: int = 0, a: int = 0, b: int = 1) -> Any:
+    size, stride, start = list(x.shape), list(x.stride()), x.storage_offset()
+    if len(size) < 2:
+        return NotImplemented
+    a, b = wrap_dim(a, len(size)), wrap_dim(b, len(size))
+    if a == b:
+        return NotImplemented
+    extent = min(size[a], size[b] - shift) if shift >= 0 else min(size[a] + shift, size[b])
+    if extent > 0:
+        start = start + (shift * stride[b] if shift >= 0 else -shift * stride[a])
+    kept = [d for d in range(len(size)) if d not in (a, b)]
+    sizes, strides = [size[d] for d in kept], [stride[d] for d in kept]
+    return _view_of(x, [*sizes, max(extent, 0)], [*strides, stride[a] + stride[b]], start)
+
+
+@rule(aten.unfold.default)
+def _unfold(x: torch.Tensor, dim: int, extent: int, step: int) -> Any:
+    size, stride = list(x.shape), list(x.stride())
+    if not size or extent < 0 or step <= 0:
+        return NotImplemented
+    dim = wrap_dim(dim, len(size))
+    if extent > size[dim]:
+        return NotImplemented
+    size[dim] = (size[dim] - extent) // step + 1
+    stride.append(stride[dim])
+    size.append(extent)
+    stride[dim] *= step
+    return _view_of(x, size, stride, x.storage_offset())
+
+
 def _cut(x: torch.Tensor, parts: list[int], dim: int) -> list[FakeTensor]:
     size, stride, start = list(x.shape), x.stride(), x.storage_offset()
     out = []
@@ -236,7 +289,10 @@ def _split(x: torch.Tensor, part: int, dim: int = 0) -> Any:
     extent = x.shape[dim]
     if not extent:
         return NotImplemented
-    return _cut(x, [min(part, extent - i) for i in range(0, extent, part)], dim)
+    # How many parts there are is known to the program, whatever their size.
+    count = int((extent + part - 1) // part)
+    assume(extent > part * (count - 1))
+    return _cut(x, [*[part] * (count - 1), extent - part * (count - 1)], dim)
 
 
 @rule(aten.split_with_sizes.default)

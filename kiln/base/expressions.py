@@ -1,0 +1,391 @@
+"""Expressions over symbols: integers in a normal form, floats as trees, and the conditions between them.
+
+Constants are plain Python numbers; an `Expr` has at least one symbol. Equal expressions of one scope are one
+object, so `is`, `==`, `hash` and dict keys compare what they mean, and no operator decides anything. `str`
+gives Python source over the names of the symbols.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+Monomial: TypeAlias = "tuple[Expr, ...]"
+Poly: TypeAlias = "dict[Monomial, int]"
+Value: TypeAlias = "int | float | Expr"
+Truth: TypeAlias = "bool | Condition"
+
+SYMBOL, SUM, FLOORDIV, MOD, MIN, MAX = "symbol", "sum", "//", "%", "min", "max"
+CALLS: dict[str, Callable[..., Any]] = {
+    "min": min, "max": max, "float": float, "abs": abs, "round": round,
+    **{f"math.{name}": getattr(math, name) for name in (
+        "floor", "ceil", "trunc", "sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "sinh", "cosh",
+        "tanh", "asin", "acos", "atan", "fabs")},
+}  # fmt: skip
+#: Functions from floats that give integers.
+TO_INT = frozenset({"math.floor", "math.ceil", "math.trunc", "round"})
+INFIX: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
+    "//": (2, lambda a, b: a // b), "%": (2, lambda a, b: a % b), "/": (2, lambda a, b: a / b),
+    "+": (1, lambda a, b: a + b), "-": (1, lambda a, b: a - b), "*": (2, lambda a, b: a * b),
+    "**": (3, lambda a, b: a**b), "&": (0, lambda a, b: a & b), "|": (0, lambda a, b: a | b),
+    "^": (0, lambda a, b: a ^ b), "<<": (0, lambda a, b: a << b), ">>": (0, lambda a, b: a >> b),
+    "==": (-1, lambda a, b: a == b), "<": (-1, lambda a, b: a < b), "<=": (-1, lambda a, b: a <= b),
+    "!=": (-1, lambda a, b: a != b),
+}  # fmt: skip
+
+
+#: What the operators of an expression do: `kiln.base.arithmetic` fills it.
+OPERATORS: dict[str, Callable[[Value, Value], Value]] = {}
+
+
+class Expr:
+    """An immutable expression over the symbols of one scope, made only by the functions of `arithmetic`."""
+
+    __slots__ = (
+        "__weakref__",
+        "_run",
+        "_text",
+        "args",
+        "hint",
+        "op",
+        "order",
+        "poly",
+        "range",
+        "real",
+        "scope",
+        "simple",
+    )  # fmt: skip
+
+    def __init__(self, scope: Any, op: str, args: tuple[Any, ...], poly: Poly | None, hint: Any) -> None:
+        self.scope = scope
+        self.op = op
+        self.args = args
+        self.hint = hint
+        self.real = type(hint) is float
+        self.order: int = scope.next_order()
+        self.poly: Poly = {(self,): 1} if poly is None else poly
+        #: What the scope remembers of it: (version, low, high) and (version, simplified).
+        self.range: tuple[int, int, int] | None = None
+        self.simple: tuple[int, Any] | None = None
+        self._text: str | None = None
+        self._run: Callable[..., Any] | None = None
+
+    def symbols(self) -> set[Symbol]:
+        """The symbols that occur in it."""
+        found: set[Symbol] = set()
+        _collect(self, found)
+        return found
+
+    def evaluate(self, values: Mapping[Symbol, int | float]) -> Any:
+        """Its value for these values of its symbols."""
+        return evaluate(self, values)
+
+    def __str__(self) -> str:
+        if self._text is None:
+            self._text = render(self, 0)
+        return self._text
+
+    __repr__ = __str__
+
+    def __deepcopy__(self, memo: Any) -> Expr:
+        return self
+
+    def __copy__(self) -> Expr:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"whether {self} is zero is a condition; ask its scope to decide it")
+
+    def __add__(self, other: Value) -> Value:
+        return OPERATORS["+"](self, other)
+
+    def __radd__(self, other: Value) -> Value:
+        return OPERATORS["+"](other, self)
+
+    def __sub__(self, other: Value) -> Value:
+        return OPERATORS["-"](self, other)
+
+    def __rsub__(self, other: Value) -> Value:
+        return OPERATORS["-"](other, self)
+
+    def __mul__(self, other: Value) -> Value:
+        return OPERATORS["*"](self, other)
+
+    def __rmul__(self, other: Value) -> Value:
+        return OPERATORS["*"](other, self)
+
+    def __floordiv__(self, other: Value) -> Value:
+        return OPERATORS["//"](self, other)
+
+    def __rfloordiv__(self, other: Value) -> Value:
+        return OPERATORS["//"](other, self)
+
+    def __mod__(self, other: Value) -> Value:
+        return OPERATORS["%"](self, other)
+
+    def __rmod__(self, other: Value) -> Value:
+        return OPERATORS["%"](other, self)
+
+    def __truediv__(self, other: Value) -> Value:
+        return OPERATORS["/"](self, other)
+
+    def __rtruediv__(self, other: Value) -> Value:
+        return OPERATORS["/"](other, self)
+
+    def __neg__(self) -> Value:
+        return OPERATORS["*"](-1, self)
+
+
+class Symbol(Expr):
+    """A number that is known when the compiled function is entered."""
+
+    __slots__ = ("high", "low", "name", "source")
+
+    def __init__(self, scope: Any, name: str, hint: Any, source: Any, low: int, high: int) -> None:
+        super().__init__(scope, SYMBOL, (), None, hint)
+        self.name = name
+        self.source = source
+        #: The range within which the compiled function is used; the check of the entry has to see to it.
+        self.low = low
+        self.high = high
+
+
+class Condition:
+    """An immutable statement about symbols that is true or false once they are known.
+
+    `op` is "==", "!=" or "<=" with one integer expression in `args`, which is compared with zero; "float"
+    with an operator and two operands; "and", "or" with conditions; "not" with one.
+    """
+
+    __slots__ = ("__weakref__", "_run", "_text", "args", "hint", "op", "order", "scope")
+
+    def __init__(self, scope: Any, op: str, args: tuple[Any, ...], hint: bool) -> None:
+        self.scope = scope
+        self.op = op
+        self.args = args
+        self.hint = hint
+        self.order: int = scope.next_order()
+        self._text: str | None = None
+        self._run: Callable[..., Any] | None = None
+
+    def symbols(self) -> set[Symbol]:
+        """The symbols that occur in it."""
+        found: set[Symbol] = set()
+        for arg in self.args:
+            _collect(arg, found)
+        return found
+
+    def evaluate(self, values: Mapping[Symbol, int | float]) -> bool:
+        """Whether it holds for these values of its symbols."""
+        return bool(evaluate(self, values))
+
+    def __str__(self) -> str:
+        if self._text is None:
+            self._text = render_condition(self)
+        return self._text
+
+    __repr__ = __str__
+
+    def __deepcopy__(self, memo: Any) -> Condition:
+        return self
+
+    def __copy__(self) -> Condition:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"whether {self} holds is for its scope to decide")
+
+
+def _collect(value: Any, found: set[Symbol]) -> None:
+    if type(value) is Symbol:
+        found.add(value)
+    elif type(value) is Expr:
+        if value.op is SUM:
+            for monomial in value.poly:
+                for atom in monomial:
+                    _collect(atom, found)
+        else:
+            for arg in value.args:
+                _collect(arg, found)
+    elif type(value) is Condition:
+        for arg in value.args:
+            _collect(arg, found)
+
+
+# ---------------------------------------------------------------------------------------------- construction
+
+
+def atom(scope: Any, op: str, args: tuple[Any, ...], hint: Any) -> Expr:
+    """The one expression of this operator and operands."""
+    key = (op, *[(type(a), a) if type(a) in (int, float, bool) else a for a in args])
+    known: Expr | None = scope.table.get(key)
+    if known is None:
+        known = scope.table[key] = Expr(scope, op, args, None, hint)
+    return known
+
+
+def condition(scope: Any, op: str, args: tuple[Any, ...], hint: bool) -> Condition:
+    """The one condition of this operator and operands."""
+    key = ("?", op, *[(type(a), a) if type(a) in (int, float, bool) else a for a in args])
+    known: Condition | None = scope.table.get(key)
+    if known is None:
+        known = scope.table[key] = Condition(scope, op, args, hint)
+    return known
+
+
+def poly_of(value: Value) -> Poly:
+    """An integer as a sum of products."""
+    if isinstance(value, Expr):
+        return value.poly
+    return {(): int(value)} if value else {}
+
+
+def from_poly(scope: Any, poly: Poly) -> int | Expr:
+    """The one expression for a sum of products; `poly` is given away."""
+    if not poly:
+        return 0
+    if len(poly) == 1:
+        ((monomial, factor),) = poly.items()
+        if not monomial:
+            return factor
+        if factor == 1 and len(monomial) == 1:
+            return monomial[0]
+    key = frozenset(poly.items())
+    known: Expr | None = scope.table.get(key)
+    if known is None:
+        hint = 0
+        for monomial, factor in poly.items():
+            for part in monomial:
+                factor *= part.hint
+            hint += factor
+        known = scope.table[key] = Expr(scope, SUM, (), poly, hint)
+    return known
+
+
+def accumulate(into: Poly, poly: Poly, factor: int) -> None:
+    """Add `factor` times `poly` to a sum of products."""
+    for monomial, n in poly.items():
+        total = into.get(monomial, 0) + n * factor
+        if total:
+            into[monomial] = total
+        else:
+            into.pop(monomial, None)
+
+
+def _order(part: Expr) -> int:
+    return part.order
+
+
+def times(a: Poly, b: Poly) -> Poly:
+    """The product of two sums of products."""
+    out: Poly = {}
+    for left, m in a.items():
+        for right, n in b.items():
+            product = left + right if not left or not right else tuple(sorted(left + right, key=_order))
+            total = out.get(product, 0) + m * n
+            if total:
+                out[product] = total
+            else:
+                del out[product]
+    return out
+
+
+def scope_of(a: Any, b: Any) -> Any:
+    """The scope of two operands, of which one is an expression."""
+    if type(a) in NUMBERS:
+        return b.scope
+    if type(b) in NUMBERS or a.scope is b.scope:
+        return a.scope
+    raise ValueError(f"{a} and {b} belong to different scopes")
+
+
+NUMBERS = frozenset({int, float, bool})
+
+
+def is_real(value: Value) -> bool:
+    """Whether `value` is a float."""
+    return value.real if isinstance(value, Expr) else type(value) is float  # type: ignore[return-value]
+
+
+def hint_of(value: Any) -> Any:
+    """The value that a number or expression has now."""
+    return value.hint if isinstance(value, Expr) else value
+
+
+def weight(monomial: Monomial) -> tuple[int, tuple[int, ...]]:
+    """The order of terms: high degrees first."""
+    return -len(monomial), tuple([part.order for part in monomial])
+
+
+# ------------------------------------------------------------------------------------ evaluation and printing
+
+
+def evaluate(value: Any, values: Mapping[Symbol, int | float]) -> Any:
+    """An expression or condition for these values of its symbols; plain values are themselves."""
+    if not isinstance(value, (Expr, Condition)):
+        return value
+    symbols = sorted(value.symbols(), key=_order)
+    if value._run is None:
+        value._run = function_of(symbols, str(value))
+    return value._run(*[values[s] for s in symbols])
+
+
+def function_of(symbols: Iterable[Symbol], text: str) -> Callable[..., Any]:
+    """A Python function of the symbols that gives the value of `text`."""
+    arguments = ", ".join([s.name for s in symbols])
+    function: Callable[..., Any] = eval(f"lambda {arguments}: {text}", {"math": math})
+    return function
+
+
+def render(value: Any, level: int) -> str:
+    """Python source for a number or expression, in parentheses where it binds less than `level`."""
+    if not isinstance(value, Expr):
+        return repr(value) if value >= 0 or level < 2 else f"({value!r})"
+    if isinstance(value, Symbol):
+        return value.name
+    if value.op is SUM:
+        text, own = render_poly(value.poly)
+    elif value.op in INFIX:
+        own = INFIX[value.op][0]
+        text = f"{render(value.args[0], max(own, 1))} {value.op} {render(value.args[1], max(own, 0) + 1)}"
+    else:
+        return f"{value.op}({', '.join([render(a, 0) for a in value.args])})"
+    return text if own >= level else f"({text})"
+
+
+def render_poly(poly: Poly) -> tuple[str, int]:
+    """Python source for a sum of products, and how strongly it binds."""
+    text = ""
+    for monomial in sorted(poly, key=weight):
+        n = poly[monomial]
+        sign = (" - " if n < 0 else " + ") if text else ("-" if n < 0 else "")
+        alone = abs(n) == 1 and len(monomial) == 1 and sign != "-"
+        factors = [render(part, 2 if alone else 3) for part in monomial]
+        if abs(n) != 1 or not monomial:
+            factors.insert(0, str(abs(n)))
+        text += sign + "*".join(factors)
+    single = len(poly) == 1 and not text.startswith("-")
+    return text or "0", 2 if single else 1
+
+
+def render_condition(value: Condition) -> str:
+    """Python source for a condition."""
+    if value.op in ("and", "or"):
+        parts = [f"({arg})" if arg.op in ("and", "or") else str(arg) for arg in value.args]
+        return f" {value.op} ".join(parts)
+    if value.op == "not":
+        return f"not ({value.args[0]})"
+    if value.op == "float":
+        return f"{render(value.args[1], 0)} {value.args[0]} {render(value.args[2], 0)}"
+    left: Poly = {}
+    right: Poly = {}
+    for monomial, n in poly_of(value.args[0]).items():
+        (left if n > 0 else right)[monomial] = abs(n)
+    # Constants stand on the right.
+    op = value.op
+    if not [m for m in left if m]:
+        left, right, op = right, left, ">=" if op == "<=" else op
+    if () in left:
+        accumulate(right, {(): left.pop(())}, -1)
+    return f"{render_poly(left)[0]} {op} {render_poly(right)[0]}"

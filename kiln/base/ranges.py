@@ -1,0 +1,91 @@
+"""Ranges of expressions by operator, from the ranges that a scope knows of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kiln.base.arithmetic import add, mul, sub
+from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, SYMBOL, Expr, Value, from_poly
+
+LIMIT = (1 << 63) - 1
+"""The largest size."""
+
+
+def _range_of_symbol(scope: Any, value: Expr) -> tuple[int, int]:
+    return value.low, value.high  # type: ignore[attr-defined, no-any-return]
+
+
+def _range_of_sum(scope: Any, value: Expr) -> tuple[int, int]:
+    shared = next((p for p in next(iter(value.poly)) if all(p in m for m in value.poly)), None)
+    if shared is not None and len(value.poly) > 1:
+        rest = {}
+        for monomial, n in value.poly.items():
+            place = monomial.index(shared)
+            rest[monomial[:place] + monomial[place + 1 :]] = n
+        return _product(scope.bounds(shared), scope.bounds(from_poly(scope, rest)))
+    low = high = 0
+    for monomial, n in value.poly.items():
+        span = (n, n)
+        for part in monomial:
+            span = _product(span, scope.bounds(part))
+        low, high = low + span[0], high + span[1]
+    return low, high
+
+
+def _product(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    if a[0] >= 0 and b[0] >= 0:
+        return a[0] * b[0], a[1] * b[1]
+    corners = [x * y for x in a for y in b]
+    return min(corners), max(corners)
+
+
+def _range_of_quotient(scope: Any, value: Expr) -> tuple[int, int]:
+    a, b = scope.bounds(value.args[0]), scope.bounds(value.args[1])
+    if b[0] <= 0 <= b[1]:
+        size = max(abs(a[0]), abs(a[1]))
+        return -size - 1, size + 1
+    corners = [x // y for x in a for y in b]
+    return min(corners), max(corners)
+
+
+def _range_of_remainder(scope: Any, value: Expr) -> tuple[int, int]:
+    a, b = scope.bounds(value.args[0]), scope.bounds(value.args[1])
+    if b[0] > 0:
+        return 0, min(b[1] - 1, a[1]) if a[0] >= 0 else b[1] - 1
+    return min(b[0] + 1, 0), max(b[1] - 1, 0)
+
+
+def _range_of_least(scope: Any, value: Expr) -> tuple[int, int]:
+    spans = [scope.bounds(arg) for arg in value.args]
+    return min(low for low, _ in spans), min(high for _, high in spans)
+
+
+def _range_of_largest(scope: Any, value: Expr) -> tuple[int, int]:
+    spans = [scope.bounds(arg) for arg in value.args]
+    return max(low for low, _ in spans), max(high for _, high in spans)
+
+
+def relaxed(value: Expr) -> Iterator[Value]:
+    """Expressions without some part of `value` that are not below it, or not below a multiple of it."""
+    for monomial, n in value.poly.items():
+        if len(monomial) != 1:
+            continue
+        part = monomial[0]
+        rest = sub(value, mul(n, part))
+        if part.op is FLOORDIV and type(part.args[1]) is int:
+            a, b = part.args
+            yield add(mul(rest, b), mul(n, a if n > 0 else sub(a, b - 1)))
+        elif part.op is (MIN if n > 0 else MAX):
+            for arg in part.args:
+                yield add(rest, mul(n, arg))
+
+
+RANGES: dict[str, Callable[[Any, Expr], tuple[int, int]]] = {
+    SYMBOL: _range_of_symbol,
+    SUM: _range_of_sum,
+    FLOORDIV: _range_of_quotient,
+    MOD: _range_of_remainder,
+    MIN: _range_of_least,
+    MAX: _range_of_largest,
+}

@@ -1,0 +1,50 @@
+"""Which results of an op share memory with which arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+#: Results that share the memory of the first argument though the schema does not say so.
+QUIETLY_SHARED = frozenset(
+    {
+        aten._unsafe_view.default,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+    }
+)
+
+_BASES: dict[Any, tuple[int | None, ...]] = {}
+
+
+def base_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
+    """The argument whose memory the result at this place shares; None for a new one."""
+    bases = _BASES.get(func)
+    if bases is None:
+        bases = _BASES[func] = bases_in(func)
+    index = bases[place] if place < len(bases) else None
+    if index is None:
+        return None
+    return args[index] if index < len(args) else kwargs.get(func._schema.arguments[index].name)
+
+
+def bases_in(func: Any) -> tuple[int | None, ...]:
+    """For each result of an overload, the position of the argument whose memory it shares."""
+    if func in QUIETLY_SHARED:
+        return (0,)
+    schema = func._schema
+    owners = {
+        mark: i for i, a in enumerate(schema.arguments) if a.alias_info for mark in a.alias_info.before_set
+    }
+    found = []
+    for result in schema.returns:
+        marks = result.alias_info.before_set if result.alias_info else ()
+        owner = next((owners[mark] for mark in marks if mark in owners), None)
+        if owner is None and result.alias_info and owners:
+            # The schema of a list of views does not name its owner.
+            owner = min(owners.values())
+        found.append(owner)
+    return tuple(found)

@@ -1,0 +1,82 @@
+"""Shape rules of attention and of the losses of classifiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import make
+from kiln.ops.layout import FLOATS, wrap_dim
+from kiln.ops.table import RULES, aten, rule
+
+
+def _by_rows(x: torch.Tensor, size: Any) -> Any:
+    """A tensor of (batch, heads, rows, width) in which the heads of one row lie together."""
+    _, heads, rows, width = size
+    return make(size, (heads * rows * width, width, heads * width, 1), x.dtype, x.device)
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    size = query.shape
+    if len(size) != 4 or query.dtype not in FLOATS or 0 in size or 0 in key.shape:
+        return NotImplemented
+    batch, heads, rows, width = size
+    if key.shape != value.shape or key.shape[0] != batch or key.shape[1] != heads or key.shape[3] != width:
+        return NotImplemented
+    kind = torch.float32 if query.dtype in (torch.float16, torch.bfloat16) else query.dtype
+    sums = make((batch, heads, rows), (heads * rows, 1, heads), kind, query.device)
+    return RULES[aten.empty_like.default](query), sums
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _flash_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> Any:
+    if any(t.dim() != 4 or 0 in t.shape for t in (query, key, value)) or grad.dtype is not query.dtype:
+        return NotImplemented
+    return _by_rows(query, query.shape), _by_rows(key, key.shape), _by_rows(value, value.shape)
+
+
+@rule(aten._safe_softmax.default)
+def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    wrap_dim(dim, x.dim())
+    if x.dtype not in FLOATS or dtype not in (None, x.dtype) or 0 in x.shape:
+        return NotImplemented
+    return make(x.shape, None, x.dtype, x.device)
+
+
+def _classes(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether these are scores and classes of a batch, as the losses take them."""
+    if x.dim() != 2 or target.dim() != 1 or x.dtype not in FLOATS or x.shape[0] != target.shape[0]:
+        return False
+    return target.dtype is torch.int64 and (weight is None or weight.shape == x.shape[1:])
+
+
+@rule(aten.nll_loss_forward.default)
+def _nll_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
+) -> Any:
+    if not _classes(x, target, weight) or x.device.type != "cpu":
+        return NotImplemented
+    size = () if reduction else target.shape
+    return make(size, None, x.dtype, x.device), make((), None, x.dtype, x.device)
+
+
+@rule(aten.nll_loss_backward.default)
+def _nll_loss_backward(
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *_: Any
+) -> Any:
+    if not _classes(x, target, weight) or not x.is_contiguous():
+        return NotImplemented
+    return make(x.shape, None, x.dtype, x.device)

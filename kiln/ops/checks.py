@@ -1,0 +1,59 @@
+"""What eager refuses and meta kernels let pass: shapes and dtypes that do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.ops.layout import FLOATS, Mismatch, broadcast
+from kiln.ops.table import aten, rule
+
+
+@rule(aten.bucketize.Tensor)
+def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> Any:
+    if boundaries.dim() != 1:
+        raise Mismatch("boundaries are a list")
+    return NotImplemented
+
+
+@rule(aten.masked_scatter.default)
+def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+    if mask.dtype is not torch.bool or x.dtype is not source.dtype:
+        raise Mismatch("the mask or the source has the wrong dtype")
+    return NotImplemented
+
+
+@rule(aten.masked_scatter_.default)
+def _masked_scatter_in_place(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+    if broadcast(x.shape, mask.shape) != x.shape:
+        raise Mismatch("the mask does not fit")
+    return _masked_scatter(x, mask, source)
+
+
+@rule(aten.multinomial.default)
+def _multinomial(x: torch.Tensor, samples: int, replacement: bool = False, **_: Any) -> Any:
+    if x.dtype not in FLOATS or samples <= 0 or not replacement and x.dim() and samples > x.shape[-1]:
+        raise Mismatch("these samples cannot be drawn")
+    return NotImplemented
+
+
+@rule(aten.as_strided_scatter.default)
+def _as_strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, offset: Any = None
+) -> Any:
+    start = x.storage_offset() if offset is None else offset
+    reach = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
+    if source.numel() and reach > x.storage_offset() + x.numel() and x.is_contiguous():
+        raise Mismatch("the strides lead out of the memory")
+    return NotImplemented
+
+
+@rule(aten.addbmm_.default, aten.addr_.default)
+def _grows(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Any:
+    shape = (a.shape[-2], b.shape[-1]) if a.dim() == 3 else (*a.shape, *b.shape)
+    if tuple(x.shape) != shape:
+        why = "the result does not fit into the tensor, which eager resizes"
+        raise Break("metadata-mutation", why, "use the form that returns a new tensor")
+    return NotImplemented

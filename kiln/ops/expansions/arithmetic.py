@@ -1,0 +1,212 @@
+"""Arithmetic and its form at level prims: operands of one dtype, numbers of its kind, no alpha."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.support import widened
+from kiln.ops.layout import FLOATS, INEXACT, INTEGERS
+from kiln.ops.table import aten, expansion
+
+
+def promoted(*operands: Any) -> torch.dtype:
+    """The dtype in which operands, tensors and numbers, meet."""
+    first, *rest = operands
+    found = [torch.result_type(first, other) for other in rest] or [first.dtype]
+    return reduce(torch.promote_types, found)
+
+
+def of_kind(value: Any, dtype: torch.dtype) -> Any:
+    """An operand in `dtype`: a tensor converted, a number of the kind that the dtype holds."""
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    if dtype in FLOATS and type(value) in (int, bool):
+        return float(value)
+    return int(value) if dtype in INTEGERS and type(value) is bool else value
+
+
+def settled(operands: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    """Whether all operands have the form of level prims already."""
+    for value in operands:
+        if isinstance(value, Tensor):
+            if value.dtype is not dtype:
+                return False
+        elif dtype in FLOATS and type(value) in (int, bool):
+            return False
+    return True
+
+
+def _normal(operation: Callable[..., Any], kind: Callable[[torch.dtype], torch.dtype]) -> Callable[..., Any]:
+    """The expansion of an op at level prims: its operands converted to the dtype in which it computes."""
+
+    def convert(*operands: Any) -> Any:
+        dtype = kind(promoted(*operands))
+        if settled(operands, dtype):
+            return NotImplemented
+        return operation(*[of_kind(value, dtype) for value in operands])
+
+    return convert
+
+
+def _as_is(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def to_float(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in INEXACT else torch.get_default_dtype()
+
+
+def _declare(names: str, overloads: str, kind: Callable[[torch.dtype], torch.dtype]) -> None:
+    for name in names.split():
+        for overload in overloads.split():
+            packet = getattr(aten, name)
+            if overload in packet.overloads():
+                operation = getattr(packet, overload)
+                expansion(operation, complex_too=True)(_normal(operation, kind))
+
+
+_declare(
+    "exp exp2 expm1 log log2 log1p sin cos tan asin acos atan tanh sigmoid erf sqrt rsqrt reciprocal",
+    "default",
+    to_float,
+)
+_declare("maximum minimum", "default", _as_is)
+_declare(
+    "eq ne lt le gt ge fmod remainder bitwise_and bitwise_or bitwise_xor", "Tensor Scalar Scalar_Tensor", _as_is
+)
+_declare("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar Scalar_Tensor", _as_is)
+_declare("atan2", "default", to_float)
+_declare("pow", "Tensor_Tensor Scalar", _as_is)
+
+
+def _arithmetic(operation: Callable[..., Any], a: Any, b: Any, alpha: Any, plain: bool) -> Any:
+    dtype = promoted(a, b)
+    if dtype is torch.bool:
+        # The sum of truths is `or`; a difference is refused by the op itself.
+        if operation is not aten.add.Tensor:
+            return NotImplemented
+        return torch.bitwise_or(a, b if alpha else torch.bitwise_and(b, False))
+    if plain and alpha == 1 and settled((a, b), dtype):
+        return NotImplemented
+    a, b = of_kind(a, dtype), of_kind(b, dtype)
+    if alpha == 1:
+        return operation(a, b)
+    if isinstance(b, Tensor):
+        return operation(widened(a), widened(b) * of_kind(alpha, dtype)).to(dtype)
+    return operation(a, b * alpha)
+
+
+@expansion(aten.add.Tensor, complex_too=True)
+def add(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    """At level prims: operands of one dtype, no alpha."""
+    return _arithmetic(aten.add.Tensor, a, b, alpha, True)
+
+
+@expansion(aten.add.Scalar, complex_too=True)
+def add_number(a: Tensor, b: Any, alpha: Any = 1) -> Any:
+    return _arithmetic(aten.add.Tensor, a, b, alpha, False)
+
+
+@expansion(aten.sub.Tensor, complex_too=True)
+def sub(a: Any, b: Any, *, alpha: Any = 1) -> Any:
+    """At level prims: operands of one dtype, no alpha."""
+    return _arithmetic(aten.sub.Tensor, a, b, alpha, True)
+
+
+@expansion(aten.sub.Scalar, complex_too=True)
+def sub_number(a: Tensor, b: Any, alpha: Any = 1) -> Any:
+    return _arithmetic(aten.sub.Tensor, a, b, alpha, False)
+
+
+@expansion(aten.rsub.Scalar, aten.rsub.Tensor, complex_too=True)
+def rsub(a: Tensor, b: Any, alpha: Any = 1) -> Any:
+    if isinstance(b, Tensor):
+        return torch.sub(b, a, alpha=alpha)
+    if promoted(a, b) is not a.dtype or a.dtype is torch.bool:
+        return NotImplemented if a.dtype is torch.bool else rsub(a.to(promoted(a, b)), b, alpha)
+    # -a + b rounds as b - a does.
+    return torch.add(-a if alpha == 1 else a * -alpha, b)
+
+
+@expansion(aten.mul.Tensor, complex_too=True)
+def mul(a: Any, b: Any) -> Any:
+    """At level prims: operands of one dtype."""
+    dtype = promoted(a, b)
+    if dtype is torch.bool:
+        return torch.bitwise_and(a, b)
+    return NotImplemented if settled((a, b), dtype) else torch.mul(of_kind(a, dtype), of_kind(b, dtype))
+
+
+@expansion(aten.mul.Scalar, complex_too=True)
+def mul_number(a: Tensor, b: Any) -> Tensor:
+    dtype = promoted(a, b)
+    return torch.mul(of_kind(a, dtype), of_kind(b, dtype))
+
+
+@expansion(aten.div.Tensor, complex_too=True)
+def div(a: Any, b: Any) -> Any:
+    """At level prims: floating operands of one dtype."""
+    dtype = to_float(promoted(a, b))
+    return NotImplemented if settled((a, b), dtype) else torch.div(of_kind(a, dtype), of_kind(b, dtype))
+
+
+@expansion(aten.div.Scalar, complex_too=True)
+def div_number(a: Tensor, b: Any) -> Tensor:
+    dtype = to_float(promoted(a, b))
+    return torch.div(of_kind(a, dtype), of_kind(b, dtype))
+
+
+@expansion(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Any:
+    """At level prims: operands of one dtype; without a mode a plain quotient."""
+    if rounding_mode is None:
+        return torch.div(a, b)
+    dtype = promoted(a, b)
+    if settled((a, b), dtype):
+        return NotImplemented
+    return torch.div(of_kind(a, dtype), of_kind(b, dtype), rounding_mode=rounding_mode)
+
+
+@expansion(aten.floor_divide.default, aten.floor_divide.Scalar)
+def floor_divide(a: Any, b: Any) -> Tensor:
+    return torch.div(a, b, rounding_mode="floor")
+
+
+_POWERS: dict[float, Callable[[Tensor], Tensor]] = {
+    2: lambda x: x * x,
+    3: lambda x: x * x * x,
+    0.5: torch.sqrt,
+    -0.5: torch.rsqrt,
+    -1: torch.reciprocal,
+    -2: lambda x: torch.reciprocal(x * x),
+}
+
+
+@expansion(aten.pow.Tensor_Scalar)
+def power(x: Tensor, exponent: Any) -> Any:
+    """At level prims: small powers are products, as in eager's kernel."""
+    dtype = promoted(x, exponent)
+    if exponent == 1:
+        return x.to(dtype) if dtype is not x.dtype else x.clone()
+    if exponent == 0:
+        return torch.full_like(x, 1, dtype=dtype)
+    write = _POWERS.get(exponent)
+    if write is not None and (dtype in FLOATS or exponent in (2, 3)) and dtype is not torch.bool:
+        return write(widened(x.to(dtype))).to(dtype)
+    if settled((x, exponent), dtype):
+        return NotImplemented
+    return torch.pow(of_kind(x, dtype), of_kind(exponent, dtype))
+
+
+@expansion(aten.where.self, complex_too=True)
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
+    """At level prims: a bool chooses between tensors of one dtype."""
+    dtype = promoted(a, b)
+    if settled((a, b), dtype) and condition.dtype is torch.bool:
+        return NotImplemented
+    return torch.where(condition.to(torch.bool), a.to(dtype), b.to(dtype))

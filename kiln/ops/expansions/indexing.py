@@ -1,0 +1,133 @@
+"""Expansions of reads and writes at places given by tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.support import HALF, number, zero
+from kiln.ops.table import aten, expansion
+
+INDICES = frozenset({torch.int64, torch.int32})
+
+
+def _at(dim: int, x: Tensor, index: Tensor) -> list[Tensor | None]:
+    """Indices that pick places of one dimension."""
+    return [None] * (dim % x.dim()) + [index.reshape(-1)]
+
+
+@expansion(aten.index_select.default, complex_too=True)
+def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
+    return aten.index(x, _at(dim, x, index)) if x.dim() else NotImplemented
+
+
+@expansion(aten._unsafe_index.Tensor, complex_too=True)
+def unsafe_index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
+    out: Tensor = aten.index(x, indices)
+    return out
+
+
+@expansion(aten._unsafe_index_put.default, complex_too=True)
+def unsafe_index_put(
+    x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False
+) -> Tensor:
+    out: Tensor = aten.index_put(x, indices, values, accumulate)
+    return out
+
+
+@expansion(aten.index_put.default, complex_too=True)
+def index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """At level prims: one value under a mask is a choice, for each element."""
+    if accumulate or len(indices) != 1 or indices[0] is None or indices[0].dtype is not torch.bool:
+        return NotImplemented
+    if values.numel() != 1:
+        return NotImplemented
+    mask = indices[0]
+    mask = mask.view([*mask.shape, *[1] * (x.dim() - mask.dim())])
+    return torch.where(mask, values.view(()), x)
+
+
+@expansion(aten.index_fill.int_Scalar, complex_too=True)
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    return aten.index_put(x, _at(dim, x, index), number(value, x)) if x.dim() else NotImplemented
+
+
+@expansion(aten.index_fill.int_Tensor, complex_too=True)
+def index_fill_tensor(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
+    return aten.index_put(x, _at(dim, x, index), value.to(x.dtype)) if x.dim() else NotImplemented
+
+
+@expansion(aten.index_copy.default, complex_too=True)
+def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
+    if not x.dim() or source.dim() != x.dim():
+        return NotImplemented
+    return aten.index_put(x, _at(dim, x, index), source)
+
+
+@expansion(aten.index_add.default)
+def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
+    if not x.dim() or source.dim() != x.dim() or x.dtype in HALF or x.dtype is torch.bool:
+        return NotImplemented
+    return aten.index_put(x, _at(dim, x, index), source if alpha == 1 else source * alpha, True)
+
+
+@expansion(aten.take.default, complex_too=True)
+def take(x: Tensor, index: Tensor) -> Tensor:
+    out: Tensor = aten.index(x.reshape(-1), [index])
+    return out
+
+
+@expansion(aten.embedding.default, complex_too=True)
+def embedding(
+    weight: Tensor, index: Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    return aten.index(weight, [index]) if weight.dim() == 2 else NotImplemented
+
+
+@expansion(aten.embedding_dense_backward.default)
+def embedding_backward(grad: Tensor, index: Tensor, rows: int, padding: int, scale_by_freq: bool) -> Any:
+    # Half types: eager adds in float32, index_put in the type itself.
+    if scale_by_freq or grad.dtype in HALF:
+        return NotImplemented
+    if padding >= 0:
+        grad = torch.where((index == padding).unsqueeze(-1), zero(grad), grad)
+    table = grad.new_zeros([rows, grad.shape[-1]])
+    return aten.index_put(table, [index], grad, True)
+
+
+# Nearest neighbours
+
+
+def _nearest(x: Tensor, sizes: list[int], scales: tuple[Any, ...], exact: bool) -> Tensor:
+    for i, (size, scale) in enumerate(zip(sizes, scales, strict=True)):
+        dim = x.dim() - len(sizes) + i
+        extent = x.shape[dim]
+        # Eager computes places in float32: so must this, or borders shift by one.
+        ratio = 1 / scale if scale is not None and scale > 0 else extent / size
+        step = torch.full((), ratio, dtype=torch.float32, device=x.device)
+        places = torch.arange(size, device=x.device).to(torch.float32)
+        places = torch.floor(((places + 0.5) if exact else places) * step).to(torch.int64)
+        places = torch.clamp(places, 0, extent - 1)
+        x = aten.index(x, [None] * dim + [places])
+    return x
+
+
+@expansion(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)
+def upsample_nearest(x: Tensor, sizes: list[int], *scales: Any) -> Any:
+    return _upsampled(x, sizes, scales, False)
+
+
+@expansion(
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+)
+def upsample_nearest_exact(x: Tensor, sizes: list[int], *scales: Any) -> Any:
+    return _upsampled(x, sizes, scales, True)
+
+
+def _upsampled(x: Tensor, sizes: list[int], scales: tuple[Any, ...], exact: bool) -> Any:
+    given = scales + (None,) * (len(sizes) - len(scales))
+    return NotImplemented if 0 in x.shape else _nearest(x, sizes, given, exact)

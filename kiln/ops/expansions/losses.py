@@ -1,0 +1,153 @@
+"""Expansions of losses and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.support import MEAN, NONE, in_wide, number, reduce_loss, share, zero
+from kiln.ops.table import aten, expansion
+
+
+@expansion(aten.mse_loss.default)
+@in_wide
+def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    distance = x - y
+    return reduce_loss(distance * distance, reduction)
+
+
+@expansion(aten.mse_loss_backward.default)
+@in_wide
+def mse_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tensor:
+    return (x - y) * (2 / x.numel() if reduction == MEAN else 2) * grad
+
+
+@expansion(aten.smooth_l1_loss.default)
+@in_wide
+def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN, beta: float = 1) -> Tensor:
+    distance = torch.abs(x - y)
+    if beta:
+        near = distance * 0.5 * distance / beta
+        distance = torch.where(distance < beta, near, distance - 0.5 * beta)
+    return reduce_loss(distance, reduction)
+
+
+@expansion(aten.smooth_l1_loss_backward.default)
+@in_wide
+def smooth_l1_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int, beta: float) -> Tensor:
+    distance = x - y
+    slope = torch.clamp(distance / beta, -1, 1) if beta else torch.sign(distance)
+    return slope * share(grad, x, reduction)
+
+
+@expansion(aten.huber_loss.default)
+@in_wide
+def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1) -> Tensor:
+    distance = torch.abs(x - y)
+    far = (distance - 0.5 * delta) * delta
+    return reduce_loss(torch.where(distance <= delta, distance * 0.5 * distance, far), reduction)
+
+
+@expansion(aten.huber_loss_backward.default)
+@in_wide
+def huber_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int, delta: float) -> Tensor:
+    return torch.clamp(x - y, -delta, delta) * share(grad, x, reduction)
+
+
+@expansion(aten.soft_margin_loss.default)
+@in_wide
+def soft_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
+    return reduce_loss(torch.log1p(torch.exp(-y * x)), reduction)
+
+
+@expansion(aten.soft_margin_loss_backward.default)
+@in_wide
+def soft_margin_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tensor:
+    return -y * torch.sigmoid(-y * x) * share(grad, x, reduction)
+
+
+@expansion(aten.binary_cross_entropy.default)
+@in_wide
+def binary_cross_entropy(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
+    loss = (y - 1) * torch.clamp(torch.log1p(-x), min=-100) - y * torch.clamp(torch.log(x), min=-100)
+    return reduce_loss(loss if weight is None else loss * weight, reduction)
+
+
+@expansion(aten.binary_cross_entropy_backward.default)
+@in_wide
+def binary_cross_entropy_backward(
+    grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN
+) -> Tensor:
+    out = grad * (x - y) / torch.clamp((1 - x) * x, min=1e-12)
+    return share(out if weight is None else out * weight, x, reduction)
+
+
+@expansion(aten.binary_cross_entropy_with_logits.default)
+@in_wide
+def binary_cross_entropy_with_logits(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> Tensor:
+    logarithm = torch.clamp(x, max=0) - torch.log1p(torch.exp(-torch.abs(x)))
+    if pos_weight is not None:
+        logarithm = logarithm * ((pos_weight - 1) * y + 1)
+    loss = (1 - y) * x - logarithm
+    return reduce_loss(loss if weight is None else loss * weight, reduction)
+
+
+def _chosen(x: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor, int]:
+    """Which targets count, targets that are safe to read with, and the dimension of the classes."""
+    counts = target != ignored
+    return counts, torch.where(counts, target, number(0, target)), 0 if x.dim() == 1 else 1
+
+
+def _weights(x: Tensor, weight: Tensor | None, counts: Tensor, safe: Tensor) -> Tensor:
+    """The weight of each target; zero for those that do not count."""
+    return (
+        counts.to(x.dtype)
+        if weight is None
+        else torch.where(counts, aten.index(weight, [safe]), zero(weight))
+    )
+
+
+@expansion(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+@in_wide
+def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Any:
+    if target.dtype is not torch.int64:
+        return NotImplemented
+    counts, safe, dim = _chosen(x, target, ignored)
+    picked = torch.gather(x, dim, safe.unsqueeze(dim)).squeeze(dim)
+    weights = _weights(x, weight, counts, safe)
+    # A probability of zero is not multiplied by the weight of a target that does not count.
+    loss = torch.where(counts, -picked * weights, zero(x))
+    if reduction == NONE and x.dim() != 1:
+        return loss, zero(x)
+    total = weights.sum()
+    return (loss.sum() / total if reduction == MEAN else loss.sum()), total
+
+
+@expansion(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+@in_wide
+def nll_loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignored: int,
+    total: Tensor,
+) -> Any:
+    if target.dtype is not torch.int64:
+        return NotImplemented
+    counts, safe, dim = _chosen(x, target, ignored)
+    each = -_weights(x, weight, counts, safe) * (grad / total if reduction == MEAN else grad)
+    each = torch.where(counts, each, zero(x))
+    # Each class compares itself with the target: one loop over the result, where a scatter would be two.
+    classes = torch.arange(x.shape[dim], device=x.device)
+    classes = classes.view([-1] + [1] * (x.dim() - 1 - dim))
+    return torch.where(classes == safe.unsqueeze(dim), each.unsqueeze(dim), zero(x))

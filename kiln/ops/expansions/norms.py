@@ -1,0 +1,240 @@
+"""Expansions of normalisation: layer, group and batch norm and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.support import extent, narrowed, wide, widened
+from kiln.ops.table import aten, expansion
+
+Some: TypeAlias = "Tensor | None"
+
+
+def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Variance, mean and the reciprocal of the deviation over `dims`, which stay with the extent 1."""
+    spread, middle = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return spread, middle, torch.rsqrt(spread + eps)
+
+
+def _kept_dtype(x: Tensor, weight: Some) -> torch.dtype:
+    """The dtype in which eager keeps statistics for the gradient."""
+    if x.device.type != "cpu":
+        return wide(x.dtype)
+    return x.dtype if weight is None else weight.dtype
+
+
+def _affine(x: Tensor, weight: Some, bias: Some) -> Tensor:
+    if weight is not None:
+        x = x * widened(weight)
+    return x if bias is None else x + widened(bias)
+
+
+def _input_gradient(grad: Tensor, normal: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
+    """The gradient through `normal = (x - mean) * scale` with mean and scale taken over `dims`."""
+    count = extent(grad, dims)
+    level = torch.sum(grad, dims, keepdim=True) / count
+    tilt = torch.sum(grad * normal, dims, keepdim=True) / count
+    return (grad - level - normal * tilt) * scale
+
+
+def _summed(x: Tensor, dims: list[int], like: Tensor) -> Tensor:
+    """`x` summed over `dims`, in the shape and dtype of `like`."""
+    return (torch.sum(x, dims) if dims else x).view(like.shape).to(like.dtype)
+
+
+# Layer norm
+
+
+@expansion(aten.native_layer_norm.default)
+def layer_norm(x: Tensor, shape: list[int], weight: Some, bias: Some, eps: float) -> Any:
+    if 0 in x.shape:
+        return NotImplemented
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    wider = widened(x)
+    _, middle, scale = _statistics(wider, dims, eps)
+    out = _affine((wider - middle) * scale, weight, bias).to(x.dtype)
+    return out, *narrowed((middle, scale), _kept_dtype(x, weight))
+
+
+@expansion(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: list[int], middle: Tensor, scale: Tensor, weight: Some, bias: Some,
+    mask: list[bool],
+) -> Any:  # fmt: skip
+    if 0 in x.shape:
+        return NotImplemented
+    outer = x.dim() - len(shape)
+    inside, outside = list(range(outer, x.dim())), list(range(outer))
+    kept = [*x.shape[:outer], *[1] * len(shape)]
+    middle, scale = widened(middle).view(kept), widened(scale).view(kept)
+    wider = widened(grad)
+    normal = (widened(x) - middle) * scale
+    through = wider if weight is None else wider * widened(weight)
+    return (
+        _input_gradient(through, normal, scale, inside).to(x.dtype) if mask[0] else None,
+        _summed(wider * normal, outside, weight) if mask[1] and weight is not None else None,
+        _summed(wider, outside, bias) if mask[2] and bias is not None else None,
+    )
+
+
+# Group norm: channels are split into groups by a view, which any memory format allows
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    return x.view([x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]])
+
+
+def _channels(t: Tensor, rank: int) -> Tensor:
+    """One number a channel, shaped to go with a tensor of `rank` dimensions."""
+    return widened(t).view([1, -1, *[1] * (rank - 2)])
+
+
+@expansion(aten.native_group_norm.default)
+def group_norm(x: Tensor, weight: Some, bias: Some, n: int, c: int, hxw: int, groups: int, eps: float) -> Any:
+    if 0 in x.shape:
+        return NotImplemented
+    parts = _grouped(widened(x), groups)
+    _, middle, scale = _statistics(parts, list(range(2, parts.dim())), eps)
+    out = ((parts - middle) * scale).reshape(x.shape)
+    channelled = [None if t is None else _channels(t, x.dim()) for t in (weight, bias)]
+    kept = _kept_dtype(x, weight)
+    return (
+        _affine(out, *channelled).to(x.dtype),
+        middle.view(n, groups).to(kept),
+        scale.view(n, groups).to(kept),
+    )
+
+
+@expansion(aten.native_group_norm_backward.default)
+def group_norm_backward(
+    grad: Tensor, x: Tensor, middle: Tensor, scale: Tensor, weight: Some, n: int, c: int, hxw: int,
+    groups: int, mask: list[bool],
+) -> Any:  # fmt: skip
+    if 0 in x.shape or (weight is None and (mask[1] or mask[2])):
+        return NotImplemented
+    wider, parts = widened(grad), _grouped(widened(x), groups)
+    shape = [n, groups, *[1] * (parts.dim() - 2)]
+    scale = widened(scale).view(shape)
+    normal = (parts - widened(middle).view(shape)) * scale
+    through = wider if weight is None else wider * _channels(weight, x.dim())
+    inside, others = list(range(2, parts.dim())), [0, *range(2, x.dim())]
+    own = None
+    if mask[0]:
+        own = _input_gradient(through.reshape(parts.shape), normal, scale, inside)
+        own = own.reshape(x.shape).to(x.dtype)
+    return (
+        own,
+        _summed(wider * normal.reshape(x.shape), others, weight) if mask[1] and weight is not None else None,
+        _summed(wider, others, weight) if mask[2] and weight is not None else None,
+    )
+
+
+# Batch norm
+
+
+def _normalised(x: Tensor, middle: Tensor, scale: Tensor, weight: Some, bias: Some) -> Tensor:
+    rank = x.dim()
+    out = (widened(x) - _channels(middle, rank)) * _channels(scale, rank)
+    channelled = [None if t is None else _channels(t, rank) for t in (weight, bias)]
+    return _affine(out, *channelled).to(x.dtype)
+
+
+def _by_running(x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, eps: float) -> Any:
+    return _normalised(x, mean, torch.rsqrt(widened(var) + eps), weight, bias)
+
+
+def _by_batch(x: Tensor, weight: Some, bias: Some, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, the batch's mean, the reciprocal of its deviation, and its variance."""
+    dims = [0, *range(2, x.dim())]
+    spread, middle = torch.var_mean(widened(x), dims, correction=0)
+    scale = torch.rsqrt(spread + eps)
+    return _normalised(x, middle, scale, weight, bias), middle, scale, spread
+
+
+def _statistics_dtype(x: Tensor, *others: Some) -> torch.dtype:
+    given = [t.dtype for t in others if t is not None]
+    return given[0] if given else x.dtype if x.device.type == "cpu" else wide(x.dtype)
+
+
+def _moved(running: Tensor, batch: Tensor, momentum: float) -> Tensor:
+    return (widened(running) * (1 - momentum) + batch * momentum).to(running.dtype)
+
+
+@expansion(aten._native_batch_norm_legit_functional.default)
+def batch_norm_functional(
+    x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, training: bool, momentum: float,
+    eps: float,
+) -> Any:  # fmt: skip
+    if 0 in x.shape:
+        return NotImplemented
+    kept = _statistics_dtype(x, weight, bias, mean)
+    if not training:
+        none = torch.empty(0, dtype=kept, device=x.device)
+        return _by_running(x, weight, bias, mean, var, eps), none, torch.empty_like(none), mean, var
+    out, middle, scale, spread = _by_batch(x, weight, bias, eps)
+    count = extent(x, [0, *range(2, x.dim())])
+    unbiased = spread * (count / (count - 1)) if count != 1 else spread
+    new = _moved(mean, middle, momentum), _moved(var, unbiased, momentum)
+    return out, middle.to(kept), scale.to(kept), *new
+
+
+@expansion(aten.native_batch_norm.default)
+def batch_norm(
+    x: Tensor, weight: Some, bias: Some, mean: Some, var: Some, training: bool, momentum: float, eps: float
+) -> Any:
+    # In training with running statistics the op writes into them: the functional form is for that.
+    if 0 in x.shape or (training and mean is not None):
+        return NotImplemented
+    kept = _statistics_dtype(x, weight, bias, mean)
+    if training:
+        out, middle, scale, _ = _by_batch(x, weight, bias, eps)
+        return out, middle.to(kept), scale.to(kept)
+    if mean is None or var is None:
+        return NotImplemented
+    none = torch.empty(0, dtype=kept, device=x.device)
+    return _by_running(x, weight, bias, mean, var, eps), none, torch.empty_like(none)
+
+
+@expansion(aten._native_batch_norm_legit.no_stats)
+def batch_norm_without_statistics(
+    x: Tensor, weight: Some, bias: Some, training: bool, momentum: float, eps: float
+) -> Any:
+    return batch_norm(x, weight, bias, None, None, training, momentum, eps)
+
+
+@expansion(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_in_use(
+    x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> Any:
+    return batch_norm(x, weight, bias, mean, var, False, momentum, eps)
+
+
+@expansion(aten.native_batch_norm_backward.default)
+def batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Some, mean: Some, var: Some, middle: Some, scale: Some, training: bool,
+    eps: float, mask: list[bool],
+) -> Any:  # fmt: skip
+    if 0 in x.shape or (weight is None and (mask[1] or mask[2])):
+        return NotImplemented
+    if not training:
+        if mean is None or var is None:
+            return NotImplemented
+        middle, scale = mean, torch.rsqrt(widened(var) + eps)
+    if middle is None or scale is None:
+        return NotImplemented
+    rank, dims = x.dim(), [0, *range(2, x.dim())]
+    spread = _channels(scale, rank)
+    wider = widened(grad)
+    normal = (widened(x) - _channels(middle, rank)) * spread
+    through = wider if weight is None else wider * _channels(weight, rank)
+    own = None
+    if mask[0]:
+        own = _input_gradient(through, normal, spread, dims) if training else through * spread
+    return (
+        None if own is None else own.to(x.dtype),
+        _summed(wider * normal, dims, weight) if mask[1] and weight is not None else None,
+        _summed(wider, dims, weight) if mask[2] and weight is not None else None,
+    )

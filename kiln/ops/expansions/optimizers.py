@@ -1,0 +1,166 @@
+"""Expansions of ops over lists of tensors: `_foreach_*` and fused optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.support import HALF
+from kiln.ops.table import EXPANSIONS, aten, expansion
+
+#: `_foreach_` ops of one list.
+UNARY = (
+    "abs acos asin atan ceil cos cosh erf erfc exp expm1 floor frac lgamma log log10 log1p log2 neg "
+    "reciprocal round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc"
+).split()
+#: `_foreach_` ops of two lists, or of a list and a number, numbers or a tensor.
+BINARY = "add sub mul div maximum minimum clamp_min clamp_max pow".split()
+
+
+def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensors: list[Tensor]) -> list[Tensor]:
+        return [operation(x) for x in tensors]
+
+    return run
+
+
+def _pairs(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensors: list[Tensor], other: Any, **scale: Any) -> list[Tensor]:
+        others = other if isinstance(other, (list, tuple)) else [other] * len(tensors)
+        return [operation(x, y, **scale) for x, y in zip(tensors, others, strict=True)]
+
+    return run
+
+
+def _extreme(number: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(x: Tensor, bound: Any) -> Any:
+        return tensor(x, bound) if isinstance(bound, Tensor) else number(x, bound)
+
+    return choose
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "maximum": _extreme(lambda x, v: torch.clamp(x, min=v), torch.maximum),
+    "minimum": _extreme(lambda x, v: torch.clamp(x, max=v), torch.minimum),
+    "clamp_min": _extreme(lambda x, v: torch.clamp(x, min=v), torch.maximum),
+    "clamp_max": _extreme(lambda x, v: torch.clamp(x, max=v), torch.minimum),
+}
+
+
+def _declare(name: str, run: Callable[..., Any]) -> None:
+    packet = getattr(aten, f"_foreach_{name}", None)
+    for overload in packet.overloads() if packet is not None else ():
+        target = getattr(packet, overload)
+        if not target._schema.is_mutable and overload != "ScalarAndTensor":
+            expansion(target, complex_too=True)(run)
+
+
+for _name in UNARY:
+    _declare(_name, _each(getattr(torch, _name)))
+for _name in BINARY:
+    _declare(_name, _pairs(_OPERATIONS.get(_name) or getattr(torch, _name)))
+
+
+def _combined(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def run(tensors: list[Tensor], first: list[Tensor], second: list[Tensor], values: Any = 1) -> Any:
+        factors = values if isinstance(values, (list, tuple)) else [values] * len(tensors)
+        if isinstance(values, Tensor):
+            # The factors of all as one tensor: each multiplies as a tensor without dimensions does.
+            if any(x.device != values.device or x.dtype in HALF for x in tensors):
+                return NotImplemented
+            first = [a * values.select(0, i) for i, a in enumerate(first)]
+            factors = [1] * len(tensors)
+        return [
+            operation(x, a, b, value=v) for x, a, b, v in zip(tensors, first, second, factors, strict=True)
+        ]
+
+    return run
+
+
+_declare("addcmul", _combined(torch.addcmul))
+_declare("addcdiv", _combined(torch.addcdiv))
+
+
+def _lerp(tensors: list[Tensor], ends: list[Tensor], weights: Any) -> list[Tensor]:
+    given = weights if isinstance(weights, (list, tuple)) else [weights] * len(tensors)
+    return [torch.lerp(x, y, w) for x, y, w in zip(tensors, ends, given, strict=True)]
+
+
+_declare("lerp", _lerp)
+
+
+@expansion(aten._foreach_norm.Scalar)
+def foreach_norm(tensors: list[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
+    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
+
+
+@expansion(aten._foreach_pow.ScalarAndTensor)
+def foreach_power(base: Any, exponents: list[Tensor]) -> list[Tensor]:
+    return [torch.pow(base, x) for x in exponents]
+
+
+# Fused optimizer steps, in their functional forms: the new values of all lists
+
+
+def _prepared(grad: Tensor, parameter: Tensor, decay: float, maximize: bool) -> Tensor:
+    grad = -grad if maximize else grad
+    return grad + parameter * decay if decay else grad
+
+
+def _adam(decoupled: bool) -> Callable[..., Any]:
+    def run(
+        parameters: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor],
+        largest: list[Tensor], steps: list[Tensor], *, lr: Any, beta1: float, beta2: float,
+        weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None,
+        found_inf: Any = None,
+    ) -> Any:  # fmt: skip
+        if grad_scale is not None or found_inf is not None or any(p.dtype in HALF for p in parameters):
+            return NotImplemented
+        new: tuple[list[Tensor], ...] = ([], [], [], [])
+        for i, (p, g, m, v, step) in enumerate(zip(parameters, grads, means, squares, steps, strict=True)):
+            g = _prepared(g, p, 0 if decoupled else weight_decay, maximize)
+            p = p - p * (lr * weight_decay) if decoupled and weight_decay else p
+            m = m + (g - m) * (1 - beta1)
+            v = v * beta2 + g * g * (1 - beta2)
+            highest = torch.maximum(largest[i], v) if amsgrad else v
+            # The corrections for the start are taken in double precision, as one number.
+            count = step.to(torch.float64)
+            rise = 1 - torch.pow(beta1, count)
+            spread = torch.sqrt(highest) / torch.sqrt(1 - torch.pow(beta2, count)) + eps
+            p = p - m * (lr / rise) / spread
+            for out, value in zip(new, (p, m, v, highest), strict=True):
+                out.append(value)
+        moved, first, second, tops = new
+        return moved, list(grads), first, second, tops if amsgrad else []
+
+    return run
+
+
+for _packet, _decoupled in ((aten._fused_adam, False), (aten._fused_adamw, True)):
+    for _overload in ("default", "tensor_lr"):
+        expansion(getattr(_packet, _overload))(_adam(_decoupled))
+
+
+@expansion(aten._fused_sgd.default, aten._fused_sgd.tensor_lr)
+def sgd(
+    parameters: list[Tensor], grads: list[Tensor], buffers: list[Tensor], *, weight_decay: float,
+    momentum: float, lr: Any, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
+    grad_scale: Any = None, found_inf: Any = None,
+) -> Any:  # fmt: skip
+    if grad_scale is not None or found_inf is not None or any(p.dtype in HALF for p in parameters):
+        return NotImplemented
+    moved, kept = [], []
+    for i, (p, g) in enumerate(zip(parameters, grads, strict=True)):
+        g = _prepared(g, p, weight_decay, maximize)
+        if momentum:
+            buffer = g.clone() if is_first_step else buffers[i] * momentum + g * (1 - dampening)
+            kept.append(buffer)
+            g = g + buffer * momentum if nesterov else buffer
+        moved.append(p - g * lr)
+    return moved, list(grads), kept
+
+
+assert aten._foreach_add.List in EXPANSIONS, "torch names its ops over lists otherwise"

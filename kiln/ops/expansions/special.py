@@ -1,0 +1,97 @@
+"""Expansions of special functions that have a form in primitives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.arithmetic import promoted, to_float
+from kiln.ops.expansions.pointwise import of_float
+from kiln.ops.expansions.support import floating, in_wide, number, wide, zero
+from kiln.ops.layout import FLOATS
+from kiln.ops.table import aten, expansion
+
+
+def _times_log(x: Tensor, y: Tensor, logarithm: Callable[[Tensor], Tensor]) -> Any:
+    """x * log(y), which is 0 where x is; NaN where y is."""
+    dtype = to_float(promoted(x, y))
+    if dtype not in FLOATS:
+        return NotImplemented
+    x, y = x.to(wide(dtype)), y.to(wide(dtype))
+    out = torch.where(x == 0, zero(x), x * logarithm(y))
+    return torch.where(torch.isnan(y), number(math.nan, y), out).to(dtype)
+
+
+@expansion(aten.xlogy.Tensor)
+def xlogy(x: Tensor, y: Tensor) -> Any:
+    return _times_log(x, y, torch.log)
+
+
+@expansion(aten.special_xlog1py.default)
+def xlog1py(x: Tensor, y: Tensor) -> Any:
+    return _times_log(x, y, torch.log1p)
+
+
+@expansion(aten.logaddexp.default)
+@in_wide
+def logaddexp(a: Tensor, b: Tensor) -> Any:
+    if not of_float(a, b):
+        return NotImplemented
+    larger = torch.maximum(a, b)
+    same = (a == b) & (torch.abs(a) == math.inf)
+    return torch.where(same, a, larger + torch.log1p(torch.exp(-torch.abs(a - b))))
+
+
+@expansion(aten.logaddexp2.default)
+@in_wide
+def logaddexp2(a: Tensor, b: Tensor) -> Any:
+    if not of_float(a, b):
+        return NotImplemented
+    larger = torch.maximum(a, b)
+    same = (a == b) & (torch.abs(a) == math.inf)
+    return torch.where(same, a, larger + torch.log1p(torch.exp2(-torch.abs(a - b))) * (1 / math.log(2)))
+
+
+@expansion(aten.sinc.default)
+def sinc(x: Tensor) -> Tensor:
+    dtype = floating(x)
+    turned = x.to(wide(dtype)) * math.pi
+    return torch.where(turned == 0, number(1, turned), torch.sin(turned) / turned).to(dtype)
+
+
+@expansion(aten.special_entr.default)
+@in_wide
+def entr(x: Tensor) -> Any:
+    if x.dtype not in FLOATS:
+        return NotImplemented
+    inside = torch.where(x == 0, zero(x), -x * torch.log(x))
+    return torch.where(x < 0, number(-math.inf, x), inside)
+
+
+@expansion(aten.heaviside.default)
+def heaviside(x: Tensor, values: Tensor) -> Tensor:
+    return torch.where(x == 0, values, (x > 0).to(x.dtype))
+
+
+@expansion(aten.nan_to_num.default)
+def nan_to_num(x: Tensor, nan: Any = None, above: Any = None, below: Any = None) -> Tensor:
+    if x.dtype not in FLOATS:
+        return x.clone()
+    limits = torch.finfo(x.dtype)
+    out = torch.where(torch.isnan(x), number(nan or 0.0, x), x)
+    out = torch.where(x == math.inf, number(limits.max if above is None else above, x), out)
+    return torch.where(x == -math.inf, number(limits.min if below is None else below, x), out)
+
+
+@expansion(aten.deg2rad.default)
+def deg2rad(x: Tensor) -> Tensor:
+    return x * (math.pi / 180)
+
+
+@expansion(aten.rad2deg.default)
+def rad2deg(x: Tensor) -> Tensor:
+    return x * (180 / math.pi)

@@ -1,0 +1,250 @@
+"""Expansions of views, pieces, joins and borders."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kiln.ops.expansions.support import zero
+from kiln.ops.table import aten, expansion
+
+
+@expansion(
+    aten.detach.default, aten.alias.default, aten.lift.default, aten.lift_fresh.default, complex_too=True
+)
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+@expansion(aten._unsafe_view.default, complex_too=True)
+def unsafe_view(x: Tensor, size: list[int]) -> Tensor:
+    return x.view(size)
+
+
+@expansion(aten._reshape_alias.default, complex_too=True)
+def reshape_alias(x: Tensor, size: list[int], stride: list[int]) -> Tensor:
+    return x.view(size)
+
+
+@expansion(aten.t.default, complex_too=True)
+def t(x: Tensor) -> Tensor:
+    return x.permute(list(range(x.dim()))[::-1])
+
+
+@expansion(aten.transpose.int, complex_too=True)
+def transpose(x: Tensor, a: int, b: int) -> Tensor:
+    order = list(range(x.dim()))
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return x.permute(order)
+
+
+@expansion(aten.unsqueeze.default, complex_too=True)
+def unsqueeze(x: Tensor, dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape.insert(dim % (len(shape) + 1), 1)
+    return x.view(shape)
+
+
+@expansion(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, complex_too=True)
+def squeeze(x: Tensor, dims: Any = None) -> Tensor:
+    rank = max(x.dim(), 1)
+    if dims is None:
+        gone = set(range(rank))
+    else:
+        gone = {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+    return x.view([n for d, n in enumerate(x.shape) if d not in gone or n != 1])
+
+
+@expansion(aten.unbind.int, complex_too=True)
+def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
+    return [x.select(dim, i) for i in range(x.shape[dim])]
+
+
+def _pieces(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    out, start = [], 0
+    for size in sizes:
+        out.append(aten.slice(x, dim, start, start + size))
+        start = start + size
+    return out
+
+
+@expansion(
+    aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default, complex_too=True
+)  # fmt: skip
+def split_with_sizes(x: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:
+    return _pieces(x, sizes, dim)
+
+
+@expansion(aten.split.Tensor, aten.unsafe_split.Tensor, complex_too=True)
+def split(x: Tensor, size: int, dim: int = 0) -> Any:
+    whole = x.shape[dim]
+    if size <= 0 or whole == 0:
+        return NotImplemented
+    return _pieces(x, [min(size, whole - start) for start in range(0, whole, size)], dim)
+
+
+@expansion(aten.stack.default, complex_too=True)
+def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
+    return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
+
+
+@expansion(aten.cat.default, complex_too=True)
+def cat(tensors: list[Tensor], dim: int = 0) -> Any:
+    """At level prims: the parts are of one dtype."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) == 1:
+        return NotImplemented
+    dtype = reduce(torch.promote_types, dtypes)
+    return torch.cat([x.to(dtype) for x in tensors], dim)
+
+
+@expansion(aten.repeat.default, complex_too=True)
+def repeat(x: Tensor, repeats: list[int]) -> Any:
+    if 0 in repeats or 0 in x.shape:
+        return NotImplemented
+    shape = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    if all(n == 1 or r == 1 for n, r in zip(shape, repeats)):
+        expanded = x.view(shape).expand([n * r for n, r in zip(shape, repeats)])
+        return expanded.clone(memory_format=torch.contiguous_format)
+    apart = x.view([n for size in shape for n in (1, size)])
+    expanded = apart.expand([n for size, r in zip(shape, repeats) for n in (r, size)])
+    copied = expanded.clone(memory_format=torch.contiguous_format)
+    return copied.view([n * r for n, r in zip(shape, repeats)])
+
+
+@expansion(aten.roll.default, complex_too=True)
+def roll(x: Tensor, shifts: list[int], dims: list[int] = []) -> Any:  # noqa: B006
+    if 0 in x.shape or not x.dim():
+        return NotImplemented
+    if not dims:
+        return torch.roll(x.reshape(-1), shifts, 0).view(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        cut = (size - shift) % size
+        x = torch.cat([aten.slice(x, dim, cut, size), aten.slice(x, dim, 0, cut)], dim) if cut else x.clone()
+    return x
+
+
+@expansion(aten.pixel_shuffle.default, complex_too=True)
+def pixel_shuffle(x: Tensor, factor: int) -> Any:
+    if 0 in x.shape:
+        return NotImplemented
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    apart = x.view([*lead, c // factor**2, factor, factor, h, w])
+    moved = apart.permute([*range(n), n, n + 3, n + 1, n + 4, n + 2])
+    return moved.clone(memory_format=torch.contiguous_format).view(
+        [*lead, c // factor**2, h * factor, w * factor]
+    )
+
+
+@expansion(aten.pixel_unshuffle.default, complex_too=True)
+def pixel_unshuffle(x: Tensor, factor: int) -> Any:
+    if 0 in x.shape:
+        return NotImplemented
+    *lead, c, h, w = x.shape
+    n = len(lead)
+    apart = x.view([*lead, c, h // factor, factor, w // factor, factor])
+    moved = apart.permute([*range(n), n, n + 2, n + 4, n + 1, n + 3])
+    return moved.clone(memory_format=torch.contiguous_format).view(
+        [*lead, c * factor**2, h // factor, w // factor]
+    )
+
+
+# Gradients of views, and writes into them
+
+
+def _padded(x: Tensor, dim: int, before: Any, after: Any) -> Tensor:
+    """Zeros before and after `x` along a dimension."""
+    return torch.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [before, after])
+
+
+@expansion(aten.slice_backward.default, complex_too=True)
+def slice_backward(grad: Tensor, sizes: list[int], dim: int, start: int, end: int, step: int) -> Any:
+    dim, size = dim % len(sizes), sizes[dim]
+    if 0 in grad.shape:
+        return grad.new_zeros(sizes)
+    if step != 1:
+        return torch.slice_scatter(grad.new_zeros(sizes), grad, dim, start, end, step)
+    first = max(start + size, 0) if start < 0 else start
+    return _padded(grad, dim, first, size - first - grad.shape[dim])
+
+
+@expansion(aten.select_backward.default, complex_too=True)
+def select_backward(grad: Tensor, sizes: list[int], dim: int, index: int) -> Any:
+    dim, size = dim % len(sizes), sizes[dim]
+    place = index + size if index < 0 else index
+    return _padded(grad.unsqueeze(dim), dim, place, size - place - 1)
+
+
+@expansion(aten.select_scatter.default, complex_too=True)
+def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Any:
+    place = index + x.shape[dim] if index < 0 else index
+    return torch.slice_scatter(x, source.unsqueeze(dim), dim, place, place + 1)
+
+
+@expansion(aten.diagonal_backward.default, complex_too=True)
+def diagonal_backward(grad: Tensor, sizes: list[int], offset: int, a: int, b: int) -> Tensor:
+    return torch.diagonal_scatter(grad.new_zeros(sizes), grad, offset, a, b)
+
+
+@expansion(aten.constant_pad_nd.default, complex_too=True)
+def constant_pad(x: Tensor, pad: list[int], value: Any = 0) -> Any:
+    """At level prims: a border is not negative; what it cuts off is a slice."""
+    if all(n >= 0 for n in pad):
+        return NotImplemented
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2])):
+        dim = x.dim() - 1 - i
+        if before < 0 or after < 0:
+            x = aten.slice(x, dim, max(-before, 0), x.shape[dim] - max(-after, 0))
+    grown = [max(n, 0) for n in pad]
+    return torch.constant_pad_nd(x, grown, value) if any(grown) else x.clone()
+
+
+# Triangles
+
+
+def _below(x: Tensor, diagonal: int) -> Tensor:
+    """Whether an element of the last two dimensions lies on or below a diagonal."""
+    rows = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1)
+    return torch.arange(x.shape[-1], device=x.device) - rows <= diagonal
+
+
+@expansion(aten.tril.default)
+def tril(x: Tensor, diagonal: int = 0) -> Tensor:
+    return torch.where(_below(x, diagonal), x, zero(x))
+
+
+@expansion(aten.triu.default)
+def triu(x: Tensor, diagonal: int = 0) -> Tensor:
+    return torch.where(_below(x, diagonal - 1), zero(x), x)
+
+
+# Borders that repeat the inside
+
+
+def _bordered(x: Tensor, pad: list[int], place: Any) -> Any:
+    """`x` with borders: `place(i, extent)` says which element stands at i, which may lie outside."""
+    if 0 in x.shape:
+        return NotImplemented
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2])):
+        dim = x.dim() - 1 - i
+        size = x.shape[dim]
+        if before or after:
+            places = place(torch.arange(-before, size + after, device=x.device), size)
+            x = aten.index(x, [None] * dim + [places])
+    return x
+
+
+@expansion(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
+def reflection_pad(x: Tensor, pad: list[int]) -> Any:
+    return _bordered(x, pad, lambda i, size: size - 1 - torch.abs(size - 1 - torch.abs(i)))
+
+
+@expansion(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
+def replication_pad(x: Tensor, pad: list[int]) -> Any:
+    return _bordered(x, pad, lambda i, size: torch.clamp(i, 0, size - 1))

@@ -1,0 +1,109 @@
+"""Shape rules of indexing by tensors, of parts of matrices, and of the gradients of views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import make
+from kiln.ops.layout import Mismatch, contiguous, preserved, wrap_dim
+from kiln.ops.network import is_plain
+from kiln.ops.table import aten, rule
+
+
+@rule(aten.gather.default)
+def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
+    rank = x.dim()
+    if index.dtype is not torch.int64 or index.dim() != rank or not rank or index.device != x.device:
+        return NotImplemented
+    dim = wrap_dim(dim, rank)
+    if any(n > m and d != dim for d, (n, m) in enumerate(zip(index.shape, x.shape, strict=True))):
+        raise Mismatch("the index reaches further than the tensor")
+    return make(index.shape, None, x.dtype, x.device)
+
+
+@rule(aten.scatter.src, aten.scatter_add.default)
+def _scatter(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Any:
+    if index.shape != src.shape or x.dtype is not src.dtype or src.device != x.device:
+        return NotImplemented
+    return _scatter_value(x, dim, index, 0)
+
+
+@rule(aten.scatter.value)
+def _scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    rank = x.dim()
+    if index.dtype is not torch.int64 or index.dim() != rank or not rank or index.device != x.device:
+        return NotImplemented
+    dim = wrap_dim(dim, rank)
+    if any(n > m and d != dim for d, (n, m) in enumerate(zip(index.shape, x.shape, strict=True))):
+        raise Mismatch("the index reaches further than the tensor")
+    return make(x.shape, None, x.dtype, x.device)
+
+
+@rule(aten.index_select.default)
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+    if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32) or not x.dim() or 0 in x.shape:
+        return NotImplemented
+    if index.device != x.device:
+        return NotImplemented
+    size = list(x.shape)
+    size[wrap_dim(dim, len(size))] = index.shape[0]
+    return make(size, None, x.dtype, x.device)
+
+
+@rule(aten.index_add.default)
+def _index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
+) -> Any:
+    rank = x.dim()
+    if not rank or index.dim() != 1 or not is_plain(x):
+        return NotImplemented
+    dim = wrap_dim(dim, rank)
+    expected = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
+    if tuple(source.shape) != expected or source.dtype is not x.dtype:
+        raise Mismatch("the source does not fit")
+    if index.dtype not in (torch.int64, torch.int32) or not x.device == index.device == source.device:
+        return NotImplemented
+    return make(x.shape, None, x.dtype, x.device)
+
+
+@rule(aten.embedding_dense_backward.default)
+def _embedding_backward(
+    grad: torch.Tensor, indices: torch.Tensor, rows: int, padding: int, scale: bool
+) -> Any:
+    if not grad.dim() or indices.dtype not in (torch.int64, torch.int32) or grad.device != indices.device:
+        return NotImplemented
+    return make((rows, grad.shape[-1]), None, grad.dtype, grad.device)
+
+
+@rule(aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default)
+def _into_zeros(grad: torch.Tensor, size: Any, *_: Any) -> Any:
+    return make(size, None, grad.dtype, grad.device)
+
+
+@rule(aten.tril.default, aten.triu.default)
+def _triangle(x: torch.Tensor, diagonal: int = 0) -> Any:
+    if x.dim() < 2:
+        raise Mismatch("not a matrix")
+    return make(x.shape, None, x.dtype, x.device)
+
+
+@rule(aten.sort.default, aten.sort.stable)
+def _sort(x: torch.Tensor, *given: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
+    if given:
+        dim = given[0]
+    wrap_dim(dim, x.dim())
+    if x.dtype.is_complex:
+        raise Mismatch("complex numbers have no order")
+    stride = preserved(x.shape, x.stride())
+    return make(x.shape, stride, x.dtype, x.device), make(x.shape, stride, torch.int64, x.device)
+
+
+@rule(aten.nonzero_static.default)
+def _nonzero_static(x: torch.Tensor, *, size: int, fill_value: int = -1) -> Any:
+    if x.device.type != "cpu" or size < 0:
+        return NotImplemented
+    shape = (size, x.dim())
+    # No dimension is counted as one in the strides.
+    return make(shape, contiguous(shape) if x.dim() else (1, 1), torch.int64, x.device)

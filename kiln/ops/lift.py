@@ -1,0 +1,128 @@
+"""Ops without a shape rule on symbolic sizes: lifted from what the meta kernel says of now, or concrete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.ops.layout import Mismatch, followed, is_dense
+from kiln.ops.meta import Layout, Same, infer
+from kiln.ops.sizes import sizes_of
+from kiln.ops.symint import expr_of, specialised
+
+Make = Callable[..., torch.Tensor]
+Twins = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether there is a symbolic number in a nest of arguments."""
+    if isinstance(value, torch.Tensor):
+        return value._has_symbolic_sizes_strides  # type: ignore[attr-defined, no-any-return]
+    if isinstance(value, (list, tuple)):
+        return any(is_symbolic(item) for item in value)
+    if isinstance(value, dict):
+        return any(is_symbolic(item) for item in value.values())
+    return type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
+    """What `func` returns on symbolic sizes; NotImplemented when that is known for concrete ones only.
+
+    The meta kernel is asked at the sizes of now. What it says of sizes is replaced by what `sizes_of` says,
+    provided that the two agree.
+    """
+    if not is_symbolic((args, kwargs)):
+        return NotImplemented
+    try:
+        found = sizes_of(func, args, kwargs)
+    except Mismatch:
+        return NotImplemented
+    twins: Twins = []
+    hinted_args, hinted_kwargs = replaced((args, kwargs), twins, make, hint_of)
+    if found is NotImplemented and not _gives_arguments(func):
+        return NotImplemented
+    try:
+        answer, tensors = infer(func, hinted_args, hinted_kwargs)
+    except Break:
+        raise
+    except Exception:
+        return NotImplemented
+    proposals = [] if found is NotImplemented else list(found)
+    return _built(answer, originals(tensors, twins), proposals, make)
+
+
+def _gives_arguments(func: Any) -> bool:
+    """Whether all that `func` returns is among its arguments, as of ops in place."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns)
+
+
+def _built(answer: Any, tensors: list[torch.Tensor], proposals: list[Any], make: Make) -> Any:
+    """The fakes for an answer of `infer` with the proposed sizes; proposals are used up, but for the last."""
+    kind = type(answer)
+    if kind is Same:
+        return tensors[answer.index]
+    if kind is tuple or kind is list:
+        items = []
+        for item in answer:
+            built = _built(item, tensors, proposals, make)
+            if built is NotImplemented:
+                return NotImplemented
+            items.append(built)
+        return kind(items)
+    if kind is not Layout:
+        return answer
+    if not proposals:
+        return NotImplemented
+    size = proposals.pop(0) if len(proposals) > 1 else proposals[0]
+    if tuple([hint_of(n) for n in size]) != tuple(answer.size) or not is_dense(answer.size, answer.stride):
+        return NotImplemented
+    if answer.offset or answer.conj or answer.neg:
+        return NotImplemented
+    stride = followed(size, answer.size, answer.stride)
+    return make(size, stride, answer.dtype, answer.device)
+
+
+def hint_of(value: Any) -> Any:
+    """The number that a symbolic value is now, without recording that."""
+    value = expr_of(value)
+    return getattr(value, "hint", value)
+
+
+def concretely(value: Any, twins: Twins, make: Make) -> Any:
+    """A nest of arguments with the sizes that they have now, which their scope records."""
+    return replaced(value, twins, make, specialised)
+
+
+def replaced(value: Any, twins: Twins, make: Make, number: Callable[[Any], Any]) -> Any:
+    """A nest of arguments with `number` applied to symbolic values.
+
+    `twins` gets each tensor that replaces another, with the one that it stands for.
+    """
+    if isinstance(value, torch.Tensor):
+        if not value._has_symbolic_sizes_strides:  # type: ignore[attr-defined]
+            return value
+        for twin, original in twins:
+            if original is value:
+                return twin
+        size, stride = [number(n) for n in value.shape], [number(n) for n in value.stride()]
+        twin = make(size, stride, value.dtype, value.device, number(value.storage_offset()))
+        if value.is_conj():
+            torch._C._set_conj(twin, True)
+        if value.is_neg():
+            torch._C._set_neg(twin, True)
+        twins.append((twin, value))
+        return twin
+    if type(value) is dict:
+        return {k: replaced(v, twins, make, number) for k, v in value.items()}
+    if type(value) in (list, tuple, torch.Size):
+        return (list if type(value) is list else tuple)([replaced(v, twins, make, number) for v in value])
+    return number(value) if type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool) else value
+
+
+def originals(tensors: list[torch.Tensor], twins: Twins) -> list[torch.Tensor]:
+    """The tensors for which `tensors` stand."""
+    return [next((original for twin, original in twins if twin is t), t) for t in tensors]

@@ -1,0 +1,67 @@
+"""Shape rules of ops over lists of tensors: `_foreach_*`, and fused optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kiln.ops.fake import FakeTensor
+from kiln.ops.layout import FLOATS
+from kiln.ops.pointwise import like
+from kiln.ops.table import LATE, Rule
+
+#: These give one number for each tensor, or are not elementwise.
+OTHERS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum"})
+
+
+def plain(value: Any, like: list[torch.Tensor]) -> bool:
+    """Whether an argument takes part without changing type or layout of what it meets."""
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(like) and all(
+            not isinstance(item, torch.Tensor)
+            or item.dtype is mate.dtype and item.device == mate.device and item.shape == mate.shape
+            and item.stride() == mate.stride()
+            for item, mate in zip(value, like, strict=True)
+        )  # fmt: skip
+    return not isinstance(value, complex) and (not isinstance(value, torch.Tensor) or value.dim() < 2)
+
+
+def usual(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all lists hold floats of the same types and layouts, as those of optimizers do."""
+    return (
+        isinstance(tensors, (list, tuple))
+        and all(type(x) is FakeTensor and x.dtype in FLOATS for x in tensors)
+        and all(plain(value, tensors) for value in (*args, *kwargs.values()))  # type: ignore[arg-type]
+    )
+
+
+def in_place(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    return None if usual(tensors, args, kwargs) else NotImplemented
+
+
+def functional(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    return [like(x, x.dtype) for x in tensors] if usual(tensors, args, kwargs) else NotImplemented
+
+
+def by_last(base: Any, exponents: Any) -> Any:
+    return functional(exponents, base)
+
+
+def rule(overload: Any) -> Rule | None:
+    """The rule of an overload of this family."""
+    schema = overload._schema
+    if schema.name.partition("::")[2].rstrip("_") in OTHERS or any(a.is_out for a in schema.arguments):
+        return None
+    if str(schema.arguments[0].type) != "List[Tensor]":
+        return by_last
+    return in_place if schema.is_mutable else functional
+
+
+def steps(*lists: Any, **kwargs: Any) -> None:
+    """A fused optimizer step writes to its lists and gives nothing."""
+
+
+LATE["aten::_foreach_"] = rule
+for _name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+    LATE[f"aten::{_name}"] = lambda overload: None if overload._schema.returns else steps

@@ -1,0 +1,67 @@
+"""Interpolation of tensors with symbolic sizes, whose native form reads sizes as plain numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kiln.base.arithmetic import call, mul
+from kiln.ops.symint import SYMBOLIC, expr_of, wrap
+from kiln.ops.table import aten
+
+#: Mode and number of resampled dimensions: the op, and whether corners may be aligned.
+OPS: dict[tuple[str, int], tuple[Any, bool]] = {
+    ("nearest", 1): (aten.upsample_nearest1d, False),
+    ("nearest", 2): (aten.upsample_nearest2d, False),
+    ("nearest", 3): (aten.upsample_nearest3d, False),
+    ("nearest-exact", 1): (aten._upsample_nearest_exact1d, False),
+    ("nearest-exact", 2): (aten._upsample_nearest_exact2d, False),
+    ("nearest-exact", 3): (aten._upsample_nearest_exact3d, False),
+    ("linear", 1): (aten.upsample_linear1d, True),
+    ("bilinear", 2): (aten.upsample_bilinear2d, True),
+    ("trilinear", 3): (aten.upsample_trilinear3d, True),
+    ("bicubic", 2): (aten.upsample_bicubic2d, True),
+}
+
+
+def interpolate(
+    input: torch.Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> torch.Tensor:
+    """What torch's function gives, by the op that takes the size of the result."""
+    dims = input.dim() - 2
+    found = OPS.get((mode, dims))
+    given = size if scale_factor is None else scale_factor
+    if found is None or antialias or recompute_scale_factor or (size is None) == (scale_factor is None):
+        return functional.interpolate(
+            input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        )
+    parts = list(given) if isinstance(given, (list, tuple)) else [given] * dims
+    scales: list[Any] = [None] * dims
+    if size is None:
+        scales = [float(scale) for scale in parts]
+        parts = [scaled(n, scale) for n, scale in zip(input.shape[2:], scales, strict=True)]
+    op, aligns = found
+    corners = (bool(align_corners),) if aligns else ()
+    result: torch.Tensor = op.default(input, parts, *corners, *scales)
+    return result
+
+
+def scaled(n: Any, scale: float) -> Any:
+    """The size of a dimension of `n` elements after scaling."""
+    if type(n) not in SYMBOLIC:
+        return int(n * scale)
+    if scale.is_integer():
+        return wrap(mul(expr_of(n), int(scale)))
+    return wrap(call("math.trunc", mul(call("float", expr_of(n)), scale)))
+
+
+#: What stands for a function of torch while a shape is found out, where its arguments have symbolic sizes.
+FORMS: dict[Any, Any] = {functional.interpolate: interpolate}
