@@ -11,14 +11,18 @@ from typing import Any, overload
 
 from torch.fx import GraphModule
 
+from kiln.ahead import aot_eager
 from kiln.base.options import MODES, OPTION_NAMES, Backend, config, unknown, with_changes
 
 ENTRY_POINTS = ("kiln.backends", "torch_dynamo_backends")
 
 DEFAULT = "kiln"
 
+#: Backends of Kiln that take long to import: loaded when first asked for.
+OWN = {"native": EntryPoint("native", "kiln.compiler:kiln", "kiln.backends")}
+
 _registered: dict[str, Backend] = {}
-_native: set[str] = set()
+_native: set[str] = {*OWN}
 
 
 @overload
@@ -91,7 +95,7 @@ def _names() -> str:
 
 def _installed() -> dict[str, EntryPoint]:
     """Backends of installed packages, not loaded; where two groups share a name, Kiln's own group wins."""
-    found: dict[str, EntryPoint] = {}
+    found: dict[str, EntryPoint] = dict(OWN)
     for group in ENTRY_POINTS:
         for point in entry_points(group=group):
             found.setdefault(point.name, point)
@@ -118,8 +122,9 @@ def kiln(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     return eager(graph, example_inputs)
 
 
+for _backend in (eager, kiln, aot_eager):
+    _registered[_backend.__name__] = _backend
+    _native.add(_backend.__name__)
 for _backend in (eager, kiln):
     # These run each op as it comes: they build on nothing that the example inputs happen to be.
     _backend.specialises = False  # type: ignore[attr-defined]
-    _registered[_backend.__name__] = _backend
-    _native.add(_backend.__name__)

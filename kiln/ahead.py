@@ -1,0 +1,145 @@
+"""Training backends: a captured graph is differentiated ahead of time and its halves are compiled."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from kiln.base import log, records
+from kiln.base.errors import Break
+from kiln.base.expressions import Expr
+from kiln.base.fx import runner, to_fx
+from kiln.base.graph import Graph, TensorSpec
+from kiln.base.options import Backend, config, unknown
+from kiln.differentiate.halves import Halves
+from kiln.differentiate.joint import Joint
+from kiln.differentiate.partition import partition
+from kiln.differentiate.run import callable_for
+from kiln.differentiate.trace import trace
+from kiln.differentiate.training import Compiler, Run
+from kiln.expand.expand import expand
+from kiln.ops.fake import make
+from kiln.ops.symint import wrap
+
+LEVELS = ("aten", "core", "prims")
+
+GraphCompiler: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+"""What a backend author writes: takes an fx graph of aten ops and example inputs, gives a callable."""
+
+Partition: TypeAlias = Callable[[Joint], Halves]
+
+
+def aot(
+    fw_compiler: GraphCompiler,
+    bw_compiler: GraphCompiler | None = None,
+    partition: Partition | None = None,
+    level: str = "aten",
+    inference_compiler: GraphCompiler | None = None,
+) -> Backend:
+    """Make a backend for `compile` out of functions that take fx graphs.
+
+    `fw_compiler` gets the forward graph, `bw_compiler` the backward graph when it first runs,
+    `inference_compiler` the graph of calls that need no gradients; `fw_compiler` serves where one is None.
+    The graphs are functional, parameters are inputs, and they consist of aten ops, core ops or primitives, as
+    `level` says. Example inputs are fake tensors. `partition` takes the joint graph and gives its halves.
+    """
+    if level not in LEVELS:
+        raise unknown("level", level, LEVELS)
+    for compiler in (fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler):
+        if not callable(compiler):
+            raise TypeError(
+                f"a compiler is a callable (GraphModule, example inputs) -> callable, got {compiler!r}"
+            )
+    forward = through_fx(fw_compiler)
+    backward = through_fx(bw_compiler or fw_compiler)
+    inference = through_fx(inference_compiler or fw_compiler)
+
+    def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        return compiled(module, examples, forward, backward, inference, partition, level)
+
+    backend.__name__ = getattr(fw_compiler, "__name__", "aot")
+    return backend
+
+
+def aot_eager(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """Differentiate the graph ahead of time and run the halves op by op."""
+    return compiled(module, examples, runner, runner, runner)
+
+
+def compiled(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    forward: Compiler,
+    backward: Compiler,
+    inference: Compiler,
+    parted: Partition | None = None,
+    level: str = "aten",
+) -> Callable[..., Any]:
+    """The callable of a captured graph whose halves these compilers compile.
+
+    A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
+    """
+    # A collection in between would walk all objects of the process for the many nodes that are made here.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        joint = trace(module, list(examples))
+        if level != "aten":
+            joint = replace(joint, graph=expand(joint.graph, level))
+        halves = None
+        if joint.differentiates:
+            halves = partition(joint, config.memory_budget) if parted is None else parted(joint)
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:
+        return _as_captured(module, error)
+    finally:
+        if collecting:
+            gc.enable()
+    return callable_for(module, joint, halves, forward if halves else inference, backward)
+
+
+def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]:
+    """The captured graph itself, where it cannot be differentiated; faults of ours raise where asked to."""
+    if config.strict and not isinstance(error, Break):
+        raise error
+    why = f"{error.kind}: {error.why}" if isinstance(error, Break) else f"{type(error).__name__}: {error}"
+    records.emit(records.FallbackRecord("differentiate", why))
+    log.warn_once(
+        ("differentiate", why),
+        f"a graph is not differentiated ahead of time and runs as captured: {why}; "
+        "set KILN_STRICT=1 to see faults raised",
+    )
+    return module.forward  # type: ignore[no-any-return]
+
+
+def through_fx(compiler: GraphCompiler) -> Compiler:
+    """A compiler of graphs made of one that takes fx graphs."""
+
+    def compile_graph(graph: Graph) -> Run:
+        built = compiler(to_fx(graph, example), [example(node.spec) for node in graph.inputs])
+        if getattr(built, "_boxed_call", False):
+            return built
+
+        def run(values: list[Any]) -> Any:
+            arguments = tuple(values)
+            values.clear()
+            return built(*arguments)
+
+        return run
+
+    return compile_graph
+
+
+def example(spec: Any) -> Any:
+    """A value of a type, without data."""
+    if isinstance(spec, TensorSpec):
+        shape, stride = (tuple(map(wrap, sizes)) for sizes in (spec.shape, spec.stride))
+        return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
+    if isinstance(spec, (tuple, list)):
+        return type(spec)(map(example, spec))
+    return wrap(spec) if isinstance(spec, Expr) else None

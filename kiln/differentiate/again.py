@@ -1,0 +1,211 @@
+"""Second derivatives: the captured graph runs again in eager, and autograd differentiates what that did."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kiln.base.graph import Graph, TensorSpec, nodes_in
+from kiln.differentiate.interpret import fetch, interpret
+from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View
+from kiln.differentiate.kinds import kind
+
+
+class Replay:
+    """Runs the captured graph again on the inputs of one call, in eager, with that call's random numbers."""
+
+    def __init__(self, module: fx.GraphModule, joint: Joint) -> None:
+        self.module, self.joint = module, joint
+        self.random = any(kind(node.op).random for node in joint.graph.nodes if not node.backward)
+        self.devices = _devices(joint.graph)
+        self.autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in self.devices
+        ]
+        self.mutated = {m.primal for m in joint.mutated}
+        self.leaking = {m.primal for m in joint.mutated if m.with_grad}
+        self.lost = self._lost()
+        self.outputs = self._outputs()
+
+    def _lost(self) -> list[int]:
+        """The primals whose old values matter and are gone after the forward."""
+        read = {node for n in self.joint.graph.nodes for node in n.inputs()}
+        return [
+            m.primal
+            for m in self.joint.mutated
+            if not m.hidden
+            and (m.with_grad or self.joint.graph.inputs[m.primal] in read)
+            and _is_float(self.joint.primals[m.primal].spec)
+        ]
+
+    def _outputs(self) -> list[tuple[str, int]]:
+        """For each tangent, where the replayed graph has its value: an output, its base, a mutated input."""
+        found: list[tuple[str, int]] = []
+        for index in self.joint.tangents:
+            for place, output in enumerate(self.joint.outputs):
+                if isinstance(output, Fresh) and output.index == index:
+                    found.append(("output", place))
+                    break
+                if isinstance(output, View) and type(output.base) is int and output.base == index:
+                    found.append(("base", place))
+                    break
+            else:
+                found.append(("written", next(m.primal for m in self.joint.mutated if m.index == index)))
+        return found
+
+    # What a call keeps
+
+    def remember(self, ctx: Any, primals: tuple[Any, ...]) -> None:
+        """Keep what a replay needs until the backward pass is over."""
+        if self.leaking:
+            # These will have the call as their history: kept here, they would keep themselves alive.
+            primals = tuple([None if i in self.leaking else p for i, p in enumerate(primals)])
+        ctx.primals = primals
+        ctx.versions = [
+            p._version if isinstance(p, torch.Tensor) and not p.is_inference() else 0 for p in primals
+        ]
+        if self.random:
+            ctx.random = [_random_state(device) for device in self.devices]
+
+    def forget(self, ctx: Any) -> None:
+        """Let go of what was kept."""
+        ctx.primals = ctx.random = None
+
+    # Gradients with a history
+
+    def gradients(self, ctx: Any, present: int, tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """The gradients of the primals, with a history, for the tangents in the set `present`."""
+        if ctx.primals is None:
+            raise RuntimeError(
+                "second derivatives were asked for after the first backward pass freed the graph; "
+                "call it with retain_graph=True or create_graph=True"
+            )
+        if self.lost:
+            names = ", ".join(self.joint.graph.inputs[i].name for i in self.lost)
+            raise RuntimeError(
+                f"second derivatives of a compiled graph that writes to its inputs ({names}) are not "
+                "supported; use the form that returns a new tensor, or kiln.disable"
+            )
+        self._check_versions(ctx)
+        stand_ins = self._stand_ins(ctx.primals)
+        with torch.enable_grad(), self._state(ctx):
+            outputs = self._run(stand_ins)
+            places = [at for k, at in enumerate(self.outputs) if present >> k & 1]
+            results = [self._value(kind_of, place, outputs, stand_ins) for kind_of, place in places]
+            wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
+            pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
+            found = torch.autograd.grad(
+                [r for r, _ in pairs],
+                [stand_ins[i] for i in wanted],
+                [t for _, t in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+        gradients: list[Any] = [None] * len(self.joint.primals)
+        for i, gradient in zip(wanted, found, strict=True):
+            gradients[i] = gradient
+        return tuple(gradients)
+
+    def _check_versions(self, ctx: Any) -> None:
+        for i, (primal, version) in enumerate(zip(ctx.primals, ctx.versions, strict=True)):
+            known = isinstance(primal, torch.Tensor) and not primal.is_inference() and i not in self.mutated
+            if known and primal._version != version and self.joint.primals[i].requires_grad:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: {self.joint.graph.inputs[i].name} is at version {primal._version}; "
+                    f"expected version {version} instead"
+                )
+
+    def _stand_ins(self, primals: Sequence[Any]) -> list[Any]:
+        """Tensors to replay on: gradients with respect to them do not pass from one primal to another."""
+        made = []
+        for i, (primal, info) in enumerate(zip(primals, self.joint.primals, strict=True)):
+            if i in self.mutated and isinstance(primal, torch.Tensor):
+                made.append(primal.detach().clone())
+            else:
+                made.append(primal.view_as(primal) if info.requires_grad else primal)
+        return made
+
+    def _run(self, stand_ins: Sequence[Any]) -> list[Any]:
+        """The outputs of the captured graph, in the order of the joint's outputs."""
+        places = len([node for node in self.module.graph.nodes if node.op == "placeholder"])
+        arguments: list[Any] = [None] * places
+        held: dict[int, Any] = {}
+        for primal, value in zip(self.joint.primals, stand_ins, strict=True):
+            if isinstance(primal.origin, Placeholder):
+                arguments[primal.origin.index] = value
+            elif isinstance(primal.origin, Attribute):
+                held[id(fetch(self.module, primal.origin.name))] = value
+
+        def owned(name: str, value: Any) -> Any:
+            return held.get(id(value), value)
+
+        out = interpret(
+            self.module,
+            arguments,
+            lambda name: owned(name, fetch(self.module, name)),
+            owned,
+            lambda node: None,
+        )
+        flat: list[Any] = [None] * len(self.joint.outputs)
+        _pair(self.joint.nest, out, flat)
+        return flat
+
+    def _value(
+        self, kind_of: str, place: int, outputs: Sequence[Any], stand_ins: Sequence[Any]
+    ) -> torch.Tensor:
+        if kind_of == "written":
+            return stand_ins[place]  # type: ignore[no-any-return]
+        value: torch.Tensor = outputs[place]
+        return value if kind_of == "output" or value._base is None else value._base
+
+    @contextlib.contextmanager
+    def _state(self, ctx: Any) -> Iterator[None]:
+        """Torch's random numbers and autocast as they were in the forward, for a while."""
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            if self.random:
+                for device, state in zip(self.devices, ctx.random, strict=True):
+                    stack.callback(_set_random_state, device, _random_state(device))
+                    _set_random_state(device, state)
+            yield
+
+
+def _pair(nest: Any, value: Any, flat: list[Any]) -> None:
+    """Put the leaves of `value` to the positions that `nest` has in their places."""
+    if type(nest) is int:
+        flat[nest] = value
+    elif isinstance(nest, (tuple, list)):
+        for part, item in zip(nest, value, strict=True):
+            _pair(part, item, flat)
+    elif isinstance(nest, dict):
+        for key, part in nest.items():
+            _pair(part, value[key], flat)
+
+
+def _is_float(spec: Any) -> bool:
+    return isinstance(spec, TensorSpec) and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+
+
+def _devices(graph: Graph) -> list[str]:
+    specs = [n.spec for n in (*graph.inputs, *nodes_in(graph.outputs)) if isinstance(n.spec, TensorSpec)]
+    return sorted({"cpu", *(spec.device.type for spec in specs)} - {"meta"})
+
+
+def _random_state(device: str) -> torch.Tensor:
+    if device == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = getattr(torch, device).get_rng_state()
+    return state
+
+
+def _set_random_state(device: str, state: torch.Tensor) -> None:
+    if device == "cpu":
+        torch.set_rng_state(state)
+    else:
+        getattr(torch, device).set_rng_state(state)

@@ -1,0 +1,172 @@
+"""Clean: what a functional graph does twice or for nothing."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, retarget
+from kiln.differentiate.functionalise import renewed
+from kiln.differentiate.writes import FORMS
+from kiln.ops.layout import is_dense
+from kiln.ops.meta import SEEDED
+from kiln.ops.symint import wrap
+from kiln.ops.table import aten
+
+if TYPE_CHECKING:
+    from kiln.differentiate.results import Results
+
+#: Ops whose result is their first argument where the types are the same.
+SAME = frozenset({
+    aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default, aten.clone.default,
+    aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default,
+    aten._reshape_alias.default, aten.permute.default, aten.lift_fresh_copy.default, aten.slice.Tensor,
+})  # fmt: skip
+#: Ops whose result may lie in the memory of their argument though their schema does not say so.
+GIVES_BACK = frozenset({aten._unsafe_view.default, aten.conj_physical.default})
+#: Views that undo themselves.
+SWAPS = frozenset({aten.t.default, aten.transpose.int})
+_NUMBERS = (float, bool, complex)
+
+
+class _Acts(dict[Any, bool]):
+    def __missing__(self, op: Any) -> bool:
+        if isinstance(op, torch._ops.OpOverload):
+            fact = SEEDED[op] or not op._schema.returns
+        else:
+            fact = op is not operator.getitem and op is not CONSTANT
+        self[op] = fact
+        return fact
+
+
+#: Whether a node of this op matters for what it does and not only for its value.
+ACTS = _Acts()
+
+
+def acts(node: Node) -> bool:
+    """Whether a node matters for what it does and not only for its value."""
+    return ACTS[node.op]
+
+
+def clean(graph: Graph, results: Results) -> None:
+    """Drop what changes nothing, merge what is computed twice, remove what nobody needs, part the results."""
+    replaced: dict[Node, Node] = {}
+    seen: dict[Any, Node] = {}
+    kept: list[Node] = []
+
+    def now(node: Node) -> Node:
+        return replaced.get(node, node)
+
+    for node in graph.nodes:
+        if replaced:
+            node.args = renewed(node.args, now)
+            if node.kwargs:
+                node.kwargs = renewed(node.kwargs, now)
+        if node.op in SAME and node.spec == node.args[0].spec:
+            replaced[node] = node.args[0]
+            continue
+        inner = node.args[0] if node.op in SWAPS else None
+        if inner is not None and inner.op is node.op and inner.args[1:] == node.args[1:]:
+            source = inner.args[0]
+            if source.spec == node.spec:
+                replaced[node] = source
+                continue
+        key = key_of(node)
+        if key is not None:
+            known = seen.setdefault(key, node)
+            if known is not node:
+                replaced[node] = known
+                continue
+        kept.append(node)
+    graph.nodes = kept
+    graph.outputs = part(graph, retarget(graph.outputs, replaced), results)
+    graph.drop_unused(acts)
+
+
+def key_of(node: Node) -> Any:
+    """What two nodes have in common when they compute the same; None for those that must stay."""
+    op = node.op
+    if op is operator.getitem:
+        return node.args
+    if op is CONSTANT or not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or acts(node):
+        return None
+    try:
+        key = (op, node.region, _key(node.args), _key(tuple(node.kwargs.items())) if node.kwargs else ())
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is Node or kind is int:
+        return value
+    if kind is tuple or kind is list:
+        return tuple([item if type(item) is int or type(item) is Node else _key(item) for item in value])
+    # 1, 1.0 and True are equal and yet not the same argument; so are 0.0 and -0.0.
+    return (kind, value or str(value)) if kind in _NUMBERS else value
+
+
+def source_of(node: Node) -> Node | None:
+    """The value whose memory a view, or the getitem of one, looks at; None for what has memory of its own."""
+    op = node.op
+    if op is INPUT or op is CONSTANT:
+        return None
+    if op is operator.getitem:
+        whole: Node = node.args[0]
+        return whole if FORMS[whole.op].views else None
+    source: Node | None = node.args[0] if op in GIVES_BACK or FORMS[op].views else None
+    return source
+
+
+def root_of(node: Node) -> Node:
+    """The value whose memory a node's result lies in."""
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
+
+
+def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any, ...]:
+    """The outputs, with copies where results would share memory that are apart in the program."""
+    taken: set[Node] = set()
+    written = {graph.inputs[m.primal] for m in results.mutated}
+    new = list(outputs)
+    for i in sorted(results.own):
+        root = root_of(new[i])
+        if root in taken or root.op is INPUT or root.op is CONSTANT:
+            new[i] = copied(graph, new[i])
+        taken.add(root)
+    seen = {new[i] for i in results.own}
+    for i in range(len(results.values)):
+        if i in results.own:
+            continue
+        root = root_of(new[i])
+        if root in written and (root is not new[i] or root is not graph.inputs[_primal_of(results, i)]):
+            new[i] = copied(graph, new[i])
+        elif new[i] in seen:
+            # It is only copied from; but autograd must know it apart from the other result.
+            new[i] = graph.call(aten.alias.default, (new[i],), {}, new[i].spec)
+        seen.add(new[i])
+    return tuple(new)
+
+
+def _primal_of(results: Results, index: int) -> int:
+    return next((m.primal for m in results.mutated if m.index == index), -1)
+
+
+def fills_memory(spec: TensorSpec) -> bool:
+    """Whether a tensor leaves no holes between its elements, so that a copy has its strides."""
+    return bool(is_dense(tuple(map(wrap, spec.shape)), tuple(map(wrap, spec.stride))))
+
+
+def copied(graph: Graph, node: Node) -> Node:
+    """A copy of a value with its layout; where that has holes, the view is taken anew of a copy."""
+    spec: Any = node.spec
+    source = source_of(node)
+    if source is not None and not (isinstance(spec, TensorSpec) and fills_memory(spec)):
+        return graph.call(node.op, (copied(graph, source), *node.args[1:]), node.kwargs, spec, node)
+    own = TensorSpec(spec.shape, spec.stride, spec.dtype, spec.device)
+    return graph.call(aten.clone.default, (node,), {}, own, node)

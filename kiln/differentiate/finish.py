@@ -1,0 +1,211 @@
+"""After the graph has run: new values are written back and the outputs are made of results and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.expressions import Expr, Symbol
+from kiln.base.graph import mapped
+from kiln.differentiate.joint import (
+    Attribute,
+    Constant,
+    Fresh,
+    Given,
+    Joint,
+    Mutation,
+    Origin,
+    Placeholder,
+    Step,
+    View,
+)
+
+Results: TypeAlias = Sequence[Any]
+Args: TypeAlias = tuple[Any, ...]
+Sizes: TypeAlias = Callable[[Args], Mapping[Symbol, Any]]
+Finish: TypeAlias = Callable[[Results, Args], Any]
+
+_switch = torch._C._set_grad_enabled
+
+
+def _keys() -> Any:
+    keys = torch._C.DispatchKey
+    found = torch._C.DispatchKeySet(keys.ADInplaceOrView)
+    for name in (
+        "AutogradFunctionality",
+        "AutogradOther",
+        *(n for n in dir(keys) if n.startswith("Autocast")),
+    ):
+        found = found.add(getattr(keys, name))
+    return found
+
+
+# What a graph of aten ops needs no more: autograd's and autocast's part is in the graph already. Without them
+# no op records a history, tracks views, counts versions or converts its arguments once more.
+below = partial(torch._C._ExcludeDispatchKeyGuard, _keys())
+
+
+def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
+    """A function from the results and the arguments to what the captured graph returns."""
+    outputs = _outputs(joint, attributes, sizes)
+    writes = [_write(joint, mutation, attributes) for mutation in joint.mutated]
+    if not writes and not joint.effects:
+        return outputs
+
+    def finish(results: Results, args: Args) -> Any:
+        for write in writes:
+            write(results, args)
+        out = outputs(results, args)
+        for function, arguments in joint.effects:
+            function(*arguments)
+        return out
+
+    return finish
+
+
+# Outputs
+
+
+def _outputs(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
+    """A function that makes the outputs, one object for each `Output`."""
+    fresh = [output.index for output in joint.outputs if isinstance(output, Fresh)]
+    if len(fresh) == len(joint.outputs) and joint.nest == tuple(range(len(fresh))):
+        if fresh == list(range(joint.results)):
+            return lambda results, args: tuple(results)
+        return lambda results, args: tuple([results[i] for i in fresh])
+    distinct = {id(output): output for output in joint.outputs}
+    places = {key: i for i, key in enumerate(distinct)}
+    order = [places[id(output)] for output in joint.outputs]
+    makers = [MAKERS[type(output)](output, attributes, sizes) for output in distinct.values()]
+    nest = mapped(joint.nest, lambda leaf: order[leaf] if type(leaf) is int else leaf)
+
+    def outputs(results: Results, args: Args) -> Any:
+        made = [make(results, args) for make in makers]
+        return mapped(nest, lambda leaf: made[leaf] if type(leaf) is int else leaf)
+
+    return outputs
+
+
+def _fresh(output: Fresh, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
+    index = output.index
+    return lambda results, args: results[index]
+
+
+def _given(output: Given, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
+    origin = origin_of(output.origin, attributes)
+    return lambda results, args: origin(args)
+
+
+def _constant(output: Constant, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
+    value = output.value
+    if isinstance(value, Expr):
+        return lambda results, args: value.evaluate(sizes(args))
+    return lambda results, args: value
+
+
+def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
+    """Takes the view outside the compiled graph, so that autograd knows it as eager's."""
+    base, steps, grad = output.base, output.steps, output.requires_grad
+    origin = None if isinstance(base, int) else origin_of(base, attributes)
+    symbolic = any(_has_symbols((step.args, step.kwargs)) for step in steps)
+
+    def view(results: Results, args: Args) -> Any:
+        value = results[base] if origin is None else origin(args)  # type: ignore[index]
+        known = sizes(args) if symbolic else {}
+        before = torch.is_grad_enabled()
+        _switch(grad)
+        try:
+            if not steps:
+                return value.view_as(value) if grad else value.detach()
+            for step in steps:
+                value = _taken(value, step, known)
+            # Without a history, eager had the view made of a detached tensor, or in no_grad mode.
+            return value.detach() if value.requires_grad and not grad else value
+        finally:
+            _switch(before)
+
+    return view
+
+
+def _taken(value: Any, step: Step, sizes: Mapping[Symbol, Any]) -> Any:
+    args, kwargs = (
+        (resolved(step.args, sizes), resolved(step.kwargs, sizes)) if sizes else (step.args, step.kwargs)
+    )
+    taken = step.op(value, *args, **kwargs)
+    return taken if step.item is None else taken[step.item]
+
+
+MAKERS: dict[type, Callable[[Any, Mapping[str, Any], Sizes], Finish]] = {
+    Fresh: _fresh, Given: _given, View: _view, Constant: _constant,
+}  # fmt: skip
+
+
+# Writing back
+
+
+def _write(
+    joint: Joint, mutation: Mutation, attributes: Mapping[str, Any]
+) -> Callable[[Results, Args], None]:
+    """A function that gives a mutated input its new value, with the history and version as in eager."""
+    origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
+
+    def hidden(results: Results, args: Args) -> None:
+        target = origin(args)
+        with below():
+            target.copy_(results[index])
+
+    def plain(results: Results, args: Args) -> None:
+        before = torch.is_grad_enabled()
+        _switch(False)
+        try:
+            origin(args).copy_(results[index])
+        finally:
+            _switch(before)
+
+    def recorded(results: Results, args: Args) -> None:
+        before = torch.is_grad_enabled()
+        _switch(True)
+        try:
+            origin(args).copy_(results[index])
+        finally:
+            _switch(before)
+
+    if mutation.hidden:
+        return hidden
+    return recorded if mutation.with_grad else plain
+
+
+# Where values come from
+
+
+def origin_of(origin: Origin, attributes: Mapping[str, Any]) -> Callable[[Args], Any]:
+    """A function from the arguments to the tensor that an origin names."""
+    if isinstance(origin, Placeholder):
+        index = origin.index
+        return lambda args: args[index]
+    if isinstance(origin, Attribute):
+        held = attributes[origin.name]
+        return lambda args: held
+    index = origin.index
+    return lambda args: whole(args[index])
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole memory of a tensor as one flat tensor of its dtype."""
+    length = tensor.untyped_storage().nbytes() // tensor.element_size()
+    with torch.no_grad():
+        return tensor.as_strided((length,), (1,), 0)
+
+
+def resolved(value: Any, sizes: Mapping[Symbol, Any]) -> Any:
+    """A nest with the values of symbolic expressions in place of them."""
+    return mapped(value, lambda leaf: leaf.evaluate(sizes) if isinstance(leaf, Expr) else leaf)
+
+
+def _has_symbols(value: Any) -> bool:
+    found = []
+    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Expr) else None)
+    return bool(found)

@@ -1,0 +1,164 @@
+"""Runs a captured fx graph node by node, with other tensors in place of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from kiln.base.errors import Break
+
+
+def fetch(module: Any, path: str) -> Any:
+    """What the module holds under a dotted name."""
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def argument(value: Any, known: dict[fx.Node, Any]) -> Any:
+    """A nest of fx arguments with the values of its nodes."""
+    if isinstance(value, fx.Node):
+        return known[value]
+    if isinstance(value, (list, tuple)):
+        items = [argument(item, known) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, dict):
+        return {key: argument(item, known) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(argument(value.start, known), argument(value.stop, known), argument(value.step, known))
+    return value
+
+
+@contextlib.contextmanager
+def replaced(module: torch.nn.Module, replace: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Parameters and buffers of a module and of those in it, replaced for a while."""
+    changed: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for part in module.modules():
+            for held in (part._parameters, part._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        changed.append((held, name, tensor))
+                        held[name] = replace(tensor)
+        yield
+    finally:
+        for held, name, tensor in reversed(changed):
+            held[name] = tensor
+
+
+def joined(data: Any, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
+    """`torch.tensor` of nested lists with tensors of one element among them, which fakes do not know."""
+    leaves: list[Any] = []
+    shape = _flattened(data, leaves)
+    if not shape or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return torch.tensor(data, dtype=dtype, device=device, **rest)
+    if dtype is None:
+        kinds = [torch.as_tensor(leaf).dtype for leaf in leaves]
+        dtype = functools.reduce(torch.promote_types, kinds)
+    parts = [torch.as_tensor(leaf, dtype=dtype, device=device).detach().reshape(()) for leaf in leaves]
+    made = torch.stack(parts).view(shape)
+    return made.requires_grad_() if rest.get("requires_grad") else made
+
+
+def _flattened(data: Any, leaves: list[Any]) -> list[int]:
+    """The shape of nested lists, whose leaves are added to `leaves`."""
+    if not isinstance(data, (list, tuple)):
+        leaves.append(data)
+        return []
+    inner: list[int] = []
+    for item in data:
+        inner = _flattened(item, leaves)
+    return [len(data), *inner]
+
+
+def method_of(owner: Any, name: str) -> Callable[..., Any]:
+    """The method as a function that takes its owner first."""
+    method = getattr(owner, name)
+    return lambda _, *rest, **named: method(*rest, **named)
+
+
+def call(function: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function or method gives; a number that is given as a tensor, to be read, stays a tensor."""
+    try:
+        return function(*args, **kwargs)
+    except Break as error:
+        scaled = SCALED.get(name.removesuffix("_"))
+        if error.kind != "data-dependent" or scaled is None:
+            raise
+        x, *rest = args
+        factors = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+        added = scaled(*rest, **factors)
+        return x.add_(added) if name.endswith("_") else x.add(added)
+
+
+#: What is added to the first argument, for functions with a factor that may be given as a tensor.
+SCALED: dict[str, Callable[..., Any]] = {
+    "add": lambda other, *, alpha: alpha * other,
+    "sub": lambda other, *, alpha: -alpha * other,
+    "addcmul": lambda a, b, *, value: value * a * b,
+    "addcdiv": lambda a, b, *, value: value * a / b,
+}
+
+#: What runs in a trace in place of functions that read the contents of tensors.
+STAND_INS: dict[Any, Any] = {torch.tensor: joined}
+
+
+def interpret(
+    module: fx.GraphModule,
+    inputs: list[Any],
+    attribute: Callable[[str], Any],
+    owned: Callable[[str, torch.Tensor], Any],
+    entering: Callable[[fx.Node], None],
+) -> Any:
+    """The output nest of the graph on `inputs`.
+
+    `attribute` gives the value of a get_attr; `owned` what stands for a tensor inside a called module, given
+    its name; `entering` is told of each node before it runs.
+    """
+    known: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in module.graph.nodes:
+        kind = node.op
+        entering(node)
+        if kind == "call_function":
+            args = [argument(a, known) for a in node.args]
+            kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
+            function = STAND_INS.get(node.target, node.target)
+            known[node] = call(function, getattr(function, "__name__", ""), args, kwargs)
+        elif kind == "call_method":
+            args = [argument(a, known) for a in node.args]
+            kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
+            known[node] = call(method_of(args[0], node.target), node.target, args, kwargs)
+        elif kind == "placeholder":
+            known[node] = next(given)
+        elif kind == "get_attr":
+            known[node] = attribute(node.target)
+        elif kind == "call_module":
+            known[node] = call_module(module, node, known, owned)
+        else:
+            return argument(node.args[0], known)
+    raise ValueError("the graph has no output")
+
+
+def call_module(
+    module: fx.GraphModule,
+    node: fx.Node,
+    known: dict[fx.Node, Any],
+    owned: Callable[[str, torch.Tensor], Any],
+) -> Any:
+    """Run a module that the graph calls, its tensors replaced."""
+    called = fetch(module, str(node.target))
+    names = {id(t): f"{node.target}.{name}" for name, t in called.state_dict(keep_vars=True).items()}
+    for name, tensor in (*called.named_parameters(), *called.named_buffers()):
+        names.setdefault(id(tensor), f"{node.target}.{name}")
+    args = [argument(a, known) for a in node.args]
+    kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
+    with replaced(called, lambda tensor: owned(names[id(tensor)], tensor)):
+        return called(*args, **kwargs)

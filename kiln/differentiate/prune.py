@@ -1,0 +1,115 @@
+"""Backward graphs for some of the gradients only: what the others would have added is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kiln.base.graph import Graph, Node, TensorSpec, mapped, nodes_in
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A backward graph that takes only some inputs of the whole one, given by their positions there."""
+
+    graph: Graph
+    inputs: tuple[int, ...]
+
+
+def reach(graph: Graph, tangents: int) -> dict[Node, int]:
+    """For each value, the set of tangents that it depends on, as bits; the tangents are the last inputs."""
+    first = len(graph.inputs) - tangents
+    found = {node: 1 << (i - first) if i >= first else 0 for i, node in enumerate(graph.inputs)}
+    for node in graph.nodes:
+        bits = 0
+        for read in node.inputs():
+            bits |= found[read]
+        found[node] = bits
+    return found
+
+
+def uses(graph: Graph, tangents: int) -> list[frozenset[int]]:
+    """For each input before the tangents, its readers: of each, the set of tangents it runs for, as bits.
+
+    In eager each of these readers would have saved the value for itself.
+    """
+    reached = reach(graph, tangents)
+    everything = (1 << tangents) - 1
+    found: dict[Node, set[int]] = {}
+    for out in nodes_in(graph.outputs):
+        found.setdefault(out, set()).add(reached[out] or everything)
+    for node in reversed(graph.nodes):
+        # What depends on no tangent is computed for those who read it.
+        readers = {reached[node]} if reached[node] else found.get(node, set())
+        for read in node.inputs():
+            found.setdefault(read, set()).update(readers)
+    return [frozenset(found.get(node, ())) for node in graph.inputs[: len(graph.inputs) - tangents]]
+
+
+def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
+    """The backward graph when only the tangents in the set `present` are there.
+
+    Gradients are linear in the tangents: a value that depends on absent ones alone is zero. A sum with it is
+    the other summand, a gradient that would be zero is None, as in autograd; elsewhere zeros take its place.
+    """
+    reached = reach(graph, tangents)
+    made: dict[Node, Node] = {node: replace(node) for node in graph.inputs}
+    new = Graph()
+    for node in graph.inputs:
+        new.name(node.name)
+
+    def absent(node: Node) -> bool:
+        return bool(reached[node]) and not reached[node] & present
+
+    def leaf(value: Any) -> Any:
+        if type(value) is not Node:
+            return value
+        if absent(value) and value not in made_zeros:
+            made_zeros[value] = _zeros(new, value.spec)
+        return made_zeros[value] if absent(value) else made[value]
+
+    made_zeros: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if absent(node):
+            continue
+        rest = _other_summand(node, absent)
+        if rest is not None:
+            made[node] = made[rest]
+            continue
+        args = node.args if node.op == "constant" else mapped(node.args, leaf)
+        made[node] = replace(node, args=args, kwargs=mapped(node.kwargs, leaf), name=new.name(node.name))
+        new.nodes.append(made[node])
+    new.outputs = tuple(
+        None if type(out) is Node and absent(out) else made[out] if type(out) is Node else out
+        for out in graph.outputs
+    )
+    new.drop_unused()
+    read = {n for node in new.nodes for n in node.inputs()} | set(nodes_in(new.outputs))
+    symbolic = [type(node.spec) is not TensorSpec for node in graph.inputs]
+    kept = tuple(i for i, node in enumerate(graph.inputs) if made[node] in read or symbolic[i])
+    new.inputs = [made[graph.inputs[i]] for i in kept]
+    return Pruned(new.check(), kept)
+
+
+def _other_summand(node: Node, absent: Any) -> Node | None:
+    """The summand that a sum comes down to, of the same type; None where it is no such sum."""
+    if node.op is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return None
+    a, b = node.args
+    if type(a) is not Node or type(b) is not Node or absent(a) == absent(b):
+        return None
+    rest = b if absent(a) else a
+    return rest if rest.spec == node.spec else None
+
+
+def _zeros(graph: Graph, spec: Any) -> Node:
+    """New nodes for zeros of this type."""
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"no zeros of type {spec}")
+    layout = {"dtype": spec.dtype, "device": spec.device}
+    empty = graph.call(aten.empty_strided.default, (list(spec.shape), list(spec.stride)), layout, spec)
+    return graph.call(aten.zero.default, (empty,), spec=spec)

@@ -1,0 +1,201 @@
+"""What a traced forward gives: the results, and how outputs and written inputs come from them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.base.graph import Node
+from kiln.differentiate.functionalise import Functionaliser, Memory, Place
+from kiln.differentiate.joint import Constant, Fresh, Given, Mutation, Origin, Output, Storage, View
+from kiln.ops.fake import FakeTensor
+from kiln.ops.symint import expr_of
+from kiln.ops.table import aten
+
+if TYPE_CHECKING:
+    from kiln.differentiate.trace import Tracer
+
+
+class Results:
+    """The results of a forward: fresh outputs, new values of written inputs, bases that outputs view.
+
+    `values` are nodes of the functional graph, `fakes` the tensors of the trace that they stand for,
+    `tangents` the positions of those that are differentiated.
+    """
+
+    def __init__(self, tracer: Tracer, functional: Functionaliser, nest: Any) -> None:
+        self.tracer, self.functional = tracer, functional
+        self.values: list[Node] = []
+        self.fakes: list[FakeTensor] = []
+        self.tangents: list[int] = []
+        self.mutated: list[Mutation] = []
+        self.outputs: list[Output] = []
+        self.own: set[int] = set()
+        """Results that nothing else may share memory with."""
+        self._origins: dict[Memory, tuple[Origin, Place]] = {}
+        leaves: list[Any] = []
+        self.nest = positions(nest, leaves)
+        places = {id(t): functional.place(tracer.recording.node(t)) for t in leaves if is_fake(t)}
+        self._sources()
+        self._refuse_state(leaves)
+        fresh = self._fresh(leaves, places)
+        self._mutations()
+        bases = self._bases(leaves, places)
+        made: dict[int, Output] = {}
+        for leaf in leaves:
+            if not is_fake(leaf):
+                self.outputs.append(Constant(expr_of(leaf)))
+                continue
+            if id(leaf) not in made:
+                made[id(leaf)] = self._output(leaf, places[id(leaf)], fresh, bases)
+            self.outputs.append(made[id(leaf)])
+
+    def add(self, place: Place, fake: FakeTensor, differentiable: bool) -> int:
+        """A new result."""
+        self.values.append(self.functional.exact(self.functional.current(place), place.spec))
+        self.fakes.append(fake)
+        if differentiable:
+            self.tangents.append(len(self.values) - 1)
+        return len(self.values) - 1
+
+    def _sources(self) -> None:
+        """Note the memories of the inputs."""
+        tracer = self.tracer
+        for primal, node in zip(tracer.primals, tracer.recording.graph.inputs, strict=False):
+            if self.functional.known(node):
+                place = self.functional.place(node)
+                self._origins[place.memory] = primal.origin, place
+
+    def _refuse_state(self, leaves: list[Any]) -> None:
+        """Break where the graph changes what autograd knows of a tensor that is seen outside."""
+        tracer = self.tracer
+        for primal, fake, before in zip(tracer.primals, tracer.fakes, tracer.before, strict=True):
+            if not is_fake(fake):
+                continue
+            if fake.grad_fn is before and fake.requires_grad != primal.requires_grad:
+                why = "the graph switches whether an input requires grad"
+                raise Break("requires-grad", why, "call requires_grad_ outside the compiled function")
+            if fake._backward_hooks:
+                why = "the graph registers a hook on an input"
+                raise Break("tensor-hook", why, "register it outside the compiled function")
+        if any(is_fake(t) and t.retains_grad for t in (*leaves, *tracer.fakes)):
+            why = "retain_grad is called on a tensor that is seen outside"
+            raise Break("retain-grad", why, "call it outside the compiled function")
+        if not any(primal.requires_grad for primal in tracer.primals):
+            if any(is_fake(t) and t.requires_grad for t in leaves):
+                raise inner_leaf()
+
+    def _fresh(self, leaves: list[Any], places: dict[int, Place]) -> dict[int, int]:
+        """The results for outputs that are alone in their memory, or its own tensor; by the output's id."""
+        sharing: dict[Memory, set[int]] = {}
+        for leaf in leaves:
+            if is_fake(leaf):
+                sharing.setdefault(places[id(leaf)].memory, set()).add(id(leaf))
+        fresh: dict[int, int] = {}
+        for leaf in leaves:
+            if not is_fake(leaf) or id(leaf) in fresh:
+                continue
+            place = places[id(leaf)]
+            if place.memory in self._origins:
+                continue
+            odd = leaf.requires_grad and leaf.grad_fn is None
+            if place.parent is None or len(sharing[place.memory]) == 1 and not odd:
+                if odd:
+                    raise inner_leaf()
+                fresh[id(leaf)] = index = self.add(place, leaf, leaf.grad_fn is not None)
+                self.own.add(index)
+        return fresh
+
+    def _mutations(self) -> None:
+        tracer, functional = self.tracer, self.functional
+        for i, node in enumerate(tracer.recording.graph.inputs):
+            if not functional.written(node):
+                continue
+            fake = tracer.fakes[i]
+            with_grad = bool(fake.requires_grad and fake.grad_fn is not tracer.before[i])
+            if with_grad and isinstance(tracer.primals[i].origin, Storage):
+                why = "inputs that overlap in memory are written with gradients"
+                raise Break("overlapping-inputs", why, "pass tensors that do not share memory")
+            place = functional.place(node).memory.root
+            index = self.add(place, fake, with_grad)
+            self.mutated.append(Mutation(i, index, with_grad, not place.memory.seen))
+
+    def _bases(self, leaves: list[Any], places: dict[int, Place]) -> dict[Memory, int]:
+        """The results for memories that several outputs view and none of them owns."""
+        bases: dict[Memory, int] = {}
+        for leaf in leaves:
+            if not is_fake(leaf):
+                continue
+            place = places[id(leaf)]
+            memory = place.memory
+            if memory in self._origins:
+                continue
+            if memory not in bases:
+                root = self.functional.fake(memory.root)
+                known = next((i for i, fake in enumerate(self.fakes) if fake is root and i in self.own), None)
+                bases[memory] = -1 if known is None else known
+        return bases
+
+    def _refuse_leaf(self, leaf: FakeTensor, place: Place) -> None:
+        """Break for a view that was made a leaf.
+
+        A view taken without grad mode of a tensor that requires grad claims to require it as well, and will
+        again when it is taken anew; one that was detached does not.
+        """
+        if leaf.requires_grad and leaf.grad_fn is None:
+            root = self.functional.fake(place.memory.root)
+            if not root.requires_grad or any(step.op is aten.detach.default for step in place.steps()):
+                raise inner_leaf()
+
+    def _output(
+        self, leaf: FakeTensor, place: Place, fresh: dict[int, int], bases: dict[Memory, int]
+    ) -> Output:
+        if id(leaf) in fresh:
+            return Fresh(fresh[id(leaf)], leaf.grad_fn is not None)
+        memory = place.memory
+        source = self._origins.get(memory)
+        if source is not None:
+            origin, own = source
+            member = self.tracer.members.get(leaf.node)
+            if own is place or member is not None:
+                return Given(member or origin)
+            self._refuse_leaf(leaf, place)
+            return View(origin, place.steps(), leaf.grad_fn is not None)
+        self._refuse_leaf(leaf, place)
+        root = self.functional.fake(memory.root)
+        if leaf.requires_grad and root.grad_fn is None:
+            why = "an output that requires grad views a tensor that does not"
+            raise Break("output-view", why, "return a copy of it")
+        if bases.get(memory, -1) < 0:
+            bases[memory] = index = self.add(memory.root, root, False)
+            self.own.add(index)
+        index = bases[memory]
+        if leaf.requires_grad and index not in self.tangents:
+            self.tangents.append(index)
+        return View(index, place.steps(), leaf.grad_fn is not None)
+
+
+def inner_leaf() -> Break:
+    """The refusal of a graph that makes a leaf: nothing outside could give it a gradient."""
+    why = "the graph makes a tensor that requires grad without computing it"
+    return Break("inner-leaf", why, "make it outside the compiled function")
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a leaf of the output is a tensor of the trace."""
+    return isinstance(value, torch.Tensor)
+
+
+def positions(nest: Any, leaves: list[Any]) -> Any:
+    """The nest with each leaf replaced by its position in `leaves`, to which it is added."""
+    if isinstance(nest, (list, tuple)):
+        items = [positions(item, leaves) for item in nest]
+        if isinstance(nest, list):
+            return items
+        return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)
+    if isinstance(nest, dict):
+        return {key: positions(item, leaves) for key, item in nest.items()}
+    leaves.append(nest)
+    return len(leaves) - 1

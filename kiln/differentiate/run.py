@@ -1,0 +1,152 @@
+"""The callable of a differentiated graph: runs its halves, writes inputs back, makes eager's outputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from kiln.base.graph import Graph
+from kiln.differentiate.alias import lies_as, overlapping
+from kiln.differentiate.finish import below, finisher, origin_of
+from kiln.differentiate.halves import Halves
+from kiln.differentiate.joint import Attribute, Given, Joint, Placeholder, Storage, View
+from kiln.differentiate.kinds import kind
+from kiln.differentiate.training import Compiler as Compiler
+from kiln.differentiate.training import Run as Run
+from kiln.differentiate.training import symbol_values, training
+
+
+def callable_for(
+    module: fx.GraphModule,
+    joint: Joint,
+    halves: Halves | None,
+    compile_forward: Compiler,
+    compile_backward: Compiler,
+) -> Callable[..., Any]:
+    """The function that stands for the captured graph `module`: takes its inputs and gives its outputs.
+
+    The forward is compiled now, the backward when it first runs.
+    """
+    attributes = _attributes(module, joint)
+    primals = _picker(joint, attributes, len([n for n in module.graph.nodes if n.op == "placeholder"]))
+    values_of = symbol_values(joint)
+    finish = finisher(joint, attributes, lambda args: values_of(primals(args)) if values_of else {})
+    if halves is None:
+        run = _inference(joint, compile_forward(joint.graph))
+    else:
+        run = training(module, joint, halves, compile_forward(halves.forward), compile_backward)
+    apart = _apart(joint, attributes)
+
+    def call(*args: Any) -> Any:
+        return finish(run(primals(args)), args)
+
+    if apart is None:
+        return call
+    holds = apart
+
+    def checked(*args: Any) -> Any:
+        return call(*args) if holds(args) else module.forward(*args)
+
+    return checked
+
+
+def _attributes(module: fx.GraphModule, joint: Joint) -> dict[str, Any]:
+    """The tensors that the joint graph takes from the module."""
+    origins: list[Any] = [primal.origin for primal in joint.primals]
+    for output in joint.outputs:
+        if isinstance(output, Given):
+            origins.append(output.origin)
+        elif isinstance(output, View):
+            origins.append(output.base)
+    names = [origin.name for origin in origins if isinstance(origin, Attribute)]
+    return {name: operator.attrgetter(name)(module) for name in names}
+
+
+def _picker(
+    joint: Joint, attributes: Mapping[str, Any], count: int
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function from the arguments to the values of the primals."""
+    held: list[Any] = []
+    places = []
+    for primal in joint.primals:
+        if isinstance(primal.origin, Placeholder):
+            places.append(primal.origin.index)
+        elif isinstance(primal.origin, Attribute):
+            places.append(count + len(held))
+            held.append(attributes[primal.origin.name])
+        else:
+            return lambda args: tuple(origin_of(p.origin, attributes)(args) for p in joint.primals)
+    if places == list(range(count)):
+        return lambda args: args
+    rest = tuple(held)
+    if len(places) == 1:
+        return lambda args: ((*args, *rest)[places[0]],)
+    if not places:
+        return lambda args: ()
+    pick = operator.itemgetter(*places)
+    return lambda args: pick((*args, *rest))
+
+
+def _apart(joint: Joint, attributes: Mapping[str, Any]) -> Callable[[tuple[Any, ...]], bool] | None:
+    """Whether no written primal overlaps another in memory; None where no call can make them overlap.
+
+    Attributes are the same tensors in each call: they are compared once.
+    """
+    written = set(joint.apart)
+    origins = [primal.origin for primal in joint.primals]
+    arguments = [i for i, o in enumerate(origins) if not isinstance(o, Attribute)]
+    shared = [(p.origin, p.spec.shape[0]) for p in joint.primals if isinstance(p.origin, Storage)]
+    held = [i for i, o in enumerate(origins) if isinstance(o, Attribute)]
+    if not written:
+        return None
+    tensors = {i: attributes[o.name] for i, o in enumerate(origins) if isinstance(o, Attribute)}
+    groups = overlapping([tensors[i] for i in held])
+    if any(written & {held[i] for i in group} for group in groups):
+        return lambda args: False
+    places = [(i, joint.primals[i].origin.index) for i in arguments]  # type: ignore[union-attr]
+    # Where arguments are written, everything may collide with them; else they may with written attributes.
+    others = held if written & set(arguments) else [i for i in held if i in written]
+    if len(places) + len(others) < 2 and not shared:
+        return None
+    around = [tensors[i] for i in others]
+    marked = [i in written for i, _ in places] + [i in written for i in others]
+
+    def apart(args: tuple[Any, ...]) -> bool:
+        found = overlapping([*(args[k] for _, k in places), *around])
+        return not any(marked[i] for group in found for i in group)
+
+    takes = [origin_of(origins[i], attributes) for i in arguments]
+
+    def apart_from_shared(args: tuple[Any, ...]) -> bool:
+        if not all(lies_as(origin, length, args) for origin, length in shared):
+            return False
+        found = overlapping([*(take(args) for take in takes), *around])
+        return not any(marked[i] for group in found for i in group)
+
+    return apart_from_shared if shared else apart
+
+
+def _opaque(graph: Graph) -> bool:
+    """Whether the graph calls something that is no torch op, which may want autograd's keys."""
+    return any(kind(node.op).acts and not isinstance(node.op, torch._ops.OpOverload) for node in graph.nodes)
+
+
+def _inference(joint: Joint, forward: Run) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """Runs a graph without a backward half."""
+    if _opaque(joint.graph):
+
+        def open_run(primals: tuple[Any, ...]) -> Sequence[Any]:
+            with torch.no_grad():
+                return forward(list(primals))
+
+        return open_run
+
+    def run(primals: tuple[Any, ...]) -> Sequence[Any]:
+        with below():
+            return forward(list(primals))
+
+    return run

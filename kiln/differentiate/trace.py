@@ -1,0 +1,287 @@
+"""trace: from a captured fx graph to the joint graph of its forward and backward."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import get_gradient_edge
+
+from kiln.base.errors import Break
+from kiln.base.expressions import Expr
+from kiln.base.graph import Node
+from kiln.differentiate.alias import layout_of, overlapping
+from kiln.differentiate.clean import clean
+from kiln.differentiate.functionalise import Functionaliser
+from kiln.differentiate.interpret import fetch, interpret
+from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage
+from kiln.differentiate.results import Results
+from kiln.differentiate.writes import LOOKS_AT_GRAD_MODE, InGradMode
+from kiln.ops.fake import FakeTensor, fake_like, make
+from kiln.ops.layout import is_dense
+from kiln.ops.record import Recording
+from kiln.ops.symint import expr_of
+
+_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
+
+
+def trace(module: fx.GraphModule, examples: Sequence[Any]) -> Joint:
+    """The joint graph of a captured graph, for inputs like `examples`.
+
+    The graph runs on fake tensors while every aten call is recorded; then autograd's engine differentiates
+    all differentiable results for fake tangents, recorded as well. Without a result that requires grad there
+    is only a forward. Raises Break where the graph can only run as it is.
+    """
+    with switches(), uncollected():
+        try:
+            return Tracer(module, examples).run()
+        except Overlap as found:
+            groups = found.groups
+        return Tracer(module, examples, groups).run()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python from looking for cycles among the many objects that live as long as the trace."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def switches() -> Iterator[None]:
+    """Put torch's switches back that a graph flips, also when it raises in between."""
+    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+    devices = ("cpu", "cuda")
+    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
+    cache = torch.is_autocast_cache_enabled()
+    silent = _tracing(True)  # the user's hooks on saved tensors are meant for real tensors
+    try:
+        yield
+    finally:
+        _tracing(silent)
+        torch.set_grad_enabled(grad)
+        torch.set_default_dtype(dtype)
+        torch.set_autocast_cache_enabled(cache)
+        for device, enabled, kind in casts:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, kind)
+
+
+def differentiated(outs: list[Any], inputs: list[Any], tangents: list[Any]) -> Sequence[torch.Tensor | None]:
+    """The gradients; a refusal of autograd's is a Break, so that eager raises it where it does."""
+    try:
+        return list(torch.autograd.grad(outs, inputs, tangents, allow_unused=True))
+    except (RuntimeError, NotImplementedError) as error:
+        raise Break("backward", str(error), "the graph runs as it is, and its backward raises") from error
+
+
+class Overlap(Exception):
+    """Arguments of the graph overlap in memory, and one of them is written: they must be traced as one."""
+
+    def __init__(self, groups: list[list[int]]) -> None:
+        self.groups = groups
+        super().__init__(groups)
+
+
+class Tracer:
+    """One trace: the recording, the fakes of its inputs, and where they come from.
+
+    `groups` are the positions of arguments that are traced as views of one memory.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, examples: Sequence[Any], groups: list[list[int]] | None = None
+    ) -> None:
+        self.module, self.examples = module, list(examples)
+        self.groups = groups or []
+        self.members: dict[Node, Origin] = {}
+        """The arguments that are views of one memory, by the nodes that take them of it."""
+        self.recording = Recording()
+        self.primals: list[Primal] = []
+        self.fakes: list[Any] = []
+        """What stands for each primal: a fake, or a number."""
+        self.edges: list[Any] = []
+        """Where the gradient of each primal that requires grad arrives."""
+        self.before: list[Any] = []
+        self._attributes: dict[int, FakeTensor] = {}
+        self._alive: list[Any] = []
+
+    def run(self) -> Joint:
+        """The whole."""
+        recording = self.recording
+        names = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        inputs: list[Any] = [None] * len(names)
+        for group in self.groups:
+            for i, member in zip(group, self.shared(group, names[group[0]].name), strict=True):
+                inputs[i] = member
+        for i, (node, example) in enumerate(zip(names, self.examples, strict=True)):
+            if not any(i in group for group in self.groups):
+                inputs[i] = self.primal(Placeholder(i), node.name, example, node.meta.get("example_value"))
+        grad = torch.is_grad_enabled()
+        for node in self.module.graph.nodes:
+            if node.op == "get_attr":
+                self.attribute(node.target)
+        with recording:
+            nest = interpret(self.module, inputs, self.attribute, self.owned, self.entering)
+        effects = () if torch.is_grad_enabled() == grad else ((torch._C._set_grad_enabled, (not grad,)),)
+        recording.where, recording.region = "", None
+        forward = len(recording.graph.nodes)
+        if grad:
+            for called in recording.graph.nodes:
+                if called.op in LOOKS_AT_GRAD_MODE:
+                    called.op = InGradMode(called.op)
+        functional = Functionaliser(recording)
+        functional.read(recording.graph.nodes)
+        self.refuse_overlap(functional)
+        results = Results(self, functional, nest)
+        gradients = self.backward(results, functional, forward) if results.tangents else ()
+        graph = functional.graph
+        graph.outputs = (*results.values, *gradients)
+        graph.inputs = list(recording.graph.inputs)
+        clean(graph, results)
+        return Joint(
+            graph.check(), tuple(self.primals), tuple(results.outputs), results.nest, tuple(results.mutated),
+            tuple(results.tangents), len(results.values), effects,
+            tuple([m.primal for m in results.mutated]),
+        )  # fmt: skip
+
+    # Inputs
+
+    def primal(self, origin: Origin, name: str, real: Any, shown: Any = None) -> Any:
+        """Register an input; what stands for it in the trace."""
+        if not isinstance(real, torch.Tensor):
+            return self.number(origin, name, real, shown)
+        sized = isinstance(shown, FakeTensor) and shown._has_symbolic_sizes_strides  # type: ignore[attr-defined]
+        fake = fake_like(real, shown.shape, shown.stride()) if sized else fake_like(real)
+        node = self.recording.input(name, fake)
+        self.primals.append(Primal(origin, node.spec, real.requires_grad, real.is_leaf))
+        self.fakes.append(fake)
+        self.before.append(fake.grad_fn)
+        leaf = fake if real.is_leaf else get_gradient_edge(fake) if real.requires_grad else None
+        self.edges.append(leaf if real.requires_grad else None)
+        return fake
+
+    def shared(self, group: list[int], name: str) -> list[FakeTensor]:
+        """Register the memory in which some arguments overlap; what stands for each of them."""
+        reals = [self.examples[i] for i in group]
+        first = reals[0]
+        length = first.untyped_storage().nbytes() // first.element_size()
+        layouts = tuple([layout_of(real) for real in reals])
+        flat = make((length,), (1,), first.dtype, first.device)
+        node = self.recording.input(f"{name}_memory", flat)
+        self.primals.append(Primal(Storage(group[0], tuple(group), layouts), node.spec))
+        self.fakes.append(flat)
+        self.before.append(None)
+        self.edges.append(None)
+        with self.recording:
+            members = [flat.as_strided(*layout) for layout in layouts]
+        for i, member in zip(group, members, strict=True):
+            self.members[self.recording.node(member)] = Placeholder(i)
+        return members
+
+    def number(self, origin: Origin, name: str, value: Any, shown: Any) -> Any:
+        """Register an input that is no tensor: a symbol, or a number that the trace builds on as it is."""
+        symbol = expr_of(shown)
+        spec = symbol if isinstance(symbol, Expr) else type(value)
+        self.recording.graph.input(name, spec)
+        self.primals.append(Primal(origin, spec))
+        self.fakes.append(value)
+        self.before.append(None)
+        self.edges.append(None)
+        return value if spec is type(value) else shown
+
+    def attribute(self, name: str) -> Any:
+        """What stands for an attribute of the graph module."""
+        return self.owned(name, fetch(self.module, name))
+
+    def owned(self, name: str, value: Any) -> Any:
+        """What stands for something that the module holds; one tensor is one input, whatever its names."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        known = self._attributes.get(id(value))
+        if known is None:
+            known = self._attributes[id(value)] = self.primal(Attribute(name), name, value)
+            self._alive.append(value)
+        return known
+
+    def real(self, primal: int) -> Any:
+        """The real value of a primal."""
+        origin = self.primals[primal].origin
+        if isinstance(origin, Attribute):
+            return fetch(self.module, origin.name)
+        real = self.examples[origin.index]
+        if isinstance(origin, Storage):
+            length = real.untyped_storage().nbytes() // real.element_size()
+            return real.as_strided((length,), (1,), 0)
+        return real
+
+    def entering(self, node: fx.Node) -> None:
+        """Mark what follows as belonging to a node of the captured graph."""
+        meta = node.meta
+        self.recording.where = meta.get("stack_trace") or ""
+        self.recording.region = meta.get("checkpoint")
+
+    def refuse_overlap(self, functional: Functionaliser) -> None:
+        """Overlap, or Break, where an input that is written overlaps another in memory."""
+        inputs = self.recording.graph.inputs
+        written = {i for i, node in enumerate(inputs) if functional.written(node)}
+        if not written:
+            return
+        groups = overlapping([self.real(i) for i in range(len(self.primals))])
+        groups = [group for group in groups if not written.isdisjoint(group)]
+        if groups and not self.groups and all(map(self.can_share, groups)):
+            raise Overlap([[self.primals[i].origin.index for i in group] for group in groups])  # type: ignore[union-attr]
+        for group in groups:
+            names = " and ".join(inputs[i].name for i in group)
+            why = f"{names} overlap in memory, and one of them is written"
+            raise Break("overlapping-inputs", why, "pass tensors that do not share memory")
+
+    def can_share(self, group: list[int]) -> bool:
+        """Whether these primals can be traced as views of one memory: plain arguments of one dtype."""
+        primals = [self.primals[i] for i in group]
+        if any(not isinstance(p.origin, Placeholder) or p.requires_grad for p in primals):
+            return False
+        specs = [p.spec for p in primals]
+        numbers = [n for spec in specs for n in (*spec.shape, *spec.stride)]
+        same = all(spec.dtype is specs[0].dtype for spec in specs) and all(type(n) is int for n in numbers)
+        whole = self.real(group[0]).untyped_storage().nbytes() % self.real(group[0]).element_size() == 0
+        plain = not any(self.real(i).is_conj() or self.real(i).is_neg() for i in group)
+        return same and whole and plain
+
+    # The second half
+
+    def backward(self, results: Results, functional: Functionaliser, forward: int) -> tuple[Any, ...]:
+        """Record the gradients of all primals for tangents of all differentiable results."""
+        recording = self.recording
+        recording.backward = True
+        outs = [results.fakes[i] for i in results.tangents]
+        tangents = [self.tangent(i, out) for i, out in enumerate(outs)]
+        wanted = [i for i, edge in enumerate(self.edges) if edge is not None]
+        with ExitStack() as stack:
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(recording)
+            found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
+        gradients: list[Node | None] = [None] * len(self.primals)
+        functional.read(recording.graph.nodes[forward:])
+        for i, gradient in zip(wanted, found, strict=True):
+            if gradient is not None:
+                gradients[i] = functional.value(recording.node(gradient))
+        return tuple(gradients)
+
+    def tangent(self, index: int, out: torch.Tensor) -> FakeTensor:
+        """A fake gradient of a result: laid out as it where that leaves no holes."""
+        size, stride = tuple(out.shape), out.stride()
+        fake = make(size, stride if is_dense(size, stride) else None, out.dtype, out.device)
+        self.recording.input(f"tangent_{index}", fake)
+        return fake

@@ -1,0 +1,272 @@
+"""Both halves as one node of autograd's graph: what it saves, which gradients it computes, what it frees."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from kiln.base.expressions import Expr, Symbol
+from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.differentiate.again import Replay
+from kiln.differentiate.finish import below, resolved
+from kiln.differentiate.halves import Halves
+from kiln.differentiate.joint import Joint
+from kiln.differentiate.prune import Pruned, pruned, uses
+
+Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes a list with the values of its inputs, which it may empty, and gives its outputs."""
+
+Compiler: TypeAlias = Callable[[Graph], Run]
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
+_grad_enabled = torch.is_grad_enabled
+
+
+def training(
+    module: fx.GraphModule, joint: Joint, halves: Halves, forward: Run, compile_backward: Compiler
+) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
+    """A function from the primals to the results that records itself as one node of autograd's graph."""
+    results, count = joint.results, halves.tensors
+    twice, aside = _unusual_results(joint)
+    backward = Backward(halves, len(joint.tangents), compile_backward)
+    saving = Saving(joint, halves)
+    tangents = Tangents(joint)
+    replay = Replay(module, joint)
+    values_of = symbol_values(joint)
+
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *primals: Any) -> Any:  # type: ignore[override]
+            replay.remember(ctx, primals)
+            with below():
+                out = forward(list(primals))
+                for i, first in twice:
+                    out = (*out[:i], out[first].detach(), *out[i + 1 :])
+            saving.save(ctx, out[results : results + count])
+            ctx.set_materialize_grads(False)
+            ctx.numbers = out[results + count :]
+            if values_of is not None:
+                ctx.sizes = values_of(primals)
+            out = tuple(out[:results])
+            if aside:
+                ctx.mark_non_differentiable(*[out[i] for i in aside])
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            present, given = tangents(grads, ctx)
+            if _grad_enabled():
+                saving.check(ctx, present)
+                return replay.gradients(ctx, present, given)
+            values = saving.load(ctx, present)
+            values += ctx.numbers
+            values += given
+            if not _keeps_graph() and saving.release(ctx, present):
+                replay.forget(ctx)
+            with below():
+                return tuple(backward.run(values, present))
+
+    # Without the layer that looks for functorch's transforms, under which nothing is compiled.
+    apply = super(torch.autograd.Function, Compiled).apply
+    return lambda primals: apply(*primals)
+
+
+def _unusual_results(joint: Joint) -> tuple[list[tuple[int, int]], list[int]]:
+    """Results that repeat an earlier one, with it, and tensors that are not differentiable."""
+    first: dict[Any, int] = {}
+    twice = []
+    aside = []
+    for i, node in enumerate(joint.forward_outputs()):
+        if type(node) is not Node:
+            continue
+        if node in first:
+            twice.append((i, first[node]))
+        first.setdefault(node, i)
+        if i not in joint.tangents and isinstance(node.spec, TensorSpec):
+            aside.append(i)
+    return twice, aside
+
+
+class Backward:
+    """The backward half, compiled when it first runs, for each set of tangents that occurs."""
+
+    def __init__(self, halves: Halves, tangents: int, compiler: Compiler) -> None:
+        self.graph, self.compiler, self.tangents = halves.backward, compiler, tangents
+        self.saved = halves.tensors + halves.numbers
+        self.everything = (1 << tangents) - 1
+        self._built: dict[int, tuple[Run, tuple[int, ...] | None]] = {}
+        self._lock = threading.Lock()
+
+    def run(self, values: list[Any], present: int) -> Sequence[Any]:
+        """The gradients; `values` are the saved ones, None where not needed, and the tangents given."""
+        found = self._built.get(present)
+        if found is None:
+            with self._lock:
+                found = self._built.get(present)
+                if found is None:
+                    found = self._built[present] = self._build(present)
+        run, inputs = found
+        if inputs is not None:
+            every = [None] * len(self.graph.inputs)
+            every[: self.saved] = values[: self.saved]
+            places = (self.saved + k for k in range(self.tangents) if present >> k & 1)
+            for place, value in zip(places, values[self.saved :], strict=True):
+                every[place] = value
+            values[:] = [every[i] for i in inputs]
+            del every
+        return run(values)
+
+    def _build(self, present: int) -> tuple[Run, tuple[int, ...] | None]:
+        if present == self.everything:
+            return self.compiler(self.graph), None
+        part: Pruned = pruned(self.graph, self.tangents, present)
+        return self.compiler(part.graph), part.inputs
+
+
+class _Holder(torch.autograd.Function):
+    """A node that nobody runs: it keeps tensors as autograd keeps them, with their versions and hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(*tensors)
+        return anchor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+_hold = super(torch.autograd.Function, _Holder).apply
+
+
+class Saving:
+    """What a call saves, in groups by the results for whose gradients it is read.
+
+    In eager, a backward pass from one result frees what it used and leaves the rest to the others; autograd
+    frees all that one node saved. So the node itself saves what is read for all results, and nodes beside it
+    the rest.
+    """
+
+    def __init__(self, joint: Joint, halves: Halves) -> None:
+        self.count = halves.tensors
+        everything = self.everything = (1 << len(joint.tangents)) - 1
+        groups: dict[int, list[int]] = {everything: []}
+        if len(joint.tangents) == 1:
+            groups[everything] += range(self.count)
+        else:
+            for i, masks in enumerate(uses(halves.backward, len(joint.tangents))[: self.count]):
+                for mask in masks:
+                    groups.setdefault(mask, []).append(i)
+        self.shared = groups.pop(everything)
+        self.groups = list(groups.items())
+        # A result saved beside its own node would keep that node alive for ever.
+        results = set(halves.forward.outputs[: joint.results])
+        saved = halves.forward.outputs[joint.results :][: self.count]
+        self.results = {i for i, node in enumerate(saved) if node in results}
+
+    def save(self, ctx: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep the tensors."""
+        if not self.groups:
+            ctx.save_for_backward(*tensors)
+            return
+        ctx.save_for_backward(*[tensors[i] for i in self.shared])
+        ctx.left = self.everything
+        with torch.enable_grad():
+            ctx.beside = [
+                _hold(
+                    _ANCHOR, [tensors[i].detach() if i in self.results else tensors[i] for i in places]
+                ).grad_fn
+                for _, places in self.groups
+            ]
+
+    def _nodes(self, ctx: Any, present: int) -> list[tuple[Any, list[int]]]:
+        """The nodes that hold what these gradients need, and which tensors each holds."""
+        found: list[tuple[Any, list[int]]] = [(ctx, self.shared)] if self.shared else []
+        if self.groups:
+            beside = zip(self.groups, ctx.beside, strict=True)
+            found += [(node, places) for (mask, places), node in beside if mask & present]
+        return found
+
+    def check(self, ctx: Any, present: int) -> None:
+        """Raise what eager raises where what these gradients need is freed or was written to."""
+        for node, _ in self._nodes(ctx, present):
+            node.saved_tensors  # noqa: B018
+
+    def load(self, ctx: Any, present: int) -> list[Any]:
+        """The saved tensors, None for those that these gradients do not need."""
+        if not self.groups:
+            return list(ctx.saved_tensors) if self.count else []
+        values: list[Any] = [None] * self.count
+        for node, places in self._nodes(ctx, present):
+            for i, tensor in zip(places, node.saved_tensors, strict=True):
+                values[i] = tensor
+        return values
+
+    def release(self, ctx: Any, present: int) -> bool:
+        """Let go of what these gradients needed before the backward pass ends; whether none is left."""
+        nodes = self._nodes(ctx, present)
+        for node, _ in nodes:
+            node.maybe_clear_saved_tensors()
+        if not self.groups or self.shared:
+            return bool(nodes)
+        ctx.left &= ~present
+        return not ctx.left
+
+
+def symbol_values(joint: Joint) -> Callable[[tuple[Any, ...]], dict[Symbol, Any]] | None:
+    """A function from the primals to the values of all symbols; None when there are no symbols."""
+    places: dict[Symbol, tuple[int, int | None]] = {}
+    for i, primal in enumerate(joint.primals):
+        if isinstance(primal.spec, Symbol):
+            places[primal.spec] = (i, None)
+        elif isinstance(primal.spec, TensorSpec):
+            for dim, size in enumerate(primal.spec.shape):
+                if isinstance(size, Symbol):
+                    places.setdefault(size, (i, dim))
+    if not places:
+        return None
+
+    def values(primals: tuple[Any, ...]) -> dict[Symbol, Any]:
+        return {s: primals[i] if dim is None else primals[i].shape[dim] for s, (i, dim) in places.items()}
+
+    return values
+
+
+class Tangents:
+    """Makes of the gradients that autograd hands over what the backward graph expects."""
+
+    def __init__(self, joint: Joint) -> None:
+        specs = [node.spec for node in joint.graph.inputs[len(joint.primals) :]]
+        self.expected = [
+            (1 << k, i, spec) for k, (i, spec) in enumerate(zip(joint.tangents, specs, strict=True))
+        ]
+        self.symbolic = any(isinstance(n, Expr) for s in specs for n in (*s.shape, *s.stride))
+
+    def __call__(self, grads: tuple[Any, ...], ctx: Any) -> tuple[int, list[torch.Tensor]]:
+        """The set of tangents that are there, as bits, and those, with the strides that were traced."""
+        present = 0
+        made = []
+        for bit, index, spec in self.expected:
+            grad = grads[index]
+            if grad is None:
+                continue
+            present |= bit
+            shape, stride = spec.shape, spec.stride
+            if self.symbolic:
+                shape, stride = (resolved(sizes, ctx.sizes) for sizes in (shape, stride))
+            if grad.stride() != stride and not same_places(shape, grad.stride(), stride):
+                grad = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+            if grad.is_conj() or grad.is_neg():
+                grad = grad.resolve_conj().resolve_neg()
+            made.append(grad)
+        return present, made
+
+
+def same_places(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two strides put each element of a tensor of this shape into the same place."""
+    return all(n == 1 or x == y for n, x, y in zip(shape, a, b, strict=True)) or 0 in shape

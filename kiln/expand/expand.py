@@ -1,0 +1,200 @@
+"""Expand: a graph at a lower level, each op that is above it written in smaller ops."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from math import copysign
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from kiln.base import log, options
+from kiln.base.errors import Bug
+from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, label, mapped, nodes_in
+from kiln.expand.check import check
+from kiln.expand.fit import fit
+from kiln.ops.expansions.all import EXPANSIONS
+from kiln.ops.fake import FakeTensor, make
+from kiln.ops.layout import COMPLEX
+from kiln.ops.levels import CORE, LEVELS, name_of
+from kiln.ops.record import Recording
+from kiln.ops.symint import wrap
+from kiln.ops.table import COMPLEX_TOO
+
+Expansion = Callable[..., Any]
+
+
+def expand(graph: Graph, level: str, also: Mapping[Any, Expansion] = MappingProxyType({})) -> Graph:
+    """The graph at level "aten" (itself), "core" or "prims": the same inputs and outputs, and types of them.
+
+    `also` are expansions of ops that belong to the level, for a compiler that has no use for them.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"the level of a graph is one of {', '.join(LEVELS)}, not {level!r}")
+    if level == "aten":
+        return graph
+    expanded = Expander(level, also).run(graph)
+    return check(expanded, level) if options.config.strict else expanded
+
+
+class Expander:
+    """Expands graphs to one level; the expansion of an op is worked out once for arguments of one type."""
+
+    def __init__(self, level: str, also: Mapping[Any, Expansion] = MappingProxyType({})) -> None:
+        self.level, self.also = level, also
+        self._expansions: dict[Any, Expansion | None] = {}
+        #: For an op and the types of its arguments: what stands in its place, or None.
+        self._templates: dict[Any, Graph | None] = {}
+
+    def run(self, graph: Graph) -> Graph:
+        """The expanded graph, a new one."""
+        out = Graph()
+        values: dict[Node, Any] = {}
+        kept: set[Node] = set()
+        read = {leaf for node in graph.nodes for leaf in node.inputs()}
+        read.update(nodes_in(graph.outputs))
+        for node in graph.inputs:
+            values[node] = made = out.input(node.name, node.spec, node.backward)
+            made.where, made.region = node.where, node.region
+        for node in graph.nodes:
+            if node.op is operator.getitem and type(values[node.args[0]]) is not Node:
+                values[node] = values[node.args[0]][node.args[1]]
+                continue
+            template = self.template(node) if node.op is not CONSTANT else None
+            if template is None:
+                values[node] = copied = _copy(out, node, values)
+                if node not in read:
+                    kept.add(copied)
+            else:
+                values[node] = _inline(out, template, node, values)
+        out.outputs = mapped(graph.outputs, lambda leaf: values[leaf] if type(leaf) is Node else leaf)
+        # What nobody read before stays: whether it matters is not ours to say.
+        out.drop_unused(keep=kept.__contains__)
+        return out
+
+    def template(self, node: Node) -> Graph | None:
+        """What stands in the place of `node`, as a graph over the nodes that it reads; None if it stays."""
+        op = node.op
+        try:
+            function = self._expansions[op]
+        except KeyError:
+            function = self._expansions[op] = self._expansion(op)
+        if function is None:
+            return None
+        try:
+            key = op, _key(node.args), _key(tuple(node.kwargs.items()))
+            if key in self._templates:
+                return self._templates[key]
+        except TypeError:
+            key = None
+        # While it is worked out, the op itself stands for it: an expansion may call its own op.
+        if key is not None:
+            self._templates[key] = None
+        made = self._make(function, node)
+        if key is not None:
+            self._templates[key] = made
+        return made
+
+    def _expansion(self, op: Any) -> Expansion | None:
+        if op in self.also:
+            return self.also[op]
+        if self.level == "core" and name_of(op) in CORE:
+            return None
+        return EXPANSIONS.get(op)
+
+    def _make(self, function: Expansion, node: Node) -> Graph | None:
+        if node.op not in COMPLEX_TOO and any(_is_complex(n.spec) for n in node.inputs()):
+            return None
+        try:
+            recorded = _record(function, node)
+        except Exception as error:
+            if options.config.strict:
+                raise Bug(f"the expansion of {node.op} fails: {error}") from error
+            log.warn_once(
+                ("expand", node.op), f"the expansion of {node.op} fails, its kernel is called: {error}"
+            )
+            return None
+        return None if recorded is None else self.run(recorded)
+
+
+def _record(function: Expansion, node: Node) -> Graph | None:
+    """The expansion of `node`, one level down, as a graph over the nodes that it reads."""
+    recording = Recording()
+
+    def enter(leaf: Any) -> Any:
+        if type(leaf) is not Node:
+            return wrap(leaf) if hasattr(leaf, "scope") else leaf
+        if not isinstance(leaf.spec, TensorSpec):
+            raise TypeError(f"{leaf.name} is no tensor")
+        fake = _fake(leaf.spec)
+        recording.input(leaf.name, fake)
+        return fake
+
+    args = mapped(node.args, enter)
+    kwargs = mapped(node.kwargs, enter)
+    # Whatever surrounds the compilation has had its effect on the graph when it was traced.
+    with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction(), recording:
+        out = function(*args, **kwargs)
+        if out is NotImplemented:
+            return None
+        aliases = any(r.alias_info is not None for r in node.op._schema.returns)
+        fitted = fit(out, node.spec, () if aliases else recording.graph.inputs, recording)
+    recording.graph.outputs = (fitted,)
+    recording.graph.drop_unused()
+    return recording.graph
+
+
+def _fake(spec: TensorSpec) -> FakeTensor:
+    """A fake of this type, its symbolic sizes being torch's."""
+    shape, stride = [wrap(n) for n in spec.shape], [wrap(n) for n in spec.stride]
+    return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
+
+
+def _copy(graph: Graph, node: Node, values: dict[Node, Any]) -> Node:
+    def value(leaf: Any) -> Any:
+        return values[leaf] if type(leaf) is Node else leaf
+
+    if node.op is CONSTANT:
+        args, kwargs = node.args, node.kwargs
+    else:
+        args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+    return graph.add(
+        Node(node.op, args, kwargs, node.spec, graph.name(node.name), node.where, node.backward, node.region)
+    )
+
+
+def _inline(graph: Graph, template: Graph, node: Node, values: dict[Node, Any]) -> Any:
+    """Add the nodes of `template` in the place of `node`; what they give."""
+    reads = nodes_in((node.args, node.kwargs))
+    known: dict[Node, Any] = {
+        inner: values[outer] for inner, outer in zip(template.inputs, reads, strict=True)
+    }
+
+    def value(leaf: Any) -> Any:
+        return known[leaf] if type(leaf) is Node else leaf
+
+    where, backward, region = node.where, node.backward, node.region
+    for inner in template.nodes:
+        args = inner.args if inner.op is CONSTANT else mapped(inner.args, value)
+        kwargs = mapped(inner.kwargs, value) if inner.kwargs else {}
+        name = graph.name(label(inner.op))
+        known[inner] = graph.add(Node(inner.op, args, kwargs, inner.spec, name, where, backward, region))
+    return mapped(template.outputs[0], value)
+
+
+def _is_complex(spec: Spec) -> bool:
+    return isinstance(spec, TensorSpec) and spec.dtype in COMPLEX
+
+
+def _key(value: Any) -> Any:
+    """A hashable stand-in for arguments: equal only if an expansion of both is the same."""
+    kind = type(value)
+    if kind is Node:
+        return value.spec
+    if kind is tuple or kind is list:
+        return tuple([_key(item) for item in value])
+    if kind is float:
+        return kind, value, copysign(1, value)
+    return (kind, value) if kind is int or kind is bool else value

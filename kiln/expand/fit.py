@@ -1,0 +1,71 @@
+"""Fit: the results of an expansion made to match the types that the expanded op gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kiln.base.graph import Node, Spec, TensorSpec
+from kiln.ops.fake import FakeTensor
+from kiln.ops.record import Recording, spec_of
+
+
+def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> Any:
+    """Nodes for what an expansion gave: of the type `spec`, and none of `inputs` itself.
+
+    Strides other than the op's are mended by a copy. Where the op's are those of no dense tensor (a view of
+    broadcast memory), the strides of the expansion stay.
+    """
+    if isinstance(spec, (tuple, list)):
+        if len(out) != len(spec):
+            raise ValueError(f"{len(out)} results in place of {len(spec)}")
+        return tuple([fit(item, part, inputs, recording) for item, part in zip(out, spec, strict=True)])
+    if not isinstance(spec, TensorSpec):
+        # A gradient that is not asked for.
+        return None
+    if not isinstance(out, FakeTensor):
+        raise TypeError(f"{type(out).__name__} in place of a tensor")
+    found = spec_of(out)
+    shape, stride = settled(spec.shape), settled(spec.stride)
+    if settled(found.shape) != shape or found.dtype is not spec.dtype or found.device != spec.device:
+        raise ValueError(f"{found} on {found.device} in place of {spec} on {spec.device}")
+    if found.stride != stride and _differ(settled(found.stride), stride, shape):
+        out = restride(out, shape, stride)
+    node = recording.node(out)
+    if node in inputs:
+        node = recording.node(out.clone())
+    return node
+
+
+def settled(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Sizes with a number where it has become known what a symbolic one is."""
+    return tuple([n if type(n) is int else n.scope.simplify(n) for n in sizes])
+
+
+def _differ(found: tuple[Any, ...], wanted: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
+    """Whether the strides of dimensions that have more than one place differ."""
+    if 0 in shape:
+        return False
+    return any(n != 1 and a != b for n, a, b in zip(shape, found, wanted, strict=True))
+
+
+def restride(x: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:
+    """A copy of `x` with these strides, if they are dense; else `x`."""
+    order = sorted(range(len(shape)), key=lambda d: (-_rank(stride[d]), _rank(shape[d]) == 1))
+    step: Any = 1
+    for d in reversed(order):
+        if shape[d] != 1:
+            if stride[d] != step:
+                return x
+            step = step * shape[d]
+    if order == list(range(len(order))):
+        return x.clone(memory_format=torch.contiguous_format)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def _rank(size: Any) -> int:
+    """A number to sort sizes by: symbolic ones by the value that they had."""
+    return size if isinstance(size, int) else int(size.hint)
