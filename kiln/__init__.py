@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kiln.api import allow_in_graph as allow_in_graph
+    from kiln.api import aot as aot
     from kiln.api import assume_constant_result as assume_constant_result
     from kiln.api import compile as compile
     from kiln.api import config as config
     from kiln.api import disable as disable
     from kiln.api import disallow_in_graph as disallow_in_graph
+    from kiln.api import error_on_graph_break as error_on_graph_break
     from kiln.api import explain as explain
     from kiln.api import graph_break as graph_break
     from kiln.api import install as install
@@ -24,20 +26,27 @@ if TYPE_CHECKING:
     from kiln.api import register_backend as register_backend
     from kiln.api import reset as reset
     from kiln.api import set_stance as set_stance
+    from kiln.api import skip_frame as skip_frame
+    from kiln.api import step_unsupported as step_unsupported
     from kiln.api import uninstall as uninstall
     from kiln.base.errors import Break as Break
     from kiln.base.errors import Bug as Bug
     from kiln.base.errors import KilnError as KilnError
     from kiln.base.errors import RecompileError as RecompileError
     from kiln.base.errors import Skip as Skip
+    from kiln.modes.fake import fake as fake
+    from kiln.modes.measure import measure as measure
 
 __version__ = "0.1.0"
 
 _FUNCTIONS = (
-    "allow_in_graph", "assume_constant_result", "capture", "compile", "config", "disable",
-    "disallow_in_graph", "explain", "graph_break", "install", "is_compiling", "list_backends",
-    "lookup_backend", "mark_dynamic", "mark_static", "register_backend", "reset", "set_stance", "uninstall",
+    "allow_in_graph", "aot", "assume_constant_result", "capture", "compile", "config", "disable",
+    "disallow_in_graph", "error_on_graph_break", "explain", "graph_break", "install", "is_compiling", "list_backends",
+    "lookup_backend", "mark_dynamic", "mark_static", "register_backend", "reset", "set_stance", "skip_frame", "step_unsupported",
+    "uninstall",
 )  # fmt: skip
+#: Ways in beside compile: names that a folder of their own holds.
+_MODES = {"fake": "kiln.modes.fake", "measure": "kiln.modes.measure"}
 _ERRORS = ("Break", "Bug", "KilnError", "RecompileError", "Skip")
 
 
@@ -46,10 +55,15 @@ _ERRORS = ("Break", "Bug", "KilnError", "RecompileError", "Skip")
 def __getattr__(name: str) -> Any:
     if name in _ERRORS:
         value = getattr(importlib.import_module("kiln.base.errors"), name)
+    elif name in _MODES:
+        value = getattr(importlib.import_module(_MODES[name]), name)
     elif name == "capture":
         # Both a folder of the package and a public function: the folder's module, which answers calls.
         _api()
         value = importlib.import_module("kiln.capture")
+    elif name == "ops":
+        importlib.import_module("kiln.ops.table")
+        value = importlib.import_module("kiln.ops")
     elif name in _FUNCTIONS:
         value = getattr(_api(), name)
     else:
@@ -73,4 +87,4 @@ def _api() -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted((*_FUNCTIONS, *_ERRORS, "__version__"))
+    return sorted((*_FUNCTIONS, *_MODES, *_ERRORS, "__version__"))

@@ -36,7 +36,8 @@ static const struct {
     CONSTANT(FETCH_ITEM), CONSTANT(FETCH_CELL), CONSTANT(FETCH_CLOSURE), CONSTANT(FETCH_CALL),
     CONSTANT(CHECK_TYPE), CONSTANT(CHECK_IS), CONSTANT(CHECK_EQUALS), CONSTANT(CHECK_LENGTH), CONSTANT(CHECK_KEYS),
     CONSTANT(CHECK_HAS), CONSTANT(CHECK_LACKS), CONSTANT(CHECK_ABSENT), CONSTANT(CHECK_FUNCTION),
-    CONSTANT(CHECK_CONSTANT), CONSTANT(CHECK_TENSOR), CONSTANT(CHECK_STATE),
+    CONSTANT(CHECK_CONSTANT), CONSTANT(CHECK_TENSOR), CONSTANT(CHECK_STATE), CONSTANT(CHECK_SHAPED), CONSTANT(CHECK_INT),
+    CONSTANT(CHECK_SYMBOLS), CONSTANT(READ_SIZE), CONSTANT(READ_STRIDE), CONSTANT(READ_VALUE), CONSTANT(FREE_STRIDE),
     CONSTANT(CHECK_CLASS), CONSTANT(CHECK_SAME), CONSTANT(CHECK_DISTINCT), CONSTANT(CHECK_TEST), CONSTANT(CHECK_CALL),
 };
 
@@ -46,7 +47,7 @@ PyMODINIT_FUNC PyInit__hook(void)
     if (module == NULL || PyModule_AddType(module, &Guards_Type) < 0 || PyModule_AddType(module, &Region_Type) < 0 ||
         PyModule_AddType(module, &Entry_Type) < 0)
         return NULL;
-    if (PyType_Ready(&Runner_Type) < 0 || watch_start() < 0)
+    if (PyType_Ready(&Runner_Type) < 0 || watch_start() < 0 || exchange_start() < 0)
         return NULL;
     code_state_index = code_extra_index(code_state_free);
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)

@@ -14,13 +14,22 @@ static int settle(int holds)
     return holds;
 }
 
-static void call_end(Call *call, int registers, PyObject **few)
+/* A check with registers for the values of relations: they are released afterwards. */
+static int with_registers(Guards *self, Call *call, int count, int (*check)(Guards *, Call *))
 {
-    for (int i = 0; i < registers; i++)
+    PyObject *few[32];
+    call->registers = count <= 32 ? few : PyMem_Malloc(count * sizeof(PyObject *));
+    if (call->registers == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    memset(call->registers, 0, count * sizeof(PyObject *));
+    int holds = check(self, call);
+    for (int i = 0; i < count; i++)
         Py_XDECREF(call->registers[i]);
     if (call->registers != few)
         PyMem_Free(call->registers);
-    Py_XDECREF(call->tuple);
+    return holds;
 }
 
 /* The whole tree, without a seal; leaves one when all guards hold. */
@@ -41,26 +50,14 @@ static int check_open(Guards *self, Call *call)
 /* Whether all guards hold: 1, 0, or -1 with an error. */
 static int guards_check(Guards *self, PyObject *const *argv, Py_ssize_t argc)
 {
-    PyObject *few[32];
-    Call call = {argv, argc, NULL, few, NULL};
+    Call call = {.argv = argv, .argc = argc};
     if (self->cleared)
         return 0;
-    int n = self->register_count, holds = BROKEN;
-    if (n > 32 && (call.registers = PyMem_Malloc(n * sizeof(PyObject *))) == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memset(call.registers, 0, n * sizeof(PyObject *));
-    if (self->seal != NULL)
-        holds = check_sealed(self, &call);
-    if (holds == BROKEN) {
-        for (int i = 0; i < n; i++)
-            Py_CLEAR(call.registers[i]);
-        call.sealed = NULL;
-        holds = check_open(self, &call);
-    }
+    int holds = self->seal == NULL ? BROKEN : with_registers(self, &call, self->seal->register_count, check_sealed);
+    if (holds == BROKEN)
+        holds = with_registers(self, &call, self->register_count, check_open);
     holds = settle(holds);
-    call_end(&call, n, few);
+    Py_XDECREF(call.tuple);
     return holds;
 }
 
@@ -116,7 +113,7 @@ static PyObject *Guards_failing(Guards *self, PyObject *argv)
         PyErr_SetString(PyExc_TypeError, "failing() takes a tuple of arguments");
         return NULL;
     }
-    Call call = {((PyTupleObject *)argv)->ob_item, PyTuple_GET_SIZE(argv), NULL, NULL, NULL};
+    Call call = {.argv = ((PyTupleObject *)argv)->ob_item, .argc = PyTuple_GET_SIZE(argv)};
     int holds = !self->cleared;
     Py_ssize_t i = 0;
     for (; holds && i < self->check_count; i++)
@@ -192,6 +189,20 @@ static int read_nodes(Guards *self, PyObject *nodes)
     return 0;
 }
 
+static bool symbols_operand(PyObject *operand, int nodes)
+{
+    bool fits = PyTuple_Check(operand) && PyTuple_GET_SIZE(operand) > 0;
+    for (Py_ssize_t i = 1; fits && i < PyTuple_GET_SIZE(operand); i++) {
+        int index, what, dim;
+        fits = PyTuple_Check(PyTuple_GET_ITEM(operand, i)) &&
+               PyArg_ParseTuple(PyTuple_GET_ITEM(operand, i), "iii", &index, &what, &dim) && index >= 0 &&
+               index < nodes && what >= READ_SIZE && what <= READ_VALUE && dim >= 0 && (what == READ_VALUE || layout.ready);
+    }
+    if (!fits && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "symbols are read as (index of a node, what, dimension)");
+    return fits;
+}
+
 static int read_checks(Guards *self, PyObject *checks)
 {
     for (int i = 0; i < (int)PyList_GET_SIZE(checks); i++) {
@@ -212,7 +223,10 @@ static int read_checks(Guards *self, PyObject *checks)
         check->count = n;
         check->operand = Py_NewRef(operand);
         self->check_count = i + 1;
+        if (kind == CHECK_SYMBOLS && !symbols_operand(operand, n))
+            return -1;
         if ((kind == CHECK_TENSOR && (check->spec = tensor_spec(operand)) == NULL) ||
+            (kind == CHECK_SHAPED && (check->spec = shaped_spec(operand)) == NULL) ||
             (kind == CHECK_STATE && (check->spec = state_spec(operand)) == NULL))
             return -1;
         bool single = kind <= LAST_OF_ONE;

@@ -2,7 +2,7 @@
 #ifndef KILN_HOOK_PINNED_H
 #define KILN_HOOK_PINNED_H
 
-#include "_hook_seal.h"
+#include "_hook_sealing.h"
 
 static inline bool words_same(const Word *words, int count)
 {
@@ -149,6 +149,16 @@ static int check_dicts(Guards *self, Seal *seal, bool *mended)
     return holds;
 }
 
+/* The classes and dicts of objects. */
+static int check_links(Guards *self, Seal *seal)
+{
+    uint64_t epoch = exchange_epoch();
+    int holds = check_words(self, seal, seal->links.items, seal->link_owners.items, seal->links.count);
+    if (holds == 1)
+        seal->link_epoch = epoch;
+    return holds;
+}
+
 static int mend_tags(Guards *self, Seal *seal)
 {
     for (int i = 0; i < seal->tags.count; i++) {
@@ -193,8 +203,7 @@ static int check_sample(Seal *seal)
 }
 
 /* The sealed part: 1, 0, BROKEN, or -1 with an error. Guards that are settled take it that as long as no dict has
-   changed, no object has got another class or another dict, and no tensor in a dict has changed in place; they look
-   at a sample of the tensors all the same. */
+   changed, no tensor in a dict has changed in place; they look at a sample of the tensors all the same. */
 static int check_pinned(Guards *self, Seal *seal)
 {
     bool mended = false;
@@ -202,8 +211,8 @@ static int check_pinned(Guards *self, Seal *seal)
     bool settled = self->settled && !mended;
     if (holds == 1)
         holds = check_words(self, seal, seal->words.items, seal->owners.items, seal->words.count);
-    if (holds == 1 && !settled)
-        holds = check_words(self, seal, seal->links.items, seal->link_owners.items, seal->links.count);
+    if (holds == 1 && exchange_epoch() != seal->link_epoch)
+        holds = check_links(self, seal);
     if (holds == 1 && !tags_same(seal->tags.items, seal->tags.count))
         holds = mend_tags(self, seal);
     if (holds == 1 && seal->tensors.count)
@@ -213,17 +222,16 @@ static int check_pinned(Guards *self, Seal *seal)
     return holds;
 }
 
-static int check_crowd(Guards *self, const Crowd *crowd, Call *call)
+static int check_crowd(const Crowd *crowd, Call *call)
 {
-    for (int i = 0; i < crowd->check->count; i++) {
-        PyObject *value = call->registers[self->nodes[crowd->check->nodes[i]].register_];
-        if (call->sealed[crowd->check->nodes[i]] != NULL || value == NULL)
+    for (int i = 0; i < crowd->strangers.count; i++) {
+        PyObject *value = call->registers[call->places[crowd->strangers.items[i]]];
+        if (value == NULL)
             continue;
         if (crowd->table[crowd_slot(crowd, value)] != NULL)
             return 0;
         for (int j = 0; j < i; j++)
-            if (call->sealed[crowd->check->nodes[j]] == NULL &&
-                call->registers[self->nodes[crowd->check->nodes[j]].register_] == value)
+            if (call->registers[call->places[crowd->strangers.items[j]]] == value)
                 return 0;
     }
     return 1;
@@ -246,14 +254,14 @@ static int check_live(Guards *self, Seal *seal, Call *call)
         Py_DECREF(value);
     }
     for (int i = 0; i < seal->fills.count; i++) {
-        PyObject **place = &call->registers[self->nodes[seal->fills.items[i]].register_];
+        PyObject **place = &call->registers[call->places[seal->fills.items[i]]];
         if (*place == NULL)
             *place = Py_NewRef(seal->values[seal->fills.items[i]]);
     }
     for (int i = 0; holds == 1 && i < seal->loose.count; i++)
         holds = check_relation(self, &self->checks[seal->loose.items[i]], call);
     for (int i = 0; holds == 1 && i < seal->crowds.count; i++)
-        holds = check_crowd(self, &seal->crowds.items[i], call);
+        holds = check_crowd(&seal->crowds.items[i], call);
     return holds;
 }
 
@@ -264,11 +272,9 @@ static int check_sealed(Guards *self, Call *call)
     int holds = 1;
     seal->users++;
     call->sealed = seal->values;
-    for (int i = 0; holds == 1 && i < self->root_count; i++) {
-        const Node *root = &self->nodes[self->roots[i]];
-        if (root->kind != FETCH_CONST)
-            holds = walk(self, root, NULL, call);
-    }
+    call->places = seal->places;
+    for (int i = 0; holds == 1 && i < seal->roots.count; i++)
+        holds = walk(self, &self->nodes[seal->roots.items[i]], NULL, call);
     if (holds == 1)
         holds = check_pinned(self, seal);
     if (holds == 1)
@@ -281,6 +287,7 @@ static int check_sealed(Guards *self, Call *call)
     else if (holds == 1 && self->restless)
         self->restless >>= 1;
     call->sealed = NULL;
+    call->places = NULL;
     seal_release(self, seal);
     return holds;
 }

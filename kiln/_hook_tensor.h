@@ -122,6 +122,91 @@ static TensorSpec *tensor_spec(PyObject *operand)
     return spec;
 }
 
+/* What a tensor must be whose sizes may vary within bounds. `dims` holds the least sizes, the greatest sizes, then the
+   strides: a number, FREE_STRIDE, or -1 - j where it is the stride of dimension j times its size. */
+enum { FREE_STRIDE = INT32_MIN };
+
+static inline const int64_t *tensor_sizes(const char *impl, int64_t rank)
+{
+    return rank > layout.inline_dims ? (const int64_t *)pointer_at(impl, layout.dims + 8) : (const int64_t *)(impl + layout.dims + 8);
+}
+
+static inline const int64_t *tensor_strides(const char *impl, int64_t rank)
+{
+    return tensor_sizes(impl, rank) + (rank > layout.inline_dims ? rank : layout.inline_dims);
+}
+
+static bool shape_fits(const char *impl, const int64_t *dims, int64_t rank)
+{
+    if ((int64_t)word_at(impl, layout.dims) != rank)
+        return false;
+    const int64_t *sizes = tensor_sizes(impl, rank), *strides = tensor_strides(impl, rank);
+    for (int64_t i = 0; i < rank; i++) {
+        int64_t want = dims[2 * rank + i];
+        if (sizes[i] < dims[i] || sizes[i] > dims[rank + i])
+            return false;
+        if (want < 0 && want != FREE_STRIDE)
+            want = sizes[-1 - want] * strides[-1 - want];
+        if (want != FREE_STRIDE && strides[i] != want)
+            return false;
+    }
+    return true;
+}
+
+static bool shaped_matches(PyObject *object, const TensorSpec *spec)
+{
+    if (Py_TYPE(object) != spec->type)
+        return false;
+    const char *impl = pointer_at((char *)object, layout.impl);
+    return impl != NULL && (word_at(impl, layout.kind) & layout.kind_mask) == spec->kind &&
+           word_at(impl, layout.keys) == spec->keys && shape_fits(impl, spec->dims, spec->rank) &&
+           tensor_requires_grad(object, pointer_at(impl, layout.meta)) == spec->requires_grad;
+}
+
+/* operand: (type, kind word, keys, requires_grad, least sizes, greatest sizes, strides) */
+static TensorSpec *shaped_spec(PyObject *operand)
+{
+    PyObject *type, *parts[3];
+    unsigned long long kind, keys;
+    int requires_grad;
+    if (!PyArg_ParseTuple(operand, "O!KKpO!O!O!", &PyType_Type, &type, &kind, &keys, &requires_grad, &PyTuple_Type,
+                          &parts[0], &PyTuple_Type, &parts[1], &PyTuple_Type, &parts[2]))
+        return NULL;
+    Py_ssize_t rank = PyTuple_GET_SIZE(parts[0]);
+    if (!layout.ready || PyTuple_GET_SIZE(parts[1]) != rank || PyTuple_GET_SIZE(parts[2]) != rank) {
+        PyErr_SetString(PyExc_ValueError, "no tensor layout is set, or bounds and strides differ in number");
+        return NULL;
+    }
+    TensorSpec *spec = PyMem_Malloc(sizeof *spec + 3 * rank * sizeof(int64_t));
+    if (spec == NULL)
+        return (TensorSpec *)PyErr_NoMemory();
+    *spec = (TensorSpec){(PyTypeObject *)type, kind & layout.kind_mask, keys, rank, requires_grad};
+    for (Py_ssize_t i = 0; i < 3 * rank && !PyErr_Occurred(); i++)
+        spec->dims[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(parts[i / rank], i % rank));
+    for (Py_ssize_t i = 0; i < rank && !PyErr_Occurred(); i++)
+        if (spec->dims[2 * rank + i] < -rank && spec->dims[2 * rank + i] != FREE_STRIDE)
+            PyErr_SetString(PyExc_ValueError, "a stride follows a dimension that is not there");
+    if (PyErr_Occurred()) {
+        PyMem_Free(spec);
+        return NULL;
+    }
+    return spec;
+}
+
+typedef enum { READ_SIZE, READ_STRIDE, READ_VALUE } Read;
+
+/* The size or stride of a tensor in one dimension, or the object itself, as a new reference. */
+static PyObject *read_symbol(PyObject *object, Read what, Py_ssize_t dim)
+{
+    if (what == READ_VALUE)
+        return Py_NewRef(object);
+    const char *impl = pointer_at((char *)object, layout.impl);
+    int64_t rank = (int64_t)word_at(impl, layout.dims);
+    if (dim >= rank)
+        return NULL;
+    return PyLong_FromLongLong((what == READ_SIZE ? tensor_sizes : tensor_strides)(impl, rank)[dim]);
+}
+
 static PyObject *set_tensor_layout(PyObject *module, PyObject *args)
 {
     layout.ready = 0;

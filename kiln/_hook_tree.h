@@ -30,12 +30,15 @@ typedef enum {
     CHECK_ABSENT,   /* operand: key of an instance dict, which may itself be absent */
     CHECK_FUNCTION, /* operand: (code, defaults, kwdefaults) */
     CHECK_TENSOR,   /* operand: see tensor_spec */
+    CHECK_SHAPED,   /* operand: see shaped_spec */
+    CHECK_INT,      /* an int that a machine word holds */
     CHECK_TEST,     /* operand: callable on the value */
     LAST_OF_ONE = CHECK_TEST,
     CHECK_CLASS,    /* operand: (class, name, value), or (class, name) when the name is to be missing */
     CHECK_SAME,
     CHECK_DISTINCT,
     CHECK_STATE,    /* operand: see state_spec */
+    CHECK_SYMBOLS,  /* operand: (callable on numbers, (index among the values, what to read, dimension), …) */
     CHECK_CALL,     /* operand: callable on the tuple of arguments */
     LAST_CHECK = CHECK_CALL,
 } CheckKind;
@@ -89,7 +92,13 @@ typedef struct {
     PyObject *tuple;
     PyObject **registers;
     PyObject *const *sealed; /* by node: the value that a seal vouches for, or NULL; NULL without a seal */
+    const int *places;       /* by node: its register under the seal, or -1; NULL without a seal */
 } Call;
+
+static inline int register_of(Guards *self, const Call *call, int number)
+{
+    return call->places != NULL ? call->places[number] : self->nodes[number].register_;
+}
 
 static PyObject *call_tuple(Call *call)
 {
@@ -313,12 +322,44 @@ static int check_value(const Check *check, PyObject *value)
         return same_function(value, operand);
     case CHECK_TENSOR:
         return tensor_matches(value, check->spec);
+    case CHECK_SHAPED:
+        return shaped_matches(value, check->spec);
+    case CHECK_INT: {
+        int overflow = 0;
+        return PyLong_CheckExact(value) && PyLong_AsLongLongAndOverflow(value, &overflow) > LLONG_MIN && overflow == 0;
+    }
     case CHECK_CONSTANT:
     case CHECK_TEST:
         return truth(PyObject_CallOneArg(operand, value));
     default:
         Py_UNREACHABLE();
     }
+}
+
+/* Calls the operand's function with the sizes, strides and numbers that it names; the nodes of tensors come after the
+   checks that make sure of their layout. */
+static int check_symbols(PyObject *operand, PyObject **values)
+{
+    Py_ssize_t n = PyTuple_GET_SIZE(operand) - 1, have = 0;
+    PyObject *few[32], **numbers = few;
+    if (n > 32 && (numbers = PyMem_Malloc(n * sizeof *numbers)) == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; have < n; have++) {
+        PyObject *read = PyTuple_GET_ITEM(operand, have + 1);
+        PyObject *value = values[PyLong_AsSsize_t(PyTuple_GET_ITEM(read, 0))];
+        if (value == NULL || (numbers[have] = read_symbol(value, (Read)PyLong_AsLong(PyTuple_GET_ITEM(read, 1)),
+                                                          PyLong_AsSsize_t(PyTuple_GET_ITEM(read, 2)))) == NULL)
+            break;
+    }
+    int holds = have < n ? (PyErr_Occurred() ? -1 : 0)
+                         : truth(PyObject_Vectorcall(PyTuple_GET_ITEM(operand, 0), numbers, n, NULL));
+    for (Py_ssize_t i = 0; i < have; i++)
+        Py_DECREF(numbers[i]);
+    if (numbers != few)
+        PyMem_Free(numbers);
+    return holds;
 }
 
 /* A check of several values, or of none. */
@@ -333,6 +374,8 @@ static int check_loose(const Check *check, PyObject **values, Call *call)
         return all_distinct(values, check->count);
     case CHECK_STATE:
         return state_matches(check->spec);
+    case CHECK_SYMBOLS:
+        return check_symbols(check->operand, values);
     case CHECK_CALL: {
         PyObject *tuple = call_tuple(call);
         return tuple == NULL ? -1 : truth(PyObject_CallOneArg(check->operand, tuple));
@@ -356,8 +399,9 @@ static int walk(Guards *self, const Node *node, PyObject *base, Call *call)
         holds = check_value(&self->checks[self->placed[node->first_check + i]], value);
     for (int i = 0; holds == 1 && i < node->child_count; i++)
         holds = walk(self, &self->nodes[self->children[node->first_child + i]], value, call);
-    if (node->register_ >= 0)
-        call->registers[node->register_] = value;
+    int place = register_of(self, call, (int)(node - self->nodes));
+    if (place >= 0)
+        call->registers[place] = value;
     else
         Py_XDECREF(value);
     return holds;
@@ -371,7 +415,7 @@ static int check_relation(Guards *self, const Check *check, Call *call)
         return -1;
     }
     for (int i = 0; i < check->count; i++)
-        values[i] = call->registers[self->nodes[check->nodes[i]].register_];
+        values[i] = call->registers[register_of(self, call, check->nodes[i])];
     int holds = check_loose(check, values, call);
     if (values != few)
         PyMem_Free(values);

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kiln import _hook, backends, modules, pipeline, redirect
-from kiln.base import live, log, marks, records
+from kiln import _hook, ahead, backends, modules, pipeline, redirect
+from kiln.base import live, log, marks, records, strict
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
 from kiln.observe.explain import Captured, Explanation
@@ -20,6 +20,7 @@ from kiln.observe.explain import Captured, Explanation
 register_backend = backends.register_backend
 list_backends = backends.list_backends
 lookup_backend = backends.lookup_backend
+aot = ahead.aot
 
 ARGUMENTS = ("model", "fullgraph", "dynamic", "backend", "mode", "options", "disable")
 
@@ -39,6 +40,8 @@ def compile(
 
     `model` is a function, method, lambda, module, class or any callable; without it, the result is a
     decorator. The results are those of `model`. `fullgraph=True` raises where the graph would break.
+    `dynamic=None` takes sizes and numbers as fixed until a call shows that they vary, True takes all sizes
+    and ints of the arguments as varying at once, False takes none so (docs/dynamic.md).
     """
     for name in unknown_arguments:
         raise unknown("argument of compile", name, ARGUMENTS)
@@ -78,7 +81,7 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
             )
             return modules.twin(model, MethodType(_region(function, named), model), again)
         case FunctionType():
-            return _region(model, asked)
+            return _shared(model, asked)
         case MethodType():
             return MethodType(_region(model.__func__, asked), model.__self__)
         case staticmethod():
@@ -96,6 +99,27 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
     if isinstance(call, (FunctionType, _hook.Region)):
         return MethodType(_region(call, asked), model)
     return _region(_python_function(model), asked)
+
+
+def _shared(function: FunctionType, asked: Compile) -> Any:
+    """The region of a function; a module's own has one for all compile calls that ask for the same.
+
+    A function that is no name of its module must go when nobody uses it: what kept its region would keep it.
+    """
+    if function.__globals__.get(function.__qualname__) is not function:
+        return pipeline.region(function, asked)
+    settings = tuple(sorted(asked.options.items(), key=lambda item: item[0]))
+    key = (id(function), id(asked.backend), asked.fullgraph, asked.dynamic, asked.mode, settings)
+    try:
+        hash(key)
+    except TypeError:
+        return pipeline.region(function, asked)
+    # Kept by the function, so that both go together; decorators copy the dict, hence the function in the key.
+    regions: dict[Any, Any] = function.__dict__.setdefault("__kiln_regions__", {})
+    known = regions.get(key)
+    if known is None:
+        known = regions.setdefault(key, pipeline.region(function, asked))
+    return known
 
 
 def _region(function: Any, asked: Compile) -> Any:
@@ -215,6 +239,19 @@ def graph_break(msg: str = "") -> None:
 marks.add(graph_break, marks.BREAK)
 
 
+def skip_frame(msg: str = "") -> None:
+    """Leave the frame that calls this to Python when captured; what it calls may be captured on its own."""
+
+
+def step_unsupported(msg: str = "") -> None:
+    """End the graph here when captured, and run the rest of the frame in Python."""
+
+
+marks.add(skip_frame, marks.SKIP_FRAME)
+marks.add(step_unsupported, marks.STOP)
+error_on_graph_break = strict.error_on_graph_break
+
+
 # One function under both names, so that code that asks either gets the same answer.
 is_compiling = torch.compiler.is_compiling
 
@@ -222,12 +259,20 @@ is_compiling = torch.compiler.is_compiling
 def mark_dynamic(
     t: torch.Tensor, index: int | Iterable[int], *, min: int | None = None, max: int | None = None
 ) -> None:
-    """Say that these dimensions of the tensor vary; without dynamic shapes their sizes stay guarded."""
+    """Say that these dimensions of the tensor vary, between `min` and `max` where given.
+
+    Their sizes are symbolic from the first call, 0 and 1 included. A program that holds such a dimension to
+    one size is refused with the line that does. `dynamic=False` overrules the mark.
+    """
+    low, high = 0 if min is None else min, max
+    for i in (index,) if isinstance(index, int) else (index := tuple(index)):
+        if -t.dim() <= i < t.dim() and (t.shape[i] < low or high is not None and t.shape[i] > high):
+            raise ValueError(f"dimension {i} has size {t.shape[i]}, which is not between {low} and {high}")
     _mark_dims(t, index, ("dynamic", min, max))
 
 
 def mark_static(t: torch.Tensor, index: int | Iterable[int] | None = None) -> None:
-    """Say that these dimensions of the tensor, or all, do not vary."""
+    """Say that these dimensions of the tensor, or all, do not vary: each size gets a graph of its own."""
     _mark_dims(t, range(t.dim()) if index is None else index, ("static", None, None))
 
 
@@ -244,7 +289,9 @@ class set_stance:  # noqa: N801
     """Put a stance in force: at once as a function, for a block in a with statement, or as a decorator.
 
     "default" captures; "force_eager" runs everything in Python; "eager_on_recompile" and "fail_on_recompile"
-    use what is captured, and where nothing fits run in Python, or raise.
+    use what is captured, and where nothing fits run in Python, or raise; "eager_then_compile" and
+    "aot_eager_then_compile" run the first call of each function without the backend and take from it which
+    sizes vary.
     """
 
     def __init__(self, stance: str = "default") -> None:
@@ -270,10 +317,25 @@ class set_stance:  # noqa: N801
         return with_stance
 
 
+def _anew(f: Any) -> Any:
+    """A function that shares nothing that was compiled for `f`; other callables share nothing anyway."""
+    if not isinstance(f, (FunctionType, _hook.Region)) or marks.of(f):
+        return f
+    original: Any = f.function if isinstance(f, _hook.Region) else f
+    code = original.__code__
+    copy = FunctionType(
+        code, original.__globals__, original.__name__, original.__defaults__, original.__closure__
+    )
+    copy.__kwdefaults__ = original.__kwdefaults__
+    copy.__qualname__, copy.__module__ = original.__qualname__, original.__module__
+    copy.__dict__.update({k: v for k, v in original.__dict__.items() if k != "__kiln_regions__"})
+    return copy
+
+
 def explain(f: Any, **arguments: Any) -> Callable[..., Explanation]:
     """Give a callable that runs `f` freshly compiled and tells what was captured, what broke, and why."""
     arguments.setdefault("backend", "eager")
-    compiled = compile(f, **arguments)
+    compiled = compile(_anew(f), **arguments)
 
     @functools.wraps(getattr(f, "__wrapped__", f), updated=())
     def explained(*args: Any, **kwargs: Any) -> Explanation:

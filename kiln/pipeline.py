@@ -6,16 +6,19 @@ import threading
 import types
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from kiln import _hook
 from kiln.base import live, log, options, records
-from kiln.base.errors import Break, Place, RecompileError, Skip
+from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.capture import nested
 from kiln.capture.finish import Captured
 from kiln.capture.run import capture
+from kiln.capture.varying import Dynamic
+from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
 
 LOCK = threading.RLock()
@@ -28,6 +31,7 @@ class Family:
     options: Compile
     resumes: dict[Any, Any] = field(default_factory=dict)
     raising: Break | None = None  # where the latest capture saw the program raise
+    first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
 
 
 @dataclass(eq=False, slots=True)
@@ -139,16 +143,23 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     unstable = frozenset(
         str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0
     )
+    known = [entry.info.guards for entry in entries]
+    first = stance in options.FIRST_AS_IS and not entries and region not in family.first
+    if first:
+        asked = replace(asked, backend=as_is)
+    elif region in family.first:
+        known.append(family.first[region])
     try:
         captured = capture(function, argv, compiler_for(asked, name, function),
                            lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
                            lambda target: nested.in_python(target, family),
-                           getattr(asked.backend, "specialises", True))  # fmt: skip
+                           getattr(asked.backend, "specialises", True),
+                           seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
     except Skip as e:
         return skip(region, name, e, family)
     except BackendRaised as e:
         raise e.error from None
-    except Break:
+    except (Break, Specialised):
         raise
     except (KeyboardInterrupt, MemoryError):
         raise
@@ -157,13 +168,32 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     family.raising = (
         captured.reason if captured.reason is not None and captured.reason.kind == "raises" else None
     )
+    if first:
+        family.first[region] = captured.guards.guards
+        return captured.run
     return install(region, captured, name)
+
+
+def as_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """The backend of a first call that is not compiled: the graph itself."""
+    return graph.forward
+
+
+def seen_to_vary(known: list[Any], argv: tuple[Any, ...], mode: bool | None) -> Dynamic:
+    """What this call has other than the guards of earlier ones have, and what varies in them already."""
+    if mode is False:
+        return Dynamic(mode)
+    return Dynamic(mode, frozenset().union(*[varying(guards, argv) for guards in known]))
 
 
 def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any:
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        changes = {name: value for name, value in asked.options.items() if name in options.OPTION_NAMES}
+        if asked.fullgraph:
+            changes["strict"] = True
         try:
-            built = asked.backend(graph, inputs)
+            with options.config.patch(**changes):
+                built = asked.backend(graph, inputs)
         except Exception as e:
             raise BackendRaised(e) from e
         inner = getattr(built, "__func__", built)

@@ -34,6 +34,7 @@ class Guarded(NamedTuple):
 _PRECALL = REAL.get("PRECALL", -1)
 _CALL = REAL["CALL"]
 _RETURN_GENERATOR = REAL["RETURN_GENERATOR"]
+_PASSING = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "NOP"))
 
 
 @cache
@@ -92,6 +93,16 @@ def deepest(rows: Sequence[Row], before: Sequence[int]) -> int:
 def is_jump(op: int) -> bool:
     """Whether the instruction has a jump target."""
     return op in JUMPS
+
+
+def landing(code: CodeType, index: int) -> int:
+    """The first instruction from `index` on that does more than pass control on."""
+    instructions = decode(code).instructions
+    seen: set[int] = set()
+    while instructions[index].name in _PASSING and index not in seen:
+        seen.add(index)
+        index = instructions[index].value if is_jump(instructions[index].op) else index + 1
+    return index
 
 
 def code_rows(code: CodeType) -> tuple[list[Row], list[Guarded]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -13,6 +12,16 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
+from kiln.capture.array_calls import (
+    KNOWN,
+    ArrayEquals,
+    ArrayMatch,
+    call_function,
+    facts_of,
+    of_outside,
+    of_tensor,
+    to_tensor,
+)
 from kiln.capture.calls import (
     CALLERS,
     HANDLERS,
@@ -25,16 +34,16 @@ from kiln.capture.calls import (
     numpy_function,
     unknown,
 )
+from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.torch_calls import literal_tensor
-from kiln.capture.world import READERS, World, nested
-from kiln.check.guards import Equals, Guard
+from kiln.capture.world import READERS, World, nested, rooted
+from kiln.check.guards import Equals
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
-LARGEST = 1 << 16  # bytes of an array that are compared in every call
 #: Functions of numpy that touch more than their arguments.
 IMPURE = frozenset(
     """
@@ -45,27 +54,19 @@ IMPURE = frozenset(
 SCALARS = frozenset(v for v in vars(numpy).values() if isinstance(v, type) and issubclass(v, numpy.generic))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ArrayEquals(Guard):
-    """The dtype, shape and contents of a small array."""
-
-    value: Any
-
-    def test(self, value: Any) -> bool:
-        mine = self.value
-        return (type(value) is type(mine) and value.dtype == mine.dtype and value.shape == mine.shape
-                and value.tobytes() == mine.tobytes())  # fmt: skip
-
-    def describe(self, value: Any) -> str:
-        return " was an array with other contents"
-
-    def key(self) -> object:
-        return ArrayEquals, self.source, id(self.value)
-
-
 def read_array(world: World, value: Any, source: Source) -> Any:
-    """An array from outside: a copy that cannot be written to stands for it."""
-    if value.dtype.hasobject or value.nbytes > LARGEST:
+    """An array from outside: an input of the graph, or a constant where its place hardly changes."""
+    settled = rooted(source) and value.nbytes <= KNOWN and str(source) not in world.unstable
+    if value.dtype.hasobject:
+        return world.thing(value, source)
+    if not settled and of_torch(value):
+        world.guard(ArrayMatch(source, facts_of(value)))
+        world.thing(value, source)
+        made = world.wrappers[id(value)] = of_outside(world, value, source)
+        world.remember(made, source)
+        world.frozen.add(id(made))
+        return made
+    if value.nbytes > KNOWN:
         return world.thing(value, source)
     copy = value.copy(order="K")
     copy.setflags(write=False)
@@ -77,11 +78,26 @@ def read_array(world: World, value: Any, source: Source) -> Any:
     return copy
 
 
+def of_torch(value: Any) -> bool:
+    """Whether a tensor can share the memory of an array."""
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        return False
+    try:
+        torch.from_numpy(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
     """A function of numpy: it runs now when all it reads is constant."""
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "numpy"
     if name in IMPURE or module.startswith(("numpy.random", "numpy.testing")):
         raise unknown(function)
+    if any(type(value) is FakeArray for value in nested((*args, *kwargs.values()))):
+        return call_function(m, function, args, kwargs)
+    if function in (numpy.asarray, numpy.array) and len(args) == 1 and type(args[0]) is FakeTensor:
+        return call_function(m, function, (of_tensor(m, args[0]),), kwargs)
     for value in nested((*args, *kwargs.values())):
         if type(value) is FakeTensor:
             why = f"numpy.{name} needs the values of a tensor"
@@ -115,12 +131,16 @@ def from_numpy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A new tensor in every call, which does not share memory with the array seen during capture."""
     if not args:
         return m.native(torch.from_numpy, **kwargs)
+    if type(args[0]) is FakeArray:
+        return to_tensor(m, args[0], torch.from_numpy, args[1:], kwargs)
     refuse_large(m, args[0])
     return leaf(m, torch.tensor, (constant_array(args[0]),), {})
 
 
 def as_tensor(function: Any) -> Callable[..., Any]:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        if args and type(args[0]) is FakeArray:
+            return to_tensor(m, args[0], function, args[1:], kwargs)
         if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
             refuse_large(m, args[0])
             return leaf(m, torch.tensor, (constant_array(args[0]), *args[1:]), kwargs)

@@ -12,6 +12,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Attr, Const, DictAttr, Item
+from kiln.capture import symbolic
 from kiln.capture.frame import UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
 from kiln.check.guards import Contains, Length
@@ -422,7 +423,17 @@ def tensor_type(value: FakeTensor) -> type:
     return kind
 
 
+def load_from_number(m: Machine, value: Any, name: str) -> Any:
+    """Attributes and methods of numbers need the number itself, but for the ones that every int has."""
+    if name == "__class__":
+        return m.world.constant(symbolic.SEEN_AS[type(value)])
+    if type(value) is torch.SymInt and name in ("real", "numerator"):
+        return value
+    return load(m, symbolic.concrete(value), name)
+
+
 LOADERS: dict[type, Any] = {
+    **dict.fromkeys(symbolic.SYMBOLIC, load_from_number),
     FakeTensor: load_from_tensor,
     types.ModuleType: load_from_python_module,
     super: load_from_super,

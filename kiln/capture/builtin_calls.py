@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.capture import attributes, operators
+from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, handles, native
+from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped, stop_iteration
@@ -37,7 +38,7 @@ def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = args[0]
         if type(value) is FakeTensor:
             m.world.looked = True
-            return m.native(len, value)
+            return value.shape[0] if value.dim() else m.native(len, value)
         n = m.world.length(value)
         if n is not None:
             return n
@@ -123,6 +124,8 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return any(tensor_is(kind, value, k) for k in flat(kinds))
     if type(value) is Generator:
         return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
+    if type(value) in symbolic.SYMBOLIC:
+        value = symbolic.SEEN_AS[type(value)]()  # all numbers of a type are alike here
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
         if isinstance(hook, types.FunctionType) and not trusted(type(k)):
@@ -172,13 +175,15 @@ def is_subclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(issubclass, *args)
 
 
-SEEN_AS: dict[type, type] = {Generator: types.GeneratorType, Address: int}
+SEEN_AS: dict[type, type] = {Generator: types.GeneratorType, Address: int, **symbolic.SEEN_AS}
 
 
 @handles(type)
 def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if len(args) == 1 and not kwargs:
         value = args[0]
+        if type(value) is FakeArray:
+            return m.world.constant(value.__class__)
         kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
         return m.world.constant(SEEN_AS.get(kind, kind))
     return m.world.made_class(native(m, type, args, kwargs))
@@ -236,6 +241,7 @@ def identity(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(hash)
 def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    args = symbolic.concrete(args)
     method = operators.python_method(m, args[0], "__hash__")
     if method is not None:
         return m.inline(method, args, {})
@@ -324,6 +330,7 @@ def interpreter_fact(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec: str) -> str:
     """`format(convert(value), spec)`."""
+    value = symbolic.concrete(value)
     if convert is not None:
         value = (
             text_of(m, value, "__str__" if convert is str else "__repr__")
@@ -355,7 +362,7 @@ def text_of(m: Machine, value: Any, name: str) -> str:
             method = operators.python_method(m, value, "__repr__")
     if method is not None:
         return str(m.inline(method, (value,), {}))
-    m.world.touch_deep(value)
+    value = symbolic.concrete(m.world.touch_deep(value))
     if attributes.mro_lookup(type(value), "__repr__") is object.__repr__ and not isinstance(
         value, (type, BaseException)
     ):
@@ -517,6 +524,10 @@ def extremum(function: Any, sign: str) -> None:
             if "default" in kwargs:
                 return kwargs["default"]
             return m.native(function, values)
+        if not kwargs and len({symbolic.SEEN_AS.get(type(v), type(v)) for v in values} - {int, float}) == 0:
+            kinds = {symbolic.is_float(value) for value in values}
+            if len(kinds) == 1 and any(type(value) in symbolic.SYMBOLIC for value in values):
+                return symbolic.extreme(function, values)
         best, score = values[0], m.call(key, (values[0],)) if key else values[0]
         for value in values[1:]:
             other = m.call(key, (value,)) if key else value

@@ -21,11 +21,13 @@ import torch
 
 from kiln import _hook
 from kiln.base import marks
-from kiln.base.errors import Break
+from kiln.base.errors import Break, Skip
 from kiln.base.source import Attr, Const, DictAttr, Item
-from kiln.capture import attributes, purity
+from kiln.capture import attributes, purity, symbolic
 from kiln.capture import nested as hooked
+from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import UserError
+from kiln.capture.iterators import Callback
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
 from kiln.check.guards import Custom, Length
 from kiln.ops.fake import FakeTensor
@@ -91,6 +93,9 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if action is not None:
         m.world.identify_marks(function, marks.of(function))
         return action(m, function, args, kwargs)
+    special = BY_CODE.get(id(function.__code__))
+    if special is not None:
+        return special(m, function, args, kwargs)
     policy = purity.python_policy(function)
     if policy == "leaf":
         return leaf(m, function, args, kwargs)
@@ -186,6 +191,14 @@ def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     raise Break("graph-break-called", why, "remove the call of graph_break")
 
 
+def marked_stop(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise Break("stopped", str(args[0]) if args else "step_unsupported() was called", "remove the call")
+
+
+def marked_skip_frame(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    raise Skip(str(args[0]) if args else "skip_frame() was called")
+
+
 def marked_disable(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     raise Break(
         "disabled",
@@ -218,6 +231,7 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 MARKED: dict[str, Callable[..., Any]] = {
     marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant,
     marks.DISABLE: marked_disable, marks.DISALLOW: marked_disallow, marks.SKIP: marked_skip,
+    marks.SKIP_FRAME: marked_skip_frame, marks.STOP: marked_stop,
 }  # fmt: skip
 
 
@@ -425,7 +439,11 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
     """A builtin function, or a native method bound to its object."""
     owner = getattr(function, "__self__", None)
     if type(owner) is FakeTensor:
-        return leaf(m, getattr(torch.Tensor, function.__name__), (owner, *args), kwargs)
+        target = getattr(torch.Tensor, function.__name__)
+        handler = HANDLERS.get(id(target))
+        return (
+            leaf(m, target, (owner, *args), kwargs) if handler is None else handler(m, (owner, *args), kwargs)
+        )
     policy = purity.builtin_policy(function)
     if policy == "leaf":
         return leaf(m, function, args, kwargs)
@@ -440,6 +458,8 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
 
 def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     """A native method of an object: safe when the object is a constant, or made or shadowed by capture."""
+    if args and isinstance(owner, (dict, set, frozenset)) and symbolic.holds_symbols(args[0]):
+        args = (symbolic.concrete(args[0]), *args[1:])
     special = HANDLERS.get(id(getattr(type(owner), name, None)))
     if special is not None:
         return special(m, (owner, *args), kwargs)
@@ -527,24 +547,31 @@ def native(
         kwargs = {name: callback(m, value) for name, value in kwargs.items()}
     parts = list(nested((*args, *kwargs.values())))
     kinds: set[Any] = {type(value) for value in parts}
+    if not HOLDERS.isdisjoint(kinds) and symbolic.needs_numbers(function, purity.reads_deeply(function)):
+        args, kwargs = symbolic.concrete(args), symbolic.concrete(kwargs)
+    if FakeArray in kinds and function in (bytes, bytearray, memoryview):
+        why = "the memory of an array is read"
+        raise Break("data-dependent", why, "read it outside the compiled function")
     risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
     run = hooked.interpreting(m, function) if risky else function
+    moves = any(hasattr(kind, "__next__") for kind in kinds)
     if not any(type(value) is FakeTensor for value in parts):
-        return m.view(m.native(run, *args, **kwargs))
+        return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
     world.looked = True
     with m.recorder.mode():
-        return m.view(m.native(run, *args, **kwargs))
+        return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
 
 
+HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
 
 
 def callback(m: Machine, value: Any) -> Any:
     """A native callable that hands a Python function's calls to the interpreter."""
     if type(value) in (types.FunctionType, types.MethodType, functools.partial):
-        return lambda *args, **kwargs: m.call(value, args, kwargs)
+        return Callback(m, value)
     if isinstance(value, type) and not purity.native_class(value):
-        return lambda *args, **kwargs: m.call(value, args, kwargs)
+        return Callback(m, value)
     return value
 
 

@@ -17,13 +17,13 @@ from kiln.base.errors import Break, Skip
 from kiln.bytecode import versions
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
-from kiln.bytecode.flow import is_jump, reachable, stack_effect
+from kiln.bytecode.flow import is_jump, landing, reachable
 from kiln.bytecode.resume import VALUE, Epilogue, Replace, Slot, continue_code, resume_places
-from kiln.capture import nested, runtime, state
+from kiln.capture import expected, nested, runtime, state
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
-from kiln.capture.shape import operands, pushes
+from kiln.capture.shape import after, operands
 from kiln.capture.streams import stream_writes
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
@@ -57,9 +57,12 @@ class Finisher:
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
         self.continued: list[types.CodeType] = []
+        self.stopped = False  # nothing after the break is captured
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
+        if self.m.expected and not self.replays():
+            raise Restart(self.m.expected[0], expected.refusal())
         dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
         self.body(dry, tail)
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
@@ -91,8 +94,7 @@ class Finisher:
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
-        assert self.graph is not None
-        functions = [node.target for node in self.graph.graph.nodes if node.op == "call_function"]
+        functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
         return all(module_of(f) in REPLAYED for f in functions) and not self.m.recorder.dispatch.writes
 
     def replay(self, e: Emitter, start: Label, end: Label) -> None:
@@ -192,6 +194,7 @@ class Finisher:
         for frame in frames[1:]:
             if frame.mode == "opaque" or frame.code.code.co_flags & 0x2A0:
                 raise Restart(self.m.safe_step_of(frames), reason)
+        self.stopped = reason.kind == "stopped"
         target, state_of = self.continuation(frames, 0)
         entry = target if reason.kind in QUIET else self.in_python(target)
 
@@ -252,7 +255,7 @@ class Finisher:
         return target, push_state
 
     def epilogue(self, frame: Frame, instruction: Instruction, jump: bool) -> Epilogue | None:
-        shape = after(frame.before, instruction, jump)
+        shape = after(slots(frame.before), instruction, jump)
         if shape is None:
             return None
         index = instruction.value if jump else frame.index + 1
@@ -262,9 +265,10 @@ class Finisher:
 
     def resumed(self, frame: Frame, index: int, shape: tuple[Slot, ...]) -> Epilogue:
         """Hand the state to the region that goes on at `index`; one region for each place and shape."""
+        index = landing(frame.code.code, index)
         names = bound(frame, index)
         code, place = self.origin(frame.code.code, index)
-        key = (code, place, shape, names, id(frame.globals))
+        key = (code, place, shape, names, id(frame.globals), self.stopped)
         region = self.cache.get(key)
         if region is None:
             built, places = resume_places(code, place, shape, names)
@@ -273,7 +277,7 @@ class Finisher:
             _hook.skip(built)
             function.__qualname__ = frame.function.__qualname__
             function.__module__ = frame.function.__module__
-            region = self.cache[key] = self.resume(function)
+            region = self.cache[key] = function if self.stopped else self.resume(function)
         again = frame.index in reachable(frame.code.code, (index,))
         return Epilogue(functools.partial(runtime.Tail, region) if again else region, shape, names)
 
@@ -324,7 +328,16 @@ class Silent:
 
 
 QUIET = frozenset(
-    {"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled"}
+    {
+        "branch-on-tensor",
+        "data-dependent",
+        "io",
+        "raises",
+        "graph-break-called",
+        "disabled",
+        "numpy",
+        "stopped",
+    }
 )  # no Python code to capture
 MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 #: Calls that do nothing but flip switches which residual code sets anyway.
@@ -335,20 +348,7 @@ EFFECTS = frozenset(
 )
 
 
-def after(before: list[Any], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:
-    """The shape of the stack after an instruction; None when Python must go on alone."""
-    shape = slots(before)
-    count = pushes(instruction)
-    if count is None:
-        return None
-    net = stack_effect(instruction.op, instruction.arg, jump)
-    if jump:
-        return shape[: len(shape) + net] if net <= 0 else None
-    taken = count - net
-    return (*shape[: len(shape) - taken], *[VALUE] * count)
-
-
-REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math"})
+REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math", "numpy"})
 
 
 def module_of(target: Any) -> str:

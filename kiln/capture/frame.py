@@ -56,6 +56,18 @@ class Restart(Exception):
         super().__init__(step)
 
 
+class Unfit(Exception):
+    """The program does not go through with symbolic sizes; fixed ones will show why, or do."""
+
+
+class Unsettled(Exception):
+    """The graph breaks for the contents of tensors; some were left open that are known for fixed numbers."""
+
+    def __init__(self, reason: Break) -> None:
+        self.reason = reason
+        super().__init__()
+
+
 class Unread:
     """A value of a resumed frame's stack before anybody looks at it; what is only popped is never guarded."""
 

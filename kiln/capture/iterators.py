@@ -146,3 +146,15 @@ class Mapped:
                 return m.call(self.function, tuple(values))
             if m.truth(values[0] if self.function is None else m.call(self.function, (values[0],))):
                 return values[0]
+
+
+class Callback:
+    """A function of the program that native code calls: the calls come back to the interpreter."""
+
+    __slots__ = ("machine", "value")
+
+    def __init__(self, machine: Machine, value: Any) -> None:
+        self.machine, self.value = machine, value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.machine.call(self.value, args, kwargs)

@@ -18,11 +18,23 @@ from kiln.capture import (
     calls,
     copies,
     library_calls,
+    number_calls,
     operators,
     purity,
+    symbolic,
     torch_calls,
+    transforms,
 )
-from kiln.capture.frame import LAST_INSTRUCTION, RETURN, YIELD, Frame, Restart, UserError, Yielded
+from kiln.capture.frame import (
+    LAST_INSTRUCTION,
+    RETURN,
+    YIELD,
+    Frame,
+    Restart,
+    Unfit,
+    UserError,
+    Yielded,
+)
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
 from kiln.capture.recorder import Recorder, describe
@@ -41,6 +53,7 @@ class Machine:
         self, recorder: Recorder, world: World, stop_at: int = -1, stop_reason: Break | None = None
     ) -> None:
         self.recorder, self.world = recorder, world
+        world.machine = self
         self.frames: list[Frame] = []
         self.step = 0
         self.stop_at, self.stop_reason = stop_at, stop_reason
@@ -55,6 +68,7 @@ class Machine:
             None  # the first iterator from outside that was moved on, and the step
         )
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
+        self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
 
     # ------------------------------------------------------------------ running
@@ -144,6 +158,10 @@ class Machine:
             lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}')
         return "\n".join(lines)
 
+    def place(self) -> Any:
+        """Where the program stands; None when it has ended."""
+        return self.frames[-1].place() if self.frames else None
+
     def user_place(self, frame: Frame) -> Any:
         return frame.place()
 
@@ -217,12 +235,21 @@ class Machine:
         """Run native code of the program; its exceptions are the program's."""
         try:
             return function(*args, **kwargs)
-        except (UserError, Break, Bug, Skip, Restart, Yielded):
+        except (UserError, Break, Bug, Skip, Restart, Unfit, Yielded):
             raise
         except RecursionError:
             raise
         except Exception as e:
             raise UserError(clean(e)) from None
+
+    def consume(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run native code that moves iterators; where it breaks, capture starts anew and breaks before it."""
+        try:
+            return self.native(function, *args, **kwargs)
+        except Break as reason:
+            if self.broken is not None or reason.at is not None:
+                raise
+            raise Restart(self.safe_step(), reason) from None
 
     def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that becomes one node of the graph."""
@@ -241,6 +268,8 @@ class Machine:
             raise
         except UserError as e:
             self.world.looked = True
+            if self.world.varying.reads:
+                raise Unfit from None  # its message may tell of sizes, which the program may read
             if e.error.args and isinstance(e.error.args[0], str) and "FakeTensor" in e.error.args[0]:
                 e.error.args = (e.error.args[0].replace("FakeTensor", "Tensor"), *e.error.args[1:])
             raise
@@ -267,6 +296,8 @@ class Machine:
                 return bool(self.native(bool, known))
             raise Break("branch-on-tensor", "the condition is the value of a tensor",
                         "use torch.where, or move the branch out of the compiled function")  # fmt: skip
+        if kind in symbolic.SYMBOLIC:
+            return symbolic.truth(value)
         n = self.world.length(value)
         if n is not None:
             return n > 0
@@ -304,7 +335,8 @@ class Machine:
         source = world.source(value)
         if id(value) in world.streams:
             return value
-        if source is not None and id(value) not in world.shadows and not isinstance(value, SAFE_ITERABLES):
+        opaque = id(value) not in world.shadows and id(value) not in world.frozen
+        if source is not None and opaque and not isinstance(value, SAFE_ITERABLES):
             raise Break(
                 "foreign-iterator", f"{source} is a {kind.__name__} made outside", "iterate over a list"
             )
@@ -330,7 +362,7 @@ class Machine:
                     "foreign-iterator", f"a {kind.__name__} made outside is advanced", "iterate over a list"
                 )
             with self.recorder.mode():
-                value = self.native(next, iterator)
+                value = self.consume(next, (iterator,), {})
         except UserError as e:
             if isinstance(e.error, StopIteration):
                 if id(iterator) in self.world.streams:
@@ -378,4 +410,4 @@ def clean(error: BaseException) -> BaseException:
     return error
 
 
-__all__ = ["Machine", "builtin_calls", "copies", "library_calls", "torch_calls"]
+__all__ = ["Machine", "builtin_calls", "copies", "library_calls", "number_calls", "torch_calls", "transforms"]

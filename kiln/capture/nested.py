@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 import threading
 import types
 from collections.abc import Callable
@@ -19,7 +18,7 @@ HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FOREIGN = (
     HERE,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    sysconfig.get_paths()["stdlib"] + os.sep,
+    os.path.dirname(os.__file__) + os.sep,
     "<",
 )
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
@@ -46,6 +45,8 @@ def ours(function: types.FunctionType) -> bool:
     code = function.__code__
     name = code.co_filename
     if code.co_name.startswith("<") and code.co_name != "<lambda>" or marks.of(function):
+        return False
+    if str(function.__globals__.get("__name__")).partition(".")[0] == "numpy":
         return False
     return (
         not name.startswith(FOREIGN)

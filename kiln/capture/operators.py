@@ -8,13 +8,15 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kiln.base.errors import Break
-from kiln.capture import attributes
+from kiln.capture import attributes, symbolic
 from kiln.capture.frame import UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import MISSING, nested
-from kiln.ops.fake import FakeTensor, constant_of
+from kiln.ops.fake import LITERALS, FakeTensor, constant_of
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -45,11 +47,12 @@ UNARY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "UNARY_INVERT": (operator.invert, "__invert__"),
 }  # fmt: skip
 PLAIN = frozenset({int, float, bool, str, complex, type(None), bytes})
+SYMBOLIC = symbolic.SYMBOLIC
 
 
 def python_method(m: Machine, value: Any, name: str) -> Any:
     """The Python function that implements a dunder for the value's class, or None."""
-    if type(value) in PLAIN:
+    if type(value) in PLAIN or type(value) in SYMBOLIC:
         return None
     method = attributes.type_lookup(m, type(value), name)
     return method if isinstance(method, types.FunctionType) else None
@@ -79,6 +82,11 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
         return tensor_binary(m, BINARY[sign if ta is FakeTensor else sign.rstrip("=")], a, b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(BINARY[sign], a, b)
+    if ta in SYMBOLIC or tb in SYMBOLIC:
+        if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC and sign.rstrip("=") in symbolic.ARITHMETIC:
+            return m.native(symbolic.arithmetic, sign.rstrip("="), a, b)
+        return binary(m, sign, symbolic.concrete(a) if ta in SYMBOLIC else a,
+                      symbolic.concrete(b) if tb in SYMBOLIC else b, mode)  # fmt: skip
     stem = sign.rstrip("=")
     name = DUNDER[stem]
     if sign != stem:
@@ -139,6 +147,11 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     ta, tb = type(a), type(b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(COMPARE[sign], a, b)
+    if (ta in SYMBOLIC and tb is not FakeTensor) or (tb in SYMBOLIC and ta is not FakeTensor):
+        if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC:
+            return symbolic.compare(sign, a, b)
+        return compare(m, sign, symbolic.concrete(a) if ta in SYMBOLIC else a,
+                       symbolic.concrete(b) if tb in SYMBOLIC else b, mode)  # fmt: skip
     if ta is FakeTensor or tb is FakeTensor:
         if a is None or b is None or isinstance(a, str) or isinstance(b, str):
             return (
@@ -146,7 +159,7 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
                 if sign not in ("==", "!=")
                 else sign == "!="
             )
-        return m.torch_call(COMPARE[sign], (a, b), {})
+        return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
     name, reflected = COMPARE_DUNDER[sign]
     left, right = python_method(m, a, name), python_method(m, b, reflected)
     if (
@@ -176,6 +189,34 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     )
 
 
+def settled(m: Machine, sign: str, a: Any, b: Any, out: Any) -> Any:
+    """The result of a comparison; known where uniform random numbers meet one that is not between 0 and 1."""
+    bound = b if type(a) is FakeTensor else a
+    drawn = a if type(a) is FakeTensor else b
+    if type(bound) not in (int, float) or m.recorder.made_by(drawn) is not torch.rand or drawn._version:
+        return out
+    known = BEYOND.get(sign if drawn is a else COMPARE_MIRROR[sign])
+    truth = None if known is None else known(bound)
+    if truth is not None and type(out) is FakeTensor:
+        out.value, out.value_version = torch.full(tuple(out.shape), truth), out._version
+        LITERALS.made = True
+    return out
+
+
+def beyond(low: Callable[[Any], bool], high: Callable[[Any], bool], if_low: bool) -> Callable[[Any], bool | None]:
+    """What a comparison of numbers from 0 to 1, without 1, with a bound says when all of them agree."""
+    return lambda bound: if_low if low(bound) else (not if_low if high(bound) else None)
+
+
+BEYOND = {
+    "<": beyond(lambda c: c <= 0, lambda c: c >= 1, False),
+    ">=": beyond(lambda c: c <= 0, lambda c: c >= 1, True),
+    "<=": beyond(lambda c: c < 0, lambda c: c >= 1, False),
+    ">": beyond(lambda c: c < 0, lambda c: c >= 1, True),
+}
+COMPARE_MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
+
+
 def plain(cls: type, name: str) -> bool:
     """Whether a class has a special method from object alone."""
     return getattr(cls, name) is getattr(object, name)
@@ -185,6 +226,14 @@ def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
     function, dunder = UNARY[name]
     if type(value) is FakeTensor:
         return m.torch_call(function, (value,), {})
+    if type(value) in SYMBOLIC:
+        if name == "UNARY_NEGATIVE":
+            return symbolic.negative(value)
+        if name == "UNARY_INVERT" and type(value) is torch.SymInt:
+            return symbolic.arithmetic("-", symbolic.negative(value), 1)
+        if name == "UNARY_POSITIVE" and type(value) is not torch.SymBool:
+            return value
+        return m.native(function, symbolic.concrete(value))
     method = python_method(m, value, dunder)
     if method is not None:
         return m.inline(method, (value,), {}, mode)
@@ -210,6 +259,7 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     kind = type(container)
     if kind is FakeTensor:
         return m.torch_call(operator.getitem, (container, index_of(m, key)), {})
+    key = plain_key(m, container, key, "__getitem__")
     found = m.world.item(container, key)
     if found is not MISSING:
         return found
@@ -262,6 +312,13 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     return m.view(m.native(operator.getitem, container, key))
 
 
+def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
+    """A key or index without symbolic numbers, unless Python code of the user's is to see it."""
+    if type(key) in PLAIN or not symbolic.holds_symbols(key) or python_method(m, container, name) is not None:
+        return key
+    return symbolic.concrete(key)
+
+
 def index_of(m: Machine, key: Any) -> Any:
     m.world.touch(key)
     if type(key) is tuple:
@@ -276,6 +333,7 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         m.world.touch(value)
         m.torch_call(operator.setitem, (container, index_of(m, key), value), {})
         return
+    key = plain_key(m, container, key, "__setitem__")
     method = python_method(m, container, "__setitem__")
     if method is not None:
         m.inline(method, (container, key, value), {}, mode)
@@ -294,6 +352,7 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
     """`del container[key]`."""
     if type(container) is FakeTensor:
         m.native(operator.delitem, container, key)
+    key = plain_key(m, container, key, "__delitem__")
     method = python_method(m, container, "__delitem__")
     if method is not None:
         m.inline(method, (container, key), {}, mode)
@@ -310,6 +369,8 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
     """`value in container`."""
     if type(container) is FakeTensor:
         raise Break("data-dependent", "membership in a tensor depends on its values", "use (x == v).any()")
+    if type(value) in SYMBOLIC and not isinstance(container, (list, tuple)):
+        value = symbolic.concrete(value)
     known = m.world.contains(container, value)
     if known is not None:
         return known

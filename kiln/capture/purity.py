@@ -65,6 +65,8 @@ def python_policy_of(module: str, name: str) -> str:
     root = module.partition(".")[0]
     if module in OWN_MODULES:
         return "own"
+    if module == "kiln.base.strict":
+        return "native" if name in ("now", "put") else "inline"
     if root == "kiln" and not module.startswith(("kiln.capture.", "kiln.ops.")):
         return "break"
     if root == "numpy" and not module.startswith(("numpy.random", "numpy.testing")):
@@ -230,7 +232,9 @@ CALL_BACK = frozenset(
 def native_class(cls: type) -> bool:
     """Whether instances are made natively, without side effects."""
     return (
-        cls in NATIVE_CLASSES or cls.__module__ in ("itertools", "typing") or isinstance(cls, enum.EnumMeta)
+        cls in NATIVE_CLASSES
+        or cls.__module__ in ("itertools", "typing", "torch.return_types")
+        or isinstance(cls, enum.EnumMeta)
     )
 
 

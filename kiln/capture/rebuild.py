@@ -7,14 +7,17 @@ import collections
 import enum
 import functools
 import gc
+import itertools
 import random
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kiln import _hook
+from kiln.base.expressions import Expr, Symbol
 from kiln.base.source import (
     Arg,
     Attr,
@@ -31,19 +34,28 @@ from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.live import live
 from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Slot, suspended_code
 from kiln.bytecode.resume import NULL as NULL_SLOT
-from kiln.capture import runtime
+from kiln.capture import runtime, symbolic
 from kiln.capture.attributes import instance_space
 from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Unread
 from kiln.capture.identity import Address
-from kiln.capture.iterators import Generator, Mapped
+from kiln.capture.iterators import Callback, Generator, Mapped
 from kiln.capture.purity import DICT_VIEWS, OWN_MODULES
+from kiln.capture.varying import quiet
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
+from kiln.check.shapes import Read
 from kiln.ops.fake import FakeTensor
 
 REDUCIBLE: tuple[type, ...] = (
     type(iter([])), type(iter(())), type(iter(range(0))), type(iter({})), type(iter({}.items())),
     type(iter({}.values())), type(iter(set())), type(iter("")), zip, enumerate, reversed, type(reversed([])),
     type(iter(b"")), type(iter(collections.deque())), type(iter(collections.OrderedDict())),
+)  # fmt: skip
+#: Iterators made during capture that are made again the same way; those from outside stay where they are.
+COMBINED: tuple[type, ...] = (
+    itertools.accumulate, itertools.chain, itertools.combinations, itertools.combinations_with_replacement,
+    itertools.compress, itertools.count, itertools.cycle, itertools.dropwhile, itertools.filterfalse,
+    itertools.islice, itertools.pairwise, itertools.permutations, itertools.product, itertools.repeat,
+    itertools.starmap, itertools.takewhile, itertools.zip_longest,
 )  # fmt: skip
 
 
@@ -76,7 +88,7 @@ class Rebuilder:
 
     def push(self, value: Any) -> None:
         """Emit code that leaves the value on the stack."""
-        if type(value) in CONSTANTS:
+        if type(value) in CONSTANTS and not (type(value) in HOLDERS and symbolic.holds_symbols(value)):
             self.e.const(value)
             return
         self.uses[id(value)] += 1
@@ -117,7 +129,7 @@ class Rebuilder:
 
     def prepare(self, value: Any) -> None:
         """Make the value now, for a later push."""
-        if type(value) in CONSTANTS or id(value) in self.names:
+        if type(value) in CONSTANTS and type(value) not in HOLDERS or id(value) in self.names:
             return
         self.uses[id(value)] += 1
         self.build(value)
@@ -135,6 +147,38 @@ class Rebuilder:
         for arg in args:
             self.push(arg)
         e.end_call(len(args))
+
+    def number(self, value: Any) -> None:
+        """A symbolic number: computed from the sizes and numbers that it depends on."""
+        expr = symbolic.simple(value)
+        if not isinstance(expr, Expr):
+            self.e.const(expr)
+            return
+        varying, symbols = self.world.varying, sorted(expr.symbols(), key=lambda s: s.order)
+        if isinstance(expr, Symbol):
+            self.read(varying.reads[expr])
+            return
+        self.e.begin_call()
+        self.e.const(quiet(symbols, str(expr)))
+        self.e.mid_call()
+        for symbol in symbols:
+            self.read(varying.reads[symbol])
+        self.e.end_call(len(symbols))
+
+    def read(self, read: Read) -> None:
+        """Emit a load of a size, a stride or a number."""
+        if read.what == "value":
+            self.source(read.source)
+            return
+        self.e.begin_call()
+        self.e.const(torch.Tensor.size if read.what == "size" else torch.Tensor.stride)
+        self.e.mid_call()
+        self.source(read.source)
+        self.e.const(read.dim)
+        self.e.end_call(2)
+
+    def shape(self, value: Any) -> None:
+        self.call(torch.Size, tuple(value))
 
     # ------------------------------------------------------------------ making
 
@@ -358,7 +402,12 @@ class Rebuilder:
 
     def reduced(self, value: Any) -> None:
         """A native iterator, through its pickle protocol."""
-        parts = value.__reduce__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the protocol goes away for some of them
+            try:
+                parts = value.__reduce__()
+            except TypeError:
+                raise Unbuildable(value) from None
         if len(parts) > 2 and parts[2] is not None:
             self.call(runtime.set_state, Call(parts[0], parts[1]), parts[2])
         else:
@@ -514,6 +563,7 @@ SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
 }  # fmt: skip
 FILLED = (object, dict, list, set, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
+HOLDERS = frozenset({torch.Size, slice})  # constants that symbolic numbers may stand in
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
     Unread: lambda r, value: r.source(value.source),
@@ -527,11 +577,13 @@ MAKERS: dict[type, Maker] = {
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell,
     functools.partial: Rebuilder.partial, types.MappingProxyType: Rebuilder.proxy,
     **dict.fromkeys(DICT_VIEWS, Rebuilder.dict_view), Call: Rebuilder.pending_call, Raw: Rebuilder.raw,
-    Mapped: Rebuilder.mapped, Generator: Rebuilder.generator, super: Rebuilder.super,
+    **dict.fromkeys(symbolic.SYMBOLIC, Rebuilder.number), torch.Size: Rebuilder.shape,
+    Mapped: Rebuilder.mapped, Callback: lambda r, value: r.push(value.value),
+    Generator: Rebuilder.generator, super: Rebuilder.super,
     random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())),
     object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled,
     **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address,
-    **dict.fromkeys(REDUCIBLE, Rebuilder.reduced),
+    **dict.fromkeys((*REDUCIBLE, *COMBINED), Rebuilder.reduced),
     types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
     torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
 }  # fmt: skip

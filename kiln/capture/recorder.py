@@ -5,7 +5,8 @@ from __future__ import annotations
 import linecache
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -16,7 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from kiln.base import marks
 from kiln.base.errors import Break, Bug
+from kiln.base.expressions import Expr, Symbol
 from kiln.base.source import Source
+from kiln.capture import computed
+from kiln.capture.fake_arrays import RULES as ARRAYS
+from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.nodes import (
     FACTORS,
     LEAVING,
@@ -31,6 +36,9 @@ from kiln.capture.nodes import (
 )
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
+from kiln.ops.lift import is_symbolic
+from kiln.ops.resampling import FORMS
+from kiln.ops.symint import SYMBOLIC, expr_of, wrap
 
 _push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
 _pop_dispatch = torch._C._pop_torch_dispatch_stack
@@ -43,7 +51,16 @@ class InputInfo:
     """A graph input: where its value comes from, and the value seen while capturing."""
 
     source: Source
-    real: torch.Tensor
+    real: torch.Tensor | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """Where the value of a symbol comes from: a size or stride of a graph input, or an input of its own."""
+
+    what: str
+    owner: Any  # the fake, or the source of a Python number
+    dim: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +112,49 @@ class Recorder:
         self._attrs: dict[str, Any] = {}
         self._attr_names: dict[int, str] = {}
         self._results: dict[int, Node] = {}
+        self._symbols: dict[Symbol, _Number] = {}
+        self._numbers: dict[Expr, Node] = {}
         self._start: Node = self.graph._root
         self._kept = 0
         self._busy = False
+        self._regions: list[int] = []
+        self._region_count = 0
         self._mode = RecorderMode(self)
 
     # Tensors and their nodes
 
-    def input(self, real: torch.Tensor, source: Source | None, as_attr: bool = False) -> FakeTensor:
-        """The fake of `real`, registered as a graph input, or as an attribute of the graph module."""
+    def input(
+        self,
+        real: torch.Tensor,
+        source: Source | None,
+        as_attr: bool = False,
+        shape: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None,
+    ) -> FakeTensor:
+        """The fake of `real`, registered as a graph input, or as an attribute of the graph module.
+
+        `shape` is its sizes and strides where some are symbolic.
+        """
         fake = self.fakes.get(id(real))
         if fake is None:
-            fake = real if isinstance(real, FakeTensor) else fake_like(real)
+            fake = real if isinstance(real, FakeTensor) else fake_like(real, *(shape or ()))
             self.fakes[id(real)] = fake
             self._alive.append(real)
             fake.pinned = True
             self._bind(fake, _Input(source, real, as_attr))
         return fake
 
+    def symbol(self, symbol: Symbol, what: str, owner: Any, dim: int = 0) -> None:
+        """Say what a symbol is: the "size" or "stride" of a fake, or the "value" at a path."""
+        self._symbols[symbol] = _Number(what, owner, dim)
+
     def knows(self, fake: FakeTensor) -> bool:
         """Whether `fake` was registered here or made by a recorded call."""
         return id(fake) in self._bindings
+
+    def made_by(self, fake: FakeTensor) -> Any:
+        """The function whose call gave `fake`; None when it is a part of a result, or an input."""
+        binding = self._bindings.get(id(fake))
+        return binding.target if type(binding) is Node else None
 
     def node(self, fake: FakeTensor) -> Node:
         """The node that gives `fake`, created when this is its first use."""
@@ -144,11 +183,49 @@ class Recorder:
             return node
         if binding.as_attr or binding.source is None:
             return self._attribute(binding.real, str(binding.source or "_tensor_constant"), fake)
+        return self._placeholder(binding.source, binding.real, fake)
+
+    def _placeholder(self, source: Source, real: Any, example: Any) -> Node:
         with self.graph.inserting_after(self._start):
-            node = self.graph.placeholder(identifier(str(binding.source)))
+            node = self.graph.placeholder(identifier(str(source)))
+        node.target = node.name  # two sources may read alike; the names of the arguments must differ
         self._start = node
-        self._inputs[node] = InputInfo(binding.source, binding.real)
-        return self._added(node, fake)
+        self._inputs[node] = InputInfo(source, real)
+        return self._added(node, example)
+
+    def _number(self, value: Any) -> Any:
+        """A symbolic number as an fx argument: one node an expression, or a plain number where known."""
+        expr = expr_of(value)
+        if not isinstance(expr, Expr):
+            return bool(value) if isinstance(value, torch.SymBool) else expr
+        expr = expr.scope.simplify(expr)
+        if not isinstance(expr, Expr):
+            return expr
+        known = self._numbers.get(expr)
+        if known is None:
+            known = self._numbers[expr] = computed.build(expr, self._symbol_node, self._compute)
+            known.meta["example_value"] = wrap(expr)
+        return known
+
+    def _compute(self, function: Any, *args: Any) -> Node:
+        """The one node of this call on numbers."""
+        for user in next(a for a in args if isinstance(a, Node)).users:
+            if user.target is function and user.args == args:
+                return user
+        return self._added(self.graph.create_node("call_function", function, args))
+
+    def _symbol_node(self, symbol: Symbol) -> Node:
+        known = self._numbers.get(symbol)
+        if known is None:
+            number, example = self._symbols[symbol], wrap(symbol)
+            if number.what == "value":
+                known = self._placeholder(number.owner, symbol.hint, example)
+            else:
+                owner = self.node(number.owner)
+                made = self.graph.create_node("call_method", number.what, (owner, number.dim))
+                known = self._added(made, example)
+            self._numbers[symbol] = known
+        return known
 
     def _part(self, whole: Node, key: Any, value: Any) -> Node:
         for user in whole.users:
@@ -173,6 +250,8 @@ class Recorder:
             node.meta["example_value"] = example
         if self.where is not None:
             node.meta["stack_trace"] = self.where()
+        if self._regions:
+            node.meta["checkpoint"] = self._regions[-1]
         self._nodes.append(node)
         return node
 
@@ -227,6 +306,8 @@ class Recorder:
             return {k: self._faked(v) for k, v in value.items()}
         if kind is slice:
             return slice(self._faked(value.start), self._faked(value.stop), self._faked(value.step))
+        if kind is FakeArray:
+            return ARRAYS["contents"](value)
         return value
 
     def _record(
@@ -276,7 +357,9 @@ class Recorder:
         if kind is tuple or kind is list:
             return kind([self._argument(v) for v in value])
         if kind is torch.Size:
-            return tuple(value)
+            return tuple([self._argument(v) for v in value])
+        if kind in SYMBOLIC:
+            return self._number(value)
         if kind is dict and all(type(k) is str for k in value):
             return {k: self._argument(v) for k, v in value.items()}
         if kind is slice:
@@ -324,6 +407,16 @@ class Recorder:
             self.graph.create_node("call_function", func, tuple([self._argument(a) for a in args]), fx_kwargs)
         )
 
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Mark the nodes recorded meanwhile as a region whose values are computed again in the backward pass."""
+        self._region_count += 1
+        self._regions.append(self._region_count)
+        try:
+            yield
+        finally:
+            self._regions.pop()
+
     def mode(self) -> RecorderMode:
         """A context in which every torch function that native code calls is recorded."""
         return self._mode
@@ -347,6 +440,7 @@ class Recorder:
             self._forget(node)
         gone = set(self._nodes[mark.nodes :])
         self._results = {key: node for key, node in self._results.items() if node not in gone}
+        self._numbers = {key: node for key, node in self._numbers.items() if node not in gone}
         del self._nodes[mark.nodes :]
         self.fakes = {k: f for k, f in self.fakes.items() if id(f) in self._bindings}
 
@@ -403,8 +497,9 @@ class RecorderMode(TorchFunctionMode):
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` gives; a factor that is a tensor without known contents does not change the shape of it."""
+    form = FORMS.get(func) if func.__hash__ is not None else None
     try:
-        return func(*args, **kwargs)
+        return (func if form is None or not is_symbolic((args, kwargs)) else form)(*args, **kwargs)
     except Break as e:
         factors = {
             k: 1.0 if v.is_floating_point() else 1

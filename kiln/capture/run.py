@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
-from kiln.base.errors import Break, Skip
+from kiln.base import log, options, strict
+from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
 from kiln.capture import depth, state
 from kiln.capture.finish import Captured, Compiler, Finisher
-from kiln.capture.frame import Frame, Restart, UserError
+from kiln.capture.frame import Frame, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
+from kiln.capture.varying import STATIC, Dynamic, Varying
 from kiln.capture.world import World
 from kiln.check.torch_guards import GlobalState
+from kiln.ops.fake import LITERALS
 
 with contextlib.suppress(ModuleNotFoundError):  # numpy may be absent, as for torch
     from kiln.capture import arrays  # noqa: F401
@@ -38,11 +41,12 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset(),
             in_python: Callable[[Any], Any] = lambda target: target,
-            specialises: bool = True) -> Captured:  # fmt: skip
+            specialises: bool = True, dynamic: Dynamic = STATIC) -> Captured:  # fmt: skip
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     stop, reason = -1, None
+    literals = Literals()
     for _ in range(ATTEMPTS):
         try:
             with depth.deep() as room:
@@ -59,12 +63,41 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                     in_python,
                     room,
                     specialises,
+                    dynamic,
+                    literals,
                 )
+        except Unsettled as again:
+            literals.tried(again.reason)
+            stop, reason = -1, None
+        except Unfit:
+            dynamic, stop, reason = STATIC, -1, None
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason)) from None
             stop, reason = again.step, again.reason
     raise Skip(f"no place to split {function.__qualname__} was found")
+
+
+class Literals:
+    """Whether tensors that are made of symbolic numbers have contents: not, unless that avoids a break."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.broke: tuple[str, Any] | None = None
+
+    def tried(self, reason: Break) -> None:
+        """Note a break: known contents are tried next; should they break there too, it is as it was."""
+        self.open = not self.open
+        self.broke = reason.kind, reason.at
+
+    def settle(self, reason: Break) -> None:
+        """Raise Unsettled where the other way is to be tried."""
+        if reason.kind not in ("data-dependent", "branch-on-tensor"):
+            return
+        if (self.open and LITERALS.left and self.broke is None) or (
+            not self.open and self.broke == (reason.kind, reason.at)
+        ):
+            raise Unsettled(reason)
 
 
 set_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
@@ -82,11 +115,15 @@ def interpreted(machine: Machine, frame: Frame) -> Any:
 def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
-            in_python: Callable[[Any], Any], room: int, specialises: bool) -> Captured:  # fmt: skip
+            in_python: Callable[[Any], Any], room: int, specialises: bool,
+            dynamic: Dynamic, literals: Literals) -> Captured:  # fmt: skip
     recorder = Recorder()
-    world = World(recorder, unstable)
+    LITERALS.reset(literals.open)
+    varying = Varying(dynamic)
+    world = World(recorder, unstable, varying)
     world.specialises = specialises
     machine = Machine(recorder, world, stop, reason)
+    varying.scope.place = machine.place
     machine.room = room
     recorder.where = machine.where
     names = slot_names(function.__code__)
@@ -112,6 +149,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             ended: Break | None = None
         except Break as e:
             ended = e
+            literals.settle(e)
             if e.kind in WHOLE_FRAME and not fullgraph:
                 frames = machine.broken or []
                 if len(frames) <= 1:
@@ -129,11 +167,25 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                     "move the break out of the loop",
                 )
                 raise Restart(machine.advanced[1], again) from None
-            if fullgraph and e.kind != "raises":
+            if (fullgraph or strict.now()) and e.kind != "raises":
                 raise
         except UserError as e:
+            if varying.reads:
+                raise Unfit from None
             kind = type(e.error).__name__
             raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
+        except (KilnError, Restart, Unfit, Unsettled):
+            raise
+        except Exception as e:
+            if not varying.reads or options.config.strict:
+                raise
+            log.warn_once(
+                ("symbolic", function.__code__),
+                f"{function.__qualname__} is compiled for fixed sizes after an internal error with symbolic "
+                f"ones ({type(e).__name__}: {e})",
+            )
+            raise Unfit from None
+        varying.refuse_specialised()
         machine.leave_contexts(recorded=True)
         finisher = Finisher(machine, frame, names, before, compiler, resume, cache, in_python)
         state.restore(before)
@@ -164,6 +216,8 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
 def release(machine: Machine, root: Frame) -> None:
     """Let go of the program's objects, which a capture's parts would hold in cycles until a collection."""
     machine.ended = True
+    machine.world.machine = None
+    machine.world.varying.scope.place = None  # tensors with symbolic sizes hold the scope, unseen by the collector
     for frame in (root, *(machine.broken or ())):
         for held in (frame.locals, frame.lazy, frame.stack, frame.before, frame.cells, frame.handled):
             held.clear()

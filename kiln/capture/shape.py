@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kiln.bytecode.decode import Instruction
 from kiln.bytecode.flow import stack_effect
+from kiln.bytecode.resume import VALUE, Slot
 
 PUSHES = {
     "LOAD_METHOD": None,
@@ -12,6 +13,13 @@ PUSHES = {
     "FOR_ITER": 1,
     "SEND": None,
     "YIELD_VALUE": None,
+    "PUSH_NULL": None,
+    "PUSH_EXC_INFO": None,
+    "COPY": None,
+    "RETURN_GENERATOR": None,
+    "BEFORE_ASYNC_WITH": None,
+    "LOAD_FAST_LOAD_FAST": 2,
+    "IMPORT_STAR": 0,
 }
 ONE = (
     "LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL",
@@ -32,6 +40,20 @@ def pushes(instruction: Instruction) -> int | None:
         assert instruction.arg is not None
         return (instruction.arg & 255) + 1 + (instruction.arg >> 8)
     return 1 if name.startswith(ONE) else 0
+
+
+def after(shape: tuple[Slot, ...], instruction: Instruction, jump: bool) -> tuple[Slot, ...] | None:
+    """The shape of the stack after an instruction; None when Python must go on alone."""
+    count = pushes(instruction)
+    if count is None:
+        return None
+    if jump and instruction.name == "FOR_ITER":
+        return shape[:-1]  # behind what the end of a loop passes over, whose effect some releases count here
+    net = stack_effect(instruction.op, instruction.arg, jump)
+    if jump:
+        return shape[: len(shape) + net] if net <= 0 else None
+    taken = count - net
+    return (*shape[: len(shape) - taken], *[VALUE] * count)
 
 
 def operands(instruction: Instruction) -> int:

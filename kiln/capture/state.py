@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kiln.base import strict
+
 Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
@@ -55,6 +57,7 @@ SWITCHES: tuple[Switch, ...] = (
     (torch.get_default_dtype, torch._C._set_default_dtype),
     (_are_deterministic, _deterministic),
     *ATTENTION,
+    (strict.now, strict.put),
 )
 
 

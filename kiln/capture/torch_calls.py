@@ -17,12 +17,12 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break
 from kiln.base.source import Const, Derived
-from kiln.capture import builtin_calls, runtime, state
+from kiln.capture import builtin_calls, runtime, state, symbolic
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, handles, leaf
 from kiln.capture.world import nested
 from kiln.check.guards import Custom
-from kiln.ops.fake import FakeTensor
+from kiln.ops.fake import LITERALS, FakeTensor
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -218,10 +218,11 @@ NO_VMAP = mro_lookup(torch.autograd.Function, "vmap")
 
 @handles(torch.utils.checkpoint.checkpoint)
 def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """Activation checkpointing: inlined; what to recompute is decided when the graph is differentiated."""
+    """Activation checkpointing: inlined, its nodes marked as a region for the partition of the backward pass."""
     function, *rest = args
     options = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
-    return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
+    with m.recorder.region():
+        return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
 
 
 @handles(warnings.warn, warnings.warn_explicit)
@@ -341,7 +342,11 @@ def run_backward(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(torch.tensor)
 def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any = torch.tensor) -> Any:
     """A tensor from Python values; tensors of one element may stand among them."""
-    if args and type(args[0]) in (list, tuple) and any(type(v) is FakeTensor for v in nested(args)):
+    listed = args and type(args[0]) in (list, tuple)
+    made_of_tensors = listed and any(type(v) is FakeTensor for v in nested(args))
+    made_of_numbers = args and LITERALS.open and symbolic.holds_symbols(m.world.touch_deep(args[0]))
+    if made_of_tensors or made_of_numbers:
+        LITERALS.left = LITERALS.left or bool(made_of_numbers)
         m.world.touch(args[0])
         shape = m.native(function, zeroed(args[0]), *args[1:], **kwargs)
         return m.recorder.declare(function, args, kwargs, shape)
@@ -349,7 +354,9 @@ def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any = torch
 
 
 def zeroed(value: Any) -> Any:
-    """The nest with real zeros in place of fakes."""
+    """The nest with real zeros in place of fakes, and the numbers of now in place of symbolic ones."""
+    if type(value) in symbolic.SYMBOLIC:
+        return value.node.hint
     if type(value) is FakeTensor:
         return torch.zeros(value.shape, dtype=value.dtype)
     return [zeroed(v) for v in value] if type(value) in (list, tuple) else value

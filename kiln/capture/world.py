@@ -43,6 +43,7 @@ from kiln.base.source import (
 from kiln.capture import runtime
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
+from kiln.capture.varying import STATIC, Varying
 from kiln.check.guards import (
     MISSING,
     Absent,
@@ -60,6 +61,7 @@ from kiln.check.guards import (
     SetEquals,
     TypeIs,
 )
+from kiln.check.shapes import AnyNumber, Read, ShapedMatch
 from kiln.check.torch_guards import TensorMatch
 from kiln.check.tree import GuardSet
 from kiln.ops.fake import FakeTensor
@@ -118,8 +120,11 @@ class Overlay:
 class World:
     """Sources, guards, shadows and pending writes of one capture."""
 
-    def __init__(self, recorder: Recorder, unstable: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, recorder: Recorder, unstable: frozenset[str] = frozenset(), varying: Varying | None = None
+    ) -> None:
         self.recorder = recorder
+        self.varying = varying or Varying(STATIC)
         self.guards = GuardSet()
         self.unstable = unstable
         self.sources: dict[int, Source] = {}
@@ -143,6 +148,8 @@ class World:
             int, tuple[Any, ...]
         ] = {}  # native contexts by id, and the call that enters one like it
         self.wrappers: dict[int, Any] = {}
+        self.machine: Any = None  # the interpreter of this capture, while it runs
+        self.memories: dict[int, Any] = {}  # what is known of the memory of arrays, by id of its owner
         self.frozen: set[int] = set()  # ids of copies that stand for objects whose contents are guarded
 
     # ------------------------------------------------------------------ reading
@@ -163,6 +170,10 @@ class World:
         """The program's view of a value read from outside, with the guards that the read calls for."""
         kind = type(value)
         if kind in CONSTANTS:
+            if (kind is int or kind is float) and self.varying.numbers:
+                number = self.varying.number(value, source, not rooted(source))
+                if number is not None:
+                    return self.number(number, value, source)
             self.guard(Equals(source, value))
             return value
         known = self.sources.get(id(value))
@@ -175,6 +186,12 @@ class World:
             if isinstance(value, base):
                 return reader(self, value, source)
         return self.thing(value, source)
+
+    def number(self, number: Any, value: int | float, source: Source) -> Any:
+        """A number that varies: symbolic, and an input of the graph where the graph needs it."""
+        self.guard(AnyNumber(source, type(value), value))
+        self.recorder.symbol(number.node.expr, "value", source)
+        return number
 
     def again(self, value: Any, known: Source, source: Source) -> Any:
         """A second path to an object that is known already."""
@@ -268,12 +285,20 @@ class World:
         as_attr = self.owned(source) and str(source) not in self.unstable
         if as_attr:
             self.guard(Is(source, value))
-        match = TensorMatch.of(source, value)
-        if as_attr:
-            self.owned_matches.append(match)
+        shape = None if as_attr else self.varying.tensor(value, source, not rooted(source))
+        if shape is not None:
+            self.guard(ShapedMatch.of(source, value, shape.extents, shape.strides))
+            fake = self.recorder.input(value, source, False, (shape.size, shape.stride))
+            for symbol in shape.symbols:
+                read = self.varying.reads[symbol]
+                self.recorder.symbol(symbol, read.what, fake, read.dim)
         else:
-            self.guard(match)
-        fake = self.recorder.input(value, source, as_attr)
+            match = TensorMatch.of(source, value)
+            if as_attr:
+                self.owned_matches.append(match)
+            else:
+                self.guard(match)
+            fake = self.recorder.input(value, source, as_attr)
         self.tensors[id(value)] = (fake, source)
         self.reals[id(fake)] = value
         self.sources[id(fake)] = source
@@ -346,7 +371,9 @@ class World:
         self.guard(Length(source, len(value)))
         items = [self.outside(item, Item(source, i)) for i, item in enumerate(value)]
         same = all(a is b for a, b in zip(items, value, strict=True))
-        copy = value if same else tuple.__new__(type(value), items)
+        # The results of torch ops are sequences with names in C, which only their own constructor builds.
+        named = hasattr(type(value), "n_sequence_fields")
+        copy = value if same else type(value)(items) if named else tuple.__new__(type(value), items)
         self.remember(value, source)
         self.wrappers[id(value)] = copy
         self.remember(copy, source)
@@ -685,6 +712,9 @@ class World:
 
     def finish_guards(self) -> None:
         """Guards over several inputs, and on the facts of parameters where anything may depend on them."""
+        conditions = self.varying.conditions()
+        if conditions is not None:
+            self.guard(conditions)
         if self.looked or self.specialises:
             for match in self.owned_matches:
                 self.guard(match)
@@ -703,8 +733,19 @@ class World:
         fixed = [(real, source) for real, source in inputs if rooted(source)]
         for real, source in inputs:
             for other, path in fixed if not rooted(source) else ():
-                if type(other) is type(real) and other.shape == real.shape and other.dtype == real.dtype:
+                if type(other) is type(real) and self.alike((real, source), (other, path)):
                     self.guard(Distinct((source, path)))
+
+    def alike(self, *tensors: tuple[torch.Tensor, Source]) -> bool:
+        """Whether two tensors may have one dtype and equal sizes in a call that the guards admit."""
+        (a, _), (b, _) = tensors
+        if a.dim() != b.dim() or a.dtype != b.dtype:
+            return False
+        varies = self.varying.reads.values()
+        return all(
+            m == n or any(Read(source, "size", i) in varies for _, source in tensors)
+            for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True))
+        )
 
     def identified(self, value: Any) -> None:
         """The identity of a value was looked at, not only what it holds."""

@@ -30,10 +30,10 @@ class TensorMatch(Guard):
 
     @staticmethod
     def of(source: Source, tensor: torch.Tensor) -> TensorMatch:
-        return TensorMatch(source, type(tensor), *_facts(tensor))
+        return TensorMatch(source, type(tensor), *facts(tensor))
 
     def test(self, value: Any) -> bool:
-        return type(value) is self.type and _facts(value) == self._expected()
+        return type(value) is self.type and facts(value) == self._expected()
 
     def _expected(self) -> tuple[Any, ...]:
         return self.dtype, self.device, self.shape, self.strides, self.requires_grad, self.dispatch_keys
@@ -42,7 +42,7 @@ class TensorMatch(Guard):
         if type(value) is not self.type:
             return f" was of type {show(self.type)}, now {show(type(value))}"
         names = ("dtype", "device", "shape", "strides", "requires_grad", "dispatch keys")
-        for name, old, new in zip(names, self._expected(), _facts(value), strict=True):
+        for name, old, new in zip(names, self._expected(), facts(value), strict=True):
             if old != new:
                 return f".{name} was {old}, now {new}"
         return " matches"
@@ -62,7 +62,8 @@ _DTYPE, _DEVICE, _SHAPE = (torch._C.TensorBase.__dict__[n].__get__ for n in ("dt
 _LAYOUT, _REQUIRES_GRAD = (torch._C.TensorBase.__dict__[n].__get__ for n in ("layout", "requires_grad"))
 
 
-def _facts(t: torch.Tensor) -> tuple[Any, ...]:
+def facts(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a tensor is: dtype, device, sizes, strides (None without), requires_grad, dispatch keys."""
     with torch._C.DisableTorchFunctionSubclass():
         strides = tuple(torch._C.TensorBase.stride(t)) if _LAYOUT(t) is torch.strided else None
         return _DTYPE(t), _DEVICE(t), tuple(_SHAPE(t)), strides, _REQUIRES_GRAD(t), layout.keys_of(t)

@@ -30,7 +30,7 @@ class GuardSet:
         return len(self._guards)
 
     def build(self, settled: bool = False) -> _hook.Guards:
-        """The guards in C; settled ones trust objects and tensors as long as their dicts have not changed."""
+        """The guards in C; settled ones trust tensors in dicts as long as no dict has changed."""
         tree = _Tree()
         for guard in self._guards.values():
             tree.check(guard)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, operators
+from kiln.capture.expected import taken
 from kiln.capture.frame import YIELD, Frame, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.opcodes.table import opcode
@@ -97,14 +98,14 @@ def jump(m: Machine, f: Frame, i: Instruction) -> Any:
 
 @opcode("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_IF_TRUE")
 def pop_jump_if_true(m: Machine, f: Frame, i: Instruction) -> Any:
-    truth = m.truth(f.stack[-1])
+    truth = taken(m, f, i, True) if type(f.stack[-1]) is FakeTensor else m.truth(f.stack[-1])
     f.stack.pop()
     return i.value if truth else None
 
 
 @opcode("POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_IF_FALSE")
 def pop_jump_if_false(m: Machine, f: Frame, i: Instruction) -> Any:
-    truth = m.truth(f.stack[-1])
+    truth = taken(m, f, i, False) if type(f.stack[-1]) is FakeTensor else m.truth(f.stack[-1])
     f.stack.pop()
     return None if truth else i.value
 

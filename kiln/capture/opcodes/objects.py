@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kiln.base.errors import Break
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
-from kiln.capture import attributes, builtin_calls, operators
+from kiln.capture import attributes, builtin_calls, operators, symbolic
 from kiln.capture.frame import NULL, Frame, UserError
 from kiln.capture.opcodes.control import sequence
 from kiln.capture.opcodes.table import opcode
@@ -38,13 +38,14 @@ def build_list(m: Machine, f: Frame, i: Instruction) -> Any:
 
 @opcode("BUILD_SET")
 def build_set(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(m.native(set, take(f, i.arg or 0)))
+    f.stack.append(m.native(set, symbolic.concrete(take(f, i.arg or 0))))
 
 
 @opcode("BUILD_MAP")
 def build_map(m: Machine, f: Frame, i: Instruction) -> Any:
     flat = take(f, 2 * (i.arg or 0))
-    f.stack.append(m.native(lambda: dict(zip(flat[::2], flat[1::2], strict=True))))
+    keys = symbolic.concrete(flat[::2])
+    f.stack.append(m.native(lambda: dict(zip(keys, flat[1::2], strict=True))))
 
 
 @opcode("BUILD_CONST_KEY_MAP")
@@ -82,13 +83,13 @@ def list_append(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("SET_ADD")
 def set_add(m: Machine, f: Frame, i: Instruction) -> Any:
     value = f.stack.pop()
-    m.native(target(m, f, i).add, value)
+    m.native(target(m, f, i).add, symbolic.concrete(value))
 
 
 @opcode("MAP_ADD")
 def map_add(m: Machine, f: Frame, i: Instruction) -> Any:
     key, value = take(f, 2)
-    m.native(target(m, f, i).__setitem__, key, value)
+    m.native(target(m, f, i).__setitem__, symbolic.concrete(key), value)
 
 
 @opcode("LIST_EXTEND")

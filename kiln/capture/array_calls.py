@@ -1,0 +1,524 @@
+"""What is done with arrays over tensors of the graph: a node that does on tensors what numpy does on arrays.
+
+numpy itself runs on stand-ins first. Its answer says what the node must give: kind, dtype, shape, strides and
+what shares memory with what. Where the tensors' answer differs in any of it the graph breaks and numpy runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+import torch._numpy as on_tensors
+
+from kiln.base.errors import Break
+from kiln.base.source import Derived, Source
+from kiln.capture import attributes
+from kiln.capture.calls import CALLERS, Args, Kwargs, handles, leaf
+from kiln.capture.fake_arrays import (
+    RECORDED,
+    RULES,
+    ArrayFunction,
+    ArrayMethod,
+    FakeArray,
+    Memory,
+    to_array,
+    to_scalar,
+)
+from kiln.capture.frame import UserError
+from kiln.capture.rebuild import MAKERS, Rebuilder
+from kiln.capture.world import World, nested
+from kiln.check.guards import Guard
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+LARGEST = 1 << 28  # bytes of a stand-in
+KNOWN = 1 << 16  # bytes of an array that are compared in every call
+SAME = on_tensors.ndarray
+HINT = "use the torch function instead, or move the call out of the compiled function"
+#: Facts of an array that do not depend on its contents.
+FACTS = frozenset("shape ndim size dtype itemsize nbytes strides".split())
+VIEWS = frozenset({"T", "real", "imag"})
+WRITING = frozenset({"fill", "sort", "put", "__setitem__", *(n for n in RECORDED if n.startswith("__i"))}) - {
+    "__invert__", "__index__", "__int__",
+}  # fmt: skip
+READING = frozenset({"item", "tolist"})
+TYPES = (numpy.generic, bool, int, float, complex)
+FUNCTIONS: dict[int, ArrayFunction] = {
+    id(getattr(space, name)): ArrayFunction(name, getattr(tensors, name), SAME)
+    for space, tensors in (
+        (numpy, on_tensors),
+        (numpy.linalg, on_tensors.linalg),
+        (numpy.fft, on_tensors.fft),
+    )
+    for name in dir(tensors)
+    if not name.startswith("_")
+    and callable(getattr(tensors, name))  # first: numpy loads some of its parts when they are asked for
+    and callable(getattr(space, name, None))
+    and not isinstance(getattr(space, name), type)
+}
+
+
+@functools.cache
+def method_node(name: str) -> ArrayFunction | None:
+    function = getattr(SAME, name, None)
+    return None if function is None else ArrayFunction(name, function, SAME)
+
+
+@functools.cache
+def view_node(name: str) -> ArrayFunction:
+    return ArrayFunction(name, lambda array: getattr(array, name), SAME)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayEquals(Guard):
+    """The dtype, shape and contents of a small array."""
+
+    value: Any
+
+    def test(self, value: Any) -> bool:
+        mine = self.value
+        return (type(value) is type(mine) and value.dtype == mine.dtype and value.shape == mine.shape
+                and value.tobytes() == mine.tobytes())  # fmt: skip
+
+    def describe(self, value: Any) -> str:
+        return " was an array with other contents"
+
+    def key(self) -> object:
+        return ArrayEquals, self.source, self.value.tobytes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayMatch(Guard):
+    """What an array is, apart from its contents."""
+
+    facts: tuple[Any, ...]
+
+    def test(self, value: Any) -> bool:
+        return facts_of(value) == self.facts
+
+    def describe(self, value: Any) -> str:
+        return f" was an array of {self.facts[1]} with shape {self.facts[2]}"
+
+    def key(self) -> object:
+        return ArrayMatch, self.source, self.facts
+
+
+def facts_of(value: Any) -> tuple[Any, ...]:
+    if type(value) is not numpy.ndarray:
+        return (type(value),)
+    return numpy.ndarray, value.dtype, value.shape, value.strides, value.flags.writeable
+
+
+def refusal(what: str, why: str) -> Break:
+    return Break("numpy", f"numpy's {what} {why}", HINT)
+
+
+# ---------------------------------------------------------------------- making
+
+
+def of_tensor(m: Machine, tensor: FakeTensor) -> FakeArray:
+    """What `tensor.numpy()` gives: an array over the same memory."""
+    with torch._C.DisableTorchFunction():
+        empty = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+        m.native(torch.Tensor.numpy, empty)  # raises for what has no array
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        raise Break("data-dependent", "Tensor.numpy is called", HINT)
+    stand_in = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    if stand_in.nbytes > LARGEST:
+        raise refusal("array", "is too large for a stand-in")
+    like = stand_in.numpy()
+    like[...] = numpy.random.default_rng(0).random(like.shape) + 0.5 if like.dtype.kind in "fc" else 0
+    view = m.torch_call(torch.Tensor.view_as, (tensor, tensor), {})
+    return adopt(m.world, view, like, None)
+
+
+def of_outside(world: World, value: Any, source: Source) -> FakeArray:
+    """An array from outside: an input of the graph."""
+    tensor = torch.from_numpy(value)
+    fake = world.recorder.input(tensor, Derived(source, torch.from_numpy, "tensor"))
+    like = value.copy(order="K")
+    known = frozenset({Root(source, value.copy(order="K"))}) if value.nbytes <= KNOWN else None
+    return adopt(world, fake, like, known, outside=True)
+
+
+def adopt(
+    world: World, tensor: Any, like: Any, roots: frozenset[Root] | None, outside: bool = False
+) -> FakeArray:
+    """The array over a tensor; arrays that share memory share what is known of it."""
+    owner = root(like)
+    memory = world.memories.get(id(owner))
+    if memory is None:
+        memory = world.memories[id(owner)] = Memory(owner, roots, outside)
+    array = FakeArray(world, tensor, like, memory)
+    world.keep.append(array)
+    return array
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Root:
+    """A small array from outside, and its contents when capture began."""
+
+    source: Source
+    value: Any
+
+
+def root(like: Any) -> Any:
+    """The array that owns the memory of another."""
+    while isinstance(like, numpy.ndarray) and isinstance(like.base, numpy.ndarray):
+        like = like.base
+    return like
+
+
+# ---------------------------------------------------------------------- doing
+
+
+def apply(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], args: Args, kwargs: Kwargs,
+          name: str, writes: bool = False) -> Any:  # fmt: skip
+    """Run numpy on the stand-ins, record the node, and give its result."""
+    if node is None:
+        raise refusal(name, "has no counterpart on tensors")
+    for value in (*args, *kwargs.values()):
+        m.world.touch_deep(value)
+    arrays = [value for value in nested((*args, *kwargs.values())) if type(value) is FakeArray]
+    if any(type(value) is FakeTensor for value in nested((*args, *kwargs.values()))):
+        raise refusal(name, "is called with a tensor and an array")
+    writes = writes or kwargs.get("out") is not None
+    target = kwargs.get("out", args[0] if args else None) if writes else None
+    if writes and type(target) is not FakeArray:
+        raise refusal(name, "writes to an array that is a constant of the graph")
+    with torch._C.DisableTorchFunction():  # the tensors of the check are nothing to the recorder
+        check_values(node, function, args, kwargs, name, target)
+    try:
+        with quiet():
+            answer = function(*stand_ins(args), **stand_ins(kwargs))
+    except Exception as e:
+        raise refusal(name, f"raises {type(e).__name__} on a stand-in: {e}") from None
+    if not writes:
+        for array in arrays:
+            if answer is array.like:
+                return array
+    mark = m.recorder.checkpoint()
+    keyed = name in KEYED
+    try:
+        lowered = tuple([lower(m, v, keyed and i == 1) for i, v in enumerate(args)])
+        got = m.torch_call(node, lowered, {k: lower(m, v, False) for k, v in kwargs.items()})
+        if type(target) is FakeArray:
+            wrote(m, target, arrays)
+            return target if answer is not None else None
+        return result(m, answer, got, arrays, name)
+    except UserError as e:
+        m.recorder.rollback(mark)
+        raise refusal(name, f"raises {type(e.error).__name__} on tensors: {e.error}") from None
+    except Break:
+        m.recorder.rollback(mark)
+        raise
+
+
+def stand_ins(value: Any, of: Callable[[FakeArray], Any] = lambda array: array.like) -> Any:
+    """The nest with stand-ins for the arrays of the graph."""
+    if type(value) is FakeArray:
+        return of(value)
+    if type(value) in (list, tuple):
+        return type(value)([stand_ins(v, of) for v in value])
+    if type(value) is dict:
+        return {k: stand_ins(v, of) for k, v in value.items()}
+    return value
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), numpy.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check_values(node: ArrayFunction, function: Callable[..., Any], args: Args, kwargs: Kwargs, name: str,
+                 target: FakeArray | None) -> None:  # fmt: skip
+    """Refuse where tensors give other values than numpy, on the stand-ins or on numbers that are none."""
+    for lace in (False, True):
+        copies: dict[int, Any] = {}
+
+        def copied(array: FakeArray, lace: bool = lace, copies: dict[int, Any] = copies) -> Any:
+            if id(array) not in copies:
+                copies[id(array)] = laced(array.like) if lace else array.like.copy()
+            return copies[id(array)]
+
+        theirs = stand_ins((args, kwargs), copied)
+        given = [(copies[key], copies[key].tobytes()) for key in copies if target is None or key != id(target)]
+        copies.clear()
+        mine = tensors_of(stand_ins((args, kwargs), copied), name in KEYED)
+        try:
+            with quiet():
+                expected = function(*theirs[0], **theirs[1])
+        except Exception:
+            continue  # the call itself will say
+        if any(array.tobytes() != before for array, before in given):
+            raise refusal(name, "writes to its arguments")
+        try:
+            with quiet():
+                got = node(*mine[0], **mine[1])
+        except Exception as e:
+            raise refusal(name, f"raises {type(e).__name__} on tensors: {e}") from None
+        if target is not None:
+            at = kwargs.get("out") is None
+            expected, got = (theirs[0][0], mine[0][0]) if at else (theirs[1]["out"], mine[1]["out"])
+        if not same_values(expected, got):
+            raise refusal(name, "gives other values on tensors")
+
+
+def laced(like: Any) -> Any:
+    """A copy with infinities, zeros and what is no number among its floats; complex ones stay as they are."""
+    copy = numpy.array(like)
+    if copy.dtype.kind == "f" and copy.size:
+        flat = copy.reshape(-1)
+        odd = numpy.array([numpy.nan, numpy.inf, -0.0, -numpy.inf, 0.5, -1.5, 0.0], dtype=copy.dtype)
+        flat[::2] = numpy.resize(odd, flat[::2].shape)
+    return copy if isinstance(like, numpy.ndarray) else copy[()]
+
+
+def tensors_of(value: Any, keyed: bool = False) -> Any:
+    """The nest with tensors for arrays, as `lower` makes it for the node."""
+    if isinstance(value, numpy.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, numpy.generic):
+        return value.item() if keyed else torch.from_numpy(numpy.array(value))
+    if type(value) in (list, tuple):
+        return type(value)([tensors_of(v, keyed) for v in value])
+    if type(value) is dict:
+        return {k: tensors_of(v, keyed) for k, v in value.items()}
+    return dtype_name(value)
+
+
+def same_values(expected: Any, got: Any) -> bool:
+    """Whether numpy's result and that of tensors are one: rounding apart, the sign of zero included."""
+    if type(expected) in (list, tuple):
+        return (
+            type(got) in (list, tuple)
+            and len(got) == len(expected)
+            and all(map(same_values, expected, got))
+        )
+    if not isinstance(expected, (numpy.ndarray, numpy.generic)):
+        return True
+    if not isinstance(got, torch.Tensor):
+        return False
+    a, b = numpy.asarray(expected), got.detach().resolve_conj().resolve_neg().numpy()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True  # the node's result will say
+    if a.dtype.kind not in "fc":
+        return bool(numpy.array_equal(a, b))
+    with quiet():
+        close = TOLERANCE.get(a.dtype.name, 1e-9)
+        if not numpy.allclose(a, b, rtol=close, atol=close, equal_nan=True):
+            return False
+        zeros = (a == 0) & (b == 0)
+        parts = ((a.real, b.real), (a.imag, b.imag)) if a.dtype.kind == "c" else ((a, b),)
+        return all(bool(numpy.array_equal(numpy.signbit(x[zeros]), numpy.signbit(y[zeros]))) for x, y in parts)
+
+
+TOLERANCE = {"float16": 1e-2, "float32": 1e-4, "complex64": 1e-4}
+KEYED = ("__getitem__", "__setitem__")
+
+
+def lower(m: Machine, value: Any, index: bool) -> Any:
+    """An argument for the node: tensors for arrays, names for dtypes."""
+    kind = type(value)
+    if kind is FakeArray:
+        return value.tensor
+    if kind in (list, tuple):
+        return kind([lower(m, v, index) for v in value])
+    if isinstance(value, numpy.generic):
+        return value.item() if index else leaf(m, torch.tensor, (value,), {})
+    if isinstance(value, numpy.ndarray):
+        value.setflags(write=False)
+        return leaf(m, torch.tensor, (value,), {})
+    return dtype_name(value)
+
+
+def dtype_name(value: Any) -> Any:
+    """The name of a dtype; other values as they are."""
+    if isinstance(value, numpy.dtype) or isinstance(value, type) and issubclass(value, TYPES):
+        return numpy.dtype(value).name
+    return value
+
+
+def wrote(m: Machine, target: FakeArray, arrays: list[FakeArray]) -> None:
+    """What is known of contents after a write: other arrays from outside may share the memory."""
+    target.memory.roots = roots_of(arrays)
+    if target.memory.outside:
+        for memory in m.world.memories.values():
+            memory.roots = None if memory.outside else memory.roots
+
+
+def roots_of(arrays: list[FakeArray]) -> frozenset[Root] | None:
+    """The arrays from outside that contents made of these follow from."""
+    roots = [array.memory.roots for array in arrays]
+    return None if None in roots else frozenset().union(*roots)  # type: ignore[arg-type]
+
+
+def result(m: Machine, answer: Any, got: Any, arrays: list[FakeArray], name: str) -> Any:
+    """What the node gave as the program sees it, where numpy agrees."""
+    if type(answer) in (list, tuple) and type(got) in (list, tuple) and len(got) == len(answer):
+        return type(answer)([result(m, a, g, arrays, name) for a, g in zip(answer, got, strict=True)])
+    if type(got) is not FakeTensor or not isinstance(answer, (numpy.ndarray, numpy.generic)):
+        raise refusal(name, "gives something else than arrays")
+    expected = torch.from_numpy(numpy.empty(0, answer.dtype)).dtype
+    if got.dtype != expected or tuple(got.shape) != answer.shape:
+        raise refusal(name, f"gives another dtype or shape on tensors ({got.dtype}, {tuple(got.shape)})")
+    shares = isinstance(answer, numpy.ndarray) and any(root(answer) is root(array.like) for array in arrays)
+    shared = any(base(got) is base(array.tensor) for array in arrays)
+    if shares and not (shared and same_strides(answer, got)):
+        raise refusal(name, "gives a view of an array that tensors do not have")
+    if not shares and (shared or not same_strides(answer, got)):
+        got = m.torch_call(torch.clone, (got,), {"memory_format": torch.contiguous_format})
+        if not same_strides(answer, got):
+            raise refusal(name, "gives an array with another order of elements than tensors")
+    return adopt(m.world, got, answer, roots_of(arrays))
+
+
+def base(tensor: Any) -> Any:
+    return tensor if tensor._base is None else tensor._base
+
+
+def same_strides(answer: Any, got: FakeTensor) -> bool:
+    """Whether elements lie in memory in the same order."""
+    return got.numel() == 0 or all(
+        n == 1 or mine * answer.itemsize == theirs
+        for n, mine, theirs in zip(got.shape, got.stride(), answer.strides, strict=True)
+    )
+
+
+def contents(array: FakeArray) -> Any:
+    """The contents, guarded where they follow from small arrays from outside."""
+    roots = array.memory.roots
+    if roots is None:
+        raise Break("data-dependent", "the contents of an array are needed", HINT)
+    for root in roots:
+        array.world.guard(ArrayEquals(root.source, root.value))
+    return array.like
+
+
+# ---------------------------------------------------------------------- what the interpreter meets
+
+
+def special(array: FakeArray, name: str, *args: Any) -> Any:
+    """A special method, called by native code or by an operator."""
+    if name == "__len__":
+        return len(array.like)
+    if name == "__iter__":
+        return iterate(array)
+    if name in RECORDED:
+        m = array.world.machine
+        if isinstance(array.like, numpy.generic) and name.startswith("__i") and name != "__invert__":
+            return NotImplemented  # scalars have no operators in place
+        return method(m, array, name, args, {})
+    return getattr(contents(array), name)(*args)
+
+
+def method(m: Machine, array: FakeArray, name: str, args: Args, kwargs: Kwargs) -> Any:
+    if name in READING:
+        return m.native(getattr(contents(array), name), *args, **kwargs)
+    function = getattr(type(array.like), name)
+    return apply(m, method_node(name), function, (array, *args), kwargs, name, name in WRITING)
+
+
+def load(m: Machine, array: FakeArray, name: str) -> Any:
+    """An attribute of an array."""
+    if name in FACTS:
+        return getattr(array.like, name)
+    if name == "__class__":
+        return m.world.constant(type(array.like))
+    if name in VIEWS:
+        return apply(m, view_node(name), lambda a: getattr(a, name), (array,), {}, name)
+    found = attributes.mro_lookup(type(array.like), name)
+    if isinstance(found, (types.MethodDescriptorType, types.WrapperDescriptorType)):
+        return ArrayMethod(array, name)
+    if not hasattr(array.like, name):
+        return m.native(getattr, array.like, name)
+    raise refusal(f"ndarray.{name}", "has no counterpart on tensors")
+
+
+def call_method(m: Machine, function: ArrayMethod, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    if function.name in RECORDED or not function.name.startswith("__"):
+        return method(m, function.array, function.name, args, kwargs)
+    return m.native(special, function.array, function.name, *args, **kwargs)
+
+
+def call_function(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A function of numpy that arrays of the graph are arguments of."""
+    name = getattr(function, "__name__", str(function))
+    if isinstance(function, numpy.ufunc) and len(args) > function.nin:
+        args, out = args[: function.nin], args[function.nin :]
+        if len(out) > 1 or "out" in kwargs:
+            raise refusal(name, "writes more than one result")
+        kwargs = {**kwargs, "out": out[0]}
+    return apply(m, FUNCTIONS.get(id(function)), function, args, kwargs, name)
+
+
+def call_ufunc(m: Machine, ufunc: Any, how: str, args: Args, kwargs: Kwargs) -> Any:
+    """A universal function that native code calls on an array of the graph."""
+    if how != "__call__":
+        raise refusal(f"{ufunc.__name__}.{how}", "has no counterpart on tensors")
+    out = kwargs.get("out")
+    if out is not None:
+        (kwargs["out"],) = out
+    return call_function(m, ufunc, args, kwargs)
+
+
+def iterate(array: FakeArray) -> Any:
+    iter(array.like)  # raises for what has no items
+    return iter([special(array, "__getitem__", i) for i in range(len(array.like))])
+
+
+RULES.update(special=special, contents=contents, ufunc=call_ufunc, function=call_function)
+attributes.LOADERS[FakeArray] = load
+CALLERS[ArrayMethod] = call_method
+
+
+@handles(torch.Tensor.numpy)
+def numpy_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    (tensor,) = args
+    if kwargs.get("force"):
+        tensor = m.torch_call(torch.Tensor.detach, (tensor,), {})
+        tensor = m.torch_call(torch.Tensor.cpu, (tensor,), {})
+    elif set(kwargs) - {"force"}:
+        return m.native(torch.Tensor.numpy, torch.empty(0), **kwargs)
+    return of_tensor(m, tensor)
+
+
+def to_tensor(m: Machine, array: FakeArray, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """torch.from_numpy, as_tensor, asarray or tensor of an array of the graph."""
+    array.memory.roots = None  # from now on torch may write there
+    scalar = isinstance(array.like, numpy.generic)
+    if args or kwargs.keys() - {"dtype"} or scalar and function is torch.from_numpy:
+        raise refusal("array", f"is given to torch.{function.__name__} with more than a dtype")
+    copies = function is torch.tensor or scalar
+    if copies:
+        made = m.torch_call(torch.clone, (array.tensor,), {"memory_format": torch.contiguous_format})
+    else:
+        made = m.torch_call(torch.Tensor.view_as, (array.tensor, array.tensor), {})
+    wanted = kwargs.get("dtype")
+    if wanted is None or wanted == made.dtype:
+        return made
+    return m.torch_call(torch.Tensor.to, (made, wanted), {})
+
+
+def make_fake(r: Rebuilder, value: FakeArray) -> None:
+    r.call(to_scalar if isinstance(value.like, numpy.generic) else to_array, value.tensor)
+
+
+def make_method(r: Rebuilder, value: ArrayMethod) -> None:
+    r.push(value.array)
+    r.e.attr(value.name)
+
+
+MAKERS[FakeArray], MAKERS[ArrayMethod] = make_fake, make_method

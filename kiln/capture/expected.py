@@ -1,0 +1,58 @@
+"""Branches on a tensor of which one arm does nothing but raise: the graph checks that the other one is taken.
+
+Should the check fail in a call, the graph raises, and the frame runs again in Python, which raises what the
+program raises. So it is done only where the graph writes nothing (see `Finisher.replays`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kiln.base.errors import Break
+from kiln.bytecode.decode import Instruction
+from kiln.capture.frame import Frame
+from kiln.capture.recorder import Recorder
+from kiln.ops.fake import constant_of
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+LONGEST = 80  # instructions of an arm that is looked at
+#: What an arm may do on its way to its raise: make the exception, and the text of it.
+HARMLESS = ("LOAD_", "BUILD_", "FORMAT_", "CALL", "PRECALL", "PUSH_NULL", "KW_NAMES", "BINARY_", "COMPARE_OP",
+            "UNARY_", "COPY", "SWAP", "NOP", "CACHE", "CONVERT_VALUE", "STORE_FAST", "POP_TOP",
+            "IMPORT_")  # fmt: skip
+
+
+def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bool:
+    """The truth of the condition on the stack, a tensor, at an instruction that jumps when it is `sense`."""
+    value = frame.stack[-1]
+    if constant_of(value) is not None or value.numel() != 1 or value.device.type != "cpu":
+        return m.truth(value)
+    jumped = raises(frame, instruction.value)
+    if jumped == raises(frame, frame.index + 1) or type(m.recorder) is not Recorder:
+        return m.truth(value)
+    truth = sense is not jumped
+    condition = value if truth else m.torch_call(torch.logical_not, (value,), {})
+    m.recorder.note(torch._assert_async, (condition,))
+    m.world.looked = True
+    m.expected.append(m.step)
+    return truth
+
+
+def raises(frame: Frame, index: int) -> bool:
+    """Whether the code from here on goes straight to a raise."""
+    for instruction in frame.code.instructions[index : index + LONGEST]:
+        if instruction.name == "RAISE_VARARGS":
+            return True
+        if not instruction.name.startswith(HARMLESS):
+            return False
+    return False
+
+
+def refusal() -> Break:
+    """The break in place of a check that a graph which writes cannot hold."""
+    return Break("branch-on-tensor", "the condition is the value of a tensor",
+                 "use torch.where, or move the branch out of the compiled function")  # fmt: skip

@@ -1,0 +1,123 @@
+"""Arrays whose contents are tensors of the graph: they look like numpy's and record what is done to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+OPERATIONS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
+#: Special methods that are operations on the contents.
+RECORDED = frozenset({
+    *(f"__{prefix}{name}__" for name in OPERATIONS for prefix in ("", "r", "i")),
+    *(f"__{name}__" for name in "lt le eq ne gt ge neg pos abs invert getitem setitem".split()),
+})  # fmt: skip
+#: Special methods that ask for the contents themselves.
+ASKING = frozenset(
+    f"__{name}__" for name in "bool int float index complex str repr format contains round array".split()
+)
+
+
+class Memory:
+    """What arrays that share a buffer share: the arrays from outside that their contents follow from.
+
+    `roots` is None when the contents follow from tensors, so that they are not known while capturing.
+    """
+
+    __slots__ = ("outside", "owner", "roots")
+
+    def __init__(self, owner: Any, roots: frozenset[Any] | None, outside: bool = False) -> None:
+        self.owner, self.roots, self.outside = owner, roots, outside
+
+
+class Forward:
+    """A special method of FakeArray, given by the rules; not a Python function, so nobody inlines it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, array: Any, owner: Any = None) -> Any:
+        return self if array is None else functools.partial(RULES["special"], array, self.name)
+
+    def __call__(self, array: Any, *args: Any) -> Any:
+        return RULES["special"](array, self.name, *args)
+
+
+class FakeArray:
+    """An array or scalar of numpy over the tensor of a graph.
+
+    `like` is a real array (or scalar) of the same type, dtype, shape, strides and sharing of memory: numpy
+    itself made it by doing the same on stand-ins, so it answers all that does not depend on the contents.
+    """
+
+    __slots__ = ("__weakref__", "like", "memory", "tensor", "world")
+    __hash__: Any = None
+
+    def __init__(self, world: Any, tensor: Any, like: Any, memory: Memory) -> None:
+        self.world, self.tensor, self.like, self.memory = world, tensor, like, memory
+
+    @property
+    def __class__(self) -> Any:  # type: ignore[misc]
+        return type(self.like)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        return RULES["ufunc"](self.world.machine, ufunc, method, args, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return RULES["function"](self.world.machine, function, args, kwargs)
+
+
+for _name in (*RECORDED, *ASKING, "__len__", "__iter__"):
+    setattr(FakeArray, _name, Forward(_name))
+
+#: What the special methods do; filled by `arrays`.
+RULES: dict[str, Callable[..., Any]] = {}
+
+
+class ArrayMethod:
+    """A method bound to such an array."""
+
+    __slots__ = ("array", "name")
+
+    def __init__(self, array: FakeArray, name: str) -> None:
+        self.array, self.name = array, name
+
+
+class ArrayFunction:
+    """A node's function: what numpy does, on tensors."""
+
+    def __init__(self, name: str, function: Callable[..., Any], wrap: type) -> None:
+        self.function, self.wrap = function, wrap
+        self.__name__ = self.__qualname__ = f"numpy_{name.strip('_')}"
+        self.__module__ = "numpy.on_tensors"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.lower(self.function(*self.lift(args), **self.lift(kwargs)))
+
+    def lift(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.wrap(value)
+        if type(value) in (list, tuple):
+            return type(value)([self.lift(v) for v in value])
+        if isinstance(value, dict):
+            return {k: self.lift(v) for k, v in value.items()}
+        if type(value) is slice:
+            return slice(self.lift(value.start), self.lift(value.stop), self.lift(value.step))
+        return value
+
+    def lower(self, value: Any) -> Any:
+        if isinstance(value, self.wrap):
+            return value.tensor  # type: ignore[attr-defined]
+        return type(value)([self.lower(v) for v in value]) if type(value) in (list, tuple) else value
+
+
+def to_array(tensor: torch.Tensor) -> Any:
+    """The array that shares memory with the tensor."""
+    return tensor.detach().resolve_conj().resolve_neg().numpy()
+
+
+def to_scalar(tensor: torch.Tensor) -> Any:
+    """The scalar of numpy with the tensor's value."""
+    return to_array(tensor)[()]

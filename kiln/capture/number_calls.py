@@ -1,0 +1,119 @@
+"""How functions of numbers are captured when the numbers are symbolic."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kiln.capture import operators, symbolic
+from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, handles, native
+from kiln.capture.world import MISSING
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+
+def on_symbols(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how calls of these functions with a symbolic number are captured; others go as before."""
+
+    def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            handles(function)(otherwise(function, handler))
+        return handler
+
+    return declare
+
+
+def otherwise(function: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
+    before = HANDLERS.get(id(function))
+
+    def choose(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        if symbolic.holds_symbols(args):
+            return handler(m, function, *args, **kwargs)
+        return native(m, function, args, kwargs) if before is None else before(m, args, kwargs)
+
+    return choose
+
+
+@on_symbols(*symbolic.FUNCTIONS)
+def of_one_number(m: Machine, function: Any, value: Any, *rest: Any) -> Any:
+    """abs, round, float and the functions of math."""
+    if type(value) not in symbolic.SYMBOLIC:
+        return m.native(function, *symbolic.concrete((value, *rest)))
+    return m.native(symbolic.function, function, value, *rest)
+
+
+@on_symbols(int)
+def whole(m: Machine, function: Any, value: Any, *base: Any) -> Any:
+    if base or type(value) not in symbolic.SYMBOLIC:
+        return m.native(int, *symbolic.concrete((value, *base)))
+    return m.native(symbolic.whole, value)
+
+
+@on_symbols(operator.index)
+def index(m: Machine, function: Any, value: Any) -> Any:
+    return value if type(value) is torch.SymInt else m.native(operator.index, symbolic.concrete(value))
+
+
+@on_symbols(complex)
+def concrete_call(m: Machine, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return m.native(function, *symbolic.concrete(args), **symbolic.concrete(kwargs))
+
+
+@on_symbols(divmod)
+def quotient_and_rest(m: Machine, function: Any, a: Any, b: Any) -> Any:
+    return operators.binary(m, "//", a, b), operators.binary(m, "%", a, b)
+
+
+@on_symbols(pow)
+def power(m: Machine, function: Any, a: Any, b: Any, *modulus: Any) -> Any:
+    if modulus:
+        return m.native(pow, *symbolic.concrete((a, b, *modulus)))
+    return operators.binary(m, "**", a, b)
+
+
+@on_symbols(math.prod)
+def product(m: Machine, function: Any, values: Any, start: Any = 1) -> Any:
+    return functools.reduce(lambda a, b: operators.binary(m, "*", a, b), values, start)
+
+
+def size_product(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`torch.Size.numel()`."""
+    return product(m, math.prod, tuple(owner)) if symbolic.holds_symbols(owner) else MISSING
+
+
+METHODS[torch.Size, "numel"] = size_product
+
+
+@on_symbols(torch.sym_int)
+def torch_int(m: Machine, function: Any, value: Any) -> Any:
+    return whole(m, int, value)
+
+
+@on_symbols(torch.sym_float)
+def torch_float(m: Machine, function: Any, value: Any) -> Any:
+    return of_one_number(m, float, value)
+
+
+@on_symbols(torch.sym_max, torch.sym_min)
+def torch_extreme(m: Machine, function: Any, a: Any, b: Any) -> Any:
+    """What comes out is a float when one of the two is."""
+    called = max if function is torch.sym_max else min
+    if symbolic.is_float(a) != symbolic.is_float(b):
+        a, b = (v if symbolic.is_float(v) else of_one_number(m, float, v) for v in (a, b))
+    return m.native(symbolic.extreme, called, [a, b])
+
+
+@on_symbols(torch.sym_sum)
+def torch_sum(m: Machine, function: Any, values: Any) -> Any:
+    return functools.reduce(lambda a, b: operators.binary(m, "+", a, b), values, 0)
+
+
+@on_symbols(torch.sym_not)
+def torch_not(m: Machine, function: Any, value: Any) -> Any:
+    return not m.truth(value)

@@ -1,0 +1,154 @@
+"""Symbolic numbers as the program sees them: ints and floats whose value the graph leaves open.
+
+Arithmetic gives expressions, a comparison is decided and becomes a condition of the entry, and whatever needs
+the number itself gets it, at the price that the entry is good for that number alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kiln.base import arithmetic as ar
+from kiln.base import conditions
+from kiln.base.expressions import CALLS, Condition, Expr
+from kiln.ops.symint import SYMBOLIC as SYMBOLIC
+from kiln.ops.symint import expr_of, specialised, wrap
+
+#: What a symbolic number is to the program.
+SEEN_AS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+NUMERIC = frozenset({int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool})
+#: Native classes whose instances hold numbers as they are.
+KEEPERS = frozenset({torch.Size, slice, types.SimpleNamespace})
+#: Native classes that look at the values of what they hold.
+HASHING = frozenset({set, frozenset})
+COMPOUND: tuple[Any, ...] = (tuple, list, dict, set, frozenset, slice)
+
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": ar.add, "-": ar.sub, "*": ar.mul, "/": ar.truediv, "//": ar.floordiv, "%": ar.mod, "**": ar.power,
+    **{sign: functools.partial(ar.infix, sign) for sign in ("&", "|", "^", "<<", ">>")},
+}  # fmt: skip
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": conditions.eq, "!=": conditions.ne, "<": conditions.lt, "<=": conditions.le, ">": conditions.gt,
+    ">=": conditions.ge,
+}  # fmt: skip
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "/": operator.truediv, "//": operator.floordiv, "%": operator.mod,
+}  # fmt: skip
+EXTREMES = {max: ar.maximum, min: ar.minimum}
+#: Functions of one number that stay symbolic, by what they are called in expressions.
+FUNCTIONS: dict[Any, str] = {
+    abs: "abs", round: "round", float: "float",
+    **{getattr(math, name.removeprefix("math.")): name for name in CALLS if name.startswith("math.")},
+}  # fmt: skip
+
+
+def needs_numbers(function: Any, deeply: bool) -> bool:
+    """Whether native code needs the numbers themselves; `deeply`: it does more than to hold what it gets."""
+    return function not in KEEPERS if deeply else function in HASHING
+
+
+def concrete(value: Any) -> Any:
+    """`value` with plain numbers in place of symbolic ones, for which alone the entry is then good."""
+    kind = type(value)
+    if kind in SYMBOLIC:
+        return specialised(value)
+    if not isinstance(value, COMPOUND) or not holds_symbols(value):
+        return value
+    if kind is slice:
+        return slice(concrete(value.start), concrete(value.stop), concrete(value.step))
+    if isinstance(value, dict):
+        return {concrete(key): concrete(item) for key, item in value.items()}
+    parts = [concrete(part) for part in value]
+    return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+
+
+def holds_symbols(value: Any) -> bool:
+    """Whether a symbolic number stands in the nest `value`."""
+    kind = type(value)
+    if kind in SYMBOLIC:
+        return True
+    if kind is slice:
+        return any(type(part) in SYMBOLIC for part in (value.start, value.stop, value.step))
+    if isinstance(value, dict):
+        return any(holds_symbols(part) for pair in value.items() for part in pair)
+    return isinstance(value, COMPOUND) and any(holds_symbols(part) for part in value)
+
+
+def simple(value: Any) -> Any:
+    """The expression behind a symbolic number, under all that was decided; a plain number where fixed."""
+    expr = expr_of(value)
+    if isinstance(expr, Expr):
+        return expr.scope.simplify(expr)
+    return decide(expr) if isinstance(expr, Condition) else expr
+
+
+def number(value: Any) -> Any:
+    """The expression of an operand; truth values count as numbers, and are decided."""
+    return int(value) if type(value) in (bool, torch.SymBool) else expr_of(value)
+
+
+def arithmetic(sign: str, a: Any, b: Any) -> Any:
+    """`a sign b` of two numbers, at least one of them symbolic."""
+    left, right = number(a), number(b)
+    if sign in ("**", "<<", ">>"):
+        right = number(concrete(b))  # its sign says whether an int or a float comes out, or an error
+    if sign in ("/", "//", "%") and decide(conditions.eq(right, 0)):
+        return OPERATORS[sign](concrete(a), concrete(b))  # raises
+    return wrap(ARITHMETIC[sign](left, right))
+
+
+def compare(sign: str, a: Any, b: Any) -> bool:
+    """`a sign b` of two numbers, decided."""
+    answer = COMPARISONS[sign](number(a), number(b))
+    return decide(answer)
+
+
+def decide(answer: Any) -> bool:
+    """The truth of a condition, which the entry then takes for granted."""
+    return bool(answer.scope.decide(answer) if isinstance(answer, Condition) else answer)
+
+
+def truth(value: Any) -> bool:
+    """`bool(value)` of a symbolic number."""
+    if type(value) is torch.SymBool:
+        return bool(value)
+    return compare("!=", value, 0)
+
+
+def negative(value: Any) -> Any:
+    """`-value`."""
+    return wrap(ar.mul(-1, number(value)))
+
+
+def function(called: Any, value: Any, *rest: Any) -> Any:
+    """A function of FUNCTIONS on a symbolic number."""
+    if any(part is not None for part in rest) or type(value) is torch.SymBool:
+        return called(concrete(value), *[concrete(part) for part in rest])
+    return wrap(ar.call(FUNCTIONS[called], expr_of(value)))
+
+
+def whole(value: Any) -> Any:
+    """`int(value)`."""
+    if type(value) is torch.SymInt:
+        return value
+    return int(value) if type(value) is torch.SymBool else wrap(ar.call("math.trunc", expr_of(value)))
+
+
+def extreme(called: Any, values: list[Any]) -> Any:
+    """The least or greatest of numbers of one kind, at least one of them symbolic."""
+    best = expr_of(values[0])
+    for value in values[1:]:
+        best = EXTREMES[called](best, expr_of(value))
+    return wrap(best)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a number is a float to the program."""
+    return type(value) is float or type(value) is torch.SymFloat

@@ -1,0 +1,305 @@
+"""Guard kinds of entries whose sizes and numbers vary: bounds, any number, and conditions between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kiln import _hook
+from kiln.base.source import Source
+from kiln.check import layout
+from kiln.check.guards import Equals, Guard, Paths
+from kiln.check.torch_guards import TensorMatch, facts
+from kiln.check.values import show
+
+MOST = 2**63 - 1
+"""The greatest size there is: an upper bound that excludes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A size, or a stride, that may be any number between two bounds."""
+
+    low: int = 0
+    high: int = MOST
+
+    def admits(self, value: int) -> bool:
+        return self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.low}…" if self.high == MOST else f"{self.low}…{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """A stride that is the stride of another dimension times its size."""
+
+    dim: int
+
+
+Extent = int | Free
+Stride = int | Free | Follows
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Where a number is read: the size or stride of a tensor in a dimension, or a Python number itself."""
+
+    source: Source
+    what: str = "value"
+    dim: int = 0
+
+    def fetch(self, argv: Sequence[Any]) -> Any:
+        value = self.source.fetch(argv)
+        if self.what == "value":
+            return value
+        return (value.shape if self.what == "size" else value.stride())[self.dim]
+
+    def __str__(self) -> str:
+        return str(self.source) if self.what == "value" else f"{self.source}.{self.what}({self.dim})"
+
+
+READS = {"size": _hook.READ_SIZE, "stride": _hook.READ_STRIDE, "value": _hook.READ_VALUE}
+
+
+def plan(
+    shape: Sequence[int], strides: Sequence[int], free: dict[int, Free], loose: frozenset[int]
+) -> tuple[tuple[Extent, ...], tuple[Stride, ...]]:
+    """What to ask of sizes and strides when the dimensions `free` vary.
+
+    A stride that a dense layout gives follows another dimension; of the others those in `loose` vary.
+    """
+    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
+    wanted: dict[int, Stride] = {}
+    varies: set[int] = set()
+    for at, i in enumerate(order):
+        inner = next((j for j in reversed(order[:at]) if shape[j] * strides[j] == strides[i]), None)
+        if inner is not None and strides[i] and (inner in free or inner in varies):
+            wanted[i] = Follows(inner)
+            varies.add(i)
+        elif i in loose:
+            wanted[i] = Free()
+            varies.add(i)
+        else:
+            wanted[i] = strides[i]
+    sizes = tuple(free.get(i, n) for i, n in enumerate(shape))
+    return sizes, tuple(wanted[i] for i in range(len(shape)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapedMatch(Guard):
+    """What compiled code assumes of a tensor some of whose sizes vary."""
+
+    type: type
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[Extent, ...]
+    strides: tuple[Stride, ...]
+    requires_grad: bool
+    dispatch_keys: int
+    seen: tuple[int, ...]
+    """The sizes while capturing, for the text of a failure."""
+
+    @staticmethod
+    def of(
+        source: Source, tensor: torch.Tensor, shape: tuple[Extent, ...], strides: tuple[Stride, ...]
+    ) -> ShapedMatch:
+        dtype, device, seen, _, requires_grad, keys = facts(tensor)
+        return ShapedMatch(source, type(tensor), dtype, device, shape, strides, requires_grad, keys, seen)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.shape))
+        return f"{self.source} shaped match {show(self.type)} {self.dtype} {self.device} sizes ({sizes})"
+
+    def test(self, value: Any) -> bool:
+        return type(value) is self.type and self._differs(facts(value)) is None
+
+    def _differs(self, now: tuple[Any, ...]) -> str | None:
+        """The first fact that is not as it was, in words."""
+        dtype, device, shape, strides, requires_grad, keys = now
+        pairs = (
+            ("dtype", self.dtype, dtype), ("device", self.device, device),
+            ("rank", len(self.shape), len(shape)), ("requires_grad", self.requires_grad, requires_grad),
+            ("dispatch keys", self.dispatch_keys, keys),
+        )  # fmt: skip
+        for name, old, new in pairs:
+            if old != new:
+                return f".{name} was {old}, now {new}"
+        for i, (want, size) in enumerate(zip(self.shape, shape, strict=True)):
+            if not (want.admits(size) if isinstance(want, Free) else want == size):
+                bounds = f" (compiled for {want})" if isinstance(want, Free) else ""
+                return f".size({i}) was {self.seen[i]}, now {size}{bounds}"
+        if strides is None:
+            return ".layout was strided, now another"
+        for i, (extent, stride) in enumerate(zip(self.strides, strides, strict=True)):
+            expected = shape[extent.dim] * strides[extent.dim] if isinstance(extent, Follows) else extent
+            if not (expected.admits(stride) if isinstance(expected, Free) else expected == stride):
+                return f".stride({i}) is {stride}, and {expected} in the layout compiled for"
+        return None
+
+    def describe(self, value: Any) -> str:
+        if type(value) is not self.type:
+            return f" was of type {show(self.type)}, now {show(type(value))}"
+        return self._differs(facts(value)) or " matches"
+
+    def emit(self) -> tuple[int, Any]:
+        if not layout.is_plain(self.dispatch_keys):
+            return _hook.CHECK_TEST, self.test
+        lows = tuple(n.low if isinstance(n, Free) else n for n in self.shape)
+        highs = tuple(n.high if isinstance(n, Free) else n for n in self.shape)
+        strides = tuple(
+            -1 - n.dim if isinstance(n, Follows) else _hook.FREE_STRIDE if isinstance(n, Free) else n
+            for n in self.strides
+        )
+        kind = layout.kind_word(self.dtype, self.device)
+        operand = self.type, kind, self.dispatch_keys, self.requires_grad, lows, highs, strides
+        return _hook.CHECK_SHAPED, operand
+
+    def key(self) -> object:
+        return (ShapedMatch, self.source, self.type, self.dtype, self.device, self.shape, self.strides,
+                self.requires_grad, self.dispatch_keys)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnyNumber(Guard):
+    """A Python number of an exact type, whatever its value; an int is one that a machine word holds."""
+
+    type: type
+    seen: int | float
+
+    def test(self, value: Any) -> bool:
+        number: Any = value
+        return type(value) is self.type and (self.type is float or -MOST <= number <= MOST)
+
+    def describe(self, value: Any) -> str:
+        if type(value) is self.type:
+            return f" was {self.seen}, now {value}, which no machine word holds"
+        return f" was of type {show(self.type)}, now {show(type(value))}"
+
+    def emit(self) -> tuple[int, Any]:
+        return (_hook.CHECK_INT, None) if self.type is int else (_hook.CHECK_TYPE, self.type)
+
+    def key(self) -> object:
+        return AnyNumber, self.source, self.type
+
+
+class Conditions(Guard):
+    """What was decided about varying sizes and numbers while capturing; all of it is asked in one call.
+
+    `plain` says that the sizes of all tensors among them may be read as memory.
+    """
+
+    __slots__ = ("function", "plain", "reads", "seen", "statements")
+    plain: bool
+    reads: tuple[Read, ...]
+    function: Callable[..., bool]
+    statements: tuple[tuple[str, Callable[..., bool]], ...]
+    seen: tuple[Any, ...]
+
+    def __init__(
+        self,
+        reads: tuple[Read, ...],
+        function: Callable[..., bool],
+        statements: tuple[tuple[str, Callable[..., bool]], ...],
+        seen: tuple[Any, ...],
+        plain: bool = True,
+    ) -> None:
+        Guard.__init__(self, reads[0].source)
+        object.__setattr__(self, "plain", plain)
+        object.__setattr__(self, "reads", reads)
+        object.__setattr__(self, "function", function)
+        object.__setattr__(self, "statements", statements)
+        object.__setattr__(self, "seen", seen)
+
+    def __str__(self) -> str:
+        return " and ".join(text for text, _ in self.statements)
+
+    def holds(self, argv: Sequence[Any]) -> bool:
+        try:
+            return bool(self.function(*[read.fetch(argv) for read in self.reads]))
+        except Exception:
+            return False
+
+    def why(self, argv: Sequence[Any]) -> str:
+        try:
+            now = [read.fetch(argv) for read in self.reads]
+        except Exception as error:
+            return f"the sizes can no longer be read ({type(error).__name__}: {error})"
+        failed = [text for text, test in self.statements if not _passes(test, now)]
+        changes = [
+            f"{read} was {old}, now {new}"
+            for read, old, new in zip(self.reads, self.seen, now, strict=True)
+            if old != new and (not failed or any(str(read) in text for text in failed))
+        ]
+        return f"{', '.join(changes)}: compiled for {failed[0] if failed else self}"
+
+    def nodes(self, paths: Paths) -> tuple[int, ...]:
+        return tuple(map(paths.node, self._sources()))
+
+    def _sources(self) -> tuple[Source, ...]:
+        return tuple(dict.fromkeys(read.source for read in self.reads))
+
+    def emit(self) -> tuple[int, Any]:
+        sources = self._sources()
+        if not self.plain or any(read.what != "value" for read in self.reads) and not layout.ready():
+            return _hook.CHECK_CALL, self.holds
+        reads = ((sources.index(read.source), READS[read.what], read.dim) for read in self.reads)
+        return _hook.CHECK_SYMBOLS, (self.function, *reads)
+
+    def key(self) -> object:
+        return Conditions, tuple(text for text, _ in self.statements)
+
+
+def _passes(test: Callable[..., bool], numbers: Sequence[Any]) -> bool:
+    try:
+        return bool(test(*numbers))
+    except Exception:
+        return False
+
+
+def varying(guards: Sequence[Guard], argv: Sequence[Any]) -> set[Read]:
+    """The sizes, strides and numbers that an entry leaves open, or that are not what it was compiled for."""
+    found: set[Read] = set()
+    for guard in guards:
+        compare = _COMPARED.get(type(guard))
+        if compare is not None:
+            try:
+                compare(guard, guard.source.fetch(argv), found)
+            except Exception:  # the path ends somewhere else in this call
+                continue
+    return found
+
+
+def _compare_tensor(guard: Any, now: Any, found: set[Read]) -> None:
+    """Note the dimensions in which a tensor differs from a guard's, or may."""
+    extents, strides = guard.shape, guard.strides
+    found.update(Read(guard.source, "size", i) for i, n in enumerate(extents) if isinstance(n, Free))
+    found.update(Read(guard.source, "stride", i) for i, n in enumerate(strides or ()) if isinstance(n, Free))
+    if not isinstance(now, torch.Tensor) or now.layout is not torch.strided or now.dim() != len(extents):
+        return
+    for i, (n, size) in enumerate(zip(extents, now.shape, strict=True)):
+        if isinstance(n, int) and n != size:
+            found.add(Read(guard.source, "size", i))
+    for i, (n, stride) in enumerate(zip(strides or (), now.stride(), strict=False)):
+        if isinstance(n, int) and n != stride:
+            found.add(Read(guard.source, "stride", i))
+
+
+def _compare_number(guard: Any, now: Any, found: set[Read]) -> None:
+    if type(guard.value) in (int, float) and type(now) in (int, float) and not guard.test(now):
+        found.add(Read(guard.source))
+
+
+def _any_number(guard: Any, now: Any, found: set[Read]) -> None:
+    found.add(Read(guard.source))
+
+
+_COMPARED: dict[type, Callable[[Any, Any, set[Read]], None]] = {
+    TensorMatch: _compare_tensor,
+    ShapedMatch: _compare_tensor,
+    Equals: _compare_number,
+    AnyNumber: _any_number,
+}
