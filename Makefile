@@ -10,7 +10,7 @@ NATIVE := setup.py $(wildcard kiln/*.c kiln/*.h)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install develop build demo test smoke lint types pytest bench clean
+.PHONY: help install develop build demo test test-ops smoke lint types pytest bench clean
 
 help:
 	@echo "demo: compile a small model and show what happened    test: lint, types, all tests    smoke: tests of seconds"
@@ -48,7 +48,13 @@ types: develop
 	$(BIN)/mypy
 
 pytest: develop
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+# Everything that takes more than ten seconds: all samples of all ops, in all dtypes.
+test-ops: develop
+	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
+	KILN_ALL_SAMPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_rules_opinfo.py \
+		tests/differentiate/test_opinfo.py tests/differentiate/test_modules.py $(ARGS)
 
 smoke: develop
 	$(BIN)/python -m pytest -m smoke $(ARGS)
@@ -58,6 +64,8 @@ bench: develop
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/guards.py
 	$(BIN)/python benchmarks/capture.py
+	$(BIN)/python benchmarks/differentiate.py
+	$(BIN)/python benchmarks/fake.py
 
 clean:
 	rm -rf .venv build *.egg-info kiln/*.so

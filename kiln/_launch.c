@@ -18,7 +18,7 @@ static struct {
     Py_ssize_t offset; /* of the tensor's handle in its Python object */
 } torch;
 
-enum { MOST_BUFFERS = 256, MOST_SIZES = 64 };
+enum { MOST_BUFFERS = 2048, MOST_SIZES = 256 };
 static const double RELEASE_WORK = 200000.0; /* operations worth more than letting go of the GIL */
 
 typedef struct {
@@ -87,6 +87,18 @@ make_output(Kernel *kernel, int i, PyObject *shape, PyObject *stride)
     return made;
 }
 
+/* What a kernel reported, as eager kernels raise it; the numbers stand in generate/kernel.py. */
+static void
+raise_fault(int64_t status)
+{
+    if (status == 1)
+        PyErr_SetString(PyExc_IndexError, "index out of range in self");
+    else if (status == 2)
+        PyErr_SetString(PyExc_RuntimeError, "index out of bounds");
+    else
+        PyErr_SetString(PyExc_RuntimeError, "ZeroDivisionError");
+}
+
 /* kernel(*tensors) or, where sizes vary, kernel(*tensors, *(shape, stride of each output), *sizes, tasks). */
 static PyObject *
 kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
@@ -138,7 +150,7 @@ kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *name
     } else
         run_tasks(kernel, buffers, sizes, &status, tasks);
     if (status) {
-        PyErr_SetString(PyExc_IndexError, "index out of range in self");
+        raise_fault(status);
         goto fail;
     }
     return result;

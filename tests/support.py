@@ -1,6 +1,7 @@
 """What every test of capture uses: run a program eagerly and compiled, and compare all that a program can observe.
 
 With KILN_COURSE_EAGER=1 eager is compared with eager and the pins are skipped: that checks the programs themselves.
+KILN_COURSE_BACKEND names a backend that the captured graphs run through, e.g. aot_eager.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from tests.observe import Same, tensors_of
 
 EAGER = os.environ.get("KILN_COURSE_EAGER") == "1"
+BACKEND = os.environ.get("KILN_COURSE_BACKEND", "")
 
 if EAGER:
 
@@ -60,6 +62,7 @@ class How:
     recompiles: bool = False
     runs: int | None = None  # how often graphs must have run in both calls together
     options: dict[str, Any] = field(default_factory=dict)
+    backend: str = BACKEND  # what runs the graphs; none means that they run as they are
 
 
 @dataclass
@@ -88,19 +91,21 @@ def ops_of(gm: torch.fx.GraphModule) -> list[torch.fx.Node]:
 
 
 class Counting:
-    """A backend that runs graphs as they are and counts them."""
+    """A backend that runs graphs as they are, or through another backend, and counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = BACKEND) -> None:
         self.modules: list[torch.fx.GraphModule] = []
         self.runs = 0
+        self.backend = backend
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         gm.graph.lint()
         self.modules.append(gm)
+        forward = kiln.lookup_backend(self.backend)(gm, example_inputs) if self.backend else gm.forward
 
         def run(*args: Any) -> Any:
             self.runs += 1
-            return gm.forward(*args)
+            return forward(*args)
 
         return run
 
@@ -200,7 +205,7 @@ def same_as_eager(f: Callable[..., Any], *args: Any, how: How | None = None, **k
     eager_state = copy.copy(how.state()) if how.state else None
 
     mine, calls = copies(f, args, kw, how)
-    backend, r, got = Counting(), Result(), []
+    backend, r, got = Counting(how.backend), Result(), []
     compiled = mine if EAGER else kiln.compile(mine, backend=backend, **how.options)
     for number, call in enumerate(calls):
         before = len(backend.modules)

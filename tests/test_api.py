@@ -15,6 +15,7 @@ from torch import nn
 import kiln
 from kiln.base import records
 from kiln.base.options import UnknownOption
+from tests.support import Counting
 
 
 def double_sin(x):
@@ -718,3 +719,19 @@ def test_explain_a_module(x):
     told = kiln.explain(Net().eval())(x)
     assert (len(told.graphs), len(told.breaks)) == (1, 0)
     assert "Net" in str(told) and told.guards
+
+
+def doubled(x):
+    return x * 2
+
+
+def test_compile_calls_on_a_function_of_a_module_share_what_was_captured(x):
+    backend = Counting()
+    for _ in range(3):
+        assert kiln.compile(doubled, backend=backend)(x).equal(x * 2)
+    assert len(backend.modules) == 1
+    assert kiln.compile(doubled, backend=backend, fullgraph=True)(x).equal(x * 2) and len(backend.modules) == 2
+    assert kiln.compile(doubled, backend=Counting())(x).equal(x * 2) and len(backend.modules) == 2
+    assert kiln.explain(doubled)(x).graphs and kiln.explain(doubled)(x).graphs
+    kiln.reset()
+    assert kiln.compile(doubled, backend=backend)(x).equal(x * 2) and len(backend.modules) == 3

@@ -11,20 +11,28 @@ PACKAGE = Path(__file__).parents[1] / "kiln"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # What each part may import. A part is a folder, or a file at the top of the package.
-STAGES = {"bytecode", "capture", "check", "ops"}
+STAGES = {"bytecode", "capture", "check", "differentiate", "expand", "ops"}
 LAYERS = {
     "base": set(),
     "bytecode": {"base"},
     "check": {"base", "_hook"},
     "ops": {"base"},
     "capture": {"base", "bytecode", "check", "ops", "_hook"},
+    "differentiate": {"base", "ops"},
+    "expand": {"base", "ops"},
+    "fuse": {"base", "ops"},
+    "generate": {"base", "fuse"},
+    "launch": {"base", "expand", "fuse", "generate", "_launch"},
+    "modes": {"base", "ops"},
     "observe": {"base"},
     "modules": {"base"},
     "redirect": {"base"},
-    "backends": {"base", *STAGES},
+    "ahead": {"base", *STAGES},
+    "compiler": {"ahead", "base", "launch", *STAGES},
+    "backends": {"ahead", "base", *STAGES},
     "pipeline": {"base", "_hook", *STAGES},
-    "api": {"base", "_hook", "backends", "modules", "observe", "pipeline", "redirect", *STAGES},
-    "__init__": {"api", "base"},
+    "api": {"ahead", "base", "_hook", "backends", "modules", "observe", "pipeline", "redirect", *STAGES},
+    "__init__": {"api", "base", "modes"},
 }
 
 FORBIDDEN = (

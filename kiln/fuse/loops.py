@@ -14,9 +14,9 @@ def _var_mean(
     x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
     """Two passes over a row that stays in the cache."""
-    dims = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
     if not x.dim() or not x.is_floating_point():
         return NotImplemented
+    dims = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
     count: Any = 1
     for d in dims:
         count = count * x.shape[d]
@@ -31,5 +31,28 @@ def _var_mean(
     return spread, mean
 
 
+def _counted(index: torch.Tensor, size: Any) -> torch.Tensor:
+    """Indices that may not count from the end: negative ones become too large."""
+    return torch.where(index < 0, size, index)
+
+
+def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+    if not x.dim():
+        return NotImplemented
+    dim %= x.dim()
+    places: list[Any] = [None] * dim + [_counted(index.reshape(-1), x.shape[dim])]
+    return aten.index(x, places)
+
+
+def _embedding(
+    weight: torch.Tensor, index: torch.Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    return aten.index(weight, [_counted(index, weight.shape[0])]) if weight.dim() == 2 else NotImplemented
+
+
 #: Expansions in addition to those of the level of primitives.
-FOR_LOOPS: dict[Any, Callable[..., Any]] = {aten.var_mean.correction: _var_mean}
+FOR_LOOPS: dict[Any, Callable[..., Any]] = {
+    aten.var_mean.correction: _var_mean,
+    aten.index_select.default: _index_select,
+    aten.embedding.default: _embedding,
+}

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
 from kiln.base.graph import Node, TensorSpec
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
-from kiln.fuse.nest import Apply, Buffer, Computed, Const, Load, Place, Term
+from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
+from kiln.fuse.views import Coords, argument, broadcast, shape_of, supported
 from kiln.ops.levels import BINARY, UNARY, name_of
 
-Coords: TypeAlias = "tuple[Any, ...]"
 Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 """Gives the element of a node at coordinates; where the boolean term does not hold nothing may be read."""
 
 #: Comparisons and tests: their operands have another dtype than their result.
 TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isnan"})
 
+#: Functions that raise for integers when the second operand is 0.
+DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
+
 Lowering: TypeAlias = "Callable[[Terms, Node, Coords, Term | None, Read], Term]"
 LOWER: dict[str, Lowering] = {}
 """How the element of a pointwise node follows from elements of its inputs, by the name of the op."""
-
-VIEWS: dict[str, Callable[[Node, Coords], Coords]] = {}
-"""Where an element of a view lies in the tensor that is viewed."""
 
 
 class Terms:
@@ -34,9 +34,10 @@ class Terms:
         self.scope = scope
         self._known: dict[Any, Any] = {}
         self._computed: dict[Symbol, Computed] = {}
+        self._phases: dict[int, int] = {}
 
     def make(self, kind: Callable[..., Any], *fields: Any) -> Any:
-        key = (kind, *[(type(f), f) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
+        key = (kind, *[(type(f), repr(f)) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = kind(*fields)
@@ -61,15 +62,31 @@ class Terms:
     def load(self, buffer: Buffer, index: Any, dtype: torch.dtype, valid: Term | None) -> Term:
         return self.make(Load, buffer, index, dtype, valid, self.places(index))  # type: ignore[no-any-return]
 
-    def computed(self, term: Term, size: Any) -> Symbol:
-        """The symbol that stands for a value used as an index into `size` places."""
-        key = ("computed", id(term), _key(size))
+    def computed(self, term: Term, size: Any, valid: Term | None, wraps: bool = True) -> Symbol:
+        """The symbol that stands for a value used as an index into `size` places; 0 where not `valid`."""
+        term = self.guarded(term, valid, 0)
+        key = ("computed", id(term), _key(size), wraps)
         known = self._known.get(key)
         if known is None:
             high = size - 1 if isinstance(size, int) else LIMIT
             symbol = Symbol(self.scope, f"at{len(self._computed)}", 0, "", 0, max(high, 0))
-            known = self._known[key] = self._computed[symbol] = Computed(symbol, term, size)
+            known = self._known[key] = self._computed[symbol] = Computed(symbol, term, size, wraps)
         return known.symbol  # type: ignore[no-any-return]
+
+    def guarded(self, term: Term, valid: Term | None, harmless: int) -> Term:
+        """A value, or a harmless one where it is not valid: there it must raise nothing."""
+        if valid is None or isinstance(term, Const):
+            return term
+        return self.apply("where", term.dtype, valid, term, self.const(harmless, term.dtype))
+
+    def phase(self, term: Term) -> int:
+        """The first phase in which a term of these can be computed: after the folds that it reads."""
+        known = self._phases.get(id(term))
+        if known is None:
+            below = (self.phase(child) for child in children(term))
+            known = term.phase + 1 if isinstance(term, Fold) else max(below, default=0)
+            self._phases[id(term)] = known
+        return known
 
     def places(self, index: Any) -> tuple[Computed, ...]:
         """The computed indices in an index expression."""
@@ -90,19 +107,6 @@ def dtype_of(node: Node) -> torch.dtype:
     return spec.dtype
 
 
-def shape_of(node: Node) -> Coords:
-    spec: TensorSpec = node.spec
-    return spec.shape
-
-
-def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coords:
-    """Coordinates in a tensor of `shape` that was broadcast to `out`."""
-    skip = len(coords) - len(shape)
-    return tuple(
-        [0 if n == 1 and m != 1 else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)]
-    )
-
-
 def operand(terms: Terms, node: Node, arg: Any, coords: Coords, valid: Term | None, read: Read,
             dtype: torch.dtype) -> Term:  # fmt: skip
     """An operand of a broadcasting op: a tensor's element, or a number."""
@@ -119,6 +123,8 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
     given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args[:count]]
     if name == "div" and (mode := node.kwargs.get("rounding_mode")):
         name = f"div_{mode}"
+    if name in DIVISIONS and not dtype.is_floating_point:
+        given[1] = terms.guarded(given[1], valid, 1)
     return terms.apply(name, dtype_of(node), *given)
 
 
@@ -238,6 +244,25 @@ def _pad(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Rea
     return terms.apply("where", dtype_of(node), inside, value, terms.const(fill, dtype_of(node)))
 
 
+@lowering("slice_scatter")
+def _slice_scatter(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    x, source = node.args[:2]
+    dim, start = argument(node, 2, "dim", 0) % len(coords), argument(node, 3, "start", 0) or 0
+    step = argument(node, 5, "step", 1)
+    if isinstance(start, int) and start < 0:
+        start = max(start + shape_of(x)[dim], 0)
+    past, zero = coords[dim] - start, terms.const(0, torch.int64)
+    inside = terms.apply("lt", torch.bool, terms.place(past), terms.place(shape_of(source)[dim] * step))
+    if start != 0:
+        inside = both(terms, inside, terms.apply("ge", torch.bool, terms.place(past), zero))
+    if step != 1:
+        inside = both(terms, inside, terms.apply("eq", torch.bool, terms.place(past % step), zero))
+    value = read(source, (*coords[:dim], past // step, *coords[dim + 1 :]), both(terms, valid, inside))
+    if value.dtype != dtype_of(node):
+        value = terms.apply("convert", dtype_of(node), value)
+    return terms.apply("where", dtype_of(node), inside, value, read(x, coords, valid))
+
+
 @lowering("gather")
 def _gather(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     x, dim, index = node.args[:3]
@@ -245,7 +270,7 @@ def _gather(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: 
     if not shape:
         return read(x, (), valid)
     dim %= len(shape)
-    place = terms.computed(read(index, coords, valid), shape[dim])
+    place = terms.computed(read(index, coords, valid), shape[dim], valid, wraps=False)
     return read(x, (*coords[:dim], place, *coords[dim + 1 :]), valid)
 
 
@@ -262,117 +287,10 @@ def _index(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
     for d in range(len(shape)):
         if d in given:
             where = broadcast(chosen, shape_of(indices[d]), common)
-            source.append(terms.computed(read(indices[d], where, valid), shape[d]))
+            source.append(terms.computed(read(indices[d], where, valid), shape[d], valid))
         else:
             source.append(others.pop(0))
     return read(x, tuple(source), valid)
-
-
-# Views
-
-
-def view(name: str) -> Callable[[Callable[[Node, Coords], Coords]], Callable[[Node, Coords], Coords]]:
-    def declare(function: Callable[[Node, Coords], Coords]) -> Callable[[Node, Coords], Coords]:
-        VIEWS[name] = function
-        return function
-
-    return declare
-
-
-def argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
-
-
-@view("expand")
-def _expand(node: Node, coords: Coords) -> Coords:
-    return broadcast(coords, shape_of(node.args[0]), shape_of(node))
-
-
-@view("permute")
-def _permute(node: Node, coords: Coords) -> Coords:
-    source: list[Any] = [0] * len(coords)
-    for c, d in zip(coords, node.args[1], strict=True):
-        source[d] = c
-    return tuple(source)
-
-
-@view("slice")
-def _slice(node: Node, coords: Coords) -> Coords:
-    dim, start, step = (
-        argument(node, 1, "dim", 0),
-        argument(node, 2, "start", 0),
-        argument(node, 4, "step", 1),
-    )
-    dim, start = dim % len(coords), start or 0
-    size = shape_of(node.args[0])[dim]
-    if isinstance(start, int) and start < 0:
-        start = max(start + size, 0)
-    return (*coords[:dim], start + coords[dim] * step, *coords[dim + 1 :])
-
-
-@view("select")
-def _select(node: Node, coords: Coords) -> Coords:
-    dim, place = node.args[1], node.args[2]
-    shape = shape_of(node.args[0])
-    dim %= len(shape)
-    if isinstance(place, int) and place < 0:
-        place = place + shape[dim]
-    return (*coords[:dim], place, *coords[dim:])
-
-
-@view("flip")
-def _flip(node: Node, coords: Coords) -> Coords:
-    dims = {d % len(coords) for d in node.args[1]}
-    shape = shape_of(node)
-    return tuple([shape[i] - 1 - c if i in dims else c for i, c in enumerate(coords)])
-
-
-@view("view")
-def _view(node: Node, coords: Coords) -> Coords:
-    return reshaped(coords, shape_of(node), shape_of(node.args[0]))
-
-
-def reshaped(coords: Coords, shape: Sequence[Any], source: Sequence[Any]) -> Coords:
-    """Coordinates in a tensor of shape `source` of an element of its reshaped form."""
-    result: list[Any] = [0] * len(source)
-    i = j = 0
-    while i < len(shape) or j < len(source):
-        first_i, first_j = i, j
-        left = shape[i] if i < len(shape) else 1
-        right = source[j] if j < len(source) else 1
-        i, j = i + 1, j + 1
-        while left != right:
-            if _smaller(left, right) and i < len(shape):
-                left = left * shape[i]
-                i += 1
-            elif j < len(source):
-                right = right * source[j]
-                j += 1
-            else:
-                left = left * shape[i]
-                i += 1
-        flat: Any = 0
-        for k in range(first_i, min(i, len(shape))):
-            flat = flat * shape[k] + coords[k]
-        last = min(j, len(source))
-        for k in range(last - 1, first_j - 1, -1):
-            if k == first_j:
-                result[k] = flat
-            else:
-                result[k] = flat % source[k]
-                flat = flat // source[k]
-    return tuple(result)
-
-
-def _smaller(a: Any, b: Any) -> bool:
-    """Whether one extent is smaller, by what the sizes were when traced."""
-    return bool(getattr(a, "hint", a) < getattr(b, "hint", b))
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node only shows the elements of its first argument at other places."""
-    name = name_of(node.op)
-    return name in VIEWS and not (name == "view" and "dtype" in str(node.op))
 
 
 def is_pointwise(node: Node) -> bool:
@@ -388,11 +306,3 @@ def is_pointwise(node: Node) -> bool:
 
 
 INDICES = frozenset({torch.int64, torch.int32})
-
-
-NUMERIC = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-                     torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
-
-
-def supported(spec: TensorSpec) -> bool:
-    return spec.dtype in NUMERIC and spec.device.type == "cpu"

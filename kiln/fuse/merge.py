@@ -99,7 +99,8 @@ def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:
         if isinstance(term, Apply):
             new = replace(term, args=tuple([made[id(a)] for a in term.args]))
         elif isinstance(term, Fold):
-            new = replace(term, value=made[id(term.value)])
+            place = None if term.place is None else made[id(term.place)]
+            new = replace(term, value=made[id(term.value)], place=place)
         elif isinstance(term, Place):
             new = replace(term, index=moved(term.index), places=places(term.places))
         elif isinstance(term, Load):

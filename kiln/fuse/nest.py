@@ -68,12 +68,14 @@ class Load:
 class Computed:
     """An index that is data: `symbol` stands in index expressions for the value of `term`.
 
-    It counts from the end where negative, and is checked: a kernel that meets one outside of `size` says so.
+    It is checked: a kernel that meets one outside of `size` says so. Where it `wraps`, negative ones count
+    from the end.
     """
 
     symbol: Symbol
     term: Term
     size: Any
+    wraps: bool = True
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -87,12 +89,21 @@ class Apply:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Fold:
-    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all."""
+    """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin.
+
+    The last two carry a `place` with the value and give the first place of the largest or smallest.
+    """
 
     kind: str
     value: Term
     dtype: torch.dtype
     phase: int
+    place: Term | None = None
+
+    @property
+    def parts(self) -> tuple[Term, ...]:
+        """What is carried along the loops."""
+        return (self.value,) if self.place is None else (self.value, self.place)
 
 
 Term: TypeAlias = Const | Place | Load | Apply | Fold
@@ -141,7 +152,7 @@ def children(term: Term) -> tuple[Term, ...]:
     if isinstance(term, Apply):
         return term.args
     if isinstance(term, Fold):
-        return (term.value,)
+        return term.parts
     if isinstance(term, (Load, Place)):
         inner = tuple([place.term for place in term.places])
         return (*inner, term.valid) if isinstance(term, Load) and term.valid is not None else inner

@@ -32,6 +32,44 @@ def host() -> Host:
     return Host(llvm.get_host_cpu_name(), features, wide)
 
 
+#: Conversions that LLVM may call and that few C libraries define. `copysign` of a half type and a double is one case.
+CONVERSIONS = """
+define half @kiln__truncdfhf2(double %x) {
+  %f = fptrunc double %x to float
+  %h = fptrunc float %f to half
+  ret half %h
+}
+define bfloat @kiln__truncsfbf2(float %x) {
+  %bits = bitcast float %x to i32
+  %high = lshr i32 %bits, 16
+  %odd = and i32 %high, 1
+  %bias = add i32 %odd, 32767
+  %sum = add i32 %bits, %bias
+  %nan = fcmp uno float %x, %x
+  %rounded = select i1 %nan, i32 2143289344, i32 %sum
+  %top = lshr i32 %rounded, 16
+  %short = trunc i32 %top to i16
+  %h = bitcast i16 %short to bfloat
+  ret bfloat %h
+}
+define bfloat @kiln__truncdfbf2(double %x) {
+  %f = fptrunc double %x to float
+  %h = call bfloat @kiln__truncsfbf2(float %f)
+  ret bfloat %h
+}
+"""
+
+
+@functools.cache
+def conversions() -> Code:
+    """The conversions in machine code, made known under the names that LLVM calls them by."""
+    code = _compiled(CONVERSIONS, 2)
+    for name in ("__truncdfhf2", "__truncsfbf2", "__truncdfbf2"):
+        if not llvm.address_of_symbol(name):
+            llvm.add_symbol(name, code.address(f"kiln{name}"))
+    return code
+
+
 class Code:
     """Machine code in memory; lives as long as this object."""
 
@@ -44,6 +82,11 @@ class Code:
 
 def compile_text(text: str, level: int = 2) -> Code:
     """Machine code for the functions of a module in LLVM's language."""
+    conversions()
+    return _compiled(text, level)
+
+
+def _compiled(text: str, level: int) -> Code:
     known = host()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=known.name, features=known.features, opt=level, reloc="pic", codemodel="jitdefault", jit=True

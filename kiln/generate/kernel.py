@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
 from kiln.base.symbols import Expr, Symbol
+from kiln.fuse.lower import DIVISIONS
 from kiln.fuse.nest import (
     Apply,
     Axis,
@@ -24,9 +27,11 @@ from kiln.fuse.nest import (
 )
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import I1, I32, I64, PTR, Module, Type, Value
-from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
+from kiln.generate.scalar import FOLDS, NOWHERE, PLACED, SCALARS, TYPES, convert
 
 NAME = "kernel"  # of the function that is emitted
+OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
+BLOCK = 512  # turns after which a sum of floats starts anew
 CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
 
@@ -200,48 +205,76 @@ class Emitter:
         """The loops over the reduced axes, once: folds some values, stores others."""
         across = self.vector is not None and self.vector.reduced
         wide = self.width if across else self.lanes
-        start = [self.neutral(f, wide) for f in folds]
+        start = [part for fold in folds for part in self.neutral(fold, wide)]
 
         def body(carried: list[Value]) -> list[Value]:
-            results = []
-            for fold, so_far in zip(folds, carried, strict=True):
-                value = self.value(fold.value)
-                results.append(FOLDS[fold.kind][2](so_far, so_far.like(value)))
+            values = [self.value(part) for fold in folds for part in fold.parts]
+            results = combined(folds, carried, [c.like(v) for c, v in zip(carried, values, strict=True)])
             for store in stores:
                 self.store(store)
             return results
 
         axes = [a for a in self.kernel.reduced if a is not self.vector]
+        rounds = any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
+
+        def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:
+            """A part of the loops folded by itself and then into the totals: errors of long sums stay small."""
+            return combined(folds, totals, part(start))
+
+        def blocks(size: Any, length: int, carried: list[Value], loop: Callable[..., list[Value]]) -> list[Value]:
+            """A long loop as a loop over blocks."""
+            if not rounds or hint(size) <= length:
+                return loop(0, size, carried)
+            end = self.index(size)
+
+            def turn(low: Value, totals: list[Value]) -> list[Value]:
+                high = low + length
+                return apart(totals, lambda fresh: loop(low, (high < end).where(high, end), fresh))
+
+            return self.fn.loop(0, end, length, carried, turn)
 
         def nest(depth: int, carried: list[Value]) -> list[Value]:
             if depth < len(axes):
                 axis = axes[depth]
+                inner = math.prod([hint(a.size) for a in (*axes[depth + 1 :], *([self.vector] if across else []))])
 
                 def turn(i: Value, values: list[Value]) -> list[Value]:
                     self.push()
                     self.variables[axis.variable] = i
-                    results = nest(depth + 1, values)
+                    deeper = partial(nest, depth + 1)
+                    results = apart(values, deeper) if rounds and inner >= BLOCK else deeper(values)
                     self.pop()
                     return results
 
-                return self.fn.loop(self.index(0), self.index(axis.size), 1, carried, turn)
+                return blocks(
+                    axis.size, BLOCK, carried,
+                    lambda low, high, values: self.fn.loop(self.index(low), self.index(high), 1, values, turn),
+                )  # fmt: skip
             if across:
-                assert self.vector is not None
-                return self.along(self.vector, 0, self.vector.size, carried, body)
+                vector = self.vector
+                assert vector is not None
+                return blocks(
+                    vector.size, BLOCK * self.width, carried,
+                    lambda low, high, values: self.along(vector, low, high, values, body),
+                )  # fmt: skip
             self.push()
             results = body(carried)
             self.pop()
             return results
 
-        for fold, total in zip(folds, nest(0, start), strict=True):
-            combine = FOLDS[fold.kind][2]
-            result = across_lanes(total, combine) if across else total
+        totals = nest(0, start)
+        if across:
+            totals = across_lanes(totals, partial(combined, folds))
+        for fold in folds:
+            *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
 
-    def neutral(self, fold: Fold, wide: int) -> Value:
-        kind = compute_type(TYPES[fold.dtype]).wide(wide)
-        floating, integral, _ = FOLDS[fold.kind]
-        return self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
+    def neutral(self, fold: Fold, wide: int) -> list[Value]:
+        """What a fold starts with."""
+        kind = compute_type(TYPES[fold.value.dtype]).wide(wide)
+        floating, integral, _ = FOLDS[fold.kind.replace("arg", "a")]
+        start = self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
+        return [start] if fold.place is None else [start, self.fn.constant(NOWHERE, I64.wide(wide))]
 
     # Scopes: what was computed inside a loop is not known outside of it
 
@@ -315,6 +348,8 @@ class Emitter:
             return self.load(term)
         if isinstance(term, Apply):
             given = [self.value(a) for a in term.args]
+            if term.op in DIVISIONS and not given[1].type.is_float:
+                given[1] = self.nonzero(given[1])
             if term.op == "convert":
                 return convert(given[0], term.dtype)
             return SCALARS[term.op](*aligned(given, term.op))
@@ -408,20 +443,26 @@ class Emitter:
         for place in places:
             value = self.value(place.term).to(I64)
             size = value.like(self.index(place.size))
-            wrapped = (value < 0).where(value + size, value)
+            wrapped = (value < 0).where(value + size, value) if place.wraps else value
             outside = (wrapped < 0) | (wrapped >= size)
-            self.report(outside)
+            self.report(outside, OUTSIDE if place.wraps else OUT_OF_BOUNDS)
             self.variables[place.symbol] = outside.where(0, wrapped)
 
-    def report(self, wrong: Value) -> None:
-        """Say that an index was out of range, where one lane is."""
+    def nonzero(self, divisor: Value) -> Value:
+        """A divisor of integers, with 1 in place of 0, which is reported."""
+        zero = divisor.compare("eq", 0)
+        self.report(zero, DIVIDED_BY_ZERO)
+        return zero.where(1, divisor)
+
+    def report(self, wrong: Value, fault: int) -> None:
+        """Say that something is at fault, where it is in one lane."""
         fn = self.fn
         if wrong.type.width > 1:
             wrong = fn.call(f"llvm.vector.reduce.or.v{wrong.type.width}i1", I1, wrong)
         bad, fine = fn.label("bad"), fn.label("fine")
         fn.branch(wrong, bad, fine)
         fn.start(bad)
-        fn.store(fn.constant(1, I64), fn.parameters["status"])
+        fn.store(fn.constant(fault, I64), fn.parameters["status"])
         fn.jump(fine)
         fn.start(fine)
 
@@ -473,7 +514,7 @@ class Emitter:
         if isinstance(index, Symbol):
             return self.variables[index]
         for layer in reversed(self.indices):
-            known = layer.get(index)
+            known: Value | None = layer.get(index)
             if known is not None:
                 return known
         value = self.index_of(index)
@@ -497,10 +538,21 @@ class Emitter:
         a, b = (self.index(x) for x in index.args)
         if index.op in (MIN, MAX):
             return ((a < b) if index.op is MIN else (a > b)).where(a, b)
-        if index.op is FLOORDIV:
-            return a / b
-        assert index.op is MOD, f"an index with {index.op}"
-        return a % b
+        assert index.op in (FLOORDIV, MOD), f"an index with {index.op}"
+        numerator, divisor = index.args
+        if isinstance(divisor, int) and divisor & (divisor - 1) == 0:
+            return a >> divisor.bit_length() - 1 if index.op is FLOORDIV else a & divisor - 1
+        if index.scope.bounds(numerator)[0] >= 0:
+            return a / b if index.op is FLOORDIV else a % b
+        # LLVM rounds to zero, indices round down.
+        rest = a % b
+        below = rest < 0
+        return below.where(a / b - 1, a / b) if index.op is FLOORDIV else below.where(rest + b, rest)
+
+
+def hint(size: Any) -> int:
+    """An extent as a number: what it was when traced."""
+    return int(getattr(size, "hint", size))
 
 
 #: Functions whose values are kept on the stack when a later phase needs them again.
@@ -546,26 +598,36 @@ def with_first_lane(value: Value, first: Value) -> Value:
     )
 
 
-def across_lanes(value: Value, combine: Any) -> Value:
-    """The lanes of a vector folded into one scalar, halves with halves."""
+def combined(folds: list[Fold], left: list[Value], right: list[Value]) -> list[Value]:
+    """Two turns of some folds as one."""
+    results: list[Value] = []
+    for fold in folds:
+        parts = slice(len(results), len(results) + len(fold.parts))
+        if fold.place is None:
+            results += map(FOLDS[fold.kind][2], left[parts], right[parts])
+        else:
+            results += PLACED[fold.kind](*left[parts], *right[parts])
+    return results
+
+
+def across_lanes(values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
+    """The lanes of vectors folded into scalars, halves with halves."""
+    while values and values[0].type.width > 1:
+        half = values[0].type.width // 2
+        values = combine(*[[lanes(value, start, half) for value in values] for start in (0, half)])
+    return values
+
+
+def lanes(value: Value, start: int, count: int) -> Value:
+    """Some lanes of a vector."""
     fn = value.fn
-    while value.type.width > 1:
-        half = value.type.width // 2
-        halves = [
-            fn.emit(
-                f"shufflevector {value.type} {value.text}, {value.type} poison, "
-                f"<{half} x i32> <{', '.join(f'i32 {i + start}' for i in range(half))}>",
-                value.type.wide(half),
-            )
-            for start in (0, half)
-        ]
-        if half == 1:
-            halves = [
-                fn.emit(f"extractelement {value.type} {value.text}, i64 {i}", value.type.scalar)
-                for i in (0, 1)
-            ]
-        value = combine(*halves)
-    return value
+    if count == 1:
+        return fn.emit(f"extractelement {value.type} {value.text}, i64 {start}", value.type.scalar)
+    chosen = ", ".join(f"i32 {i + start}" for i in range(count))
+    return fn.emit(
+        f"shufflevector {value.type} {value.text}, {value.type} poison, <{count} x i32> <{chosen}>",
+        value.type.wide(count),
+    )
 
 
 GATHER_COST = 8  # of reading or writing lanes one by one, in reads of whole vectors

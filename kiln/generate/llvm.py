@@ -236,14 +236,27 @@ class Value:
             return Value(self.fn, self.text, wide)
         if wide.kind == "i1":
             return self.compare("ne", 0)
+        if here.is_float and not wide.is_float:
+            return self._truncated(wide)
         return self.fn.emit(f"{_conversion(here, wide)} {here} {self.text} to {wide}", wide)
+
+
+    def _truncated(self, wide: Type) -> Value:
+        """This float without its fraction: the smallest integer where it fits none, as processors give it.
+
+        Through i32 for narrow types, whose bits then are the low ones.
+        """
+        whole = (I64 if wide.bits == 64 else I32).wide(wide.width)
+        limit = 2.0 ** (whole.bits - 1)
+        fits = self.compare("ge", -limit) & self.compare("lt", limit)
+        inside = fits.where(self, 0.0)
+        value = self.fn.emit(f"fptosi {inside.type} {inside.text} to {whole}", whole)
+        return fits.where(value, -1 << whole.bits - 1).to(wide)
 
 
 def _conversion(here: Type, there: Type) -> str:
     if here.is_float and there.is_float:
         return "fpext" if there.bits > here.bits else "fptrunc"
-    if here.is_float:
-        return "fptosi" if there.signed else "fptoui"
     signed = here.signed and here.kind != "i1"
     if there.is_float:
         return "sitofp" if signed else "uitofp"

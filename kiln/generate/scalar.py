@@ -50,7 +50,7 @@ def _abs(x: Value) -> Value:
 
 
 def _remainder(a: Value, b: Value) -> Value:
-    rest = functions.apply("fmod", a, b) if a.type.is_float else a % b
+    rest = _fmod(a, b)
     if not a.type.is_float and not a.type.signed:
         return rest
     other_side = rest.compare("ne", 0) & ((rest < 0) ^ (b < 0))
@@ -58,7 +58,7 @@ def _remainder(a: Value, b: Value) -> Value:
 
 
 def _fmod(a: Value, b: Value) -> Value:
-    return functions.apply("fmod", a, b) if a.type.is_float else a % b
+    return functions.apply("fmod", a, b) if a.type.is_float else _rest(a, b)
 
 
 def _div_floor(a: Value, b: Value) -> Value:
@@ -72,7 +72,7 @@ def _div_floor(a: Value, b: Value) -> Value:
         zero = functions.with_sign(a.like(0.0), a / b)
         floor = quotient.compare("eq", 0.0).where(zero, floor)
         return b.compare("eq", 0.0).where(a / b, floor)
-    quotient = a / b
+    quotient = _quotient(a, b)
     if not a.type.signed:
         return quotient
     rest = a - quotient * b
@@ -80,21 +80,52 @@ def _div_floor(a: Value, b: Value) -> Value:
 
 
 def _div_trunc(a: Value, b: Value) -> Value:
-    return (a / b).intrinsic("trunc") if a.type.is_float else a / b
+    return (a / b).intrinsic("trunc") if a.type.is_float else _quotient(a, b)
 
 
 def _pow(a: Value, b: Value) -> Value:
     if a.type.is_float:
         return functions.apply("pow", a, b)
-    fn = a.fn
-    one, zero = a.like(1), a.like(0)
-    result, base, exponent = a.like(b) * 0 + 1, a.like(a), a.like(b)
-    for _ in range(min(a.type.bits, 6)):  # larger exponents overflow for all bases but 0, 1 and -1
+    result, base, exponent = a.like(1), a, b
+    for _ in range(a.type.bits - a.type.signed):  # of a constant exponent the rest folds away
         odd = (exponent & 1).to_mask()
         result = odd.where(result * base, result)
         base, exponent = base * base, exponent >> 1
-    del fn, one, zero
-    return result
+    if not a.type.signed:
+        return result
+    sign = (b & 1).to_mask().where(a, 1)
+    unit = a.compare("eq", 1) | a.compare("eq", -1)
+    return (b < 0).where(unit.where(sign, 0), result)
+
+
+def _left_shift(a: Value, b: Value) -> Value:
+    fits = _shiftable(b)
+    return fits.where(a << fits.where(b, 0), 0)
+
+
+def _right_shift(a: Value, b: Value) -> Value:
+    fits = _shiftable(b)
+    if not a.type.signed:
+        return fits.where(a >> fits.where(b, 0), 0)
+    return a >> fits.where(b, a.type.bits - 1)
+
+
+def _shiftable(count: Value) -> Value:
+    """Whether an integer can be shifted by this much; by more, and by less than nothing, all bits go."""
+    return (count >= 0) & (count < count.type.bits)
+
+
+def _quotient(a: Value, b: Value) -> Value:
+    """a / b of integers towards zero; the divisor is not 0. The smallest number divided by -1 is itself."""
+    if not a.type.signed:
+        return a / b
+    minus = b.compare("eq", -1)
+    return minus.where(-a, a / minus.where(1, b))
+
+
+def _rest(a: Value, b: Value) -> Value:
+    """a - b * (a / b) of integers."""
+    return a % (b.compare("eq", -1).where(1, b) if a.type.signed else b)
 
 
 def _math(name: str) -> Scalar:
@@ -139,8 +170,8 @@ SCALARS: dict[str, Scalar] = {
     "bitwise_and": lambda a, b: a & b,
     "bitwise_or": lambda a, b: a | b,
     "bitwise_xor": lambda a, b: a ^ b,
-    "bitwise_left_shift": lambda a, b: a << b,
-    "bitwise_right_shift": lambda a, b: a >> b,
+    "bitwise_left_shift": _left_shift,
+    "bitwise_right_shift": _right_shift,
     "where": lambda c, a, b: c.where(a, b),
 }  # fmt: skip
 
@@ -155,6 +186,26 @@ FOLDS: dict[str, tuple[float, Callable[[Type], int], Scalar]] = {
     "any": (0.0, lambda t: 0, lambda a, b: a | b),
     "all": (1.0, lambda t: 1, lambda a, b: a & b),
 }  # fmt: skip
+
+
+def _first(relation: str) -> Callable[..., tuple[Value, Value]]:
+    """The better of two values with its place, of equals the earlier; NaN is better than any number."""
+
+    def combine(a: Value, here: Value, b: Value, there: Value) -> tuple[Value, Value]:
+        better, same = b.compare(relation, a), b.compare("eq", a)
+        if a.type.is_float:
+            mine, other = functions.is_nan(a), functions.is_nan(b)
+            better, same = better | (other & ~mine), same | (other & mine)
+        taken = better | (same & (there < here))
+        return taken.where(b, a), taken.where(there, here)
+
+    return combine
+
+
+#: Folds that carry a place with each value.
+PLACED: dict[str, Callable[..., tuple[Value, Value]]] = {"argmax": _first("gt"), "argmin": _first("lt")}
+#: Where these start: after every place.
+NOWHERE = (1 << 63) - 1
 
 
 def convert(x: Value, dtype: torch.dtype) -> Value:

@@ -12,9 +12,9 @@ from kiln._launch import Kernel
 from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.expand.expand import expand
-from kiln.fuse.group import Launch, Program, fuse
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import terms
+from kiln.fuse.program import Launch, Program, fuse
 from kiln.generate.code import Compiled, generate
 from kiln.launch.native import set_up
 

@@ -188,3 +188,19 @@ def test_the_text_of_a_tensor_is_not_made_while_capturing(x):
 def test_what_a_tensor_is(x, w):
     kinds = (torch.autograd.Variable, torch.Tensor, nn.Parameter, nn.Buffer, torch.FloatTensor, torch.LongTensor, tuple)
     return x + w, [isinstance(x, kind) for kind in kinds], [isinstance(w, kind) for kind in kinds]
+
+
+@program(X, 0.0)
+def test_a_layer_that_is_never_dropped_does_not_break(x, chance):
+    for layer in (torch.sin, torch.cos):
+        drawn = torch.rand([])
+        if drawn < chance:
+            continue
+        if 1.0 > drawn:
+            x = layer(x)
+    return x
+
+
+@program(X, 0.5, graphs=2, breaks=1)
+def test_a_layer_that_may_be_dropped_is_decided_in_every_call(x, chance):
+    return x if torch.rand([]) < chance else x.sin()

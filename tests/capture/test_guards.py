@@ -627,7 +627,7 @@ def test_identity_reads_are_guarded():
 @needs_kiln
 def test_cache_limit_runs_eagerly_and_says_so_once(caplog):
     with kiln.config.patch(cache_limit=3), caplog.at_level(logging.WARNING, "kiln"):
-        w = Watch(lambda x, number: x + number)
+        w = Watch(lambda x, number: x + number, dynamic=False)
         for n in range(8):
             w(X, n)
     w.pin(graphs=3)
@@ -644,7 +644,7 @@ def test_default_cache_limit():
 
 @needs_kiln
 def test_entries_are_kept_most_recently_hit_first():
-    w = Watch(lambda x, n: x + n)
+    w = Watch(lambda x, n: x + n, dynamic=False)
     for n in (1, 2, 3, 1, 2):
         w(X, n)
     w.pin(graphs=3)
@@ -664,7 +664,7 @@ def test_reset_forgets():
 
 @needs_kiln
 def test_reasons_name_each_entry():
-    w = Watch(lambda x, n: x + n)
+    w = Watch(lambda x, n: x + n, dynamic=False)
     for n in (1, 2, 3):
         w(X, n)
     assert sorted(w.reasons) == ["n was 1, now 3", "n was 2, now 3"]

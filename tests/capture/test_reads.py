@@ -167,7 +167,8 @@ def fresh(**parts):
 
 # What lives outside, a function of it, and changes between the calls.
 WORLD = {
-    "class of a module": (Net, run, [lambda m: setattr(m.b[1], "__class__", nn.Tanh)]),
+    "class of a module": (Net, run, [lambda m: setattr(m.b[1], "__class__", nn.Tanh), lambda m: object.__setattr__(m.b[1], "__class__", nn.ReLU)]),
+    "dict of a module": (Net, run, [lambda m: setattr(m.b[0], "__dict__", vars(nn.Linear(4, 4))), lambda m: object.__setattr__(m.a, "__dict__", vars(nn.Linear(4, 4, bias=False)))]),
     "forward hook": (Net, run, [lambda m: setattr(m, "h", m.b[0].register_forward_hook(lambda *a: a[2] + 1)), lambda m: m.h.remove()]),
     "pre hook": (Net, run, [lambda m: m.a.register_forward_pre_hook(lambda mod, a: (a[0] * 2,))]),
     "list of a module": (Net, run, [lambda m: m.items.append(5), lambda m: m.items.__setitem__(0, 9)]),

@@ -718,5 +718,5 @@ def test_state_between_calls(name):
     compiled = kiln.compile(f, backend="eager")
     for _ in range(4):
         # torch's AdamW counts its steps in a tensor where it knows that it is compiled, and in a Python float otherwise.
-        torch.testing.assert_close(compiled(X), eager(X), rtol=1e-5 if name == "AdamW" else 0, atol=0)
+        torch.testing.assert_close(compiled(X), eager(X), rtol=5e-5 if name == "AdamW" else 0, atol=0)
     torch.testing.assert_close(state(), eager_state(), rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ from functools import reduce
 import pytest
 import torch
 
-from tests.support import one_graph, program, t
+from tests.support import one_graph, program, same_as_eager, t
 
 X = t(3, 4)
 G = t(3, 4, grad=True)
@@ -379,3 +379,20 @@ def test_async_objects_are_only_mentioned(x):
         return 1
 
     return x + 1, later.__name__
+
+
+@program(X)
+def test_iterators_of_itertools_are_returned_where_they_stand(x):
+    a, b, c = itertools.repeat(x + 1, 3), itertools.count(3), itertools.chain([x], [x * 2])
+    next(a), next(b), next(c)
+    return (list(a), next(b), list(c), list(itertools.compress([x, x * 2], [0, 1])),
+            [itertools.repeat(x, 2), itertools.starmap(torch.add, [(x, x)]), itertools.islice([x, x * 3], 1, 2)])
+
+
+def test_a_break_inside_an_iterator_does_not_lose_items():
+    def f(x):
+        chosen = itertools.filterfalse(lambda v: v > 1, iter([x.sum(), x.sum() * 0, x.sum() * -1]))
+        first = next(chosen)
+        return first, list(chosen)
+
+    same_as_eager(f, X)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from kiln.expand.expand import expand
-from kiln.fuse.group import Call, fuse
 from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.program import Call, fuse
 from kiln.launch.program import compile_graph
 from kiln.ops.fake import fake_like
 from kiln.ops.record import Recording

@@ -35,7 +35,6 @@ REFUSED = {
 #: Ops whose result is described otherwise than eager's.
 DIFFERENT = {
     "linalg.tensorinv": "eager reshapes plain tensors by an alias of its own, subclasses by a view: the grad_fn differs",
-    "nonzero_static": "the strides of an empty result are 1 in eager",
     "tensor_split": "the C++ code reads the memory of the indices; the recorder turns that error into a break",
 }
 

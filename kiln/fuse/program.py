@@ -1,0 +1,129 @@
+"""Programs: what a graph became, kernels and calls of eager kernels in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kiln.base.graph import Graph, Node, nodes_in
+from kiln.fuse.coalesce import coalesce
+from kiln.fuse.group import Fuser
+from kiln.fuse.merge import merged
+from kiln.fuse.nest import Buffer, Kernel, Load, Store, terms
+from kiln.fuse.reading import Group, Groups
+from kiln.fuse.views import is_map
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Launch:
+    """A step that runs a kernel: the nodes whose memory it reads and writes, by buffer."""
+
+    kernel: Kernel
+    reads: dict[Buffer, Node]
+    writes: dict[Buffer, Node]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Call:
+    """A step that calls a node's op: an eager kernel, or a view of memory."""
+
+    node: Node
+
+
+@dataclass(slots=True)
+class Program:
+    """What a graph became: steps in order, over the graph's inputs and outputs."""
+
+    graph: Graph
+    steps: list[Launch | Call]
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        return [step.kernel for step in self.steps if isinstance(step, Launch)]
+
+
+def fuse(graph: Graph) -> Program:
+    """Kernels and calls of eager kernels that compute a graph of primitives."""
+    fuser = Fuser(graph).run()
+    coalesce(fuser)
+    return Program(graph, Finishing(fuser).steps())
+
+
+class Finishing:
+    """From groups to steps; a member is stored when an output, an eager kernel or another group reads it."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.needed = self.stored()
+        views = self.needed_views()
+        self.pending = {n: i for i, n in enumerate(groups.graph.nodes) if n in views}
+
+    def steps(self) -> list[Launch | Call]:
+        groups = self.groups
+        # Values without inputs that are read as a whole are made by their own ops.
+        steps: list[Launch | Call] = [
+            Call(n) for n in groups.graph.nodes if n in groups.free and n in self.needed
+        ]
+        for item in groups.items:
+            if isinstance(item, Node):
+                steps += self.ready_views(item.inputs())
+                steps.append(Call(item))
+                continue
+            kernel = merged(self.kernel(item), groups.scope)
+            if kernel.stores:
+                reads, writes = ({b: self.owner(b) for b in buffers} for buffers in kernel.buffers())
+                steps += self.ready_views(reads.values())
+                steps.append(Launch(kernel, reads, writes))
+        return steps + [Call(n) for n in self.pending]
+
+    def owner(self, buffer: Buffer) -> Node:
+        return self.groups.owners[buffer]
+
+    def ready_views(self, nodes: Iterable[Node]) -> list[Call]:
+        """The views that a step needs and that have not been taken yet."""
+        wanted = set(nodes)
+        todo = list(wanted)
+        while todo:
+            n = todo.pop()
+            if is_map(n) and n.args[0] not in wanted:
+                wanted.add(n.args[0])
+                todo.append(n.args[0])
+        found = sorted((n for n in wanted if n in self.pending), key=self.pending.__getitem__)
+        for n in found:
+            del self.pending[n]
+        return [Call(n) for n in found]
+
+    def needed_views(self) -> set[Node]:
+        """Views that an output or an eager kernel reads, with the views below them."""
+        todo = [*nodes_in(self.groups.graph.outputs), *self.groups.read_whole]
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node not in seen and is_map(node):
+                seen.add(node)
+                todo.append(node.args[0])
+        return seen
+
+    def stored(self) -> set[Node]:
+        """The members of groups that need memory."""
+        groups = self.groups
+        needed = {groups.root(n) for n in (*nodes_in(groups.graph.outputs), *groups.read_whole)}
+        for item in groups.items:
+            if isinstance(item, Group):
+                roots = [groups.natural(item, m)[1] for m in item.members]
+                needed.update(self.owner(t.buffer) for t in terms(roots) if isinstance(t, Load))
+        return needed
+
+    def kernel(self, group: Group) -> Kernel:
+        made = Kernel(f"k{group.position}", tuple(group.axes))
+        for node in group.members:
+            if node not in self.needed:
+                continue
+            coords, value, once = self.groups.natural(group, node)
+            index: Any = 0
+            for c, s in zip(coords, node.spec.stride, strict=True):
+                index = index + c * s
+            buffer = self.groups.buffer(node)
+            made.stores.append(Store(buffer, index, value, group.terms.phase(value), once))
+        return made

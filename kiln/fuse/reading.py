@@ -1,0 +1,184 @@
+"""What members of groups compute, as terms: elements of nodes read in the loops of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec
+from kiln.base.symbols import Expr, Scope
+from kiln.fuse.axes import Misfit, coordinates, hinted
+from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
+from kiln.fuse.lower import LOWER, Terms, is_pointwise
+from kiln.fuse.nest import Axis, Buffer, Fold, Term, terms
+from kiln.fuse.views import VIEWS, Coords, is_map, shape_of
+from kiln.ops.levels import name_of
+
+#: A small value is computed anew in the loops that read it when it costs no more functions than this.
+CHEAP = 24
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """Nodes that share loops."""
+
+    position: int
+    axes: list[Axis]
+    terms: Terms
+    members: list[Node] = field(default_factory=list)
+    memo: dict[Any, Term] = field(default_factory=dict)
+    costs: dict[Node, int] = field(default_factory=dict)
+    reads: set[Node] = field(default_factory=set)
+
+    @property
+    def kept(self) -> list[Axis]:
+        return [a for a in self.axes if not a.reduced]
+
+    @property
+    def folds(self) -> bool:
+        return any(a.reduced for a in self.axes)
+
+
+class Groups:
+    """A graph on its way to kernels: `items` are groups and eager calls as they will run."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.scope = _scope_of(graph)
+        self.items: list[Group | Node] = []
+        self.place: dict[Node, int] = {}
+        self.buffers: dict[Node, Buffer] = {}
+        self.owners: dict[Buffer, Node] = {}
+        self.free: set[Node] = set()  # values without inputs: each reader makes them itself
+        self.read_whole: set[Node] = set()
+        self.roots: dict[Node, Node] = {}
+
+    def root(self, node: Node) -> Node:
+        """The node whose elements a chain of views shows."""
+        known = self.roots.get(node)
+        if known is None:
+            known = node
+            while is_map(known):
+                known = known.args[0]
+            self.roots[node] = known
+        return known
+
+    def natural(self, group: Group, node: Node) -> tuple[Coords, Term, bool]:
+        """A member's element in its group's loops: its coordinates, the term, whether once a row."""
+        if folded_dims(node) is not None:
+            shape = kept_shape(node)
+            coords = coordinates(shape, group.kept)
+            if coords is None:
+                raise Misfit
+            return self.own_coords(node, coords), self.fold(group, node), True
+        shape = shape_of(node)
+        coords = coordinates(shape, group.axes)
+        if coords is not None:
+            return coords, self.element(group, node, coords, None), False
+        coords = coordinates(shape, group.kept) if group.folds else None
+        if coords is None:
+            raise Misfit
+        return coords, self.element(group, node, coords, None), True
+
+    def own_coords(self, node: Node, kept: Coords) -> Coords:
+        """Coordinates in a reduction's result, whose reduced dimensions are gone or of extent 1."""
+        if len(shape_of(node)) == len(kept):
+            return kept
+        dims = folded_dims(node) or frozenset()
+        return tuple([c for d, c in enumerate(kept) if d not in dims])
+
+    def read(self, group: Group, node: Node, coords: Coords, valid: Term | None) -> Term:
+        """The element of any node at coordinates, as the loops of `group` see it."""
+        if node.op is not INPUT and node.op is not CONSTANT:
+            if is_map(node):
+                return self.read(group, node.args[0], VIEWS[name_of(node.op)](node, coords), valid)
+            if self.place[node] == group.position or node in self.free:
+                if folded_dims(node) is None:
+                    return self.element(group, node, coords, valid)
+                return self.result_of_fold(group, node, coords)
+            if self.small(group, node):
+                return self.element(group, node, coords, valid)
+        spec: TensorSpec = node.spec
+        index: Any = 0
+        for c, s in zip(coords, spec.stride, strict=True):
+            index = index + c * s
+        index = self.scope.simplify(index)
+        return group.terms.load(self.buffer(node), index, spec.dtype, valid)
+
+    def element(self, group: Group, node: Node, coords: Coords, valid: Term | None) -> Term:
+        """The element of a pointwise node at coordinates."""
+        key = (node, coords, valid)
+        known = group.memo.get(key)
+        if known is None:
+            lower = LOWER[name_of(node.op)]
+            known = group.memo[key] = lower(
+                group.terms, node, coords, valid, lambda n, c, v: self.read(group, n, c, v)
+            )
+        return known
+
+    def fold(self, group: Group, node: Node) -> Term:
+        key = (node, None, None)
+        known = group.memo.get(key)
+        if known is None:
+            source = node.args[0]
+            coords = coordinates(shape_of(source), group.axes)
+            if coords is None:
+                raise Misfit
+            value = self.read(group, source, coords, None)
+            kind, dtype, place = name_of(node.op), node.spec.dtype, None
+            if kind in PLACED:
+                place = group.terms.place(folded_place(node, coords))
+            elif value.dtype != dtype:
+                value = group.terms.apply("convert", dtype, value)
+            if not group.folds:  # over extents of 1 alone
+                known = value if place is None else place
+            else:
+                known = group.terms.make(Fold, kind, value, dtype, group.terms.phase(value), place)
+            group.memo[key] = known
+        return known
+
+    def result_of_fold(self, group: Group, node: Node, coords: Coords) -> Term:
+        kept = coordinates(kept_shape(node), group.kept)
+        if kept is None or self.own_coords(node, kept) != tuple(
+            0 if n == 1 else c for c, n in zip(coords, shape_of(node), strict=True)
+        ):
+            raise Misfit
+        return self.fold(group, node)
+
+    def small(self, group: Group, node: Node) -> bool:
+        """Whether a value of another group is so small and cheap that these loops make it themselves."""
+        if node in self.read_whole or not is_pointwise(node):
+            return False
+        home = self.items[self.place[node]]
+        if not isinstance(home, Group) or home.folds:
+            return False
+        volume = 1
+        for a in group.axes:
+            volume *= hinted(a.size)
+        own = 1
+        for n in shape_of(node):
+            own *= hinted(n)
+        return own * 8 <= volume and self.cost(home, node) <= CHEAP
+
+    def cost(self, group: Group, node: Node) -> int:
+        """How many terms a member's element is made of."""
+        known = group.costs.get(node)
+        if known is None:
+            known = group.costs[node] = len(terms([self.natural(group, node)[1]]))
+        return known
+
+    def buffer(self, node: Node) -> Buffer:
+        known = self.buffers.get(node)
+        if known is None:
+            known = self.buffers[node] = Buffer(node.name, node.spec.dtype)
+            self.owners[known] = node
+        return known
+
+
+def _scope_of(graph: Graph) -> Scope:
+    for node in (*graph.inputs, *graph.nodes):
+        if isinstance(node.spec, TensorSpec):
+            for n in node.spec.shape:
+                if isinstance(n, Expr):
+                    return n.scope  # type: ignore[no-any-return]
+    return Scope()

@@ -1,0 +1,201 @@
+"""Views as index maps: where an element of a view lies in the tensor that is viewed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec
+from kiln.ops.levels import name_of
+
+Coords: TypeAlias = "tuple[Any, ...]"
+
+VIEWS: dict[str, Callable[[Node, Coords], Coords]] = {}
+"""Where an element of a view lies in the tensor that is viewed, by the name of the op."""
+
+
+def shape_of(node: Node) -> Coords:
+    spec: TensorSpec = node.spec
+    return spec.shape
+
+
+def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coords:
+    """Coordinates in a tensor of `shape` that was broadcast to `out`."""
+    skip = len(coords) - len(shape)
+    return tuple(
+        [0 if n == 1 and m != 1 else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)]
+    )
+
+
+def view(name: str) -> Callable[[Callable[[Node, Coords], Coords]], Callable[[Node, Coords], Coords]]:
+    def declare(function: Callable[[Node, Coords], Coords]) -> Callable[[Node, Coords], Coords]:
+        VIEWS[name] = function
+        return function
+
+    return declare
+
+
+def argument(node: Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
+@view("expand")
+def _expand(node: Node, coords: Coords) -> Coords:
+    return broadcast(coords, shape_of(node.args[0]), shape_of(node))
+
+
+@view("permute")
+def _permute(node: Node, coords: Coords) -> Coords:
+    source: list[Any] = [0] * len(coords)
+    for c, d in zip(coords, node.args[1], strict=True):
+        source[d] = c
+    return tuple(source)
+
+
+@view("slice")
+def _slice(node: Node, coords: Coords) -> Coords:
+    dim, start, step = (
+        argument(node, 1, "dim", 0),
+        argument(node, 2, "start", 0),
+        argument(node, 4, "step", 1),
+    )
+    dim, start = dim % len(coords), start or 0
+    size = shape_of(node.args[0])[dim]
+    if isinstance(start, int) and start < 0:
+        start = max(start + size, 0)
+    return (*coords[:dim], start + coords[dim] * step, *coords[dim + 1 :])
+
+
+@view("select")
+def _select(node: Node, coords: Coords) -> Coords:
+    dim, place = node.args[1], node.args[2]
+    shape = shape_of(node.args[0])
+    dim %= len(shape)
+    if isinstance(place, int) and place < 0:
+        place = place + shape[dim]
+    return (*coords[:dim], place, *coords[dim:])
+
+
+@view("flip")
+def _flip(node: Node, coords: Coords) -> Coords:
+    dims = {d % len(coords) for d in node.args[1]} if coords else set()
+    shape = shape_of(node)
+    return tuple([shape[i] - 1 - c if i in dims else c for i, c in enumerate(coords)])
+
+
+@view("view")
+def _view(node: Node, coords: Coords) -> Coords:
+    return reshaped(coords, shape_of(node), shape_of(node.args[0]))
+
+
+def reshaped(coords: Coords, shape: Sequence[Any], source: Sequence[Any]) -> Coords:
+    """Coordinates in a tensor of shape `source` of an element of its reshaped form."""
+    result: list[Any] = [0] * len(source)
+    i = j = 0
+    while i < len(shape) or j < len(source):
+        first_i, first_j = i, j
+        left = shape[i] if i < len(shape) else 1
+        right = source[j] if j < len(source) else 1
+        i, j = i + 1, j + 1
+        while left != right:
+            if _smaller(left, right) and i < len(shape):
+                left = left * shape[i]
+                i += 1
+            elif j < len(source):
+                right = right * source[j]
+                j += 1
+            else:
+                left = left * shape[i]
+                i += 1
+        flat: Any = 0
+        for k in range(first_i, min(i, len(shape))):
+            flat = flat * shape[k] + coords[k]
+        last = min(j, len(source))
+        for k in range(last - 1, first_j - 1, -1):
+            if k == first_j:
+                result[k] = flat
+            else:
+                result[k] = flat % source[k]
+                flat = flat // source[k]
+    return tuple(result)
+
+
+def _smaller(a: Any, b: Any) -> bool:
+    """Whether one extent is smaller, by what the sizes were when traced."""
+    return bool(getattr(a, "hint", a) < getattr(b, "hint", b))
+
+
+@view("diagonal")
+def _diagonal(node: Node, coords: Coords) -> Coords:
+    rank = len(coords) + 1
+    offset = argument(node, 1, "offset", 0)
+    first, second = argument(node, 2, "dim1", 0) % rank, argument(node, 3, "dim2", 1) % rank
+    *others, along = coords
+    return tuple([
+        along + max(-offset, 0) if d == first else along + max(offset, 0) if d == second else others.pop(0)
+        for d in range(rank)
+    ])  # fmt: skip
+
+
+@view("as_strided")
+def _as_strided(node: Node, coords: Coords) -> Coords:
+    flat: Any = argument(node, 3, "storage_offset", None) or 0
+    for c, s in zip(coords, node.args[2], strict=True):
+        flat = flat + c * s
+    shape = shape_of(node.args[0])
+    return reshaped((flat,), (math.prod(shape),), shape)
+
+
+def _shows_source(node: Node) -> bool:
+    """Whether what as_strided shows are elements of its source, which lies in order where memory starts."""
+    source: Node = node.args[0]
+    spec: TensorSpec = source.spec
+    root = source
+    while root.op is not INPUT and root.op is not CONSTANT and is_map(root):
+        root = root.args[0]
+    if root.op is INPUT or root.op is CONSTANT or spec.offset != 0 or not _in_order(spec):
+        return False
+    numbers = (*spec.shape, *node.args[1], *node.args[2], argument(node, 3, "storage_offset", None) or 0)
+    if not all(type(n) is int for n in numbers):
+        return False
+    last = numbers[-1] + sum((n - 1) * s for n, s in zip(node.args[1], node.args[2], strict=True))
+    return bool(last < math.prod(spec.shape))
+
+
+def _in_order(spec: TensorSpec) -> bool:
+    step: Any = 1
+    for n, s in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if n != 1 and s != step:
+            return False
+        step = step * n
+    return True
+
+
+#: Views that are index maps for some arguments only.
+CONDITIONS: dict[str, Callable[[Node], bool]] = {
+    "view": lambda node: "dtype" not in str(node.op),
+    "as_strided": _shows_source,
+}
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only shows the elements of its first argument at other places."""
+    name = name_of(node.op)
+    return name in VIEWS and (name not in CONDITIONS or CONDITIONS[name](node))
+
+
+def is_map(node: Node) -> bool:
+    """Whether loops read a node where it comes from: a view, by its index map."""
+    return is_view(node) and supported(node.spec)
+
+
+NUMERIC = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+                     torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
+
+
+def supported(spec: TensorSpec) -> bool:
+    """Whether loops can run over such a tensor; eager kernels know the rules for what is empty."""
+    return spec.dtype in NUMERIC and spec.device.type == "cpu" and 0 not in spec.shape

@@ -1,0 +1,120 @@
+"""numpy in compiled programs: arrays over tensors are recorded, arrays passed in are inputs, contents are asked on demand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import kiln
+from tests.support import Counting, pin, program, same_as_eager, t
+
+# Values whose sums and products are exact: numpy and torch add in different orders.
+X = torch.arange(12.0).reshape(3, 4) - 4
+A = np.arange(6.0).reshape(2, 3) - 2
+
+
+@program(X)
+def test_functions_and_methods(x):
+    a = x.numpy()
+    return np.mean(a, 1), a.T, a.reshape(4, 3), np.concatenate([a, a * np.float32(2)]), a.max(axis=0), np.where(a > 0, a, 0)
+
+
+@program(X)
+def test_back_to_tensors(x):
+    a = (x + 1).numpy() * 2
+    return torch.from_numpy(a) + 1, torch.tensor(a), torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(a.sum())
+
+
+@program(A)
+def test_arrays_are_inputs(a):
+    return a.sum() / len(a), np.linalg.norm(a[0]), [row * 2 for row in a], a.dtype, a.shape, a @ a.T
+
+
+@program(A)
+def test_scalars_are_scalars(a):
+    one = a[1, 1]
+    return one, type(one) is np.float64, isinstance(one, float), isinstance(one, np.ndarray), isinstance(a, np.ndarray), type(a)
+
+
+@program(A)
+def test_writes_go_through_views(a):
+    row, kept = a[0], a[1, 1]
+    row[:] = 5.0
+    a[1, 1] = 7.0
+    a += 1
+    return a, row, kept
+
+
+@program(A, breaks=1, graphs=1)
+def test_what_tensors_do_not_have_runs_in_numpy(a):
+    b = a * 2
+    return b, b[::-1]
+
+
+@program(A.astype(np.uint8), breaks=1, graphs=1)
+def test_other_dtypes_than_numpys_run_in_numpy(a):
+    return (a + a).sum()
+
+
+@program(A, breaks=1, graphs=2)
+def test_memory_that_leaves(a):
+    a += 1
+    text = a.tobytes()
+    a += 1
+    return text, a
+
+
+@program(X, np.array([4, 3]))
+def test_contents_on_demand(x, shape):
+    return x.reshape(tuple(shape)), x * int(shape[0]), x * float(shape.sum())
+
+
+@program(A, breaks=1, graphs=2)
+def test_an_array_lives_across_a_break(a):
+    b = a * 2
+    kiln.graph_break()
+    return b + 1, b
+
+
+@program(t(3, grad=True), raises=RuntimeError)
+def test_numpy_of_a_tensor_with_gradient(x):
+    return x.numpy()
+
+
+@program(t(3, grad=True))
+def test_numpy_by_force(x):
+    return x.numpy(force=True)
+
+
+def test_other_contents_do_not_recompile():
+    backend = Counting()
+    compiled = kiln.compile(lambda a: np.multiply(a, 2.0).sum(0), backend=backend)
+    for k in range(4):
+        a = np.arange(6.0).reshape(2, 3) + k
+        assert np.array_equal(compiled(a), np.multiply(a, 2.0).sum(0))
+    assert len(backend.modules) == 1
+    for a in (np.arange(6.0), np.arange(6)):
+        assert np.array_equal(compiled(a), np.multiply(a, 2.0).sum(0))
+    assert len(backend.modules) == 3
+
+
+def test_contents_that_were_asked_for_are_guarded():
+    compiled = kiln.compile(lambda x, a: x * float(a[0]), backend="eager")
+    for k in range(4):
+        assert compiled(X, np.array([k, 1])).equal(X * float(k))
+
+
+def test_results_share_memory_as_in_numpy():
+    compiled = kiln.compile(lambda x, a: (x.numpy(), a.T, a, a + 0), backend="eager", fullgraph=True)
+    x, a = X.clone(), A.copy()
+    view, turned, same, fresh = compiled(x, a)
+    x[0, 0], a[0, 0] = 50.0, 60.0
+    assert view[0, 0] == 50.0 and turned[0, 0] == 60.0 and same is a and fresh[0, 0] != 60.0
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64, np.int8, np.int64, np.bool_, np.complex128])
+def test_every_kind_of_number(kind):
+    a = np.array([0, 1, 1, 0]).astype(kind)
+    r = same_as_eager(lambda a: (a + a, a.sum(), a == 1, a.astype(np.complex128), np.stack([a, a])), a)
+    pin(r, 1, 0)

@@ -1,0 +1,101 @@
+"""torch.func and torch.cond inside compiled functions: one node each, with the function as a graph of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kiln
+from tests.support import How, one_graph, pin, program, same_as_eager, t
+
+X, V = t(3, 5), t(5)
+OVER_ROWS = torch.vmap(lambda row: row.sum() * 2)
+LAYER = torch.nn.Linear(5, 2)
+
+
+@program(X, V)
+def test_vmap(x, v):
+    return (
+        torch.vmap(lambda row: (row * v).sum())(x),
+        torch.vmap(lambda a, b: {"product": a * b, "sum": (a.sum(), 3)}, in_dims=(0, None), out_dims={"product": 1, "sum": (0, None)})(x, v + 1)["product"],
+        torch.vmap(torch.Tensor.neg)(x),
+        torch.vmap(lambda row: row + torch.ones(5), in_dims=1, out_dims=1)(x.t()),
+        OVER_ROWS(x),
+    )
+
+
+@program(X, V)
+def test_derivatives(x, v):
+    return (
+        torch.func.grad(lambda a: (a * v).sin().sum())(x),
+        torch.func.grad_and_value(lambda a: (a.sin().sum(), a + 1), has_aux=True)(v),
+        torch.func.grad(lambda a, b: (a * b).sum(), argnums=(0, 1))(v, v.cos()),
+        torch.func.jacrev(torch.sin)(v),
+        torch.func.jacfwd(lambda a: a * v)(v),
+        torch.func.hessian(lambda a: a.sin().sum())(v),
+        torch.func.jvp(torch.sin, (x,), (x.cos(),)),
+    )
+
+
+@program(X, V)
+def test_transforms_nest(x, v):
+    return torch.vmap(torch.func.grad(lambda row: (row * v).sin().sum()))(x * 2), torch.vmap(torch.vmap(torch.sin))(x)
+
+
+def test_gradients_flow_into_tensors_around_the_function():
+    r = one_graph(lambda x, v: torch.vmap(lambda row: (row * v).sin().sum())(x), t(3, 5, grad=True), t(5, grad=True))
+    assert r.ops == 1
+
+
+def test_a_module_is_the_function():
+    one_graph(lambda x: torch.vmap(LAYER)(x), X)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_cond_holds_both_arms(sign):
+    def f(x, v):
+        y = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos() + v, (x,)) if kiln.is_compiling() else (x.sin() if x.sum() > 0 else x.cos() + v)
+        return y * 2
+
+    compiled = kiln.compile(f, backend="eager", fullgraph=True)
+    for k in (sign, -sign):
+        assert compiled(X * k, V).equal(f(X * k, V))
+
+
+def test_cond_on_a_python_bool_is_the_arm():
+    assert kiln.compile(lambda x, c: torch.cond(c, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True)(X, True).equal(X.sin())
+
+
+@pytest.mark.parametrize("arm", [lambda x: x.double(), lambda x: (x, x), lambda x: x[:1]])
+def test_cond_with_arms_that_differ_is_refused(arm):
+    with pytest.raises(kiln.Break, match="different kinds of results"):
+        kiln.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, arm, (x,)), backend="eager", fullgraph=True)(X)
+
+
+def test_effects_inside_break():
+    seen = []
+
+    def noting(x):
+        seen.append(1)
+        return x.sin()
+
+    r = same_as_eager(lambda x: torch.vmap(noting)(x) + 1, X, how=How(setup=seen.clear, state=lambda: len(seen)))
+    pin(r, graphs=r.graphs, breaks=1)
+    with pytest.raises(kiln.Break, match="effects"):
+        kiln.compile(lambda x: torch.vmap(noting)(x), backend="eager", fullgraph=True)(X)
+
+
+@program(X, graphs=2, breaks=1)
+def test_a_break_inside_runs_the_transform_in_python(x):
+    def broken(row):
+        kiln.graph_break()
+        return row * 2
+
+    y = x + 1
+    z = torch.vmap(broken)(y)
+    return z * 3
+
+
+def test_cond_under_the_name_of_its_operator():
+    f = kiln.compile(lambda x: torch.ops.higher_order.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True)
+    assert f(X).equal(X.sin()) and f(-X).equal((-X).cos())

@@ -1,0 +1,156 @@
+"""`kiln.aot`: backends made of functions that take fx graphs, and what happens where a graph cannot be differentiated."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+from kiln.base import records
+from kiln.base.options import UnknownOption
+from kiln.differentiate.partition import split_at
+from tests.observe import Same
+from tests.support import t
+
+
+class Keeping:
+    """A compiler that keeps the graphs it gets."""
+
+    def __init__(self):
+        self.graphs, self.examples = [], []
+
+    def __call__(self, gm, examples):
+        gm.graph.lint()
+        self.graphs.append(gm)
+        self.examples.append(examples)
+        return gm.forward
+
+
+def targets(gm):
+    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def gradients(f, model, x):
+    model.zero_grad()
+    out = f(x)
+    out.sum().backward()
+    return out, [p.grad for p in model.parameters()]
+
+
+def test_the_documented_example_runs():
+    text = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(program, "backends.md", "exec"), {})
+
+
+def test_forward_backward_and_inference_go_to_their_compilers():
+    forward, backward, inference = Keeping(), Keeping(), Keeping()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
+    f = kiln.compile(model, backend=kiln.aot(forward, backward, inference_compiler=inference), fullgraph=True)
+    expected = gradients(model, model, t(2, 3))
+    f(t(2, 3))
+    assert (len(forward.graphs), len(backward.graphs)) == (1, 0)  # the backward waits for its first run
+    Same()(expected, gradients(f, model, t(2, 3)))
+    with torch.no_grad():
+        f(t(2, 3))
+    assert [len(k.graphs) for k in (forward, backward, inference)] == [1, 1, 1]
+    assert "aten.tanh_backward.default" in targets(backward.graphs[0])
+    assert len(inference.graphs[0].graph.output_node().args[0]) == 1
+
+
+def test_graphs_are_typed_and_examples_are_fake():
+    forward = Keeping()
+    kiln.compile(lambda x, w: (x @ w).relu(), backend=kiln.aot(forward))(t(2, 3), t(3, 4, grad=True))
+    (gm,), (examples,) = forward.graphs, forward.examples
+    assert [tuple(e.shape) for e in examples] == [(2, 3), (3, 4)]
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            assert isinstance(node.meta["val"], torch.Tensor) and "test_aot" in node.meta["stack_trace"]
+
+
+def test_a_boxed_callable_gets_a_list():
+    lengths = []
+
+    def compiler(gm, examples):
+        def run(values):
+            lengths.append(len(values))
+            args = list(values)
+            values.clear()
+            return gm.forward(*args)
+
+        run._boxed_call = True
+        return run
+
+    x = t(3, grad=True)
+    kiln.compile(lambda x: x.exp(), backend=kiln.aot(compiler))(x).sum().backward()
+    assert lengths == [1, 2] and torch.equal(x.grad, x.exp().detach())
+
+
+@pytest.mark.parametrize("level", ["aten", "core", "prims"])
+def test_levels(level):
+    forward, backward = Keeping(), Keeping()
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Mish(), nn.Linear(8, 3), nn.LogSoftmax(-1))
+    f = kiln.compile(model, backend=kiln.aot(forward, backward, level=level), fullgraph=True)
+    (a, expected), (b, got) = (gradients(g, model, t(2, 4)) for g in (model, f))
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(expected, got)
+    used = {*targets(forward.graphs[0]), *targets(backward.graphs[0])}
+    assert ("aten.mish.default" in used) == (level == "aten")
+    assert ("aten._log_softmax.default" in used) == (level != "prims")
+
+
+def test_a_partition_of_ones_own():
+    forward = Keeping()
+
+    def everything_again(joint):
+        return split_at(joint, joint.graph.inputs[: len(joint.primals)])
+
+    x, w = t(2, 3, grad=True), t(3, 3, grad=True)
+    f = kiln.compile(lambda x, w: (x @ w).exp().sin(), backend=kiln.aot(forward, partition=everything_again))
+    Same()(torch.autograd.grad((x @ w).exp().sin().sum(), (x, w)), torch.autograd.grad(f(x, w).sum(), (x, w)))
+    assert len(forward.graphs[0].graph.output_node().args[0]) == 3
+
+
+def test_the_memory_budget_is_an_option():
+    def f(x, w):
+        return torch.tanh(torch.tanh(x @ w) @ w)
+
+    def saved(**options):
+        out = kiln.compile(f, backend="aot_eager", **options)(t(4, 4, grad=True), t(4, 4, grad=True))
+        return len(out.grad_fn.saved_tensors)
+
+    assert saved() == 4 and saved(options={"memory_budget": 0.0}) == 3  # the result is kept by whoever asked for it
+    with kiln.config.patch(memory_budget=0.0):
+        assert saved() == 3
+
+
+def test_wrong_arguments():
+    with pytest.raises(UnknownOption, match="unknown level 'atn': did you mean 'aten'"):
+        kiln.aot(Keeping(), level="atn")
+    with pytest.raises(TypeError, match="a compiler is a callable"):
+        kiln.aot(3)
+
+
+def test_errors_of_a_compiler_are_the_users_to_see():
+    def refuses(gm, examples):
+        raise ArithmeticError("not today")
+
+    with pytest.raises(ArithmeticError, match="not today"):
+        kiln.compile(lambda x: x + 1, backend=kiln.aot(refuses))(t(3))
+    out = kiln.compile(lambda x: x.exp(), backend=kiln.aot(Keeping(), refuses))(t(3, grad=True))
+    with pytest.raises(ArithmeticError, match="not today"):
+        out.sum().backward()
+
+
+def test_a_graph_that_cannot_be_differentiated_runs_as_captured():
+    def f(a, b):
+        a.add_(1)
+        return b * 2
+
+    base = torch.arange(6.0)
+    with records.collect() as log:
+        out = kiln.compile(f, backend="aot_eager")(base[:4], base[2:].requires_grad_())
+    assert torch.equal(out, torch.tensor([3.0, 4, 4, 5]) * 2)
+    assert len(log.fallbacks) == 1 and "overlap" in str(log.fallbacks[0])

@@ -1,0 +1,84 @@
+"""Every module of torch.nn that torch has samples for, compiled with `aot_eager`: values, states and gradients are eager's."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+from kiln.base import records
+from tests.differentiate.test_opinfo import compare, copied, cotangent, tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+common_modules = pytest.importorskip("torch.testing._internal.common_modules")
+MODULES = {info.name: info for info in common_modules.module_db if torch.float32 in info.dtypes}
+ALL = os.environ.get("KILN_ALL_SAMPLES") == "1"
+SAMPLES = None if ALL else 3
+
+#: Modules that end the graph, with the kinds of the breaks.
+BREAKS: dict[str, set[str]] = {
+    # without a momentum, the factor is a Python number made of the count of batches
+    **dict.fromkeys(["nn.BatchNorm1d", "nn.BatchNorm2d", "nn.BatchNorm3d"], {"data-dependent"}),
+    # the implementation looks at values: whether a variance is negative, how long each target is
+    **dict.fromkeys(["nn.CTCLoss", "nn.GaussianNLLLoss"], {"data-dependent"}),
+    # the first call of a lazy module makes its parameters: it is left to Python
+    **dict.fromkeys([f"nn.LazyConv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3)], {"skipped"}),
+}
+
+
+def step(run: Any, module: nn.Module, args: list[Any], kwargs: dict[str, Any], leaves: list[torch.Tensor]) -> Any:
+    """The result, the gradients of parameters and inputs, and the state after one call, or the error."""
+    torch.manual_seed(5)
+    try:
+        out = run(*args, **kwargs)
+    except Exception as error:
+        return type(error)
+    leaves = [*leaves, *[p for p in module.parameters() if p.requires_grad]]
+    roots = [t for t in tensors(out) if t.requires_grad]
+    gradients: Any = []
+    if roots and leaves:
+        gradients = torch.autograd.grad(roots, leaves, [cotangent(t) for t in roots], allow_unused=True)
+    return list(tensors(out)), list(gradients), [t.detach() for t in module.state_dict().values()]
+
+
+def check(name: str, training: bool) -> set[str]:
+    """The kinds of the breaks on the samples of a module; an AssertionError where anything differs from eager."""
+    info = MODULES[name]
+    kinds: set[str] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training)
+        for number, sample in enumerate(islice(samples, SAMPLES)):
+            if sample.forward_input is None:
+                continue
+            torch.manual_seed(3)
+            module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
+            module.train(training)
+            results = []
+            for compiled in (False, True):
+                mine, memo = copy.deepcopy(module), {}
+                args = copied(list(sample.forward_input.args), memo)
+                kwargs = copied(sample.forward_input.kwargs, memo)
+                leaves = [t for t in memo.values() if t.requires_grad]
+                kiln.reset()
+                with records.collect() as log:
+                    results.append(step(kiln.compile(mine, backend="aot_eager") if compiled else mine, mine, args, kwargs, leaves))
+            assert not log.fallbacks, f"sample {number} fell back: {log.fallbacks}"
+            compare(*results, f"sample {number}")
+            assert log.graphs or log.breaks or isinstance(results[0], type), f"sample {number}: no graph"
+            kinds |= {b.kind for b in log.breaks}
+    return kinds
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_aot_eager_is_eager(name: str) -> None:
+    kinds = check(name, True) | check(name, False)
+    assert kinds <= BREAKS.get(name, set()), f"breaks: {kinds}"
+    assert kinds or name not in BREAKS, "a listed break does not happen any more"

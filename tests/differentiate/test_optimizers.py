@@ -1,0 +1,79 @@
+"""Compiled optimizer steps: eager's parameters over 20 steps, two compiles, none for a changed learning rate."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import kiln
+from kiln.base import records
+
+# Adam's corrections are tensors in a graph and Python floats in eager: the last bits differ.
+EXACT, CLOSE = {"rtol": 0, "atol": 0}, {"rtol": 1e-5, "atol": 1e-6}
+
+CASES = {
+    "sgd": (lambda p, **k: optim.SGD(p, 0.1, foreach=False, **k), EXACT),
+    "sgd-momentum": (lambda p, **k: optim.SGD(p, 0.1, 0.9, weight_decay=0.01, nesterov=True, foreach=False, **k), EXACT),
+    "sgd-foreach": (lambda p, **k: optim.SGD(p, 0.1, 0.9, foreach=True, **k), EXACT),
+    "adam": (lambda p, **k: optim.Adam(p, 0.01, foreach=False, **k), CLOSE),
+    "adam-foreach": (lambda p, **k: optim.Adam(p, 0.01, foreach=True, amsgrad=True, **k), CLOSE),
+    "adamw": (lambda p, **k: optim.AdamW(p, 0.01, foreach=False, **k), CLOSE),
+    "adamw-foreach": (lambda p, **k: optim.AdamW(p, 0.01, foreach=True, **k), CLOSE),
+}
+CAPTURABLE = {name: case for name, case in CASES.items() if "adam" in name}
+
+
+def train(make, step_of, **options):
+    """The parameters after 20 steps with a learning rate that falls each time, and what was compiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = make(model.parameters(), **options)
+    step = step_of(optimizer)
+    x = torch.linspace(-1, 1, 40).view(5, 8)
+    with records.collect() as log:
+        for i in range(20):
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.95
+            model.zero_grad()
+            model(x).pow(2).sum().backward()
+            step()
+    return list(model.parameters()), log
+
+
+def check(log):
+    assert not log.fallbacks and not log.breaks
+    assert len(log.graphs) <= 2, [r.reasons for r in log.recompiles]  # the first call makes the state
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_step(name):
+    make, tolerance = CASES[name]
+    expected, _ = train(make, lambda optimizer: optimizer.step)
+    got, log = train(make, lambda optimizer: kiln.compile(optimizer.step, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(got, expected, **tolerance)
+    check(log)
+
+
+@pytest.mark.parametrize("name", CAPTURABLE)
+def test_capturable(name):
+    """On the CPU eager refuses capturable optimizers, so the plain one is compared with."""
+    make, _ = CASES[name]
+    expected, _ = train(make, lambda optimizer: optimizer.step)
+    compiled = lambda optimizer: kiln.compile(optimizer.step, backend="aot_eager", fullgraph=True)  # noqa: E731
+    got, log = train(make, compiled, capturable=True)
+    torch.testing.assert_close(got, expected, **CLOSE)
+    check(log)
+
+
+def test_a_function_that_calls_the_step():
+    def step_of(optimizer):
+        @kiln.compile(backend="aot_eager", fullgraph=True)
+        def step():
+            optimizer.step()
+
+        return step
+
+    make, tolerance = CASES["sgd-momentum"]
+    expected, _ = train(make, lambda optimizer: optimizer.step)
+    got, log = train(make, step_of)
+    torch.testing.assert_close(got, expected, **tolerance)
+    check(log)

@@ -1,0 +1,474 @@
+"""Random tensor programs, and how near to eager their compiled form must come.
+
+A program is text: a line for each op, drawn from `ROWS` by a random generator and kept when eager runs it. Beside
+eager's values the same lines make the values in float64, and values with the last bits of each float result disturbed:
+a compiled result may be as far from the exact one as these are. A float result that eager has exactly is exact: ops that
+jump are drawn for those alone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+FLOATS = {"f32": torch.float32, "f64": torch.float64, "f16": torch.float16, "bf16": torch.bfloat16}
+WHOLE = {"i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8, "bl": torch.bool}
+EXTENTS = (1, 1, 2, 3, 3, 4, 5, 8, 16, 17, 33, 64, 100)
+MOST = 60_000  # elements of a value
+LAYOUTS = ("plain",) * 5 + ("transposed", "stepped", "offset", "expanded", "padded", "inner step")
+
+#: Lines and how often they are drawn. Slots: t any tensor, f a float one, x an exact float one, e any exact one, i an
+#: integer one, b a boolean one, q an integer or boolean one, m a matrix of floats, v a tensor to write to; the others
+#: are made for the tensor before them.
+ROWS: list[tuple[int, tuple[str, ...]]] = [
+    (14, ("{t} + {t}", "{t} - {f}", "{t} * {t}", "{t} + {n}", "{t} * {n}", "{n} - {t}", "{f} / ({f}.abs() + 1)", "torch.add({t}, {t}, alpha=2)",
+          "{f} * {f} + {f}", "torch.lerp({f}, {f}, 0.25)", "{f} ** 2", "torch.addcmul({f}, {f}, {f}, value=0.5)", "-{f}")),
+    (10, ("{f}.sin()", "{f}.exp()", "({f}.abs() + 0.5).log()", "{f}.tanh()", "F.gelu({f})", "F.silu({f})", "F.softplus({f})", "torch.sigmoid({f})",
+          "{f}.erf()", "({f} * {f} + 1).rsqrt()", "{f}.abs().sqrt()", "torch.atan2({f}, {f})", "{f}.expm1()", "{f}.abs().log1p()", "{f}.cos()",
+          "torch.exp2({f})", "({f}.abs() + 0.25).reciprocal()", "({f}.abs() + 0.5).pow({f})", "({f}.abs() + 0.5) ** 1.5", "{f}.atan()",
+          "F.mish({f})", "F.elu({f})", "F.logsigmoid({f})", "torch.hypot({f}, {f})", "{f}.tan().clamp(-3, 3)", "({f} / 8).asin()",
+          "torch.logaddexp({f}, {f})", "{f}.sinh()", "torch.xlogy({f}, {f}.abs() + 1)")),
+    (9, ("{f}.relu()", "{t}.abs()", "torch.maximum({t}, {t})", "torch.minimum({t}, {t})", "{t}.clamp(-1, 1)", "{f}.clamp(min=0.25)", "F.leaky_relu({f}, 0.1)",
+         "F.hardswish({f})", "F.hardtanh({f})", "{x}.floor()", "{x}.ceil()", "{x}.round()", "{x}.trunc()", "{x}.frac()", "{x}.sign()", "torch.clamp({f}, {f}, {f} + 1)",
+         "torch.fmod({x}, {x} + 0.5)", "torch.remainder({x}, 1.5)", "torch.div({x}, 0.75, rounding_mode='floor')", "torch.div({x}, 1.5, rounding_mode='trunc')",
+         "{x}.detach() // 0.5", "torch.fmax({f}, {f})", "torch.copysign({f}, {x})", "torch.nan_to_num({f})", "torch.heaviside({x}.detach(), {x}.detach())")),
+    (8, ("{e} > {e}", "{e} == {e}", "{e} <= {n}", "{e} != {e}", "{e}.isnan()", "torch.isfinite({e})", "torch.where({b}, {t}, {t})", "torch.where({b}, {f}, 0.5)",
+         "{f}.masked_fill({b}, 1.5)", "~{q}", "{q} & {q}", "{q} | {q}", "{q} ^ {q}", "torch.logical_and({e}, {e})", "torch.logical_not({e})", "torch.isclose({x}, {x})")),
+    (6, ("{i} // 3", "{i} % 5", "{i} % -3", "{i} // -2", "torch.fmod({i}, 3)", "torch.div({i}, 3, rounding_mode='trunc')", "{i} << 2", "{i} >> 1", "{i} ** 2", "{i} ** 3", "{i} * {i}",
+         "{i} - {q}", "{i} / 4", "torch.bitwise_not({i})", "{q} * {n}", "{q} + {f}", "-{i}", "torch.sign({i})", "{i}.abs()", "{i} // ({i}.abs() + 1)", "torch.gcd({i}, {i})", "{i} << {i} % 4")),
+    (9, ("{f}.sum({d})", "{f}.mean({d}, keepdim=True)", "{t}.sum()", "{f}.amax({d})", "{t}.amin({d}, keepdim=True)", "{f}.softmax({d})", "{f}.log_softmax({d})", "{e}.any({d})",
+         "{e}.all()", "{f}.var({d})", "{f}.std({d}, keepdim=True)", "torch.logsumexp({f}, {d})", "{f}.sum({dd})", "{f}.mean({dd}, keepdim=True)", "{e}.max({d})[0]", "{e}.argmax({d})", "{e}.min({d})[1]",
+         "{q}.sum({d})", "{f}.norm(2, {d})", "{f}.prod({d})", "{q}.prod({d})", "{f}.amax({dd})", "{f}.cumsum({d})", "torch.var_mean({f}, {d})[1]", "{t}.amax()", "{e}.argmin()",
+         "F.layer_norm({f}, {lastdim})", "F.normalize({f}, dim={d})", "{f}.sum({d}, dtype=f64)", "{q}.sum({d}, dtype=f32)", "torch.count_nonzero({e})", "{f}.mean()", "{f}.nansum({d})")),
+    (12, ("{t}.permute({perm})", "{t}.transpose({d}, {d})", "{t}.reshape({shape})", "{t}.unsqueeze({d})", "{t}.squeeze()", "{t}[{at}]", "{t}[{at}]", "{t}.expand({wider})",
+          "{t}.flatten()", "{t}.flip({d})", "{t}.contiguous()", "{t}.t() if {t}.dim() == 2 else {t}", "{t}.narrow({piece})", "{t}.movedim({d}, {d})", "{t}.diagonal()", "{t}.clone()",
+          "{t}.repeat({times})", "{t}.roll(1, {d})", "{t}.unfold({window})", "{t}.select({place})", "torch.tril({f})", "{t}.chunk(2, {d})[-1]", "{t}.as_strided((2,), (1,))",
+          "{t}.swapaxes({d}, {d}).contiguous()", "{t}.detach()", "{t}.view({shape})", "torch.atleast_2d({t})", "{t}.repeat_interleave(2, {d})")),
+    (6, ("torch.cat([{t}, {t}], {d})", "torch.stack([{t}, {t}], {d})", "torch.cat([{f}, {f} * 2, {t}], {d})", "F.pad({f}, (1, 2))", "F.pad({t}, (0, 1, 2, 0), value=3)", "F.pad({f}, (-1, 1))",
+         "F.pad({f}, (1, 1), mode='replicate')", "torch.cat([{t}.flatten(), {t}.flatten()])", "F.pad({f}, (2, -1, -1, 1))", "torch.constant_pad_nd({i}, (1, 0), 7)")),
+    (5, ("{t}.index_select({picks})", "{t}[{index}]", "torch.gather({t}, {gathered})", "{t}.masked_fill({b}, 0)", "{t}.index_add({added})", "{t}.scatter({put})", "{f}.scatter_add({put})",
+         "torch.index_put({f}, ({index},), torch.tensor(1.5), accumulate=True)", "F.one_hot(torch.arange(4), 5) * {n}", "torch.take_along_dim({t}, {gathered2})", "F.embedding({rows}, {m})")),
+    (6, ("{v}.add_({t})", "{v}.mul_({n})", "{v}[{at}] = {t}", "{v}[{at}] = {n}", "{v}.copy_({t})", "{v}[{at}].mul_(2)", "{v}.t_() if {v}.dim() == 2 else {v}", "{v}.zero_()",
+         "{v}[{at}] += {t}", "{v}.clamp_(-1, 1)", "{v}.masked_fill_({b}, 0.5)", "{v}.transpose({d}, {d}).add_(1)", "{v}.view(-1)[1:].sub_(1)", "{v}.flatten()[:1].fill_(2)", "{v}[{index}] = {n}")),
+    (5, ("{t}.to({ft})", "{e}.to({it})", "{t}.float()", "{e}.long()", "{e}.bool()", "{t}.double()", "{e}.to(bl)", "{f}.to(bf16)", "{t}.type_as({f})", "{e}.int()")),
+    (3, ("torch.arange({len})", "torch.arange({len}) * {f}", "torch.full(({len},), 1.5) + {f}", "torch.zeros_like({t})", "torch.ones({len}, {len}).tril()", "torch.linspace(0, 1, {len})",
+         "torch.eye({len}) * 2", "torch.arange(1, 9, 2, dtype=i32)", "torch.full_like({t}, 2)", "{t}.new_ones(3)", "torch.tensor(2.5) * {t}", "torch.tensor(3) + {t}", "torch.arange(0.5, 3.0, 0.5)")),
+    (4, ("{m} @ {m}.t()", "torch.mm({m}.t(), {m}) * 0.5", "F.linear({f}, {m})", "torch.matmul({f}, {f}.transpose(-1, -2)) if {f}.dim() > 1 else {f}", "torch.einsum('ij,kj->ik', {m}, {m})", "({m} @ {m}.t()).softmax(-1)",
+         "torch.baddbmm({f}, {f}, {f})", "torch.outer({f}.flatten()[:5], {f}.flatten()[:7])")),
+]  # fmt: skip
+DRAWN = [line for weight, lines in ROWS for line in lines for _ in range(weight * 12 // len(lines) + 1)]
+IN_PLACE = re.compile(r"^\w+(\[.*\])?(\.\w+\([^)]*\))?(\[[^]]*\])? (\+)?= |^\w+.*\.\w+_\(")
+
+
+@dataclass
+class Input:
+    """A tensor that a program takes: shape, dtype by name, layout in memory, special values, and its own seed."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str
+    special: bool
+    grad: bool
+    seed: int
+
+    def make(self, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
+        """The tensor; quarters between -2 and 2 for floats, and small whole numbers."""
+        n = math.prod(self.shape)
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.dtype in FLOATS:
+            values = torch.randint(-8, 9, (n,), generator=generator).double() / 4
+            if self.special and n:
+                for value in (math.nan, math.inf, -math.inf, -0.0):
+                    values[torch.randint(0, n, (1,), generator=generator)] = value
+        else:
+            values = torch.randint(0 if self.dtype in ("u8", "bl") else -6, 2 if self.dtype == "bl" else 7, (n,), generator=generator)
+        return laid_out(values.reshape(self.shape).to(dtypes[self.dtype]), self.layout).requires_grad_(self.grad)
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another layout of memory."""
+    rank = x.dim()
+    if layout == "offset":
+        return torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape)
+    if not rank:
+        return x
+    if layout == "transposed":
+        order = list(range(rank))[::-1]
+        return x.permute(order).contiguous().permute(order)
+    if layout == "stepped":
+        whole = x.new_ones(x.shape[0] * 2, *x.shape[1:])
+        whole[::2] = x
+        return whole[::2]
+    if layout == "inner step":
+        whole = x.new_ones(*x.shape[:-1], x.shape[-1] * 3)
+        whole[..., 1::3] = x
+        return whole[..., 1::3]
+    if layout == "padded":
+        whole = x.new_ones(*x.shape[:-1], x.shape[-1] + 2)
+        whole[..., 1:-1] = x
+        return whole[..., 1:-1]
+    if layout == "expanded" and x.shape[0]:
+        return x[:1].expand(x.shape)
+    return x
+
+
+@dataclass
+class Program:
+    """Inputs, lines and the names that are returned."""
+
+    inputs: list[Input]
+    lines: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        arguments = ", ".join(f"a{i}" for i in range(len(self.inputs)))
+        body = "".join(f"    {line}\n" for line in self.lines)
+        return f"def program({arguments}):\n{body}    return {', '.join(self.outputs)},\n"
+
+    def function(self, dtypes: dict[str, torch.dtype], disturb: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+        """The program as a function; `disturb` is applied to the result of each line."""
+        text = self.text()
+        if disturb is not None:
+            text = re.sub(r"^(    (v\d+) = .*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
+        space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **dtypes}
+        exec(compile(text, "<random program>", "exec"), space)
+        function: Callable[..., Any] = space["program"]
+        return function
+
+
+PLAIN = {**FLOATS, **WHOLE}
+EXACT = {**dict.fromkeys(FLOATS, torch.float64), **WHOLE}
+
+
+def disturbed(seed: int) -> Callable[[Any], Any]:
+    """Changes the last bits of a float result that is not exact, seen by values that are no quarters."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel():
+            return x
+        with torch.no_grad():
+            eps = torch.finfo(x.dtype).eps
+            noise = torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype) * eps * x
+            noise = torch.where((x * 16).frac() == 0, torch.zeros_like(noise), noise)
+            noise = torch.where(noise.isfinite(), noise, torch.zeros_like(noise))
+        return x + noise
+
+    return disturb
+
+
+# Drawing
+
+
+class Drawing:
+    """A program under construction, with the values that eager and exact arithmetic give."""
+
+    def __init__(self, random: Random, lines: int) -> None:
+        self.random = random
+        self.program = Program(self.inputs())
+        self.spaces: list[dict[str, Any]] = []
+        for dtypes in (PLAIN, EXACT):
+            values = {f"a{i}": given.make(dtypes) for i, given in enumerate(self.program.inputs)}
+            self.spaces.append({"torch": torch, "F": F, **dtypes, **values})
+        self.names = [f"a{i}" for i in range(len(self.program.inputs))]
+        for _ in range(lines):
+            for _ in range(6):
+                if self.line(random.choice(DRAWN)):
+                    break
+        self.finish()
+
+    def inputs(self) -> list[Input]:
+        r = self.random
+        rank = r.choice((0, 1, 1, 2, 2, 2, 3, 3, 4))
+        whole = [r.choice(EXTENTS) for _ in range(rank)]
+        if r.random() < 0.06 and rank:
+            whole[r.randrange(rank)] = 0
+        while math.prod(whole) > MOST / 4:
+            whole[whole.index(max(whole))] = 3
+        if r.random() < 0.004:
+            whole = [1_000_003]
+        made = []
+        floats = r.random() < 0.75
+        for i in range(r.choice((1, 2, 2, 3))):
+            shape = [n if i == 0 or r.random() < 0.7 else 1 for n in whole]
+            shape = shape[r.choice((0, 0, 0, 1)) if i else 0 :]
+            names = ["f32"] * 8 + ["f64", "bf16", "f16"] if floats and i != 2 else [*PLAIN, "f32", "i64"]
+            dtype = r.choice(names)
+            grad = dtype in FLOATS and r.random() < 0.5
+            made.append(Input(tuple(shape), dtype, r.choice(LAYOUTS), r.random() < 0.05, grad, r.randrange(1000)))
+        return made
+
+    def line(self, template: str) -> bool:
+        """Add a line if its slots can be filled and eager runs it."""
+        self.last = ""
+        try:
+            text = re.sub(r"\{(\w+)\}", lambda m: str(self.slot(m[1])), template)
+        except (LookupError, ValueError):
+            return False
+        writes = IN_PLACE.match(template.replace("{v}", "a").replace("{at}", "").replace("{index}", "")) is not None
+        name = f"v{len(self.program.lines)}"
+        line = text if writes else f"{name} = {text}"
+        if not all(self.tried(line, name, space) for space in self.spaces):
+            return False
+        self.program.lines.append(line)
+        if not writes:
+            self.names.append(name)
+        return True
+
+    def tried(self, line: str, name: str, space: dict[str, Any]) -> bool:
+        try:
+            exec(line, space)
+        except Exception:
+            return False
+        value = space.get(name)
+        if value is None:
+            return True
+        fine = isinstance(value, torch.Tensor) and value.numel() <= max(MOST, max(v.numel() for v in self.tensors()))
+        if fine and value.is_floating_point() and value.numel():
+            sizes = value.detach().abs().double()
+            fine = bool((sizes[sizes.isfinite()] < 1e4).all())
+        if not fine:
+            del space[name]
+        return fine
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.spaces[0][name] for name in self.names]
+
+    def finish(self) -> None:
+        """Choose what is returned: the last values, and some others."""
+        r, program = self.random, self.program
+        made = [name for name in self.names if name.startswith("v")] or self.names
+        program.outputs = made[-r.choice((1, 1, 2, 3)) :]
+        if r.random() < 0.2:
+            program.outputs.append(r.choice(self.names))
+
+    # Slots
+
+    def slot(self, kind: str) -> Any:
+        if kind in TENSORS:
+            fitting = [n for n in self.names if TENSORS[kind](self, n)]
+            # Later values are likelier.
+            self.last = fitting[-1 - min(int(self.random.expovariate(0.5)), len(fitting) - 1)] if fitting else fitting[0]
+            return self.last
+        value = self.spaces[0][self.last] if self.last else torch.zeros(())
+        return getattr(self, f"slot_{kind}")(value)
+
+    def exact(self, name: str) -> bool:
+        mine, exact = (space[name].detach() for space in self.spaces)
+        return mine.shape == exact.shape and torch.equal(mine.double().nan_to_num(9.5), exact.double().nan_to_num(9.5))
+
+    def slot_n(self, x: Any) -> str:
+        return self.random.choice(("2", "3", "-1", "0.5", "1", "-2.5", "True"))
+
+    def slot_d(self, x: torch.Tensor) -> int:
+        return self.random.choice(range(-x.dim(), x.dim())) if x.dim() else 0
+
+    def slot_dd(self, x: torch.Tensor) -> tuple[int, ...]:
+        return tuple(sorted(self.random.sample(range(x.dim()), min(2, x.dim()))))
+
+    def slot_lastdim(self, x: torch.Tensor) -> tuple[int, ...]:
+        return tuple(x.shape[-1:]) if x.dim() == 1 or self.random.random() < 0.7 else tuple(x.shape[-2:])
+
+    def slot_perm(self, x: torch.Tensor) -> list[int]:
+        return self.random.sample(range(x.dim()), x.dim())
+
+    def slot_shape(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Another shape for as many elements."""
+        rest, shape = x.numel(), []
+        while rest > 1 and len(shape) < 3:
+            n = self.random.choice([d for d in (2, 3, 4, 5, 8, 16, 17, rest) if rest % d == 0])
+            shape.append(n)
+            rest //= n
+        shape.append(rest)
+        self.random.shuffle(shape)
+        if self.random.random() < 0.3:
+            shape.insert(self.random.randrange(len(shape) + 1), 1)
+        if self.random.random() < 0.3 and x.numel():
+            shape[self.random.randrange(len(shape))] = -1
+        return tuple(shape)
+
+    def slot_at(self, x: torch.Tensor) -> str:
+        """Something between brackets: slices, numbers, None and an ellipsis."""
+        r, parts = self.random, []
+        for n in x.shape:
+            parts.append(r.choice((":", ":", "1:", "::2", ":-1", "None", "...", "0", "-1", f"{n // 2}:", ":1", "1:-1", f"{n // 3}", f":{n // 2}", "-2:")))
+            if parts[-1] == "...":
+                break
+        return ", ".join(parts) or "..."
+
+    def slot_wider(self, x: torch.Tensor) -> tuple[int, ...]:
+        shape = [self.random.choice((2, 3, 5)) if n == 1 else n for n in x.shape]
+        return (*([self.random.choice((1, 2, 3))] if self.random.random() < 0.5 else []), *shape)
+
+    def slot_piece(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        start = self.random.randrange(x.shape[dim] + 1)
+        return f"{dim}, {start}, {self.random.randrange(x.shape[dim] - start + 1)}"
+
+    def slot_place(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        return f"{dim}, {self.random.randrange(-x.shape[dim], x.shape[dim])}"
+
+    def slot_window(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        return f"{dim}, {self.random.randint(1, max(x.shape[dim] // 2, 1))}, {self.random.choice((1, 2, 3))}"
+
+    def slot_times(self, x: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.random.choice((1, 1, 2)) for _ in range(x.dim() + self.random.choice((0, 0, 1))))
+
+    def places(self, size: int, count: int) -> str:
+        return f"torch.tensor({[self.random.randrange(-size, size) for _ in range(count)]})"
+
+    def slot_picks(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        n = x.shape[dim]
+        return f"{dim}, torch.tensor({[self.random.randrange(n) for _ in range(self.random.choice((1, 3, 5)))]})"
+
+    def slot_index(self, x: torch.Tensor) -> str:
+        return self.places(x.shape[0], self.random.choice((1, 2, 4)))
+
+    def slot_rows(self, x: torch.Tensor) -> str:
+        return "torch.tensor([[0, 1, 0], [1, 1, 0]])"
+
+    def slot_gathered(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        return f"{dim}, torch.arange({x.numel()}).view({tuple(x.shape)}) % {x.shape[dim]}"
+
+    def slot_gathered2(self, x: torch.Tensor) -> str:
+        dim, text = self.slot_gathered(x).split(", ", 1)
+        return f"{text}, {dim}"
+
+    def slot_put(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        return f"{dim}, torch.arange({x.shape[dim]}).view({tuple(-1 if d == dim else 1 for d in range(x.dim()))}).expand({tuple(x.shape)}).flip({dim}), {self.last}"
+
+    def slot_added(self, x: torch.Tensor) -> str:
+        dim = self.random.randrange(x.dim())
+        return f"{dim}, torch.arange({x.shape[dim]}) // 2, {self.last}"
+
+    def slot_len(self, x: torch.Tensor) -> int:
+        return self.random.choice([n for v in self.tensors() for n in v.shape[-1:]])
+
+    def slot_ft(self, x: torch.Tensor) -> str:
+        return self.random.choice(("f32", "f32", "f64", "bf16", "f16"))
+
+    def slot_it(self, x: torch.Tensor) -> str:
+        return self.random.choice([*WHOLE]) if not x.is_floating_point() or bool((x >= 0).all()) else self.random.choice(("i64", "i32", "bl"))
+
+
+def _dtype(drawing: Drawing, name: str) -> torch.dtype:
+    dtype: torch.dtype = drawing.spaces[0][name].dtype
+    return dtype
+
+
+TENSORS: dict[str, Callable[[Drawing, str], bool]] = {
+    "t": lambda d, n: True,
+    "v": lambda d, n: not any(s == 0 and k > 1 for s, k in zip(d.spaces[0][n].stride(), d.spaces[0][n].shape, strict=True)),
+    "f": lambda d, n: _dtype(d, n).is_floating_point,
+    "x": lambda d, n: _dtype(d, n).is_floating_point and d.exact(n),
+    "e": lambda d, n: d.exact(n),
+    "i": lambda d, n: not _dtype(d, n).is_floating_point and _dtype(d, n) is not torch.bool,
+    "b": lambda d, n: _dtype(d, n) is torch.bool,
+    "q": lambda d, n: not _dtype(d, n).is_floating_point,
+    "m": lambda d, n: _dtype(d, n).is_floating_point and d.spaces[0][n].dim() == 2,
+}
+
+
+def drawn(random: Random, lines: int = 8) -> Program:
+    """A random program of about this many lines."""
+    return Drawing(random, random.randint(1, lines)).program
+
+
+# Comparing
+
+
+@dataclass
+class Ran:
+    """What a call gave: results, the inputs as it left them, gradients (None where it has none), or an error."""
+
+    results: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+    backward_error: Exception | None = None
+
+
+def run(program: Program, function: Callable[..., Any], dtypes: dict[str, torch.dtype]) -> Ran:
+    """Call a program's function on fresh inputs and send fixed gradients back."""
+    made, ran = [given.make(dtypes) for given in program.inputs], Ran()
+    try:
+        ran.results = list(function(*made))
+    except Exception as error:
+        ran.error = error
+        return ran
+    ran.inputs = made
+    leaves = [x for x in made if x.requires_grad and x.is_leaf]
+    roots = [x for x in ran.results if x.requires_grad]
+    if leaves and roots:
+        cotangents = [torch.linspace(-1, 1, max(x.numel(), 1))[: x.numel()].view(x.shape).to(x.dtype) for x in roots]
+        try:
+            ran.gradients = list(torch.autograd.grad(roots, leaves, cotangents, allow_unused=True))
+        except Exception as error:
+            ran.backward_error = error
+    return ran
+
+
+def compare(program: Program, compiled: Callable[..., Any]) -> None:
+    """Fail where the compiled form gives anything else than eager, but for the last bits."""
+    eager = run(program, program.function(PLAIN), PLAIN)
+    exact = run(program, program.function(EXACT), EXACT)
+    others = [run(program, program.function(PLAIN, disturbed(seed)), PLAIN) for seed in range(3)]
+    mine = run(program, compiled, PLAIN)
+    if type(eager.error) is not type(mine.error):
+        raise AssertionError(f"raised {mine.error!r}, eager {eager.error!r}") from mine.error
+    if eager.error is not None:
+        return
+    for what in ("results", "inputs"):
+        near(what, getattr(eager, what), getattr(mine, what), getattr(exact, what), [getattr(o, what) for o in others], 4.0)
+    if eager.backward_error is None:
+        if mine.backward_error is not None:
+            raise AssertionError(f"backward raised {mine.backward_error!r}") from mine.backward_error
+        if exact.backward_error is None and not any(o.backward_error for o in others):
+            near("gradients", eager.gradients, mine.gradients, exact.gradients, [o.gradients for o in others], 16.0)
+
+
+def near(what: str, eager: list[Any], mine: list[Any], exact: list[Any], others: list[list[Any]], slack: float) -> None:
+    """The results of one kind, each no further from the exact one than eager's, in some units of the last place."""
+    assert len(eager) == len(mine), f"{len(mine)} {what}, eager {len(eager)}"
+    for place, (a, b, c) in enumerate(zip(eager, mine, exact, strict=True)):
+        where = f"{what}[{place}]"
+        assert (a is None) == (b is None), f"{where}: {b}, eager {a}"
+        if a is None or c is None:
+            continue
+        for name in ("dtype", "shape", "requires_grad"):
+            assert getattr(a, name) == getattr(b, name), f"{where}.{name}: {getattr(b, name)}, eager {getattr(a, name)}"
+        if what != "gradients":
+            assert a.stride() == b.stride(), f"{where}.stride: {b.stride()}, eager {a.stride()}"
+        a, b, c = a.detach(), b.detach(), c.detach()
+        if not a.is_floating_point():
+            assert torch.equal(a, b), f"{where}: {b}, eager {a}"
+        elif a.numel():
+            noise = [o[place].detach() for o in others if o[place] is not None and o[place].shape == a.shape]
+            values(where, a.double(), b.double(), c, noise, slack, torch.finfo(a.dtype).eps)
+
+
+def values(where: str, eager: torch.Tensor, mine: torch.Tensor, exact: torch.Tensor, noise: list[torch.Tensor], slack: float, eps: float) -> None:
+    finite = eager.isfinite() & exact.isfinite()
+    for n in noise:
+        finite &= n.isfinite()
+    same = (eager == exact) | (eager.isnan() & exact.isnan())
+    wrong = same & ~eager.isfinite() & ~((mine == eager) | (mine.isnan() & eager.isnan()))
+    assert not wrong.any(), f"{where}: {mine[wrong][:5]}, eager {eager[wrong][:5]}"
+    if not finite.any():
+        return
+    e, m, x = eager[finite], mine[finite], exact[finite]
+    allowed = slack * max(*[(n.double()[finite] - x).abs().max() for n in noise], (e - x).abs().max(), 4 * eps * x.abs().max())
+    worst = (m - x).abs()
+    assert (worst <= allowed).all(), f"{where}: off by {worst.max()}, allowed {allowed}\nmine  {m.flatten()[:12]}\neager {e.flatten()[:12]}"
