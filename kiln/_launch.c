@@ -18,13 +18,21 @@ static struct {
     Py_ssize_t offset; /* of the tensor's handle in its Python object */
 } torch;
 
-enum { MOST_BUFFERS = 2048, MOST_SIZES = 256 };
+enum { FEW_TENSORS = 64, MOST_SIZES = 1024 };
 static const double RELEASE_WORK = 200000.0; /* operations worth more than letting go of the GIL */
+
+/* Tasks that may run at once; a stage starts when the one before it has ended. */
+typedef struct {
+    Entry entry;
+    int64_t tasks;
+    double work; /* operations of one task */
+} Stage;
 
 typedef struct {
     PyObject_HEAD
     vectorcallfunc call;
-    Entry entry;
+    Stage *stages;
+    int count;
     PyObject *owner;   /* keeps the code alive */
     PyObject *make;    /* torch.empty_strided */
     PyObject *outputs; /* for each output (args, kwargs) of `make`; args is None where the sizes vary */
@@ -32,8 +40,6 @@ typedef struct {
     int inputs, made, sizes, moving;
     int32_t *order; /* which of inputs and outputs each buffer is */
     int buffers;
-    int64_t tasks;
-    double work;  /* operations of one task */
     double grain; /* operations worth a thread */
 } Kernel;
 
@@ -56,20 +62,29 @@ work_share(void *data)
 }
 
 static void
-run_tasks(const Kernel *kernel, void **buffers, const int64_t *sizes, int64_t *status, int64_t tasks)
+run_stage(const Stage *stage, double grain, void **buffers, const int64_t *sizes, int64_t *status, int64_t tasks)
 {
-    double worth = kernel->work * (double)tasks / kernel->grain;
+    double worth = stage->work * (double)tasks / grain;
     int64_t threads = torch.max_threads != NULL ? torch.max_threads() : 1;
     if (threads > tasks)
         threads = tasks;
     if ((double)threads > worth)
         threads = (int64_t)worth;
     if (threads <= 1) {
-        kernel->entry(buffers, sizes, status, 0, tasks);
+        stage->entry(buffers, sizes, status, 0, tasks);
         return;
     }
-    Job job = {kernel->entry, buffers, sizes, status, tasks};
+    Job job = {stage->entry, buffers, sizes, status, tasks};
     torch.parallel(work_share, &job, (unsigned)threads, 0);
+}
+
+static void
+run_stages(const Kernel *kernel, void **buffers, const int64_t *sizes, int64_t *status)
+{
+    for (int i = 0; i < kernel->count && !*status; i++) {
+        const Stage *stage = &kernel->stages[i];
+        run_stage(stage, kernel->grain, buffers, sizes, status, kernel->moving ? sizes[kernel->sizes + i] : stage->tasks);
+    }
 }
 
 static PyObject *
@@ -99,22 +114,32 @@ raise_fault(int64_t status)
         PyErr_SetString(PyExc_RuntimeError, "ZeroDivisionError");
 }
 
-/* kernel(*tensors) or, where sizes vary, kernel(*tensors, *(shape, stride of each output), *sizes, tasks). */
+/* kernel(*tensors) or, where sizes vary,
+   kernel(*tensors, *(shape, stride of each output), *sizes, *(tasks of each stage)). */
 static PyObject *
 kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Kernel *kernel = (Kernel *)self;
     Py_ssize_t given = PyVectorcall_NARGS(nargsf);
-    Py_ssize_t wanted = kernel->inputs + (kernel->moving ? 2 * kernel->made + kernel->sizes + 1 : 0);
+    int numbers = kernel->moving ? kernel->sizes + kernel->count : 0, tensors = kernel->inputs + kernel->made;
+    Py_ssize_t wanted = kernel->inputs + (kernel->moving ? 2 * kernel->made : 0) + numbers;
     if (given != wanted || (names != NULL && PyTuple_GET_SIZE(names))) {
         PyErr_Format(PyExc_TypeError, "a kernel takes %zd arguments, got %zd", wanted, given);
         return NULL;
     }
-    void *addresses[MOST_BUFFERS], *buffers[MOST_BUFFERS];
-    int64_t sizes[MOST_SIZES], status = 0, tasks = kernel->tasks;
+    void *few[2 * FEW_TENSORS], **addresses = few;
+    int64_t sizes[MOST_SIZES], status = 0;
     PyObject *result = PyTuple_New(kernel->made);
     if (result == NULL)
         return NULL;
+    if (tensors > FEW_TENSORS) {
+        addresses = PyMem_Malloc(2 * tensors * sizeof(void *));
+        if (addresses == NULL) {
+            PyErr_NoMemory();
+            goto fail;
+        }
+    }
+    void **buffers = addresses + tensors;
     PyObject *const *rest = args + kernel->inputs;
     for (int i = 0; i < kernel->made; i++) {
         PyObject *out = make_output(kernel, i, kernel->moving ? rest[2 * i] : NULL, kernel->moving ? rest[2 * i + 1] : NULL);
@@ -122,60 +147,79 @@ kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *name
             goto fail;
         PyTuple_SET_ITEM(result, i, out);
     }
-    for (int i = 0; i < kernel->inputs + kernel->made; i++) {
+    for (int i = 0; i < tensors; i++) {
         PyObject *tensor = i < kernel->inputs ? args[i] : PyTuple_GET_ITEM(result, i - kernel->inputs);
         if (torch.data_pointer((char *)tensor + torch.offset, &addresses[i])) {
             PyErr_SetString(PyExc_RuntimeError, "a tensor's memory cannot be read");
             goto fail;
         }
     }
-    if (kernel->moving) {
-        rest += 2 * kernel->made;
-        for (int i = 0; i < kernel->sizes + 1; i++) {
-            int64_t value = PyLong_AsLongLong(rest[i]);
-            if (value == -1 && PyErr_Occurred())
-                goto fail;
-            if (i < kernel->sizes)
-                sizes[i] = value;
-            else
-                tasks = value;
-        }
+    rest += 2 * kernel->made;
+    double work = 0;
+    for (int i = 0; i < numbers; i++) {
+        sizes[i] = PyLong_AsLongLong(rest[i]);
+        if (sizes[i] == -1 && PyErr_Occurred())
+            goto fail;
     }
+    for (int i = 0; i < kernel->count; i++)
+        work += kernel->stages[i].work * (double)(numbers ? sizes[kernel->sizes + i] : kernel->stages[i].tasks);
     for (int i = 0; i < kernel->buffers; i++)
         buffers[i] = addresses[kernel->order[i]];
-    if (kernel->work * (double)tasks > RELEASE_WORK) {
+    if (work > RELEASE_WORK) {
         Py_BEGIN_ALLOW_THREADS
-        run_tasks(kernel, buffers, sizes, &status, tasks);
+        run_stages(kernel, buffers, sizes, &status);
         Py_END_ALLOW_THREADS
     } else
-        run_tasks(kernel, buffers, sizes, &status, tasks);
+        run_stages(kernel, buffers, sizes, &status);
     if (status) {
         raise_fault(status);
         goto fail;
     }
-    return result;
+    goto end;
 fail:
-    Py_DECREF(result);
-    return NULL;
+    Py_CLEAR(result);
+end:
+    if (addresses != few)
+        PyMem_Free(addresses);
+    return result;
+}
+
+/* Takes the stages from a tuple of (address, tasks, work). */
+static int
+take_stages(Kernel *kernel, PyObject *stages)
+{
+    kernel->count = (int)PyTuple_GET_SIZE(stages);
+    kernel->stages = PyMem_Calloc(kernel->count + 1, sizeof(Stage));
+    if (kernel->stages == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (int i = 0; i < kernel->count; i++) {
+        unsigned long long address;
+        long long tasks;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(stages, i), "KLd", &address, &tasks, &kernel->stages[i].work))
+            return -1;
+        kernel->stages[i].entry = (Entry)(uintptr_t)address;
+        kernel->stages[i].tasks = tasks;
+    }
+    return 0;
 }
 
 static PyObject *
 kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"address", "owner", "make", "outputs", "name", "inputs", "order",
-                            "sizes", "moving", "tasks", "work", "grain", NULL};
-    unsigned long long address;
-    PyObject *owner, *make, *outputs, *name, *order;
+    static char *names[] = {"stages", "owner", "make", "outputs", "name", "inputs", "order", "sizes", "moving", "grain",
+                            NULL};
+    PyObject *stages, *owner, *make, *outputs, *name, *order;
     int inputs, sizes, moving;
-    long long tasks;
-    double work, grain;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "KOOO!UiO!ipLdd", names, &address, &owner, &make, &PyTuple_Type,
-                                     &outputs, &name, &inputs, &PyTuple_Type, &order, &sizes, &moving, &tasks, &work,
+    double grain;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOO!UiO!ipd", names, &PyTuple_Type, &stages, &owner, &make,
+                                     &PyTuple_Type, &outputs, &name, &inputs, &PyTuple_Type, &order, &sizes, &moving,
                                      &grain))
         return NULL;
     int made = (int)PyTuple_GET_SIZE(outputs), buffers = (int)PyTuple_GET_SIZE(order);
-    if (inputs + made > MOST_BUFFERS || buffers > MOST_BUFFERS || sizes > MOST_SIZES)
-        return PyErr_Format(PyExc_ValueError, "a kernel has at most %d tensors and %d sizes", MOST_BUFFERS, MOST_SIZES);
+    if (buffers > inputs + made || sizes + PyTuple_GET_SIZE(stages) > MOST_SIZES)
+        return PyErr_Format(PyExc_ValueError, "a kernel has as many buffers as tensors, and at most %d sizes", MOST_SIZES);
     if (torch.data_pointer == NULL)
         return PyErr_Format(PyExc_RuntimeError, "set_torch has not been called");
     Kernel *kernel = (Kernel *)type->tp_alloc(type, 0);
@@ -185,6 +229,10 @@ kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (kernel->order == NULL) {
         Py_DECREF(kernel);
         return PyErr_NoMemory();
+    }
+    if (take_stages(kernel, stages)) {
+        Py_DECREF(kernel);
+        return NULL;
     }
     for (int i = 0; i < buffers; i++) {
         long place = PyLong_AsLong(PyTuple_GET_ITEM(order, i));
@@ -197,13 +245,12 @@ kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         kernel->order[i] = (int32_t)place;
     }
     kernel->call = kernel_call;
-    kernel->entry = (Entry)(uintptr_t)address;
     kernel->owner = Py_NewRef(owner);
     kernel->make = Py_NewRef(make);
     kernel->outputs = Py_NewRef(outputs);
     kernel->name = Py_NewRef(name);
     kernel->inputs = inputs, kernel->made = made, kernel->sizes = sizes, kernel->moving = moving;
-    kernel->buffers = buffers, kernel->tasks = tasks, kernel->work = work, kernel->grain = grain;
+    kernel->buffers = buffers, kernel->grain = grain;
     return (PyObject *)kernel;
 }
 
@@ -232,6 +279,7 @@ kernel_dealloc(Kernel *kernel)
     PyObject_GC_UnTrack(kernel);
     kernel_clear(kernel);
     PyMem_Free(kernel->order);
+    PyMem_Free(kernel->stages);
     Py_TYPE(kernel)->tp_free((PyObject *)kernel);
 }
 

@@ -6,7 +6,7 @@ class Kernel:
     owner: Any
     def __init__(
         self,
-        address: int,
+        stages: tuple[tuple[int, int, float], ...],
         owner: Any,
         make: Callable[..., Any],
         outputs: tuple[tuple[Any, dict[str, Any]], ...],
@@ -15,8 +15,6 @@ class Kernel:
         order: tuple[int, ...],
         sizes: int,
         moving: bool,
-        tasks: int,
-        work: float,
         grain: float,
     ) -> None: ...
     def __call__(self, *arguments: Any) -> tuple[Any, ...]: ...

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from kiln import _hook
 from kiln.base import log, records
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
@@ -26,6 +27,9 @@ from kiln.ops.fake import make
 from kiln.ops.symint import wrap
 
 LEVELS = ("aten", "core", "prims")
+
+CARRIED = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})
+"""The calls without tensors whose effect the aten ops of a graph show."""
 
 GraphCompiler: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 """What a backend author writes: takes an fx graph of aten ops and example inputs, gives a callable."""
@@ -87,6 +91,7 @@ def compiled(
     collecting = gc.isenabled()
     gc.disable()
     try:
+        refuse_effects(module)
         joint = trace(module, list(examples))
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
@@ -100,7 +105,29 @@ def compiled(
     finally:
         if collecting:
             gc.enable()
-    return callable_for(module, joint, halves, forward if halves else inference, backward)
+    return callable_for(module, joint, halves, forward if halves else inference, unseen(backward))
+
+
+def unseen(compiler: Compiler) -> Compiler:
+    """A compiler whose own code is not captured: the backward is compiled while the program runs."""
+
+    def compile_graph(graph: Graph) -> Run:
+        _hook.pause()
+        try:
+            return compiler(graph)
+        finally:
+            _hook.resume()
+
+    return compile_graph
+
+
+def refuse_effects(module: fx.GraphModule) -> None:
+    """Raise Break where the graph changes a state of torch's that a graph of aten ops does not carry."""
+    for node in module.graph.nodes:
+        effect = node.op == "call_function" and not node.all_input_nodes and "example_value" not in node.meta
+        if effect and "stack_trace" in node.meta and getattr(node.target, "__name__", "") not in CARRIED:
+            name = getattr(node.target, "__name__", node.target)
+            raise Break("global-state", f"the graph calls {name}", "call it outside the compiled function")
 
 
 def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]:

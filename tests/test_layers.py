@@ -27,7 +27,7 @@ LAYERS = {
     "observe": {"base"},
     "modules": {"base"},
     "redirect": {"base"},
-    "ahead": {"base", *STAGES},
+    "ahead": {"base", "_hook", *STAGES},
     "compiler": {"ahead", "base", "launch", *STAGES},
     "backends": {"ahead", "base", *STAGES},
     "pipeline": {"base", "_hook", *STAGES},
@@ -107,11 +107,12 @@ before = set(sys.modules)
 import kiln
 from torch import nn
 model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Dropout(0.1))
-compiled = kiln.compile(model, fullgraph=True, backend="eager")
 x = torch.randn(2, 4)
-compiled(x).sum().backward()
-compiled.eval()
-compiled(x)
+for backend in ("eager", "aot_eager"):
+    compiled = kiln.compile(model.train(), fullgraph=True, backend=backend)
+    compiled(x).sum().backward()
+    compiled.eval()
+    compiled(x)
 print("\\n".join(sorted(set(sys.modules) - before)))
 """
 

@@ -12,16 +12,8 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
-from kiln.capture.array_calls import (
-    KNOWN,
-    ArrayEquals,
-    ArrayMatch,
-    call_function,
-    facts_of,
-    of_outside,
-    of_tensor,
-    to_tensor,
-)
+from kiln.capture.array_calls import KNOWN, call_function, of_outside, of_tensor, to_tensor
+from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
 from kiln.capture.calls import (
     CALLERS,
     HANDLERS,

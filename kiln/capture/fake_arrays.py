@@ -58,8 +58,8 @@ class FakeArray:
     def __init__(self, world: Any, tensor: Any, like: Any, memory: Memory) -> None:
         self.world, self.tensor, self.like, self.memory = world, tensor, like, memory
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         return type(self.like)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -313,11 +313,12 @@ class Machine:
         world = self.world
         kind = type(value)
         if kind is FakeTensor:
-            return (
-                iter(self.torch_call(torch.Tensor.unbind, (value, 0), {}))
-                if value.dim()
-                else self.native(iter, value)
-            )
+            if not value.dim():
+                return self.native(iter, value)
+            self.world.looked = True
+            if value.requires_grad:
+                return iter(self.torch_call(torch.Tensor.unbind, (value, 0), {}))
+            return iter(self.recorder.rows(value))
         if kind.__module__ in purity.OWN_MODULES:
             return value
         method = attributes.type_lookup(self, kind, "__iter__")

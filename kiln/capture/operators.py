@@ -203,7 +203,9 @@ def settled(m: Machine, sign: str, a: Any, b: Any, out: Any) -> Any:
     return out
 
 
-def beyond(low: Callable[[Any], bool], high: Callable[[Any], bool], if_low: bool) -> Callable[[Any], bool | None]:
+def beyond(
+    low: Callable[[Any], bool], high: Callable[[Any], bool], if_low: bool
+) -> Callable[[Any], bool | None]:
     """What a comparison of numbers from 0 to 1, without 1, with a bound says when all of them agree."""
     return lambda bound: if_low if low(bound) else (not if_low if high(bound) else None)
 

@@ -80,7 +80,15 @@ class _Part:
     path: tuple[Any, ...]
 
 
-Binding: TypeAlias = Node | _Input | _Part
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """An item of a tensor that is iterated over, which no node has used yet."""
+
+    whole: Node
+    index: int
+
+
+Binding: TypeAlias = Node | _Input | _Part | _Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,10 @@ class Recorder:
         self._changes.append((key, previous))
         self._bindings[key] = binding
 
-    def _materialise(self, binding: _Input | _Part, fake: FakeTensor) -> Node:
+    def _materialise(self, binding: _Input | _Part | _Row, fake: FakeTensor) -> Node:
+        if isinstance(binding, _Row):
+            row = self.graph.create_node("call_function", operator.getitem, (binding.whole, binding.index))
+            return self._added(row, fake)
         if isinstance(binding, _Part):
             node = binding.whole
             for i, key in enumerate(binding.path):
@@ -275,6 +286,20 @@ class Recorder:
             _pop_dispatch(None)
             self._busy = outer
         return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
+
+    def rows(self, fake: FakeTensor) -> tuple[FakeTensor, ...]:
+        """The items of a tensor without gradient: views, each of them one node once it is used."""
+        outer, self._busy = self._busy, True
+        _push_dispatch(self.dispatch)
+        try:
+            rows: tuple[Any, ...] = torch.unbind(fake)
+        finally:
+            _pop_dispatch(None)
+            self._busy = outer
+        whole = self.node(fake)
+        for i, row in enumerate(rows):
+            self._bind(row, _Row(whole, i))
+        return rows
 
     def declare(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor

@@ -217,7 +217,8 @@ def release(machine: Machine, root: Frame) -> None:
     """Let go of the program's objects, which a capture's parts would hold in cycles until a collection."""
     machine.ended = True
     machine.world.machine = None
-    machine.world.varying.scope.place = None  # tensors with symbolic sizes hold the scope, unseen by the collector
+    # Tensors with symbolic sizes hold the scope where no collector sees it.
+    machine.world.varying.scope.place = None
     for frame in (root, *(machine.broken or ())):
         for held in (frame.locals, frame.lazy, frame.stack, frame.before, frame.cells, frame.handled):
             held.clear()

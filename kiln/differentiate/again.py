@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from kiln.base.graph import Graph, TensorSpec, nodes_in
+from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View
 from kiln.differentiate.kinds import kind
@@ -98,13 +99,8 @@ class Replay:
             results = [self._value(kind_of, place, outputs, stand_ins) for kind_of, place in places]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
-            found = torch.autograd.grad(
-                [r for r, _ in pairs],
-                [stand_ins[i] for i in wanted],
-                [t for _, t in pairs],
-                create_graph=True,
-                allow_unused=True,
-            )
+            outs, given = [r for r, _ in pairs], [t for _, t in pairs]
+            found = engine.gradients(outs, [stand_ins[i] for i in wanted], given, create_graph=True)
         gradients: list[Any] = [None] * len(self.joint.primals)
         for i, gradient in zip(wanted, found, strict=True):
             gradients[i] = gradient

@@ -16,6 +16,7 @@ from kiln.base.expressions import Expr
 from kiln.base.graph import Node
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
+from kiln.differentiate.engine import gradients
 from kiln.differentiate.functionalise import Functionaliser
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage
@@ -79,7 +80,7 @@ def switches() -> Iterator[None]:
 def differentiated(outs: list[Any], inputs: list[Any], tangents: list[Any]) -> Sequence[torch.Tensor | None]:
     """The gradients; a refusal of autograd's is a Break, so that eager raises it where it does."""
     try:
-        return list(torch.autograd.grad(outs, inputs, tangents, allow_unused=True))
+        return gradients(outs, inputs, tangents)
     except (RuntimeError, NotImplementedError) as error:
         raise Break("backward", str(error), "the graph runs as it is, and its backward raises") from error
 

@@ -1,44 +1,93 @@
-"""Merges groups that depend on each other or read the same values, where nothing lies between them."""
+"""Fits nodes into the loops of groups, and merges groups that nothing separates."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
-from kiln.base.graph import Node
-from kiln.fuse.axes import Misfit
-from kiln.fuse.folds import folded_dims
-from kiln.fuse.group import LOOK_BACK, Fuser
+from kiln.base.graph import Graph, Node
+from kiln.fuse.axes import Misfit, coordinates, refined
+from kiln.fuse.folds import folded_dims, marked
 from kiln.fuse.lower import Terms
-from kiln.fuse.reading import Group
-from kiln.fuse.views import is_map, shape_of
+from kiln.fuse.reading import Group, Groups
+from kiln.fuse.views import Coords, is_map, shape_of
 
+#: Siblings are looked for among this many last kernels.
+LOOK_BACK = 8
 #: Nodes of one kernel at most.
 LARGEST = 200
 
 
-def coalesce(fuser: Fuser) -> None:
-    """Let each group join an earlier one that it reads, or that reads what it reads."""
-    Coalescing(fuser).run()
+class Coalescing(Groups):
+    """Groups that grow: who uses each node, and the groups that read each value."""
 
-
-class Coalescing:
-    """The pass: who uses each node, and the groups that read each value."""
-
-    def __init__(self, fuser: Fuser) -> None:
-        self.fuser = fuser
-        self.users = fuser.graph.users()
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self.users = graph.users()
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
-        for item in fuser.items:
-            if isinstance(item, Group):
-                self.note(item)
 
-    def note(self, group: Group) -> None:
-        for root in group.reads:
+    # Nodes into groups
+
+    def add(self, group: Group, node: Node) -> None:
+        group.members.append(node)
+        self.place[node] = group.position
+        for root in map(self.root, node.inputs()):
+            group.reads.add(root)
             self.reading[root].add(group.position)
 
-    def run(self) -> None:
-        for position in range(len(self.fuser.items)):
-            later = self.fuser.items[position]
+    def fits(
+        self, group: Group, node: Node, shape: Coords, dims: frozenset[int] | None, related: bool = False
+    ) -> bool:
+        """Whether a node runs in the loops of a group, after changing them where that is harmless."""
+        before = group.axes
+        if not related and not any(
+            self.place[n] == group.position or n in group.reads for n in map(self.root, node.inputs())
+        ):
+            return False
+        try:
+            if dims is None and group.folds and coordinates(shape, group.kept) is not None:
+                pass
+            else:
+                finer = refined(self.scope, group.axes, shape)
+                if finer is None:
+                    return False
+                if finer != group.axes:
+                    group.axes = finer
+                    self.rebuild(group)
+                if dims is not None:
+                    self.mark(group, shape, dims)
+            self.natural(group, node)
+        except Misfit:
+            if group.axes is not before:
+                group.axes = before
+                self.rebuild(group)
+            return False
+        return True
+
+    def mark(self, group: Group, shape: Coords, dims: frozenset[int]) -> None:
+        """Let the axes of these dimensions be folded over; Misfit where the group folds over others."""
+        wanted = marked([replace(a, reduced=False) for a in group.axes], shape, dims)
+        if [a.reduced for a in wanted] == [a.reduced for a in group.axes]:
+            return
+        if group.folds:
+            raise Misfit
+        group.axes = wanted
+        self.rebuild(group)
+
+    def rebuild(self, group: Group) -> None:
+        """Make the terms of a group anew after its axes changed."""
+        group.memo.clear()
+        group.terms = Terms(self.scope)
+        group.costs.clear()
+        for member in group.members:
+            self.natural(group, member)
+
+    # Groups into groups
+
+    def coalesce(self) -> None:
+        """Let each group join an earlier one that it reads, or that reads what it reads."""
+        for position in range(len(self.items)):
+            later = self.items[position]
             if isinstance(later, Group):
                 for earlier in self.related(later):
                     if self.merge(earlier, later):
@@ -46,53 +95,53 @@ class Coalescing:
 
     def related(self, group: Group) -> list[Group]:
         """The earlier groups that a group reads, and those that read what it reads, nearest first."""
-        places = {self.fuser.place[root] for root in group.reads}
-        places.update(*[self.reading[root] for root in group.reads])
+        reads = group.reads
+        places = {self.place[root] for root in reads}.union(*[self.reading[root] for root in reads])
         earlier = sorted((p for p in places if 0 <= p < group.position), reverse=True)
-        found = [item for p in earlier if isinstance(item := self.fuser.items[p], Group) and item.members]
+        found = [item for p in earlier if isinstance(item := self.items[p], Group) and item.members]
         return found[:LOOK_BACK]
 
     def merge(self, earlier: Group, later: Group) -> bool:
         """Make two groups one, at the place of either; False where that is not possible."""
         if len(earlier.members) + len(later.members) > LARGEST:
             return False
-        fuser, place = self.fuser, self.fuser.place
+        place = self.place
         upward = all(place[r] <= earlier.position for r in self.outside(later))
         below = {n for m in earlier.members for n in self.readers(m)} - set(earlier.members)
-        downward = all(place[n] >= later.position for n in below)
+        downward = all(place.get(n, later.position) >= later.position for n in below)
         if not upward and not downward:
             return False
         home, other = (earlier, later) if upward else (later, earlier)
-        trial = Group(home.position, list(earlier.axes), Terms(fuser.scope), list(earlier.members))
+        trial = Group(home.position, list(earlier.axes), Terms(self.scope), list(earlier.members))
         trial.reads.update(earlier.reads)
+        for root in trial.reads:
+            self.reading[root].add(trial.position)
         before = {m: place[m] for m in (*earlier.members, *later.members)}
         place.update(dict.fromkeys(before, home.position))
         try:
-            fuser.rebuild(trial)
+            self.rebuild(trial)
             merged = all(self.adopts(trial, member) for member in later.members)
         except Misfit:
             merged = False
         if not merged:
             place.update(before)
             return False
-        fuser.items[home.position] = trial
-        fuser.items[other.position] = Group(other.position, [], Terms(fuser.scope))
-        self.note(trial)
+        self.items[home.position] = trial
+        self.items[other.position] = Group(other.position, [], Terms(self.scope))
         self.move_views(trial)
         return True
 
     def adopts(self, group: Group, node: Node) -> bool:
         dims = folded_dims(node)
         shape = shape_of(node.args[0]) if dims is not None else shape_of(node)
-        if not self.fuser.fits(group, node, shape, dims, related=True):
+        if not self.fits(group, node, shape, dims, related=True):
             return False
-        self.fuser.add(group, node)
+        self.add(group, node)
         return True
 
     def outside(self, group: Group) -> set[Node]:
         """What the members read that is not of their own group."""
-        place = self.fuser.place
-        return {r for m in group.members for r in m.inputs() if place[r] != group.position}
+        return {r for m in group.members for r in m.inputs() if self.place[r] != group.position}
 
     def readers(self, node: Node) -> list[Node]:
         """The nodes that read a node, through views too; the views themselves do not count."""
@@ -107,5 +156,5 @@ class Coalescing:
         while todo:
             for user in self.users[todo.pop()]:
                 if is_map(user):
-                    self.fuser.place[user] = group.position
+                    self.place[user] = group.position
                     todo.append(user)

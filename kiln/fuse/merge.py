@@ -1,4 +1,4 @@
-"""Merges neighbouring loops of a kernel that always run on as one, so that the innermost one is long."""
+"""Merges neighbouring loops of a nest that always run on as one, so that the innermost one is long."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
-from kiln.fuse.nest import Apply, Axis, Computed, Fold, Kernel, Load, Place, Store, Term, terms
+from kiln.fuse.nest import Apply, Axis, Computed, Fold, Load, Nest, Place, Store, Term, terms
 
 
-def merged(kernel: Kernel, scope: Scope) -> Kernel:
-    """The kernel with as few loops as its indices allow."""
-    place = len(kernel.axes) - 2
+def merged(nest: Nest, scope: Scope) -> Nest:
+    """The nest with as few loops as its indices allow."""
+    place = len(nest.axes) - 2
     while place >= 0:
-        outer, inner = kernel.axes[place : place + 2]
-        if outer.reduced == inner.reduced and all(runs_on(i, outer, inner) for i in indices(kernel)):
-            kernel = with_one(kernel, place, scope)
-            place = min(place, len(kernel.axes) - 2)
+        outer, inner = nest.axes[place : place + 2]
+        if outer.reduced == inner.reduced and all(runs_on(i, outer, inner) for i in indices(nest)):
+            nest = with_one(nest, place, scope)
+            place = min(place, len(nest.axes) - 2)
         else:
             place -= 1
-    return kernel
+    return nest
 
 
-def indices(kernel: Kernel) -> Iterator[Any]:
-    """All index expressions of a kernel."""
-    for term in terms(store.value for store in kernel.stores):
+def indices(nest: Nest) -> Iterator[Any]:
+    """All index expressions of a nest."""
+    for term in terms(store.value for store in nest.stores):
         if isinstance(term, (Load, Place)):
             yield term.index
-    for store in kernel.stores:
+    for store in nest.stores:
         yield store.index
 
 
@@ -65,9 +65,9 @@ def _total(scope: Scope, poly: dict[Any, int]) -> Any:
     return result
 
 
-def with_one(kernel: Kernel, place: int, scope: Scope) -> Kernel:
-    """The kernel with two neighbouring loops as one."""
-    outer, inner = kernel.axes[place : place + 2]
+def with_one(nest: Nest, place: int, scope: Scope) -> Nest:
+    """The nest with two neighbouring loops as one."""
+    outer, inner = nest.axes[place : place + 2]
     joined = replace(axis(scope, outer.size * inner.size, inner.variable.name), reduced=inner.reduced)
 
     def moved(index: Any) -> Any:
@@ -83,8 +83,8 @@ def with_one(kernel: Kernel, place: int, scope: Scope) -> Kernel:
             result = result + part
         return result
 
-    stores = rewritten(kernel.stores, moved)
-    return Kernel(kernel.name, (*kernel.axes[:place], joined, *kernel.axes[place + 2 :]), stores)
+    stores = rewritten(nest.stores, moved)
+    return Nest((*nest.axes[:place], joined, *nest.axes[place + 2 :]), stores)
 
 
 def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:

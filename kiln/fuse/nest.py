@@ -1,6 +1,6 @@
-"""Kernel: a loop nest with an expression-tree body. Ranges, loads, arithmetic, reductions, stores; no text.
+"""Kernels: loop nests with expression-tree bodies. Ranges, loads, arithmetic, reductions, stores; no text.
 
-A kernel runs over `axes`, in the order of the loops. Kept axes come with every result; over the axes marked
+A nest runs over `axes`, in the order of the loops. Kept axes come with every result; over the axes marked
 `reduced` values are folded into one. What depends on a fold over the reduced axes runs in a later phase: the
 same loops once more, over the same row. The target chooses vectors, threads and tiles.
 """
@@ -18,11 +18,12 @@ from kiln.base.symbols import Symbol
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Axis:
-    """One loop: its variable runs from 0 to `size` - 1."""
+    """One loop: its variable runs from `low` to `size` - 1."""
 
     variable: Symbol
     size: Any
     reduced: bool = False
+    low: Any = 0
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -122,10 +123,9 @@ class Store:
 
 
 @dataclass(eq=False, slots=True)
-class Kernel:
+class Nest:
     """One loop nest, ready for a target."""
 
-    name: str
     axes: tuple[Axis, ...]
     stores: list[Store] = field(default_factory=list)
 
@@ -137,6 +137,13 @@ class Kernel:
     def reduced(self) -> tuple[Axis, ...]:
         return tuple(a for a in self.axes if a.reduced)
 
+    def volume(self) -> int:
+        """The turns of all loops, by the sizes when traced."""
+        count = 1
+        for a in self.axes:
+            count *= max(int(getattr(a.size, "hint", a.size)) - int(getattr(a.low, "hint", a.low)), 1)
+        return count
+
     def folds(self) -> list[Fold]:
         """The folds that the stores need, each after those it needs itself."""
         return [t for t in terms(store.value for store in self.stores) if isinstance(t, Fold)]
@@ -145,6 +152,25 @@ class Kernel:
         """The buffers that are read and those that are written, in order of first use."""
         read = [t.buffer for t in terms(s.value for s in self.stores) if isinstance(t, Load)]
         return list(dict.fromkeys(read)), list(dict.fromkeys(s.buffer for s in self.stores))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kernel:
+    """What is launched at once: stages, one after the other, of nests whose order does not matter."""
+
+    name: str
+    stages: tuple[tuple[Nest, ...], ...]
+
+    @property
+    def nests(self) -> list[Nest]:
+        return [nest for stage in self.stages for nest in stage]
+
+    def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
+        """The buffers that are read alone and those that are written, in order of first use."""
+        used = [nest.buffers() for nest in self.nests]
+        written = dict.fromkeys(buffer for _, writes in used for buffer in writes)
+        read = dict.fromkeys(buffer for reads, _ in used for buffer in reads if buffer not in written)
+        return list(read), list(written)
 
 
 def children(term: Term) -> tuple[Term, ...]:
@@ -180,10 +206,20 @@ def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:
 def show(kernel: Kernel) -> str:
     """The kernel as loops for a person."""
     lines = [f"kernel {kernel.name}"]
-    for depth, axis in enumerate(kernel.axes):
+    for number, stage in enumerate(kernel.stages):
+        lines += [f"  stage {number}"] if number else []
+        for nest in stage:
+            lines += show_nest(nest)
+    return "\n".join(lines)
+
+
+def show_nest(nest: Nest) -> list[str]:
+    """The loops of a nest, line by line."""
+    lines: list[str] = []
+    for depth, axis in enumerate(nest.axes):
         mark = "fold" if axis.reduced else "for"
-        lines.append(f"{'  ' * (depth + 1)}{mark} {axis.variable} < {axis.size}")
-    pad = "  " * (len(kernel.axes) + 1)
+        lines.append(f"{'  ' * (depth + 1)}{mark} {axis.low} <= {axis.variable} < {axis.size}")
+    pad = "  " * (len(nest.axes) + 1)
     names: dict[int, str] = {}
 
     def text(term: Term) -> str:
@@ -197,7 +233,7 @@ def show(kernel: Kernel) -> str:
             return f"{term.buffer.name}[{term.index}]"
         return "?"
 
-    for term in terms(store.value for store in kernel.stores):
+    for term in terms(store.value for store in nest.stores):
         if isinstance(term, (Apply, Fold)):
             name = f"t{len(names)}"
             if isinstance(term, Apply):
@@ -206,7 +242,7 @@ def show(kernel: Kernel) -> str:
                 what = f"fold {term.kind} of {text(term.value)}, phase {term.phase}"
             names[id(term)] = name
             lines.append(f"{pad}{name} = {what}")
-    for store in kernel.stores:
+    for store in nest.stores:
         when = " (kept)" if store.kept else ""
         lines.append(f"{pad}{store.buffer.name}[{store.index}] = {text(store.value)}{when}")
-    return "\n".join(lines)
+    return lines

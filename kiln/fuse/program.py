@@ -6,22 +6,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kiln.base.graph import Graph, Node, nodes_in
-from kiln.fuse.coalesce import coalesce
+from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
-from kiln.fuse.nest import Buffer, Kernel, Load, Store, terms
+from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.reading import Group, Groups
+from kiln.fuse.split import Split, split
+from kiln.fuse.stages import Batch
 from kiln.fuse.views import is_map
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Launch:
-    """A step that runs a kernel: the nodes whose memory it reads and writes, by buffer."""
+    """A step that runs a kernel: the nodes whose memory it reads and writes, and memory of its own."""
 
     kernel: Kernel
     reads: dict[Buffer, Node]
     writes: dict[Buffer, Node]
+    scratch: dict[Buffer, TensorSpec]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -45,9 +47,7 @@ class Program:
 
 def fuse(graph: Graph) -> Program:
     """Kernels and calls of eager kernels that compute a graph of primitives."""
-    fuser = Fuser(graph).run()
-    coalesce(fuser)
-    return Program(graph, Finishing(fuser).steps())
+    return Program(graph, Finishing(Fuser(graph).run()).steps())
 
 
 class Finishing:
@@ -62,7 +62,7 @@ class Finishing:
     def steps(self) -> list[Launch | Call]:
         groups = self.groups
         # Values without inputs that are read as a whole are made by their own ops.
-        steps: list[Launch | Call] = [
+        steps: list[Split | Call] = [
             Call(n) for n in groups.graph.nodes if n in groups.free and n in self.needed
         ]
         for item in groups.items:
@@ -70,12 +70,38 @@ class Finishing:
                 steps += self.ready_views(item.inputs())
                 steps.append(Call(item))
                 continue
-            kernel = merged(self.kernel(item), groups.scope)
-            if kernel.stores:
-                reads, writes = ({b: self.owner(b) for b in buffers} for buffers in kernel.buffers())
-                steps += self.ready_views(reads.values())
-                steps.append(Launch(kernel, reads, writes))
-        return steps + [Call(n) for n in self.pending]
+            nest = merged(self.nest(item), groups.scope)
+            if nest.stores:
+                steps += self.ready_views(map(self.owner, nest.buffers()[0]))
+                steps.append(split(nest, groups.scope, f"k{item.position}"))
+        steps += [Call(n) for n in self.pending]
+        return self.launched(steps)
+
+    def launched(self, steps: Iterable[Split | Call]) -> list[Launch | Call]:
+        """The steps with nests that follow each other as few kernels."""
+        made: list[Launch | Call] = []
+        batch, scratch = Batch(), dict[Buffer, TensorSpec]()
+
+        def close() -> None:
+            nonlocal batch, scratch
+            if batch.stages:
+                kernel = batch.kernel(f"k{len(made)}")
+                reads, writes = kernel.buffers()
+                owned = {b: self.owner(b) for b in writes if b not in scratch}
+                made.append(Launch(kernel, {b: self.owner(b) for b in reads}, owned, scratch))
+            batch, scratch = Batch(), {}
+
+        for step in steps:
+            if isinstance(step, Call):
+                close()
+                made.append(step)
+                continue
+            if not batch.takes(step.nests):
+                close()
+                batch.takes(step.nests)
+            scratch.update(step.scratch)
+        close()
+        return made
 
     def owner(self, buffer: Buffer) -> Node:
         return self.groups.owners[buffer]
@@ -115,8 +141,9 @@ class Finishing:
                 needed.update(self.owner(t.buffer) for t in terms(roots) if isinstance(t, Load))
         return needed
 
-    def kernel(self, group: Group) -> Kernel:
-        made = Kernel(f"k{group.position}", tuple(group.axes))
+    def nest(self, group: Group) -> Nest:
+        """The loops of a group with what they store."""
+        made = Nest(tuple(group.axes))
         for node in group.members:
             if node not in self.needed:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from kiln.ops.levels import name_of
 
 #: A small value is computed anew in the loops that read it when it costs no more functions than this.
 CHEAP = 24
+#: What is this many times smaller is small beside something.
+MUCH_SMALLER = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +40,10 @@ class Group:
     @property
     def folds(self) -> bool:
         return any(a.reduced for a in self.axes)
+
+    def volume(self) -> int:
+        """The turns of all loops, by the sizes when traced."""
+        return math.prod([hinted(a.size) for a in self.axes])
 
 
 class Groups:
@@ -152,13 +159,10 @@ class Groups:
         home = self.items[self.place[node]]
         if not isinstance(home, Group) or home.folds:
             return False
-        volume = 1
-        for a in group.axes:
-            volume *= hinted(a.size)
         own = 1
         for n in shape_of(node):
             own *= hinted(n)
-        return own * 8 <= volume and self.cost(home, node) <= CHEAP
+        return own * MUCH_SMALLER <= group.volume() and self.cost(home, node) <= CHEAP
 
     def cost(self, group: Group, node: Node) -> int:
         """How many terms a member's element is made of."""

@@ -1,4 +1,4 @@
-"""A kernel as an LLVM function for the CPU: loops over tasks, vectors along one axis, folds in registers."""
+"""A loop nest as an LLVM function for the CPU: loops over tasks, vectors along an axis, folds in registers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kiln.fuse.nest import (
     Computed,
     Const,
     Fold,
-    Kernel,
     Load,
+    Nest,
     Place,
     Store,
     Term,
@@ -36,23 +36,23 @@ CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
 
 class Emitter:
-    """Writes one kernel as `void (ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)` over its tasks."""
+    """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
-    def __init__(self, kernel: Kernel, width: int) -> None:
-        self.kernel, self.module = kernel, Module()
-        reads, writes = kernel.buffers()
+    def __init__(self, nest: Nest, width: int) -> None:
+        self.nest, self.module = nest, Module()
+        reads, writes = nest.buffers()
         self.buffers: list[Buffer] = list(dict.fromkeys([*reads, *writes]))
-        self.sizes = symbols_of(kernel)
+        self.sizes = symbols_of(nest)
         parameters = [(f"b{i}", PTR) for i in range(len(self.buffers))]
         parameters += [(f"s{i}", I64) for i in range(len(self.sizes))]
         parameters += [("status", PTR), ("begin", I64), ("end", I64)]
-        self.fn = self.module.function(f"{NAME}_body", parameters)
-        self.fn.attributes = "nounwind"
+        self.fn = self.module.function(NAME, parameters)
+        self.fn.attributes = "nounwind noinline"
         self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
         self.variables: dict[Symbol, Value] = {
             s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)
         }
-        self.vector = vector_axis(kernel)
+        self.vector = vector_axis(nest)
         size = self.vector.size if self.vector is not None else 1
         extent = int(getattr(size, "hint", size))
         self.width = 1
@@ -68,29 +68,14 @@ class Emitter:
     # The frame: tasks and loops
 
     def emit(self) -> None:
-        """Write the body and the entry that takes the arguments from memory."""
+        """Write the loop over the tasks."""
         fn = self.fn
         fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], lambda task, _: self.task(task))
         fn.do("ret void")
-        self.entry()
-
-    def entry(self) -> None:
-        entry = self.module.function(
-            NAME, [("buffers", PTR), ("sizes", PTR), ("status", PTR), ("begin", I64), ("end", I64)]
-        )
-        given = [
-            entry.load(entry.at(entry.parameters["buffers"], i, I64), PTR) for i in range(len(self.buffers))
-        ]
-        given += [
-            entry.load(entry.at(entry.parameters["sizes"], i, I64), I64) for i in range(len(self.sizes))
-        ]
-        given += [entry.parameters[name] for name in ("status", "begin", "end")]
-        entry.do(f"call void @{self.fn.name}({', '.join(f'{g.type} {g.text}' for g in given)})")
-        entry.do("ret void")
 
     def outer(self) -> list[Axis]:
         """The axes whose turns are the tasks."""
-        return [a for a in self.kernel.kept if a is not self.vector]
+        return [a for a in self.nest.kept if a is not self.vector]
 
     def tasks(self) -> Any:
         """The number of tasks, in terms of the sizes."""
@@ -151,8 +136,8 @@ class Emitter:
 
     def row(self) -> None:
         """One turn of the kept axes: the phases, one after the other."""
-        stores, folds = self.kernel.stores, self.kernel.folds()
-        if not self.kernel.reduced:
+        stores, folds = self.nest.stores, self.nest.folds()
+        if not self.nest.reduced:
             for store in stores:
                 self.store(store)
             return
@@ -171,15 +156,15 @@ class Emitter:
     def keep_costly(self, last: int) -> None:
         """Find the costly values that several phases need, and memory on the stack for a row of each."""
         axis = self.vector
-        if axis is None or not axis.reduced or len(self.kernel.reduced) > 1 or not isinstance(axis.size, int):
+        if axis is None or not axis.reduced or len(self.nest.reduced) > 1 or not isinstance(axis.size, int):
             return
         if last == 0 or axis.size > LONGEST_KEPT or self.kept_rows:
             return
         phases: dict[int, set[int]] = {}
         costly: dict[int, Term] = {}
         for phase in range(last + 1):
-            roots = [f.value for f in self.kernel.folds() if f.phase == phase]
-            roots += [s.value for s in self.kernel.stores if s.phase == phase and not s.kept]
+            roots = [f.value for f in self.nest.folds() if f.phase == phase]
+            roots += [s.value for s in self.nest.stores if s.phase == phase and not s.kept]
             for term in row_terms(roots):
                 if isinstance(term, Apply) and term.op in COSTLY and self.varies(term):
                     phases.setdefault(id(term), set()).add(phase)
@@ -214,24 +199,24 @@ class Emitter:
                 self.store(store)
             return results
 
-        axes = [a for a in self.kernel.reduced if a is not self.vector]
+        axes = [a for a in self.nest.reduced if a is not self.vector]
         rounds = any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
 
         def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:
             """A part of the loops folded by itself and then into the totals: errors of long sums stay small."""
             return combined(folds, totals, part(start))
 
-        def blocks(size: Any, length: int, carried: list[Value], loop: Callable[..., list[Value]]) -> list[Value]:
+        def blocks(axis: Axis, length: int, carried: list[Value], loop: Callable[..., list[Value]]) -> list[Value]:
             """A long loop as a loop over blocks."""
-            if not rounds or hint(size) <= length:
-                return loop(0, size, carried)
-            end = self.index(size)
+            if not rounds or hint(axis.size) <= length:
+                return loop(axis.low, axis.size, carried)
+            end = self.index(axis.size)
 
             def turn(low: Value, totals: list[Value]) -> list[Value]:
                 high = low + length
                 return apart(totals, lambda fresh: loop(low, (high < end).where(high, end), fresh))
 
-            return self.fn.loop(0, end, length, carried, turn)
+            return self.fn.loop(self.index(axis.low), end, length, carried, turn)
 
         def nest(depth: int, carried: list[Value]) -> list[Value]:
             if depth < len(axes):
@@ -247,14 +232,14 @@ class Emitter:
                     return results
 
                 return blocks(
-                    axis.size, BLOCK, carried,
+                    axis, BLOCK, carried,
                     lambda low, high, values: self.fn.loop(self.index(low), self.index(high), 1, values, turn),
                 )  # fmt: skip
             if across:
                 vector = self.vector
                 assert vector is not None
                 return blocks(
-                    vector.size, BLOCK * self.width, carried,
+                    vector, BLOCK * self.width, carried,
                     lambda low, high, values: self.along(vector, low, high, values, body),
                 )  # fmt: skip
             self.push()
@@ -633,17 +618,22 @@ def lanes(value: Value, start: int, count: int) -> Value:
 GATHER_COST = 8  # of reading or writing lanes one by one, in reads of whole vectors
 
 
-def vector_axis(kernel: Kernel) -> Axis | None:
-    """The axis along which reading and writing in vectors costs least; the last one of equals."""
-    if not kernel.axes:
+def vector_axis(nest: Nest) -> Axis | None:
+    """The axis along which reading and writing in vectors costs least; the last one of equals.
+
+    A loop whose variable is in the bounds of another one runs turn by turn.
+    """
+    bounds = [part for axis in nest.axes for part in (axis.low, axis.size) if isinstance(part, Expr)]
+    able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
+    if not able:
         return None
-    accesses = [t.index for t in terms(s.value for s in kernel.stores) if isinstance(t, Load)]
-    accesses += [s.index for s in kernel.stores]
+    accesses = [t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    accesses += [s.index for s in nest.stores]
 
     def cost(axis: Axis) -> int:
         return sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
 
-    return min(reversed(kernel.axes), key=cost)
+    return min(reversed(able), key=cost)
 
 
 def access_cost(index: Expr, axis: Axis) -> int:
@@ -654,15 +644,16 @@ def access_cost(index: Expr, axis: Axis) -> int:
     return 1 if linear == 1 else GATHER_COST
 
 
-def symbols_of(kernel: Kernel) -> list[Symbol]:
-    """The sizes that the kernel takes as arguments, in order."""
-    loops = {axis.variable for axis in kernel.axes}
-    for term in terms(s.value for s in kernel.stores):
+def symbols_of(nest: Nest) -> list[Symbol]:
+    """The sizes that the nest takes as arguments, in order."""
+    loops = {axis.variable for axis in nest.axes}
+    for term in terms(s.value for s in nest.stores):
         if isinstance(term, (Load, Place)):
             loops.update(place.symbol for place in term.places)
     found: dict[Symbol, None] = {}
-    expressions = [axis.size for axis in kernel.axes] + [s.index for s in kernel.stores]
-    for term in terms(s.value for s in kernel.stores):
+    expressions = [part for axis in nest.axes for part in (axis.low, axis.size)]
+    expressions += [s.index for s in nest.stores]
+    for term in terms(s.value for s in nest.stores):
         if isinstance(term, (Load, Place)):
             expressions += [term.index, *(place.size for place in term.places)]
         elif isinstance(term, Const):

@@ -13,7 +13,7 @@ from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
-from kiln.fuse.nest import terms
+from kiln.fuse.nest import Nest, terms
 from kiln.fuse.program import Launch, Program, fuse
 from kiln.generate.code import Compiled, generate
 from kiln.launch.native import set_up
@@ -35,27 +35,30 @@ def callable_kernel(
         for spec in outputs
     ])  # fmt: skip
     return Kernel(
-        compiled.address, compiled, _empty, made, compiled.kernel.name, inputs,
-        tuple(places[buffer] for buffer in compiled.buffers), len(compiled.sizes), moving,
-        0 if moving else compiled.tasks, work_of(compiled), GRAIN,
+        stages_of(compiled, moving), compiled, _empty, made, compiled.kernel.name, inputs,
+        tuple(places[buffer] for buffer in compiled.buffers), len(compiled.sizes), moving, GRAIN,
     )  # fmt: skip
 
 
 def is_moving(compiled: Compiled, outputs: Sequence[TensorSpec]) -> bool:
     """Whether the sizes of a kernel vary from call to call."""
-    numbers = [compiled.tasks, *(n for spec in outputs for n in (*spec.shape, *spec.stride))]
+    numbers = [*compiled.tasks, *(n for spec in outputs for n in (*spec.shape, *spec.stride))]
     return bool(compiled.sizes) or not all(type(n) is int for n in numbers)
 
 
-def work_of(compiled: Compiled) -> float:
-    """The operations of one task, by the sizes when traced."""
-    kernel = compiled.kernel
-    volume = 1.0
-    for axis in kernel.axes:
-        volume *= float(getattr(axis.size, "hint", axis.size))
-    terms_of = terms(store.value for store in kernel.stores)
-    cost = sum(COSTS.get(getattr(term, "op", ""), 1.0) for term in terms_of)
-    return volume * cost / max(float(getattr(compiled.tasks, "hint", compiled.tasks)), 1.0)
+def stages_of(compiled: Compiled, moving: bool) -> tuple[tuple[int, int, float], ...]:
+    """For each stage its address, tasks, and the operations of one task, by the sizes when traced."""
+    made = []
+    for nests, address, tasks in zip(compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True):
+        count = max(float(getattr(tasks, "hint", tasks)), 1.0)
+        made.append((address, 0 if moving else tasks, sum(map(work_of, nests)) / count))
+    return tuple(made)
+
+
+def work_of(nest: Nest) -> float:
+    """The operations of a nest."""
+    computed = terms(store.value for store in nest.stores)
+    return nest.volume() * sum(COSTS.get(getattr(term, "op", ""), 1.0) for term in computed)
 
 
 #: Operations that a function is worth, where it is more than one.
@@ -84,15 +87,15 @@ def linked(program: Program) -> Graph:
         if isinstance(step, Launch):
             outputs = list(step.writes.values())
             inputs = list(step.reads.values())
-            places = {b: i for i, b in enumerate([*step.reads, *step.writes])}
+            places = {b: i for i, b in enumerate([*step.reads, *step.writes, *step.scratch])}
             made = compiled[step]
-            specs = [n.spec for n in outputs]
+            specs = [*[n.spec for n in outputs], *step.scratch.values()]
             call = callable_kernel(made, places, len(inputs), specs)
             arguments = tuple(known[n] for n in inputs)
             if is_moving(made, specs):
                 layouts = [part for spec in specs for part in (spec.shape, spec.stride)]
-                arguments = (*arguments, *layouts, *made.sizes, made.tasks)
-            whole = graph.call(call, arguments, spec=tuple(n.spec for n in outputs))
+                arguments = (*arguments, *layouts, *made.sizes, *made.tasks)
+            whole = graph.call(call, arguments, spec=tuple(specs))
             for i, node in enumerate(outputs):
                 known[node] = graph.call(operator.getitem, (whole, i), spec=node.spec, like=node)
         else:

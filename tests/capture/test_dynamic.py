@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import kiln
 from kiln.base import records
 from kiln.base.errors import Specialised
+from kiln.base.symbols import Scope
 from tests.observe import Same
 
 
@@ -523,3 +525,17 @@ def test_a_break_leaves_sizes_open():
         return y * 2 if y.sum() > 0 else y - 1
 
     vary(f, [(counted(n),) for n in (30, 31, 32, 33)], compiles=3, breaks=2)
+
+
+def test_symbols_are_let_go():
+    compiled = kiln.compile(lambda x, n: x.view(-1, x.shape[1]) * n, backend="eager", dynamic=True)
+
+    def scopes_after(captures: int) -> int:
+        for _ in range(captures):
+            kiln.reset()
+            compiled(counted(3, 4), 5)
+        gc.collect()
+        return sum(type(thing) is Scope for thing in gc.get_objects())
+
+    before = scopes_after(60)
+    assert scopes_after(60) - before < 30  # what the table of layouts remembers

@@ -51,6 +51,7 @@ m w: mv matmul
 """
 
 TORCH = """
+torch.combinations(v)
 torch.add(x, y, alpha=2), x.add(1), x.add_(y, alpha=0.5), 1 + x, x + 1, x - 1, 1 - x, x * 2, 2 * x, x / 2, 2 / u, x // 2, 5 % u
 x**2, 2**x, x @ y.T, -x, +x, abs(x), ~k, k & ~k, k | k, k ^ k, i << 1, i >> 1, x < y, x <= 0, x > y, x >= 1, x == y, x != 0, 1 < x
 torch.rsub(x, 1), torch.float_power(u, 2), x.float_power(2), torch.pow(2, x), torch.ldexp(x, i), torch.divide(x, y, rounding_mode="floor")

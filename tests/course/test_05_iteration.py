@@ -396,3 +396,16 @@ def test_a_break_inside_an_iterator_does_not_lose_items():
         return first, list(chosen)
 
     same_as_eager(f, X)
+
+
+@program(X)
+def test_rows_of_a_tensor_are_views(x):
+    for row in x:
+        row.add_(1.0)
+    first = next(iter(x))
+    return x * 2, first, [row is first for row in x]
+
+
+def test_only_rows_that_are_used_are_nodes():
+    assert one_graph(lambda x: next(iter(x)) + 1, X).ops == 2
+    assert one_graph(lambda x: [row + 1 for row in x], X).ops == 6

@@ -86,6 +86,10 @@ CALLS: list[tuple[Any, Any]] = [
     (aten.bitwise_left_shift.Tensor_Scalar, lambda: (randint(0, 99, (5,)), 2)),
     (aten.bitwise_right_shift.Tensor, lambda: (randint(-99, 99, (5,)), randint(0, 5, (5,), dtype=torch.int32))),
     (aten.bitwise_right_shift.Tensor_Scalar, lambda: (randint(-99, 99, (5,)), 2)),
+    *[(getattr(aten, name).Scalar_Tensor, lambda: (12, randint(1, 9, (5,), dtype=torch.int32)))
+      for name in "bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift remainder".split()],
+    (aten.remainder.Scalar_Tensor, lambda: (2.5, randint(1, 9, (5,)))),
+    (aten._neg_view.default, lambda: (images(3, 4),)),
     (aten.fmod.Scalar, lambda: (randint(-9, 9, (5,)), 2.5)),
     (aten.div.Scalar_mode, lambda: (images(5), 2, {"rounding_mode": "floor"})),
     (aten.floor_divide.Scalar, lambda: (images(5), 2)),

@@ -26,14 +26,15 @@ def recorded(function, *inputs):
     return recording.graph
 
 
-def check(function, *inputs, kernels=None, calls=(), rtol=1e-5, atol=1e-5):
-    """The function compiled equals eager, in this many kernels and calls of eager kernels."""
+def check(function, *inputs, kernels=None, nests=None, calls=(), rtol=1e-5, atol=1e-5):
+    """The function compiled equals eager, in this many kernels, of one loop nest each, and calls of eager kernels."""
     graph = recorded(function, *inputs)
     program = fuse(expand(graph, "prims", FOR_LOOPS))
     named = [step.node.op._schema.name for step in program.steps
              if isinstance(step, Call) and isinstance(step.node.op, torch._ops.OpOverload)]  # fmt: skip
     if kernels is not None:
         assert (len(program.kernels), tuple(named)) == (kernels, tuple(f"aten::{c}" for c in calls))
+        assert [len(stage) for kernel in program.kernels for stage in kernel.stages] == (nests or [1] * kernels)
     got, expected = compile_graph(graph)(list(inputs)), function(*inputs)
     expected = expected if isinstance(expected, tuple) else (expected,)
     for mine, theirs in zip(got, expected, strict=True):

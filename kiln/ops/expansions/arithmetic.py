@@ -77,7 +77,9 @@ _declare(
 )
 _declare("maximum minimum", "default", _as_is)
 _declare(
-    "eq ne lt le gt ge fmod remainder bitwise_and bitwise_or bitwise_xor", "Tensor Scalar Scalar_Tensor", _as_is
+    "eq ne lt le gt ge fmod remainder bitwise_and bitwise_or bitwise_xor",
+    "Tensor Scalar Scalar_Tensor",
+    _as_is,
 )
 _declare("bitwise_left_shift bitwise_right_shift", "Tensor Tensor_Scalar Scalar_Tensor", _as_is)
 _declare("atan2", "default", to_float)

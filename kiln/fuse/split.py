@@ -1,0 +1,168 @@
+"""Cuts long folds into parts that run side by side, and a last stage that folds the parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kiln.base.arithmetic import minimum
+from kiln.base.graph import TensorSpec
+from kiln.base.symbols import Scope
+from kiln.fuse.axes import axis
+from kiln.fuse.merge import merged
+from kiln.fuse.nest import (
+    Apply,
+    Axis,
+    Buffer,
+    Computed,
+    Fold,
+    Load,
+    Nest,
+    Place,
+    Store,
+    Term,
+    terms,
+)
+
+#: Elements that are worth a part of their own.
+PART = 1 << 15
+#: Parts of one fold at most.
+MOST_PARTS = 64
+#: A nest of this many tasks is left as it is.
+ENOUGH = 8
+#: Elements along the innermost axis that a target makes one task of, where it is the only one.
+LINE = 4096
+
+#: Long parts are of whole vectors.
+WHOLE = 16
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Split:
+    """The nests that a nest became, one after the other, and the memory between them."""
+
+    nests: list[Nest]
+    scratch: dict[Buffer, TensorSpec] = field(default_factory=dict)
+
+
+def split(nest: Nest, scope: Scope, name: str) -> Split:
+    """The nest, or nests that compute the same with its first folds in parts."""
+    cut = axis_to_cut(nest)
+    if cut is None:
+        return Split([nest])
+    parts = min(cut.size, MOST_PARTS, nest.volume() // PART)
+    length = -(-cut.size // parts)
+    length += -length % WHOLE if length > 8 * WHOLE else 0
+    return Splitting(nest, cut, -(-cut.size // length), length, scope, name).run()
+
+
+def axis_to_cut(nest: Nest) -> Axis | None:
+    """The loop whose turns are spread; None where nothing is to gain or a size varies."""
+    if not nest.reduced or not all(type(a.size) is int and type(a.low) is int for a in nest.axes):
+        return None
+    if nest.volume() < 2 * PART or tasks_of(nest) >= ENOUGH:
+        return None
+    if any(f.place is not None for f in nest.folds() if f.phase == 0):
+        return None
+    if not any(f.phase == 0 for f in nest.folds()):
+        return None
+    return next((a for a in nest.reduced if a.size >= ENOUGH), max(nest.reduced, key=lambda a: int(a.size)))
+
+
+def tasks_of(nest: Nest) -> int:
+    """How many tasks a target finds, with the innermost axis in vectors."""
+    *outer, inner = nest.axes
+    count = 1
+    for a in outer if outer else [replace(inner, size=-(-inner.size // LINE))]:
+        count *= 1 if a.reduced else a.size
+    return count
+
+
+class Splitting:
+    """One cut: the folds of the first phase become partial ones, final ones, and values for the rest."""
+
+    def __init__(self, nest: Nest, cut: Axis, parts: int, length: int, scope: Scope, name: str) -> None:
+        self.nest, self.cut, self.parts, self.length = nest, cut, parts, length
+        self.scope, self.name = scope, name
+        self.scratch: dict[Buffer, TensorSpec] = {}
+        self.folds = [f for f in nest.folds() if f.phase == 0]
+        self.row, self.rows = 0, 1  # the place among the results of a fold, and their number
+        for a in nest.kept:
+            self.row, self.rows = self.row * a.size + a.variable, self.rows * a.size
+
+    def run(self) -> Split:
+        part, again = (axis(self.scope, self.parts, f"{self.cut.variable.name}_{kind}") for kind in "pf")
+        low = part.variable * self.length
+        strip = replace(self.cut, low=low, size=minimum(low + self.length, self.cut.size))
+        partial = Nest((part, *[strip if a is self.cut else a for a in self.nest.axes]))
+        final = Nest((*self.nest.kept, replace(again, reduced=True)))
+        totals: dict[int, Term] = {}
+        for f in self.folds:
+            held = self.memory(f.dtype, self.parts * self.rows)
+            partial.stores.append(Store(held, part.variable * self.rows + self.row, f, 1, True))
+            value = Load(held, again.variable * self.rows + self.row, held.dtype)
+            totals[id(f)] = replace(f, value=value)
+        rest: list[Store] = []
+        for store in self.nest.stores:
+            if store.phase == 0 and not store.kept:
+                partial.stores.append(store)
+            elif store.kept and store.phase <= 1:
+                final.stores.append(replace(store, value=replaced([store.value], totals)[0]))
+            else:
+                rest.append(store)
+        if not rest:
+            return Split([partial, final], self.scratch)
+        known: dict[int, Term] = {}
+        used = {id(t) for t in terms(s.value for s in rest)}
+        for f in self.folds:
+            if id(f) in used:
+                held = self.memory(f.dtype, self.rows)
+                final.stores.append(Store(held, self.row, totals[id(f)], 1, True))
+                known[id(f)] = Load(held, self.row, held.dtype)
+        return self.with_rest([partial, final], rest, known)
+
+    def with_rest(self, nests: list[Nest], rest: list[Store], known: dict[int, Term]) -> Split:
+        """What follows from the first folds, a phase earlier than before."""
+        values = replaced([s.value for s in rest], known, earlier=1)
+        stores = [replace(s, value=v, phase=s.phase - 1) for s, v in zip(rest, values, strict=True)]
+        last = Nest(self.nest.axes, stores)
+        if not last.folds():
+            last = merged(Nest(tuple(replace(a, reduced=False) for a in last.axes), stores), self.scope)
+        more = split(last, self.scope, f"{self.name}_rest")
+        return Split([*nests, *more.nests], {**self.scratch, **more.scratch})
+
+    def memory(self, dtype: torch.dtype, count: int) -> Buffer:
+        """Memory between stages; what is of half precision is not rounded there."""
+        dtype = torch.float32 if dtype in HALVES else dtype
+        made = Buffer(f"{self.name}_part{len(self.scratch)}", dtype)
+        self.scratch[made] = TensorSpec((count,), (1,), dtype, torch.device("cpu"))
+        return made
+
+
+def replaced(roots: list[Term], known: dict[int, Term], earlier: int = 0) -> list[Term]:
+    """Terms with some replaced, by their ids; other folds happen that many phases earlier."""
+    made = dict(known)
+
+    def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
+        return tuple([replace(c, term=made[id(c.term)]) for c in given])
+
+    for term in terms(roots):
+        if id(term) in made:
+            continue
+        new: Any = term
+        if isinstance(term, Apply):
+            new = replace(term, args=tuple([made[id(a)] for a in term.args]))
+        elif isinstance(term, Fold):
+            place = None if term.place is None else made[id(term.place)]
+            new = replace(term, value=made[id(term.value)], place=place, phase=term.phase - earlier)
+        elif isinstance(term, Place):
+            new = replace(term, places=places(term.places))
+        elif isinstance(term, Load):
+            valid = None if term.valid is None else made[id(term.valid)]
+            new = replace(term, valid=valid, places=places(term.places))
+        made[id(term)] = new
+    return [made[id(root)] for root in roots]
