@@ -1,4 +1,4 @@
-"""Graph and Node: straight-line programs of torch ops in which every value has a type, from `differentiate` on."""
+"""Graph and Node: straight-line programs of torch ops in which every value has a type."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Graph:
         return self
 
     def run(self, *values: Any, resolve: Callable[[Any], Any] = lambda leaf: leaf) -> tuple[Any, ...]:
-        """The outputs on these input values, op by op; `resolve` turns leaves that are not nodes to values."""
+        """The outputs on these input values, op by op; `resolve` turns other leaves than nodes to values."""
         known: dict[Node, Any] = dict(zip(self.inputs, values, strict=True))
 
         def value_of(leaf: Any) -> Any:
@@ -226,8 +226,8 @@ def label(op: Any) -> str:
     if isinstance(op, str):
         return op
     if isinstance(op, torch._ops.OpOverload):
-        return op._schema.name.split("::")[-1]
-    return getattr(op, "__name__", type(op).__name__)
+        return str(op._schema.name.split("::")[-1])
+    return str(getattr(op, "__name__", type(op).__name__))
 
 
 def show(value: Any) -> str:

@@ -67,7 +67,7 @@ class Config:
     """Raise internal errors and refusals instead of running the frame eagerly."""
 
     memory_budget: float = 1.0
-    """The share of what a training step would save for its backward that it may save; the rest is computed again."""
+    """The share of what a training step would save for its backward that it may save."""
 
 
 OPTION_NAMES = tuple(f.name for f in fields(Config))

@@ -162,7 +162,7 @@ class Recorder:
     def made_by(self, fake: FakeTensor) -> Any:
         """The function whose call gave `fake`; None when it is a part of a result, or an input."""
         binding = self._bindings.get(id(fake))
-        return binding.target if type(binding) is Node else None
+        return binding.target if isinstance(binding, Node) else None
 
     def node(self, fake: FakeTensor) -> Node:
         """The node that gives `fake`, created when this is its first use."""
@@ -434,7 +434,7 @@ class Recorder:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Mark the nodes recorded meanwhile as a region whose values are computed again in the backward pass."""
+        """Mark the nodes recorded meanwhile as a region whose values the backward pass computes again."""
         self._region_count += 1
         self._regions.append(self._region_count)
         try:

@@ -218,7 +218,7 @@ NO_VMAP = mro_lookup(torch.autograd.Function, "vmap")
 
 @handles(torch.utils.checkpoint.checkpoint)
 def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """Activation checkpointing: inlined, its nodes marked as a region for the partition of the backward pass."""
+    """Activation checkpointing: inlined, its nodes marked as a region for the partition."""
     function, *rest = args
     options = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
     with m.recorder.region():

@@ -64,7 +64,7 @@ def is_plain(keys: int) -> bool:
 
 def _agreed(candidates: Callable[[], Iterable[int]], times: int = 8) -> int:
     """The first offset that is a candidate every time: what lies behind an object in memory is chance."""
-    return min(functools.reduce(set.__and__, [set(candidates()) for _ in range(times)]))
+    return min(set.intersection(*[set(candidates()) for _ in range(times)]))
 
 
 def _find_layout() -> tuple[int, ...]:
