@@ -10,7 +10,7 @@ NATIVE := setup.py $(wildcard kiln/*.c kiln/*.h)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install develop build demo test test-ops smoke lint types pytest bench clean
+.PHONY: help install develop build demo test test-ops fuzz smoke lint types pytest bench clean
 
 help:
 	@echo "demo: compile a small model and show what happened    test: lint, types, all tests    smoke: tests of seconds"
@@ -55,6 +55,10 @@ test-ops: develop
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
 	KILN_ALL_SAMPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_rules_opinfo.py \
 		tests/differentiate/test_opinfo.py tests/differentiate/test_modules.py $(ARGS)
+
+# Random tensor programs, compiled to native code and compared with eager.
+fuzz: develop
+	KILN_FUZZ=$(or $(PROGRAMS),20000) $(BIN)/python -m pytest tests/fuse/test_random.py $(ARGS)
 
 smoke: develop
 	$(BIN)/python -m pytest -m smoke $(ARGS)

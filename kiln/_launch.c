@@ -18,7 +18,7 @@ static struct {
     Py_ssize_t offset; /* of the tensor's handle in its Python object */
 } torch;
 
-enum { FEW_TENSORS = 64, MOST_SIZES = 1024 };
+enum { FEW = 192 }; /* addresses and sizes of most kernels */
 static const double RELEASE_WORK = 200000.0; /* operations worth more than letting go of the GIL */
 
 /* Tasks that may run at once; a stage starts when the one before it has ended. */
@@ -102,7 +102,7 @@ make_output(Kernel *kernel, int i, PyObject *shape, PyObject *stride)
     return made;
 }
 
-/* What a kernel reported, as eager kernels raise it; the numbers stand in generate/kernel.py. */
+/* What a kernel reported, as eager kernels raise it; the numbers stand in generate/values.py. */
 static void
 raise_fault(int64_t status)
 {
@@ -127,19 +127,20 @@ kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *name
         PyErr_Format(PyExc_TypeError, "a kernel takes %zd arguments, got %zd", wanted, given);
         return NULL;
     }
-    void *few[2 * FEW_TENSORS], **addresses = few;
-    int64_t sizes[MOST_SIZES], status = 0;
+    void *few[FEW], **addresses = few;
+    int64_t status = 0;
     PyObject *result = PyTuple_New(kernel->made);
     if (result == NULL)
         return NULL;
-    if (tensors > FEW_TENSORS) {
-        addresses = PyMem_Malloc(2 * tensors * sizeof(void *));
+    if (2 * tensors + numbers > FEW) {
+        addresses = PyMem_Calloc(2 * tensors + numbers, sizeof(void *));
         if (addresses == NULL) {
-            PyErr_NoMemory();
-            goto fail;
+            Py_DECREF(result);
+            return PyErr_NoMemory();
         }
     }
     void **buffers = addresses + tensors;
+    int64_t *sizes = (int64_t *)(buffers + tensors);
     PyObject *const *rest = args + kernel->inputs;
     for (int i = 0; i < kernel->made; i++) {
         PyObject *out = make_output(kernel, i, kernel->moving ? rest[2 * i] : NULL, kernel->moving ? rest[2 * i + 1] : NULL);
@@ -218,8 +219,8 @@ kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &grain))
         return NULL;
     int made = (int)PyTuple_GET_SIZE(outputs), buffers = (int)PyTuple_GET_SIZE(order);
-    if (buffers > inputs + made || sizes + PyTuple_GET_SIZE(stages) > MOST_SIZES)
-        return PyErr_Format(PyExc_ValueError, "a kernel has as many buffers as tensors, and at most %d sizes", MOST_SIZES);
+    if (buffers > inputs + made)
+        return PyErr_Format(PyExc_ValueError, "a kernel has at most as many buffers as tensors");
     if (torch.data_pointer == NULL)
         return PyErr_Format(PyExc_RuntimeError, "set_torch has not been called");
     Kernel *kernel = (Kernel *)type->tp_alloc(type, 0);

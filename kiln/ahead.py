@@ -28,8 +28,11 @@ from kiln.ops.symint import wrap
 
 LEVELS = ("aten", "core", "prims")
 
-CARRIED = frozenset({"_set_grad_enabled", "_enter_autocast", "_exit_autocast"})
-"""The calls without tensors whose effect the aten ops of a graph show."""
+LOST = frozenset({
+    ("_enter_inference_mode", True), "_set_default_dtype", "set_default_dtype", "manual_seed", "seed",
+    "set_rng_state", "Generator",
+})  # fmt: skip
+"""Calls without tensors whose effect a graph of aten ops does not show, by name, or by name and argument."""
 
 GraphCompiler: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 """What a backend author writes: takes an fx graph of aten ops and example inputs, gives a callable."""
@@ -118,16 +121,18 @@ def unseen(compiler: Compiler) -> Compiler:
         finally:
             _hook.resume()
 
+    # Op by op, a gradient may come with other strides than those that were traced: the kernels look at them.
+    compile_graph.any_strides = compiler is runner  # type: ignore[attr-defined]
     return compile_graph
 
 
 def refuse_effects(module: fx.GraphModule) -> None:
     """Raise Break where the graph changes a state of torch's that a graph of aten ops does not carry."""
     for node in module.graph.nodes:
-        effect = node.op == "call_function" and not node.all_input_nodes and "example_value" not in node.meta
-        if effect and "stack_trace" in node.meta and getattr(node.target, "__name__", "") not in CARRIED:
-            name = getattr(node.target, "__name__", node.target)
-            raise Break("global-state", f"the graph calls {name}", "call it outside the compiled function")
+        if node.op == "call_function" and not node.all_input_nodes and "example_value" not in node.meta:
+            name = getattr(node.target, "__name__", "")
+            if name in LOST or (name, *node.args) in LOST:
+                raise Break("global-state", f"the graph calls {name}", "call it outside the graph")
 
 
 def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]:

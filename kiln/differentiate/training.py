@@ -34,7 +34,7 @@ def training(
     twice, aside = _unusual_results(joint)
     backward = Backward(halves, len(joint.tangents), compile_backward)
     saving = Saving(joint, halves)
-    tangents = Tangents(joint)
+    tangents = Tangents(joint, getattr(compile_backward, "any_strides", False))
     replay = Replay(module, joint)
     values_of = symbol_values(joint)
 
@@ -240,8 +240,12 @@ def symbol_values(joint: Joint) -> Callable[[tuple[Any, ...]], dict[Symbol, Any]
 class Tangents:
     """Makes of the gradients that autograd hands over what the backward graph expects."""
 
-    def __init__(self, joint: Joint) -> None:
-        specs = [node.spec for node in joint.graph.inputs[len(joint.primals) :]]
+    def __init__(self, joint: Joint, any_strides: bool = False) -> None:
+        nodes = joint.graph.inputs[len(joint.primals) :]
+        specs = [node.spec for node in nodes]
+        users = joint.graph.users() if any_strides else {}
+        pairs = zip(joint.tangents, nodes, strict=True)
+        self.normal = {i for i, node in pairs if any_strides and normalised(node, users)}
         self.expected = [
             (1 << k, i, spec) for k, (i, spec) in enumerate(zip(joint.tangents, specs, strict=True))
         ]
@@ -259,12 +263,36 @@ class Tangents:
             shape, stride = spec.shape, spec.stride
             if self.symbolic:
                 shape, stride = (resolved(sizes, ctx.sizes) for sizes in (shape, stride))
+            if index in self.normal and not any(grad.stride()):
+                made.append(grad)
+                continue
             if grad.stride() != stride and not same_places(shape, grad.stride(), stride):
                 grad = torch.empty_strided(shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
             if grad.is_conj() or grad.is_neg():
                 grad = grad.resolve_conj().resolve_neg()
             made.append(grad)
         return present, made
+
+
+aten = torch.ops.aten
+#: The backward passes of normalisations, which add up what cancels: in another order another rest is left.
+NORMALISING = frozenset({
+    aten.native_batch_norm_backward.default, aten.native_layer_norm_backward.default,
+})  # fmt: skip
+#: Views that a tensor with one place for all its elements has, whatever its sizes.
+VIEWS = frozenset({aten.view.default, aten.permute.default, aten.transpose.int, aten.unsqueeze.default})
+
+
+def normalised(node: Node, users: dict[Node, list[Node]]) -> bool:
+    """Whether a gradient goes, as it is or in views, to backward passes of normalisations and to sums."""
+    return all(
+        user.op in NORMALISING
+        or user.op in VIEWS
+        and normalised(user, users)
+        or user.op is aten.add.Tensor
+        and all(isinstance(a, Node) and a.spec == user.spec for a in user.args)
+        for user in users.get(node, ())
+    )
 
 
 def same_places(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:

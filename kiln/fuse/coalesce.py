@@ -19,11 +19,10 @@ LARGEST = 200
 
 
 class Coalescing(Groups):
-    """Groups that grow: who uses each node, and the groups that read each value."""
+    """Groups that grow: with the groups that read each value."""
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        self.users = graph.users()
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
 
     # Nodes into groups
@@ -142,13 +141,6 @@ class Coalescing(Groups):
     def outside(self, group: Group) -> set[Node]:
         """What the members read that is not of their own group."""
         return {r for m in group.members for r in m.inputs() if self.place[r] != group.position}
-
-    def readers(self, node: Node) -> list[Node]:
-        """The nodes that read a node, through views too; the views themselves do not count."""
-        found: list[Node] = []
-        for user in self.users[node]:
-            found += self.readers(user) if is_map(user) else [user]
-        return found
 
     def move_views(self, group: Group) -> None:
         """Let the views of a group's members follow them."""

@@ -45,7 +45,11 @@ def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
 
 
 def _embedding(
-    weight: torch.Tensor, index: torch.Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    padding: int = -1,
+    scale_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Any:
     return aten.index(weight, [_counted(index, weight.shape[0])]) if weight.dim() == 2 else NotImplemented
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, coordinates, hinted
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
@@ -17,8 +17,10 @@ from kiln.ops.levels import name_of
 
 #: A small value is computed anew in the loops that read it when it costs no more functions than this.
 CHEAP = 24
+#: A value that one node reads is computed there when it costs no more than this.
+SLIGHT = 8
 #: What is this many times smaller is small beside something.
-MUCH_SMALLER = 8
+MUCH_SMALLER = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +61,8 @@ class Groups:
         self.free: set[Node] = set()  # values without inputs: each reader makes them itself
         self.read_whole: set[Node] = set()
         self.roots: dict[Node, Node] = {}
+        self.users = graph.users()
+        self.outputs = {self.root(node) for node in nodes_in(graph.outputs)}
 
     def root(self, node: Node) -> Node:
         """The node whose elements a chain of views shows."""
@@ -162,7 +166,19 @@ class Groups:
         own = 1
         for n in shape_of(node):
             own *= hinted(n)
-        return own * MUCH_SMALLER <= group.volume() and self.cost(home, node) <= CHEAP
+        limit = CHEAP if own * MUCH_SMALLER <= group.volume() else SLIGHT if self.has_one_reader(node) else 0
+        return limit > 0 and self.cost(home, node) <= limit
+
+    def has_one_reader(self, node: Node) -> bool:
+        """Whether nobody but one node reads a value: then it needs no memory where that one makes it."""
+        return node not in self.outputs and len(self.readers(node)) == 1
+
+    def readers(self, node: Node) -> list[Node]:
+        """The nodes that read a node, through views too; the views themselves do not count."""
+        found: list[Node] = []
+        for user in self.users[node]:
+            found += self.readers(user) if is_map(user) else [user]
+        return found
 
     def cost(self, group: Group, node: Node) -> int:
         """How many terms a member's element is made of."""

@@ -10,7 +10,7 @@ import torch
 from kiln.base.arithmetic import minimum
 from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Scope
-from kiln.fuse.axes import axis
+from kiln.fuse.axes import axis, hinted
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import (
     Apply,
@@ -54,43 +54,47 @@ def split(nest: Nest, scope: Scope, name: str) -> Split:
     cut = axis_to_cut(nest)
     if cut is None:
         return Split([nest])
-    parts = min(cut.size, MOST_PARTS, nest.volume() // PART)
-    length = -(-cut.size // parts)
-    length += -length % WHOLE if length > 8 * WHOLE else 0
-    return Splitting(nest, cut, -(-cut.size // length), length, scope, name).run()
+    parts = min(hinted(cut.size), MOST_PARTS, nest.volume() // PART)
+    if type(cut.size) is not int:
+        parts = max(parts, ENOUGH)
+    length = (cut.size + (parts - 1)) // parts
+    if hinted(length) > 8 * WHOLE:
+        length = (length + (WHOLE - 1)) // WHOLE * WHOLE
+        parts = -(-hinted(cut.size) // length) if type(length) is int else parts
+    return Splitting(nest, cut, parts, length, scope, name).run()
 
 
 def axis_to_cut(nest: Nest) -> Axis | None:
-    """The loop whose turns are spread; None where nothing is to gain or a size varies."""
-    if not nest.reduced or not all(type(a.size) is int and type(a.low) is int for a in nest.axes):
-        return None
-    if nest.volume() < 2 * PART or tasks_of(nest) >= ENOUGH:
+    """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
+    if not nest.reduced or nest.volume() < 2 * PART or tasks_of(nest) >= ENOUGH:
         return None
     if any(f.place is not None for f in nest.folds() if f.phase == 0):
         return None
     if not any(f.phase == 0 for f in nest.folds()):
         return None
-    return next((a for a in nest.reduced if a.size >= ENOUGH), max(nest.reduced, key=lambda a: int(a.size)))
+    longest = max(nest.reduced, key=lambda a: hinted(a.size))
+    return next((a for a in nest.reduced if hinted(a.size) >= ENOUGH), longest)
 
 
 def tasks_of(nest: Nest) -> int:
     """How many tasks a target finds, with the innermost axis in vectors."""
     *outer, inner = nest.axes
     count = 1
-    for a in outer if outer else [replace(inner, size=-(-inner.size // LINE))]:
-        count *= 1 if a.reduced else a.size
+    for a in outer if outer else [replace(inner, size=-(-hinted(inner.size) // LINE))]:
+        count *= 1 if a.reduced else hinted(a.size)
     return count
 
 
 class Splitting:
     """One cut: the folds of the first phase become partial ones, final ones, and values for the rest."""
 
-    def __init__(self, nest: Nest, cut: Axis, parts: int, length: int, scope: Scope, name: str) -> None:
+    def __init__(self, nest: Nest, cut: Axis, parts: int, length: Any, scope: Scope, name: str) -> None:
         self.nest, self.cut, self.parts, self.length = nest, cut, parts, length
         self.scope, self.name = scope, name
         self.scratch: dict[Buffer, TensorSpec] = {}
         self.folds = [f for f in nest.folds() if f.phase == 0]
-        self.row, self.rows = 0, 1  # the place among the results of a fold, and their number
+        self.row: Any = 0  # the place among the results of a fold
+        self.rows: Any = 1
         for a in nest.kept:
             self.row, self.rows = self.row * a.size + a.variable, self.rows * a.size
 
@@ -135,7 +139,7 @@ class Splitting:
         more = split(last, self.scope, f"{self.name}_rest")
         return Split([*nests, *more.nests], {**self.scratch, **more.scratch})
 
-    def memory(self, dtype: torch.dtype, count: int) -> Buffer:
+    def memory(self, dtype: torch.dtype, count: Any) -> Buffer:
         """Memory between stages; what is of half precision is not rounded there."""
         dtype = torch.float32 if dtype in HALVES else dtype
         made = Buffer(f"{self.name}_part{len(self.scratch)}", dtype)

@@ -9,8 +9,9 @@ from typing import Any
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.generate.cpu import Code, compile_text, host
-from kiln.generate.kernel import NAME, Emitter
+from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
+from kiln.generate.values import NAME
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -32,7 +32,8 @@ def host() -> Host:
     return Host(llvm.get_host_cpu_name(), features, wide)
 
 
-#: Conversions that LLVM may call and that few C libraries define. `copysign` of a half type and a double is one case.
+#: Conversions that LLVM may call and that few C libraries define. `copysign` of a half type and a double is
+#: one case.
 CONVERSIONS = """
 define half @kiln__truncdfhf2(double %x) {
   %f = fptrunc double %x to float

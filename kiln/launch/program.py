@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Nest, terms
 from kiln.fuse.program import Launch, Program, fuse
+from kiln.fuse.views import supported
 from kiln.generate.code import Compiled, generate
 from kiln.launch.native import set_up
 
 _empty = torch.empty_strided
+aten = torch.ops.aten
 
 
 GRAIN = 60_000.0  # operations worth a thread
@@ -115,4 +118,25 @@ def linked(program: Program) -> Graph:
 
 def compile_graph(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
     """A graph of aten ops as native kernels and eager calls."""
-    return runner(linked(fuse(expand(graph, "prims", FOR_LOOPS))))
+    return runner(linked(fuse(conformed(expand(graph, "prims", FOR_LOOPS), graph.outputs))))
+
+
+def conformed(graph: Graph, outputs: Sequence[Any]) -> Graph:
+    """The graph with its outputs in the layouts of `outputs`: other graphs read them by those.
+
+    An expansion gives a dense tensor where the op gave one with gaps, as a copy into a view does.
+    """
+    made: list[Any] = []
+    for mine, wanted in zip(graph.outputs, outputs, strict=True):
+        if type(mine) is Node and isinstance(mine.spec, TensorSpec) and moved(mine.spec, wanted.spec):
+            mine = graph.call(aten.clone.default, (mine,), spec=replace(mine.spec, stride=wanted.spec.stride))
+        made.append(mine)
+    graph.outputs = type(graph.outputs)(made)
+    return graph
+
+
+def moved(spec: TensorSpec, wanted: TensorSpec) -> bool:
+    """Whether elements lie at other places, each at one of its own."""
+    if not supported(spec) or 0 in wanted.stride:
+        return False
+    return any(n != 1 and a != b for n, a, b in zip(spec.shape, spec.stride, wanted.stride, strict=True))

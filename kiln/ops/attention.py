@@ -32,7 +32,7 @@ def _flash(
     if len(size) != 4 or query.dtype not in FLOATS or 0 in size or 0 in key.shape:
         return NotImplemented
     batch, heads, rows, width = size
-    if key.shape != value.shape or key.shape[0] != batch or key.shape[1] != heads or key.shape[3] != width:
+    if key.shape != value.shape or key.shape[0] != batch or key.shape[3] != width or heads % key.shape[1]:
         return NotImplemented
     kind = torch.float32 if query.dtype in (torch.float16, torch.bfloat16) else query.dtype
     sums = make((batch, heads, rows), (heads * rows, 1, heads), kind, query.device)
@@ -80,3 +80,13 @@ def _nll_loss_backward(
     if not _classes(x, target, weight) or not x.is_contiguous():
         return NotImplemented
     return make(x.shape, None, x.dtype, x.device)
+
+
+@rule(aten.multilabel_margin_loss_forward.default)
+def _multilabel_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+    if x.dim() > 2 or x.shape != target.shape or x.dtype not in FLOATS or target.dtype is not torch.int64:
+        return NotImplemented
+    if x.device.type != "cpu":
+        return NotImplemented
+    size = x.shape[:1] if x.dim() == 2 and not reduction else ()
+    return make(size, None, x.dtype, x.device), make(x.shape, None, x.dtype, x.device)

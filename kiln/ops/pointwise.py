@@ -373,6 +373,13 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     return like(x, x.dtype), like(x, torch.bool)
 
 
+def _log_sigmoid(x: torch.Tensor) -> Any:
+    # The CPU's kernel works on contiguous memory, whatever the layout of its input.
+    if x.dtype not in FLOATS or x.device.type != "cpu":
+        return NotImplemented
+    return make(x.shape, None, x.dtype, x.device), make(x.shape, None, x.dtype, x.device)
+
+
 def declare(rule: Callable[..., Any], names: str, overload: str = "default") -> None:
     """Give `rule` to one overload of each named op."""
     for name in names.split():
@@ -387,6 +394,7 @@ declare(
     "ceil floor trunc round frac threshold",
 )
 declare(_gelu, "gelu")
+declare(_log_sigmoid, "log_sigmoid_forward")
 declare(_softshrink, "softshrink")
 declare(_any, "neg sgn relu")
 declare(_hardtanh, "hardtanh")

@@ -32,6 +32,14 @@ BREAKS: dict[str, set[str]] = {
     **dict.fromkeys([f"nn.LazyConv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3)], {"skipped"}),
 }
 
+#: Modules that end the graph on some samples only.
+SOMETIMES = {
+    # whether the mask is causal is asked of its values
+    **dict.fromkeys(["nn.Transformer", "nn.TransformerEncoder"], {"branch-on-tensor"}),
+    # an object of a class that the recorder does not know is an argument
+    "nn.LinearCrossEntropyLoss": {"foreign-object"},
+}
+
 
 def step(run: Any, module: nn.Module, args: list[Any], kwargs: dict[str, Any], leaves: list[torch.Tensor]) -> Any:
     """The result, the gradients of parameters and inputs, and the state after one call, or the error."""
@@ -80,5 +88,5 @@ def check(name: str, training: bool) -> set[str]:
 @pytest.mark.parametrize("name", MODULES)
 def test_aot_eager_is_eager(name: str) -> None:
     kinds = check(name, True) | check(name, False)
-    assert kinds <= BREAKS.get(name, set()), f"breaks: {kinds}"
+    assert kinds <= BREAKS.get(name, set()) | SOMETIMES.get(name, set()), f"breaks: {kinds}"
     assert kinds or name not in BREAKS, "a listed break does not happen any more"

@@ -139,7 +139,9 @@ def outcome(function: Any, sample: Any) -> Outcome:
 
 
 def steps(t: torch.Tensor) -> list[int]:
-    """The strides that lead from an element to another."""
+    """The strides that lead from an element to another; sparse tensors have none."""
+    if t.layout is not torch.strided:
+        return []
     return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1]
 
 

@@ -254,8 +254,8 @@ class Drawing:
     def slot(self, kind: str) -> Any:
         if kind in TENSORS:
             fitting = [n for n in self.names if TENSORS[kind](self, n)]
-            # Later values are likelier.
-            self.last = fitting[-1 - min(int(self.random.expovariate(0.5)), len(fitting) - 1)] if fitting else fitting[0]
+            # Later values are likelier; without any that fits, randrange raises.
+            self.last = fitting[-1 - min(self.random.randrange(len(fitting)) for _ in range(3))]
             return self.last
         value = self.spaces[0][self.last] if self.last else torch.zeros(())
         return getattr(self, f"slot_{kind}")(value)
@@ -457,7 +457,8 @@ def near(what: str, eager: list[Any], mine: list[Any], exact: list[Any], others:
         if not a.is_floating_point():
             assert torch.equal(a, b), f"{where}: {b}, eager {a}"
         elif a.numel():
-            noise = [o[place].detach() for o in others if o[place] is not None and o[place].shape == a.shape]
+            found = [o[place] for o in others if place < len(o)]
+            noise = [n.detach() for n in found if n is not None and n.shape == a.shape]
             values(where, a.double(), b.double(), c, noise, slack, torch.finfo(a.dtype).eps)
 
 
@@ -471,6 +472,6 @@ def values(where: str, eager: torch.Tensor, mine: torch.Tensor, exact: torch.Ten
     if not finite.any():
         return
     e, m, x = eager[finite], mine[finite], exact[finite]
-    allowed = slack * max(*[(n.double()[finite] - x).abs().max() for n in noise], (e - x).abs().max(), 4 * eps * x.abs().max())
+    allowed = slack * max([(y.double()[finite] - x).abs().max() for y in (*noise, eager)] + [4 * eps * x.abs().max()])
     worst = (m - x).abs()
     assert (worst <= allowed).all(), f"{where}: off by {worst.max()}, allowed {allowed}\nmine  {m.flatten()[:12]}\neager {e.flatten()[:12]}"

@@ -27,7 +27,7 @@ def recorded(function, *inputs):
 
 
 def check(function, *inputs, kernels=None, nests=None, calls=(), rtol=1e-5, atol=1e-5):
-    """The function compiled equals eager, in this many kernels, of one loop nest each, and calls of eager kernels."""
+    """The function compiled equals eager, in this many kernels (of one loop nest each) and eager calls."""
     graph = recorded(function, *inputs)
     program = fuse(expand(graph, "prims", FOR_LOOPS))
     named = [step.node.op._schema.name for step in program.steps
@@ -76,7 +76,7 @@ def test_computed_indices():
     table, places = rand(10, 6), torch.tensor([[0, 3, -1], [9, 2, 2]])
     check(lambda t, i: t[i] * 2, table, places, kernels=1)
     check(lambda t, i: F.embedding(i, t) + 1, table, places.abs(), kernels=1)
-    check(lambda t, i: torch.gather(t + 1, 1, i), rand(2, 5), torch.tensor([[0, 4], [2, 2]]), kernels=2)
+    check(lambda t, i: torch.gather(t + 1, 1, i), rand(2, 5), torch.tensor([[0, 4], [2, 2]]), kernels=1)
 
 
 def test_an_index_out_of_range_raises():
@@ -121,3 +121,29 @@ def test_nan_wins_in_extremes():
     x = rand(3, 20)
     x[1, 7] = float("nan")
     check(lambda a: (a.amax(1), a.amin(1), torch.maximum(a, a + 1), torch.relu(a)), x)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+def test_places_of_extremes(dim):
+    x = rand(3, 40, 17)
+    x[1, 3, 4], x[1, 5, 4], x[2, 5:9], x[0, :2, 3] = float("nan"), float("nan"), 0.0, -float("inf")
+    check(lambda a: (a.argmax(dim), (a * 2).argmin(dim)), x, kernels=1)
+    check(lambda a: a.argmax(dim, keepdim=True) + 1, (x * 3).nan_to_num(1).long(), kernels=1)
+    check(lambda a: (a.argmin(dim), a.to(torch.bfloat16).argmax(dim)), (x > 0).to(torch.uint8), kernels=1)
+
+
+def test_places_of_extremes_at_the_edges():
+    check(lambda a: a.argmax(-1), torch.full((3, 5), -float("inf")), kernels=1)
+    check(lambda a: a.argmax(), torch.tensor(3.0), kernels=1)
+    check(lambda a: a.max(-1), rand(4, 9), kernels=1)
+
+
+def test_diagonals_strides_and_slices_that_are_replaced():
+    x = rand(5, 7, 8)
+    check(lambda a: a.diagonal(1, 0, 2) * 2, x, kernels=1)
+    check(lambda a: a.diagonal(-1, 2, 1) * 2, x, kernels=1)
+    check(lambda a: (a + 1).as_strided((3, 4), (9, 2), 5) * 2, x, kernels=1)
+    check(lambda a: a.as_strided((3, 4), (9, 2), 5) * 2, x, kernels=1, calls=("as_strided",))
+    check(lambda a: torch.slice_scatter(a * 2, a[:, 1:5:2] + 1, 1, 1, 5, 2) * 3, x, kernels=1)
+    check(lambda a: torch.slice_scatter(a * 2, a[:, -3:] + 1, 1, -3) * 3, x, kernels=1)
+    check(lambda a: torch.select_scatter(a * 2, a[:, 0] + 1, 1, -3) * 3, x, kernels=1)

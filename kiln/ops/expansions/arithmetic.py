@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import reduce, wraps
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ def of_kind(value: Any, dtype: torch.dtype) -> Any:
     if dtype in FLOATS and type(value) in (int, bool):
         return float(value)
     return int(value) if dtype in INTEGERS and type(value) is bool else value
+
+
+def together(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand an expansion its operands in the dtype in which they meet."""
+
+    @wraps(function)
+    def convert(*operands: Any, **options: Any) -> Any:
+        dtype = promoted(*operands)
+        return function(*[of_kind(value, dtype) for value in operands], **options)
+
+    return convert
 
 
 def settled(operands: tuple[Any, ...], dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.expansions.arithmetic import of_kind, promoted, settled
+from kiln.ops.expansions.arithmetic import of_kind, promoted, settled, together
 from kiln.ops.expansions.support import HALF, in_wide, number
 from kiln.ops.layout import FLOATS, INEXACT
 from kiln.ops.table import aten, expansion
@@ -176,27 +176,19 @@ def of_float(*tensors: Tensor) -> bool:
 
 
 @expansion(aten.addcmul.default)
-def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
-    dtype = promoted(x, a, b)
-
-    @in_wide
-    def sum_of(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return x + (a * b if value == 1 else a * value * b)
-
-    return sum_of(x.to(dtype), a.to(dtype), b.to(dtype))
+@together
+@in_wide
+def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
+    return x + (a * b if value == 1 else a * value * b)
 
 
 @expansion(aten.addcdiv.default)
+@together
+@in_wide
 def addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Any:
     if not of_float(x, a, b):
         return NotImplemented
-    dtype = promoted(x, a, b)
-
-    @in_wide
-    def sum_of(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return x + (a if value == 1 else a * value) / b
-
-    return sum_of(x.to(dtype), a.to(dtype), b.to(dtype))
+    return x + (a if value == 1 else a * value) / b
 
 
 @expansion(aten.lerp.Scalar)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.expansions.arithmetic import promoted, to_float
+from kiln.ops.expansions.arithmetic import promoted, to_float, together
 from kiln.ops.expansions.pointwise import of_float
 from kiln.ops.expansions.support import floating, in_wide, number, wide, zero
 from kiln.ops.layout import FLOATS
@@ -37,6 +37,7 @@ def xlog1py(x: Tensor, y: Tensor) -> Any:
 
 
 @expansion(aten.logaddexp.default)
+@together
 @in_wide
 def logaddexp(a: Tensor, b: Tensor) -> Any:
     if not of_float(a, b):
@@ -47,6 +48,7 @@ def logaddexp(a: Tensor, b: Tensor) -> Any:
 
 
 @expansion(aten.logaddexp2.default)
+@together
 @in_wide
 def logaddexp2(a: Tensor, b: Tensor) -> Any:
     if not of_float(a, b):

@@ -1,0 +1,139 @@
+"""Lanes of vectors: which axis runs in them, how they are taken apart and folded; what a nest is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kiln.base.symbols import Expr, Symbol
+from kiln.fuse.nest import (
+    Axis,
+    Const,
+    Fold,
+    Load,
+    Nest,
+    Place,
+    Term,
+    children,
+    terms,
+)
+from kiln.generate.llvm import Value
+from kiln.generate.scalar import FOLDS, PLACED
+
+
+def hint(size: Any) -> int:
+    """An extent as a number: what it was when traced."""
+    return int(getattr(size, "hint", size))
+
+
+def row_terms(roots: list[Term]) -> list[Term]:
+    """The terms below the roots that are computed for each element, not below a fold."""
+    seen: dict[int, Term] = {}
+
+    def visit(term: Term) -> None:
+        if id(term) in seen or isinstance(term, Fold):
+            return
+        seen[id(term)] = term
+        for child in children(term):
+            visit(child)
+
+    for root in roots:
+        visit(root)
+    return list(seen.values())
+
+
+def aligned(values: list[Value], op: str) -> list[Value]:
+    """Operands of one width."""
+    width = max(v.type.width for v in values)
+    return [v if v.type.width == width else v.splat(width) for v in values]
+
+
+def first_lane(value: Value) -> Value:
+    return value.fn.emit(f"extractelement {value.type} {value.text}, i64 0", value.type.scalar)
+
+
+def with_first_lane(value: Value, first: Value) -> Value:
+    return value.fn.emit(
+        f"insertelement {value.type} {value.text}, {first.type} {first.text}, i64 0", value.type
+    )
+
+
+def combined(folds: list[Fold], left: list[Value], right: list[Value]) -> list[Value]:
+    """Two turns of some folds as one."""
+    results: list[Value] = []
+    for fold in folds:
+        parts = slice(len(results), len(results) + len(fold.parts))
+        if fold.place is None:
+            results += map(FOLDS[fold.kind][2], left[parts], right[parts])
+        else:
+            results += PLACED[fold.kind](*left[parts], *right[parts])
+    return results
+
+
+def across_lanes(values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
+    """The lanes of vectors folded into scalars, halves with halves."""
+    while values and values[0].type.width > 1:
+        half = values[0].type.width // 2
+        values = combine(*[[lanes(value, start, half) for value in values] for start in (0, half)])
+    return values
+
+
+def lanes(value: Value, start: int, count: int) -> Value:
+    """Some lanes of a vector."""
+    fn = value.fn
+    if count == 1:
+        return fn.emit(f"extractelement {value.type} {value.text}, i64 {start}", value.type.scalar)
+    chosen = ", ".join(f"i32 {i + start}" for i in range(count))
+    return fn.emit(
+        f"shufflevector {value.type} {value.text}, {value.type} poison, <{count} x i32> <{chosen}>",
+        value.type.wide(count),
+    )
+
+
+GATHER_COST = 8  # of reading or writing lanes one by one, in reads of whole vectors
+
+
+def vector_axis(nest: Nest) -> Axis | None:
+    """The axis along which reading and writing in vectors costs least; the last one of equals.
+
+    A loop whose variable is in the bounds of another one runs turn by turn.
+    """
+    bounds = [part for axis in nest.axes for part in (axis.low, axis.size) if isinstance(part, Expr)]
+    able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
+    if not able:
+        return None
+    accesses = [t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    accesses += [s.index for s in nest.stores]
+
+    def cost(axis: Axis) -> int:
+        return sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
+
+    return min(reversed(able), key=cost)
+
+
+def access_cost(index: Expr, axis: Axis) -> int:
+    """What an access costs in vectors along this axis: nothing where all lanes read one place."""
+    if axis.variable not in index.symbols():
+        return 0
+    linear = index.poly.get((axis.variable,))
+    return 1 if linear == 1 else GATHER_COST
+
+
+def symbols_of(nest: Nest) -> list[Symbol]:
+    """The sizes that the nest takes as arguments, in order."""
+    loops = {axis.variable for axis in nest.axes}
+    for term in terms(s.value for s in nest.stores):
+        if isinstance(term, (Load, Place)):
+            loops.update(place.symbol for place in term.places)
+    found: dict[Symbol, None] = {}
+    expressions = [part for axis in nest.axes for part in (axis.low, axis.size)]
+    expressions += [s.index for s in nest.stores]
+    for term in terms(s.value for s in nest.stores):
+        if isinstance(term, (Load, Place)):
+            expressions += [term.index, *(place.size for place in term.places)]
+        elif isinstance(term, Const):
+            expressions.append(term.value)
+    for expression in expressions:
+        if isinstance(expression, Expr):
+            found.update(dict.fromkeys(sorted(expression.symbols() - loops, key=lambda s: s.order)))
+    return list(found)

@@ -1,0 +1,334 @@
+"""Values of terms in the body of a nest: what is known where, elements in memory, indices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
+from kiln.base.symbols import Expr, Symbol
+from kiln.fuse.lower import DIVISIONS
+from kiln.fuse.nest import (
+    Apply,
+    Buffer,
+    Computed,
+    Const,
+    Load,
+    Nest,
+    Place,
+    Store,
+    Term,
+    children,
+)
+from kiln.generate.functions import compute_type
+from kiln.generate.lanes import aligned, symbols_of, vector_axis
+from kiln.generate.llvm import I1, I32, I64, PTR, Module, Type, Value
+from kiln.generate.scalar import SCALARS, TYPES, convert
+
+NAME = "kernel"  # of the function that is emitted
+OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
+I8_OF = {"i1": Type("i8", signed=False)}
+VOID_TYPE = Type("void")
+
+
+class Values:
+    """A function under construction, over the buffers and sizes of a nest."""
+
+    def __init__(self, nest: Nest, width: int) -> None:
+        self.nest, self.module = nest, Module()
+        reads, writes = nest.buffers()
+        self.buffers: list[Buffer] = list(dict.fromkeys([*reads, *writes]))
+        self.sizes = symbols_of(nest)
+        parameters = [(f"b{i}", PTR) for i in range(len(self.buffers))]
+        parameters += [(f"s{i}", I64) for i in range(len(self.sizes))]
+        parameters += [("status", PTR), ("begin", I64), ("end", I64)]
+        self.fn = self.module.function(NAME, parameters)
+        self.fn.attributes = "nounwind noinline"
+        self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
+        self.variables: dict[Symbol, Value] = {
+            s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)
+        }
+        self.vector = vector_axis(nest)
+        size = self.vector.size if self.vector is not None else 1
+        extent = int(getattr(size, "hint", size))
+        self.width = 1
+        while self.width < width and self.width * 2 <= extent:
+            self.width *= 2
+        self.lanes = 1  # of the code being emitted
+        self.layers: list[dict[int, Value]] = [{}]
+        self.indices: list[dict[Any, Value]] = [{}]
+        self.now = 0  # the phase being emitted
+        self.kept_rows: dict[int, tuple[int, Value]] = {}
+
+    # Scopes: what was computed inside a loop is not known outside of it
+
+    def push(self) -> None:
+        self.layers.append({})
+        self.indices.append({})
+
+    def pop(self) -> None:
+        self.layers.pop()
+        self.indices.pop()
+
+    def known(self, term: Term) -> Value | None:
+        for layer in reversed(self.layers):
+            if id(term) in layer:
+                return layer[id(term)]
+        return None
+
+    # Values
+
+    def value(self, root: Term) -> Value:
+        """The value of a term here: a scalar where it is the same for all lanes."""
+        found = self.known(root)
+        if found is not None:
+            return found
+        for term in self.pending(root):
+            self.layers[-1][id(term)] = self.kept_or_computed(term)
+        return self.layers[-1][id(root)]
+
+    def kept_or_computed(self, term: Term) -> Value:
+        """A value computed, or read back where an earlier phase kept it."""
+        kept = self.kept_rows.get(id(term))
+        if kept is None:
+            return self.compute(term)
+        first, memory = kept
+        assert self.vector is not None
+        kind = compute_type(TYPES[term.dtype])
+        address = self.fn.at(memory, self.variables[self.vector.variable], kind)
+        if self.now > first:
+            return self.fn.load(address, kind.wide(self.lanes))
+        value = self.compute(term)
+        self.fn.store(value, address)
+        return value
+
+    def pending(self, root: Term) -> list[Term]:
+        """The terms below `root` that are not computed yet, children first."""
+        ordered: list[Term] = []
+        seen: set[int] = set()
+
+        def visit(term: Term) -> None:
+            if id(term) in seen or self.known(term) is not None:
+                return
+            seen.add(id(term))
+            kept = self.kept_rows.get(id(term))
+            for child in children(term) if kept is None or self.now == kept[0] else ():
+                visit(child)
+            ordered.append(term)
+
+        visit(root)
+        return ordered
+
+    def compute(self, term: Term) -> Value:
+        if isinstance(term, Const):
+            kind = compute_type(TYPES[term.dtype])
+            if isinstance(term.value, Expr):
+                return self.index(term.value).to(kind)
+            return self.fn.constant(term.value, kind)
+        if isinstance(term, Place):
+            self.bind(term.places)
+            return self.lanes_of(term.index)
+        if isinstance(term, Load):
+            return self.load(term)
+        if isinstance(term, Apply):
+            given = [self.value(a) for a in term.args]
+            if term.op in DIVISIONS and not given[1].type.is_float:
+                given[1] = self.nonzero(given[1])
+            if term.op == "convert":
+                return convert(given[0], term.dtype)
+            return SCALARS[term.op](*aligned(given, term.op))
+        raise AssertionError(f"a fold is computed before it is read: {term.kind}")
+
+    def load(self, term: Load) -> Value:
+        address = self.pointers[term.buffer]
+        stored = TYPES[term.dtype]
+        self.bind(term.places)
+        step = self.stride(term.index)
+        mask = None if term.valid is None else self.value(term.valid)
+        if step == 0 or self.lanes == 1:
+            place = self.index(term.index)
+            return self.loaded(address, place, stored, 1, mask)
+        if step == 1:
+            return self.loaded(address, self.index(term.index), stored, self.lanes, mask)
+        return self.gathered(address, self.lanes_of(term.index), stored, mask)
+
+    def loaded(self, base: Value, place: Value, stored: Type, lanes: int, mask: Value | None) -> Value:
+        fn, held = self.fn, compute_type(stored)
+        kind = stored.wide(lanes)
+        if mask is None:
+            return fn.load(fn.at(base, place, stored), kind).to(held)
+        if lanes == 1 and mask.type.width == 1:  # a guarded read: of the first element where it must not be
+            place = mask.where(place, 0)
+            return fn.load(fn.at(base, place, stored), kind).to(held)
+        if lanes == 1:
+            return self.gathered(base, place.splat(mask.type.width), stored, mask)
+        wide = mask if mask.type.width == lanes else mask.splat(lanes)
+        memory = I8_OF[kind.kind].wide(lanes) if kind.kind == "i1" else kind
+        zero = fn.constant(0, memory)
+        address = fn.at(base, place, stored)
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        name = f"llvm.masked.load.{memory.suffix}.p0"
+        value = fn.call(name, memory, address, align, wide, zero)
+        return (value.to(I1) if kind.kind == "i1" else value).to(held)
+
+    def gathered(self, base: Value, places: Value, stored: Type, mask: Value | None) -> Value:
+        fn, held, lanes = self.fn, compute_type(stored), places.type.width
+        memory = I8_OF["i1"] if stored.kind == "i1" else stored
+        pointers = fn.emit(
+            f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
+        )
+        wide = (
+            fn.constant(1, I1.wide(lanes))
+            if mask is None
+            else mask
+            if mask.type.width > 1
+            else mask.splat(lanes)
+        )
+        kind = memory.wide(lanes)
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        name = f"llvm.masked.gather.{kind.suffix}.v{lanes}p0"
+        value = fn.call(name, kind, pointers, align, wide, fn.constant(0, kind))
+        return (value.to(I1) if stored.kind == "i1" else value).to(held)
+
+    def store(self, store: Store) -> None:
+        fn = self.fn
+        value = self.value(store.value)
+        stored = TYPES[store.buffer.dtype]
+        base = self.pointers[store.buffer]
+        if self.lanes == 1:
+            fn.store(value.to(stored), fn.at(base, self.index(store.index), stored))
+            return
+        value = value if value.type.width > 1 else value.splat(self.lanes)
+        value = value.to(stored)
+        if self.stride(store.index) == 1:
+            fn.store(value, fn.at(base, self.index(store.index), stored))
+            return
+        memory = I8_OF["i1"] if stored.kind == "i1" else stored
+        value = value.to(memory) if stored.kind == "i1" else value
+        places = self.lanes_of(store.index)
+        lanes = self.lanes
+        places = places if places.type.width > 1 else places.splat(lanes)
+        pointers = fn.emit(
+            f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
+        )
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
+        from_llvm = fn.constant(1, I1.wide(lanes))
+        fn.module.declare(name, VOID_TYPE, [value.type, pointers.type, I32, from_llvm.type])
+        fn.do(
+            f"call void @{name}({value.type} {value.text}, {pointers.type} {pointers.text}, "
+            f"i32 {align.text}, {from_llvm.type} {from_llvm.text})"
+        )
+
+    # Indices
+
+    def bind(self, places: Sequence[Computed]) -> None:
+        """Let the symbols of computed indices stand for their values, checked."""
+        for place in places:
+            value = self.value(place.term).to(I64)
+            size = value.like(self.index(place.size))
+            wrapped = (value < 0).where(value + size, value) if place.wraps else value
+            outside = (wrapped < 0) | (wrapped >= size)
+            self.report(outside, OUTSIDE if place.wraps else OUT_OF_BOUNDS)
+            self.variables[place.symbol] = outside.where(0, wrapped)
+
+    def nonzero(self, divisor: Value) -> Value:
+        """A divisor of integers, with 1 in place of 0, which is reported."""
+        zero = divisor.compare("eq", 0)
+        self.report(zero, DIVIDED_BY_ZERO)
+        return zero.where(1, divisor)
+
+    def report(self, wrong: Value, fault: int) -> None:
+        """Say that something is at fault, where it is in one lane."""
+        fn = self.fn
+        if wrong.type.width > 1:
+            wrong = fn.call(f"llvm.vector.reduce.or.v{wrong.type.width}i1", I1, wrong)
+        bad, fine = fn.label("bad"), fn.label("fine")
+        fn.branch(wrong, bad, fine)
+        fn.start(bad)
+        fn.store(fn.constant(fault, I64), fn.parameters["status"])
+        fn.jump(fine)
+        fn.start(fine)
+
+    def stride(self, index: Any) -> int | None:
+        """By how much an index grows from lane to lane; None when that is not one number."""
+        if self.vector is None or not isinstance(index, Expr):
+            return 0
+        variable, step = self.vector.variable, 0
+        if self.lanes > 1 and any(
+            s in self.variables and self.variables[s].type.width > 1
+            for s in index.symbols()
+            if s is not variable
+        ):
+            return None
+        for monomial, factor in index.poly.items():
+            if monomial == (variable,):
+                step = factor
+            elif any(variable in atom.symbols() for atom in monomial):
+                return None
+        return step
+
+    def lanes_of(self, index: Any) -> Value:
+        """An index as a value: a vector where it differs from lane to lane."""
+        if self.lanes == 1 or self.stride(index) == 0:
+            return self.index(index)
+        assert self.vector is not None
+        variable = self.vector.variable
+        scalar = self.variables[variable]
+        self.push()
+        self.variables[variable] = scalar.splat(self.lanes) + self.ramp()
+        hidden, self.indices[:-1] = self.indices[:-1], [{} for _ in self.indices[:-1]]
+        value = self.index(index)
+        self.indices[:-1] = hidden
+        self.variables[variable] = scalar
+        self.pop()
+        return value
+
+    def ramp(self) -> Value:
+        """0, 1, 2, … in the lanes."""
+        wide = I64.wide(self.lanes)
+        return Value(self.fn, f"<{', '.join(f'i64 {i}' for i in range(self.lanes))}>", wide)
+
+    def index(self, index: Any) -> Value:
+        """An index expression at the first lane."""
+        if isinstance(index, Value):
+            return index
+        if not isinstance(index, Expr):
+            return self.fn.constant(index, I64)
+        if isinstance(index, Symbol):
+            return self.variables[index]
+        for layer in reversed(self.indices):
+            known: Value | None = layer.get(index)
+            if known is not None:
+                return known
+        value = self.index_of(index)
+        self.indices[-1][index] = value
+        return value
+
+    def index_of(self, index: Expr) -> Value:
+        if index.op is SUM:
+            total: Value | None = None
+            for monomial, factor in index.poly.items():
+                part: Value | None = None
+                for atom in monomial:
+                    value = self.index(atom)
+                    part = value if part is None else part * value
+                part = (
+                    self.fn.constant(factor, I64) if part is None else part * factor if factor != 1 else part
+                )
+                total = part if total is None else total + part
+            assert total is not None
+            return total
+        a, b = (self.index(x) for x in index.args)
+        if index.op in (MIN, MAX):
+            return ((a < b) if index.op is MIN else (a > b)).where(a, b)
+        assert index.op in (FLOORDIV, MOD), f"an index with {index.op}"
+        numerator, divisor = index.args
+        if isinstance(divisor, int) and divisor & (divisor - 1) == 0:
+            return a >> divisor.bit_length() - 1 if index.op is FLOORDIV else a & divisor - 1
+        if index.scope.bounds(numerator)[0] >= 0:
+            return a / b if index.op is FLOORDIV else a % b
+        # LLVM rounds to zero, indices round down.
+        rest = a % b
+        below = rest < 0
+        return below.where(a / b - 1, a / b) if index.op is FLOORDIV else below.where(rest + b, rest)

@@ -1,0 +1,157 @@
+"""The smallest programs that once gave another result than eager, and the edges of arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kiln
+from kiln.base import records
+from tests.fuse.programs import Input, Program
+from tests.fuse.test_random import check
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def plain(*shape: int, dtype: str = "f32", layout: str = "plain", grad: bool = False) -> Input:
+    return Input(shape, dtype, layout, False, grad, 7)
+
+
+#: Lines over inputs a0, a1, …; the last line is returned.
+PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
+    "cat of what is empty": ([plain(64, 0), plain(0)], ["v0 = torch.cat([a1.flatten(), a0.flatten()])"]),
+    "flip without dimensions": ([plain()], ["v0 = a0.flip(0)", "v1 = torch.exp2(torch.lerp(v0, a0, 0.25).reshape(1, 1))"]),
+    "variance of one number": ([plain(17, 33)], ["v0 = torch.var_mean(a0.amax(), 0)[1]"]),
+    "copysign of halves, from double": ([plain(5, 17, dtype="f16")], ["v0 = a0.cos().tanh()"]),
+    "a quotient of indices below zero": ([plain(33, 5)], ["v0 = F.pad(a0, (1, 2)).reshape(2, 2, 1, 3, 22).abs()"]),
+    "a long sum": ([plain(1_000_003), plain(dtype="bf16", grad=True)], ["a0.copy_(a1)", "v0 = torch.fmax(a0, a1)"]),
+    "a sum of long rows": ([plain(100_000, 3)], ["v0 = (a0 + 100).sum(0)"]),
+    "a slice that starts before the start": ([plain(2, 1, grad=True)], ["v0 = a0.abs().sqrt()[:, -2:]"]),
+    "addcmul of two dtypes": ([plain(4, 33, dtype="f16"), plain(1, 33)], ["v0 = torch.addcmul(a0, a1, a1, value=0.5)"]),
+    "logaddexp of two dtypes": ([plain(dtype="bf16"), plain()], ["v0 = torch.logaddexp(a0, a1)"]),
+    "alpha of booleans": ([plain(3, 2)], ["v0 = a0 > 0", "v1 = torch.add(v0, ~v0, alpha=2)"]),
+    "copy into a layout with gaps": ([plain(8, 2, 16, dtype="f64", layout="padded"), plain(8, 2, 16, grad=True)],
+                                     ["a0.copy_(a1)", "v0 = torch.minimum(a1, a0)"]),
+    "log_sigmoid is contiguous": ([plain(16, 3, 64, layout="transposed")], ["v0 = F.logsigmoid(a0).atan()"]),
+    "an index within a part": ([plain(6, 3), plain(6, 3)], ["v0 = torch.cat([a0[torch.arange(6) - 3], a1]) * 2"]),
+    "a division within a part": ([plain(6, dtype="i64"), plain(3, dtype="i64")],
+                                 ["v0 = torch.cat([a0 // (a0.abs() + 1), a1 % (a1.abs() + 2)]) + 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(name: str) -> None:
+    inputs, lines = PROGRAMS[name]
+    check(Program(inputs, lines, [lines[-1].split(" = ")[0]]))
+
+
+def same(f, *inputs):
+    """The same values, dtypes and layouts as eager, bit for bit but for the last ones; or the same error."""
+
+    def called(g):
+        try:
+            out = g(*[x.clone() for x in inputs])
+        except Exception as error:
+            return error
+        return out if isinstance(out, tuple) else (out,)
+
+    kiln.reset()
+    expected = called(f)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        got = called(kiln.compile(f, backend="native"))
+    assert not log.fallbacks
+    if isinstance(expected, Exception):
+        assert type(expected) is type(got), f"{got!r}, eager {expected!r}"
+        return got
+    assert not isinstance(got, Exception), got
+    for a, b in zip(expected, got, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        torch.testing.assert_close(b, a, equal_nan=True)
+    return None
+
+
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_integers(dtype):
+    a, three = torch.arange(-20, 20).to(dtype), torch.full((40,), 3, dtype=dtype)
+    least, minus = torch.full((20,), torch.iinfo(dtype).min, dtype=dtype), torch.full((20,), -1).to(dtype)
+    counts = torch.arange(40).to(dtype)
+    same(lambda a, b: (a // b, a % b, a // -b, torch.fmod(a, b), torch.div(a, b, rounding_mode="trunc")), a, three)
+    same(lambda a, b: (a % b, -a, a.abs(), a * a, a - 1), least, minus)
+    same(lambda a, n: (a << n, a >> n, a << 70, a >> 70, a << -n, a >> -n), a, counts)
+    same(lambda a, n: (a**2, a**5, a**64, a**n, a**-n), a, counts)
+    same(lambda a: (a.amax(), a.amin(), a.sum(), a.prod(), a.argmax(), a.any(), a.all()), a)
+    same(lambda a: (a.float(), a.bool(), a.to(torch.uint8), a.to(torch.int8), a.half(), a / 3), a)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("f", [torch.floor_divide, torch.remainder, torch.fmod])
+def test_division_by_zero_raises(dtype, f):
+    error = same(f, torch.arange(40).to(dtype), (torch.arange(40) % 7).to(dtype))
+    assert isinstance(error, RuntimeError) and "ZeroDivisionError" in str(error)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_floats_that_fit_no_integer(dtype):
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1e30, 1e10, -1e10, 3e9, -3e9, 2.5, -2.5, 300.0, -300.0, 70000.0])
+    same(lambda x: (x.to(dtype), x.double().to(dtype), x[:9].to(dtype)), x.repeat(3))
+
+
+def test_booleans():
+    a, b = torch.tensor([True, False, True, True]), torch.tensor([True, True, False, False])
+    same(lambda a, b: (a + b, a * b, a ^ b, ~a, a < b, a <= b, a.sum(), a.amax(), a.amin(), a.prod(), a + 1, a.cumsum(0)), a, b)
+    same(lambda a, b: a - b, a, b)
+
+
+def test_special_numbers():
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30, 2.5, -2.5, 0.0, -0.0])
+    a, b = (t.contiguous() for t in torch.meshgrid(x, x, indexing="ij"))
+    same(lambda a, b: (a + b, a * b, a / b, torch.maximum(a, b), torch.fmax(a, b), torch.atan2(a, b), torch.pow(a, b)), a, b)
+    same(lambda a, b: (torch.fmod(a, b), torch.remainder(a, b), torch.div(a, b, rounding_mode="floor"), a > b, a != b), a, b)
+    same(lambda x: (x.exp(), x.log(), x.sin(), x.tanh(), x.sigmoid(), x.erf(), x.sqrt(), x.rsqrt(), x.round(), x.sign()), x)
+    same(lambda x: (x.clamp(-1, 1), x.clamp(math.nan, 1), x.clamp(2, 1), x.amax(), x.argmax(), x.argmin()), x)
+
+
+@pytest.mark.parametrize("places", [[0, -1, 3], [4], [-5], [100_000]], ids=str)
+def test_indices_outside(places):
+    x, i = torch.randn(4, 5), torch.tensor(places)
+    same(lambda x, i: x[i] * 2, x, i)
+    same(lambda x, i: x.index_select(0, i) * 2, x, i)
+    same(lambda x, i: torch.gather(x * 2, 0, i[:, None]), x, i)
+    same(lambda x, i: F.embedding(i, x) * 2, x, i)
+
+
+def test_what_is_empty():
+    same(lambda e: (e + 1, e.sum(0), e.mean(), e.prod(1), e.reshape(3, 0) + 1, e.all(1), e.softmax(1), e.T @ e), torch.empty(0, 3))
+    same(lambda e: e.amax(0), torch.empty(0, 3))
+    same(lambda x, i: x[i] + 1, torch.randn(3, 4), torch.empty(0, dtype=torch.long))
+
+
+def test_parts_of_conjugates():
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    same(lambda z: (z.conj().imag + 1, z.real * 2, z.abs() + 1, z * z), z)
+    negative = z.conj().imag
+    assert negative.is_neg()
+    kiln.reset()
+    assert torch.equal(kiln.compile(lambda n: n * 2 + 1, backend="native")(negative), negative * 2 + 1)
+
+
+def test_many_tensors():
+    same(lambda *given: functools.reduce(torch.add, given), *[torch.randn(3) for _ in range(300)])
+    same(lambda x: tuple(x + i for i in range(70)), torch.randn(3))
+
+
+def test_a_backward_compiled_inside_a_region_is_not_captured():
+    def step(x):
+        y = (x.sin() * 2).sum()
+        y.backward()
+        return x.grad * 2
+
+    x, y = (torch.linspace(0, 1, 5).requires_grad_() for _ in range(2))
+    torch.testing.assert_close(kiln.compile(step, backend="native")(x), step(y))
