@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kiln.ahead import aot as aot
     from kiln.api import allow_in_graph as allow_in_graph
-    from kiln.api import aot as aot
     from kiln.api import assume_constant_result as assume_constant_result
     from kiln.api import compile as compile
     from kiln.api import config as config
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FUNCTIONS = (
-    "allow_in_graph", "aot", "assume_constant_result", "capture", "compile", "config", "disable",
+    "allow_in_graph", "assume_constant_result", "capture", "compile", "config", "disable",
     "disallow_in_graph", "error_on_graph_break", "explain", "graph_break", "install", "is_compiling",
     "list_backends", "lookup_backend", "mark_dynamic", "mark_static", "register_backend", "reset",
     "set_stance", "skip_frame", "step_unsupported", "uninstall",
 )  # fmt: skip
 #: Ways in beside compile: names that a folder of their own holds.
-_MODES = {"fake": "kiln.modes.fake", "measure": "kiln.modes.measure"}
+_MODES = {"aot": "kiln.ahead", "fake": "kiln.modes.fake", "measure": "kiln.modes.measure"}
 _ERRORS = ("Break", "Bug", "KilnError", "RecompileError", "Skip")
 
 

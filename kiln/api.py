@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kiln import _hook, ahead, backends, modules, pipeline, redirect
+from kiln import _hook, backends, modules, pipeline, redirect
 from kiln.base import live, log, marks, records, strict
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
@@ -20,7 +20,6 @@ from kiln.observe.explain import Captured, Explanation
 register_backend = backends.register_backend
 list_backends = backends.list_backends
 lookup_backend = backends.lookup_backend
-aot = ahead.aot
 
 ARGUMENTS = ("model", "fullgraph", "dynamic", "backend", "mode", "options", "disable")
 

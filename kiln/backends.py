@@ -11,7 +11,6 @@ from typing import Any, overload
 
 from torch.fx import GraphModule
 
-from kiln.ahead import aot_eager
 from kiln.base.options import MODES, OPTION_NAMES, Backend, config, unknown, with_changes
 
 ENTRY_POINTS = ("kiln.backends", "torch_dynamo_backends")
@@ -19,7 +18,10 @@ ENTRY_POINTS = ("kiln.backends", "torch_dynamo_backends")
 DEFAULT = "kiln"
 
 #: Backends of Kiln that take long to import: loaded when first asked for.
-OWN = {"native": EntryPoint("native", "kiln.compiler:kiln", "kiln.backends")}
+OWN = {
+    name: EntryPoint(name, place, "kiln.backends")
+    for name, place in (("aot_eager", "kiln.ahead:aot_eager"), ("native", "kiln.compiler:kiln"))
+}
 
 _registered: dict[str, Backend] = {}
 _native: set[str] = {*OWN}
@@ -122,9 +124,8 @@ def kiln(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     return eager(graph, example_inputs)
 
 
-for _backend in (eager, kiln, aot_eager):
-    _registered[_backend.__name__] = _backend
-    _native.add(_backend.__name__)
 for _backend in (eager, kiln):
     # These run each op as it comes: they build on nothing that the example inputs happen to be.
     _backend.specialises = False  # type: ignore[attr-defined]
+    _registered[_backend.__name__] = _backend
+    _native.add(_backend.__name__)

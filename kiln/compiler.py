@@ -1,4 +1,4 @@
-"""The compiler as a backend: a captured graph is differentiated, expanded, fused and run as native kernels."""
+"""The compiler as a backend: graphs are differentiated, expanded, fused and run as native kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kiln.launch.program import compile_graph
 
 def kiln(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
     """Differentiate the graph ahead of time and run its halves as native kernels."""
-    # A tensor that stands for its negative (part of a conjugate) is not what its memory says: rare, left to eager.
+    # A tensor that stands for its negative (part of a conjugate) is not what its memory says.
     plain = not any(isinstance(x, torch.Tensor) and x.is_neg() for x in examples)
     stage: Compiler = native if plain else runner
     return compiled(module, examples, stage, stage, stage)

@@ -32,7 +32,7 @@ LAYERS = {
     "backends": {"ahead", "base", *STAGES},
     "pipeline": {"base", "_hook", *STAGES},
     "api": {"ahead", "base", "_hook", "backends", "modules", "observe", "pipeline", "redirect", *STAGES},
-    "__init__": {"api", "base", "modes"},
+    "__init__": {"ahead", "api", "base", "modes"},
 }
 
 FORBIDDEN = (

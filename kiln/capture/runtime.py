@@ -6,6 +6,7 @@ import contextlib
 import gc
 import random
 import types
+import warnings
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -136,7 +137,12 @@ def proxied(view: Any) -> Any:
 
 
 def set_state(iterator: Any, state: Any) -> Any:
-    iterator.__setstate__(state)
+    if type(iterator).__module__ != "itertools":
+        iterator.__setstate__(state)
+        return iterator
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the protocol goes away for these
+        iterator.__setstate__(state)
     return iterator
 
 

@@ -180,7 +180,7 @@ class Saving:
             ctx.beside = [
                 _hold(
                     _ANCHOR, [tensors[i].detach() if i in self.results else tensors[i] for i in places]
-                ).grad_fn
+                )
                 for _, places in self.groups
             ]
 
@@ -189,7 +189,8 @@ class Saving:
         found: list[tuple[Any, list[int]]] = [(ctx, self.shared)] if self.shared else []
         if self.groups:
             beside = zip(self.groups, ctx.beside, strict=True)
-            found += [(node, places) for (mask, places), node in beside if mask & present]
+            # A node frees what it saved when its result goes, whoever else holds the node: so that is kept.
+            found += [(held.grad_fn, places) for (mask, places), held in beside if mask & present]
         return found
 
     def check(self, ctx: Any, present: int) -> None:

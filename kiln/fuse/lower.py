@@ -299,7 +299,8 @@ def is_pointwise(node: Node) -> bool:
     if not isinstance(spec, TensorSpec) or name_of(node.op) not in LOWER or not supported(spec):
         return False
     count = 1 if name_of(node.op) in UNARY else 2
-    if LOWER[name_of(node.op)] is _elementwise and (len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}):
+    more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}
+    if more and LOWER[name_of(node.op)] is _elementwise:
         return False  # a variant of the op with more arguments
     if name_of(node.op) == "index" and any(
         i is not None and i.spec.dtype not in INDICES for i in node.args[1]

@@ -202,7 +202,7 @@ class Drawing:
             names = ["f32"] * 8 + ["f64", "bf16", "f16"] if floats and i != 2 else [*PLAIN, "f32", "i64"]
             dtype = r.choice(names)
             grad = dtype in FLOATS and r.random() < 0.5
-            made.append(Input(tuple(shape), dtype, r.choice(LAYOUTS), r.random() < 0.05, grad, r.randrange(1000)))
+            made.append(Input(tuple(shape), dtype, r.choice(LAYOUTS), not grad and r.random() < 0.05, grad, r.randrange(1000)))
         return made
 
     def line(self, template: str) -> bool:

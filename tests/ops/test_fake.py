@@ -372,7 +372,7 @@ from kiln.ops.fake import FakeMode, fake_like
 a = fake_like(torch.randn(2, 3, 8, 8, requires_grad=True))
 with FakeMode():
     b = F.gelu(F.batch_norm(F.conv2d(a, torch.randn(4, 3, 3, 3)), torch.zeros(4), torch.ones(4), training=True))
-    b = F.layer_norm(b, (6,)) + F.softmax(b, -1).std() + torch.special.erfcx(b) + torch.nextafter(b, b) + b.relu().erf()
+    b = F.layer_norm(b, (6,)) + F.softmax(b, -1).std() + torch.special.erfcx(b) + torch.nextafter(b, b).detach() + b.relu().erf()
     b = F.interpolate(b, scale_factor=2, mode="bicubic") + torch.logit(torch.rand(1)) + torch.nan_to_num(b).sum()
     b = F.scaled_dot_product_attention(b, b, b)
     torch.nn.LSTM(12, 4)(b[0])[0].sum().backward()
