@@ -178,9 +178,7 @@ class Saving:
         ctx.left = self.everything
         with torch.enable_grad():
             ctx.beside = [
-                _hold(
-                    _ANCHOR, [tensors[i].detach() if i in self.results else tensors[i] for i in places]
-                )
+                _hold(_ANCHOR, [tensors[i].detach() if i in self.results else tensors[i] for i in places])
                 for _, places in self.groups
             ]
 

@@ -26,6 +26,7 @@ from kiln.ops.meta import (
     written,
 )
 from kiln.ops.oracle import consult, lays_out_itself, too_large
+from kiln.ops.products import KEYS as PRODUCTS
 from kiln.ops.symint import SEEN, SYMBOLIC, plain, specialised
 from kiln.ops.table import aten, rule, rule_of
 
@@ -46,7 +47,7 @@ LARGEST_FOLDED = 4096
 #: Factories whose contents are known.
 FILLED = frozenset(
     overload for packet in (aten.eye, aten.zeros, aten.ones, aten.full, aten.arange, aten.tril_indices,
-                            aten.triu_indices)
+                            aten.triu_indices, aten.scalar_tensor)
     for overload in (getattr(packet, name) for name in packet.overloads()) if not overload._schema.is_mutable
 )  # fmt: skip
 
@@ -102,12 +103,16 @@ def make(
     """A new fake of this layout; `stride` None means contiguous."""
     if ELSEWHERE and device.type in ELSEWHERE:
         return ELSEWHERE[device.type](size, stride, dtype, device, offset, requires_grad)  # type: ignore[no-any-return]
+    keys = None
     if SEEN.symbols:
         size, stride, offset = plain(size), plain(stride), plain(offset)
+        if PRODUCTS is not None and any(type(n) is torch.SymInt for n in (*size, *(stride or ()))):
+            keys = PRODUCTS
     start = None if stride is None else offset
     fake: FakeTensor = _wrap(
-        FakeTensor, size, stride, start, None, dtype, _strided, device, False, requires_grad
-    )
+        FakeTensor, size, stride, start, None, dtype, _strided, device, False, requires_grad,
+        _extra_dispatch_keys=keys,
+    )  # fmt: skip
     return fake
 
 

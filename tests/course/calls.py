@@ -220,3 +220,7 @@ EXEMPT = {
         index""",
     "gone or hidden": "eig lstsq solve symeig new chain_matmul linear_cross_entropy mvlgamma_ float_power_ is_nested",
 }  # fmt: skip
+# Exempt, but not there in the oldest version of PyTorch that is supported.
+ADDED = "const_data_ptr linear_cross_entropy"
+# Names of tensor dimensions, which later versions of PyTorch have no more.
+REMOVED = "align_as align_to has_names names refine_names rename rename_"

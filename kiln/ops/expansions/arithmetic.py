@@ -17,8 +17,21 @@ from kiln.ops.table import aten, expansion
 def promoted(*operands: Any) -> torch.dtype:
     """The dtype in which operands, tensors and numbers, meet."""
     first, *rest = operands
-    found = [torch.result_type(first, other) for other in rest] or [first.dtype]
-    return reduce(torch.promote_types, found)
+    tensors = [x for x in operands if isinstance(x, Tensor)]
+    if len(tensors) < 3:
+        found = [torch.result_type(first, other) for other in rest] or [first.dtype]
+        return reduce(torch.promote_types, found)
+    # A tensor without dimensions counts only where it is of a higher kind than those with some.
+    whole, single = ([x.dtype for x in tensors if bool(x.dim()) is some] for some in (True, False))
+    if not whole or not single:
+        return reduce(torch.promote_types, whole or single)
+    most, other = reduce(torch.promote_types, whole), reduce(torch.promote_types, single)
+    return most if _rank(most) >= _rank(other) else torch.promote_types(most, other)
+
+
+def _rank(dtype: torch.dtype) -> int:
+    """The kind of a dtype, for promotion: truths, whole numbers, real ones, complex ones."""
+    return int(dtype is not torch.bool) + int(dtype in INEXACT) + int(dtype.is_complex)
 
 
 def of_kind(value: Any, dtype: torch.dtype) -> Any:
