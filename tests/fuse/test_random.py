@@ -19,7 +19,7 @@ hypothesis = pytest.importorskip("hypothesis")
 pytestmark = pytest.mark.filterwarnings("ignore")
 MANY = int(os.environ.get("KILN_FUZZ", "0"))
 SETTINGS = hypothesis.settings(
-    max_examples=MANY or 200, derandomize=not MANY, deadline=None, database=None,
+    max_examples=MANY or 120, derandomize=not MANY, deadline=None, database=None,
     suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
 )  # fmt: skip
 
