@@ -252,7 +252,8 @@ static void divert(Frame *frame)
 
 static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
 {
-    if (depth > 0 && paused == 0 && !throwflag && evaluating != frame) {
+    /* While `tracing`, the interpreter calls an audit hook, a tracer or a profiler: no part of the program. */
+    if (depth > 0 && paused == 0 && tstate->tracing == 0 && !throwflag && evaluating != frame) {
         if (left_alone != NULL && FRAME_FUNCTION(frame) == left_alone)
             left_alone = NULL;
         else {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import gc
 import operator
+import subprocess
+import sys
 import threading
 import traceback
 import types
@@ -105,6 +107,32 @@ def test_a_disabled_function_made_in_each_call_does_not_recompile():
     for _ in range(3):
         w(X)
     assert w.recompiles == 0, w.reasons
+
+
+AUDITED = """
+import sys, torch, kiln
+from kiln.base import records
+forks = []
+def hook(event, args):
+    if event in ("os.fork", "os.forkpty"):
+        forks.append(args)
+def f(x):
+    @kiln.disable
+    def inner(x):
+        return x + 10
+    return inner(x) + 1
+sys.addaudithook(hook)
+with records.collect() as seen:
+    compiled = kiln.compile(f, backend="eager")
+    for _ in range(3):
+        compiled(torch.ones(3))
+assert not seen.recompiles, seen.recompiles
+"""
+
+
+@needs_kiln
+def test_audit_hooks_are_no_part_of_the_program():
+    subprocess.run([sys.executable, "-c", AUDITED], check=True)
 
 
 @needs_kiln
