@@ -26,7 +26,7 @@ REFUSED = {
         ["allclose", "argwhere", "bincount", "equal", "item", "linalg.lstsq", "linalg.lstsq.grad_oriented",
          "masked_select", "nn.functional.ctc_loss", "nn.functional.one_hot", "nonzero", "unique", "unique_consecutive"], "data-dependent"),
     # the implementation asks whether all values are positive, or all weights the same
-    **dict.fromkeys(["corrcoef", "cov", "nn.functional.gaussian_nll_loss"], "data-dependent"),
+    **dict.fromkeys(["nn.functional.gaussian_nll_loss"], "data-dependent"),
     # the memory of an argument is exchanged
     **dict.fromkeys(["resize_", "resize_as_"], "metadata-mutation"),
     **dict.fromkeys(["to_sparse", "sparse.mm.reduce", "sparse.sampled_addmm"], "sparse"),
