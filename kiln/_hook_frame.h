@@ -28,7 +28,7 @@ static Py_ssize_t code_state_index = -1;
 static PyObject *frame_callback;
 static int entered_threads;
 static _PyFrameEvalFunction next_eval; /* what was set before */
-static __thread int depth, paused;
+static __thread int depth;
 static __thread Frame *evaluating; /* while another evaluator, which may come back to this one, has it */
 static __thread PyObject *left_alone; /* the next frame of this function runs as it is */
 

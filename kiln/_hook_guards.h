@@ -47,15 +47,19 @@ static int check_open(Guards *self, Call *call)
     return holds;
 }
 
+static __thread int paused; /* Python frames that start meanwhile run as they are */
+
 /* Whether all guards hold: 1, 0, or -1 with an error. */
 static int guards_check(Guards *self, PyObject *const *argv, Py_ssize_t argc)
 {
     Call call = {.argv = argv, .argc = argc};
     if (self->cleared)
         return 0;
+    paused++; /* a guard that reads an attribute may run the program's own __getattribute__ */
     int holds = self->seal == NULL ? BROKEN : with_registers(self, &call, self->seal->register_count, check_sealed);
     if (holds == BROKEN)
         holds = with_registers(self, &call, self->register_count, check_open);
+    paused--;
     holds = settle(holds);
     Py_XDECREF(call.tuple);
     return holds;

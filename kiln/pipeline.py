@@ -42,8 +42,14 @@ class Entry:
     built: Any
 
 
+#: Methods that reading an attribute runs: the code and the guards of a region read attributes themselves.
+ATTRIBUTE_LOOKUP = frozenset({"__getattribute__", "__getattr__"})
+
+
 def frame_region(function: types.FunctionType, family: Family) -> Any:
     """The region of a function that code outside any graph calls while a compiled region runs."""
+    if function.__code__.co_name in ATTRIBUTE_LOOKUP:
+        return None
     key = ("frame", function.__code__)
     known = family.resumes.get(key)
     if known is None:

@@ -434,3 +434,32 @@ def test_program_with_gradients(f):
 
 def test_packed_arguments():
     assert same_as_eager(packed_arguments, X, 1, 2, k=3, z=4).raised is None
+
+
+class Renamed:
+    """An object whose attributes go by other names too."""
+
+    names = {"old": "new"}
+
+    def __init__(self, new):
+        self.new, self.layers = new, 2
+
+    def __getattribute__(self, key):
+        if key != "names" and key in super().__getattribute__("names"):
+            key = super().__getattribute__("names")[key]
+        return super().__getattribute__(key)
+
+
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+def test_the_lookup_of_attributes_in_code_outside_a_graph_is_no_region():
+    @kiln.disable(recursive=False)
+    def outside(settings, x):
+        return x * settings.old + settings.layers
+
+    def f(x, settings):
+        return outside(settings, x + 1) + settings.old
+
+    compiled = kiln.compile(f, backend="eager")
+    for new in (3, 4, 5, 3):
+        settings = Renamed(new)
+        assert torch.equal(compiled(torch.ones(3), settings), f(torch.ones(3), settings))
