@@ -157,25 +157,15 @@ def _write(
         with below():
             target.copy_(results[index])
 
-    def plain(results: Results, args: Args) -> None:
+    def seen(results: Results, args: Args) -> None:
         before = torch.is_grad_enabled()
-        _switch(False)
+        _switch(mutation.with_grad)
         try:
             origin(args).copy_(results[index])
         finally:
             _switch(before)
 
-    def recorded(results: Results, args: Args) -> None:
-        before = torch.is_grad_enabled()
-        _switch(True)
-        try:
-            origin(args).copy_(results[index])
-        finally:
-            _switch(before)
-
-    if mutation.hidden:
-        return hidden
-    return recorded if mutation.with_grad else plain
+    return hidden if mutation.hidden else seen
 
 
 # Where values come from

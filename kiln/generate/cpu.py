@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +100,3 @@ def _compiled(text: str, level: int) -> Code:
     engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     return Code(engine)
-
-
-def callable_at(address: int, *arguments: Any) -> Any:
-    """A ctypes function for code at this address."""
-    return ctypes.CFUNCTYPE(None, *arguments)(address)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kiln.generate.llvm import F32, F64, I1, I32, I64, Number, Type, Value, fma
+from kiln.generate.llvm import F32, F64, I1, I32, I64, Type, Value, fma
 
 LN2 = math.log(2)
 LN2_HIGH_32, LN2_LOW_32 = 0.693359375, -2.12194440e-4
@@ -424,10 +424,6 @@ def sigmoid(x: Value) -> Value:
 
 def round_even(x: Value) -> Value:
     return x.intrinsic("roundeven")
-
-
-def constant_like(x: Value, number: Number) -> Value:
-    return x.like(number)
 
 
 def compute_type(type: Type) -> Type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 _SCALARS = {"f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat", "ptr": "ptr", "void": "void"}
 _SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64)}
@@ -441,6 +441,3 @@ class Module:
     def definitions(self) -> str:
         """The functions alone."""
         return "\n".join(f.text() for f in self.functions)
-
-
-Emitted: TypeAlias = Callable[..., Any]

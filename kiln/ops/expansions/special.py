@@ -36,26 +36,26 @@ def xlog1py(x: Tensor, y: Tensor) -> Any:
     return _times_log(x, y, torch.log1p)
 
 
+def _log_of_sum(a: Tensor, b: Tensor, beyond: Callable[[Tensor], Tensor]) -> Any:
+    """The logarithm of a sum of powers: the larger exponent, and what the gap to the other adds to it."""
+    if not of_float(a, b):
+        return NotImplemented
+    same = (a == b) & (torch.abs(a) == math.inf)
+    return torch.where(same, a, torch.maximum(a, b) + beyond(torch.abs(a - b)))
+
+
 @expansion(aten.logaddexp.default)
 @together
 @in_wide
 def logaddexp(a: Tensor, b: Tensor) -> Any:
-    if not of_float(a, b):
-        return NotImplemented
-    larger = torch.maximum(a, b)
-    same = (a == b) & (torch.abs(a) == math.inf)
-    return torch.where(same, a, larger + torch.log1p(torch.exp(-torch.abs(a - b))))
+    return _log_of_sum(a, b, lambda gap: torch.log1p(torch.exp(-gap)))
 
 
 @expansion(aten.logaddexp2.default)
 @together
 @in_wide
 def logaddexp2(a: Tensor, b: Tensor) -> Any:
-    if not of_float(a, b):
-        return NotImplemented
-    larger = torch.maximum(a, b)
-    same = (a == b) & (torch.abs(a) == math.inf)
-    return torch.where(same, a, larger + torch.log1p(torch.exp2(-torch.abs(a - b))) * (1 / math.log(2)))
+    return _log_of_sum(a, b, lambda gap: torch.log1p(torch.exp2(-gap)) * (1 / math.log(2)))
 
 
 @expansion(aten.sinc.default)
