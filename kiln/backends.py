@@ -20,7 +20,7 @@ DEFAULT = "kiln"
 #: Backends of Kiln that take long to import: loaded when first asked for.
 OWN = {
     name: EntryPoint(name, place, "kiln.backends")
-    for name, place in (("aot_eager", "kiln.ahead:aot_eager"), ("native", "kiln.compiler:kiln"))
+    for name, place in (("aot_eager", "kiln.ahead:aot_eager"), ("kiln", "kiln.compiler:kiln"))
 }
 
 _registered: dict[str, Backend] = {}
@@ -119,13 +119,7 @@ def eager(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     return MethodType(forward, SimpleNamespace(**{name: getattr(graph, name) for name in names}))
 
 
-def kiln(graph: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """The default backend: runs the graph as `eager` does until the compiler stages exist."""
-    return eager(graph, example_inputs)
-
-
-for _backend in (eager, kiln):
-    # These run each op as it comes: they build on nothing that the example inputs happen to be.
-    _backend.specialises = False  # type: ignore[attr-defined]
-    _registered[_backend.__name__] = _backend
-    _native.add(_backend.__name__)
+# It runs each op as it comes: it builds on nothing that the example inputs happen to be.
+eager.specialises = False  # type: ignore[attr-defined]
+_registered["eager"] = eager
+_native.add("eager")

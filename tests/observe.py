@@ -25,7 +25,7 @@ UNSEEN = {"_backward_hooks_state", "__orig_class__"}
 
 
 #: Whether the backend that the tests run through has arithmetic of its own, which differs in the last bits.
-COMPUTES_ANEW = os.environ.get("KILN_COURSE_BACKEND") == "native"
+COMPUTES_ANEW = os.environ.get("KILN_COURSE_BACKEND") == "kiln"
 
 
 def same_number(a: Any, b: Any) -> bool:

@@ -65,7 +65,7 @@ def same(f, *inputs):
     kiln.reset()
     expected = called(f)
     with records.collect() as log, kiln.config.patch(strict=True):
-        got = called(kiln.compile(f, backend="native"))
+        got = called(kiln.compile(f, backend="kiln"))
     assert not log.fallbacks
     if isinstance(expected, Exception):
         assert type(expected) is type(got), f"{got!r}, eager {expected!r}"
@@ -142,7 +142,7 @@ def test_parts_of_conjugates():
     negative = z.conj().imag
     assert negative.is_neg()
     kiln.reset()
-    assert torch.equal(kiln.compile(lambda n: n * 2 + 1, backend="native")(negative), negative * 2 + 1)
+    assert torch.equal(kiln.compile(lambda n: n * 2 + 1, backend="kiln")(negative), negative * 2 + 1)
 
 
 def test_many_tensors():
@@ -157,4 +157,4 @@ def test_a_backward_compiled_inside_a_region_is_not_captured():
         return x.grad * 2
 
     x, y = (torch.linspace(0, 1, 5).requires_grad_() for _ in range(2))
-    torch.testing.assert_close(kiln.compile(step, backend="native")(x), step(y))
+    torch.testing.assert_close(kiln.compile(step, backend="kiln")(x), step(y))

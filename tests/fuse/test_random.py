@@ -28,7 +28,7 @@ def check(program: Program) -> None:
     """The program equals eager in one graph, and nothing fell back but what eager cannot differentiate either."""
     kiln.reset()
     with records.collect() as log, kiln.config.patch(strict=True):
-        eager = compare(program, kiln.compile(program.function(PLAIN), backend="native"))
+        eager = compare(program, kiln.compile(program.function(PLAIN), backend="kiln"))
     if eager.error is None:
         assert not log.breaks, f"breaks: {log.breaks}"
         assert not log.fallbacks or eager.backward_error is not None, f"fell back: {log.fallbacks}"

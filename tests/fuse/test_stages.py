@@ -101,7 +101,7 @@ def test_sizes_that_vary():
     def function(x, y):
         return (x * 2 + 1, y.sum(0), F.log_softmax(x, -1).sum(), y.t() - 1)
 
-    compiled = kiln.compile(function, backend="native", dynamic=True, fullgraph=True)
+    compiled = kiln.compile(function, backend="kiln", dynamic=True, fullgraph=True)
     for rows in (6, 11, 40):
         x, y = rand(rows, 9), rand(7, rows + 2)
         for mine, theirs in zip(compiled(x, y), function(x, y), strict=True):
@@ -112,7 +112,7 @@ def test_long_folds_of_sizes_that_vary():
     def function(x):
         return x.mean(), x.sum(0), x / x.amax(), (x * 2).argmax()
 
-    compiled = kiln.compile(function, backend="native", dynamic=True, fullgraph=True)
+    compiled = kiln.compile(function, backend="kiln", dynamic=True, fullgraph=True)
     for shape in ((4000, 30), (3, 7), (50, 2), (6001, 17), (2, 9000)):
         for mine, theirs in zip(compiled(rand(*shape)), function(rand(*shape)), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-3)
