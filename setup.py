@@ -15,4 +15,8 @@ LAUNCH = Extension(
     "kiln._launch", sources=["kiln/_launch.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
 )
 
-setup(ext_modules=[HOOK, LAUNCH])
+CUDA = Extension(
+    "kiln._cuda", sources=["kiln/_cuda.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
+)
+
+setup(ext_modules=[HOOK, LAUNCH, CUDA])

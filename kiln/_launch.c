@@ -158,6 +158,11 @@ kernel_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *name
     rest += 2 * kernel->made;
     double work = 0;
     for (int i = 0; i < numbers; i++) {
+        if (PyFloat_CheckExact(rest[i])) { /* a number that a kernel computes with */
+            double number = PyFloat_AS_DOUBLE(rest[i]);
+            memcpy(&sizes[i], &number, sizeof number);
+            continue;
+        }
         sizes[i] = PyLong_AsLongLong(rest[i]);
         if (sizes[i] == -1 && PyErr_Occurred())
             goto fail;

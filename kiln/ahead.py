@@ -19,11 +19,12 @@ from kiln.base.options import Backend, config, unknown
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.partition import partition
-from kiln.differentiate.run import callable_for
+from kiln.differentiate.run import HeldCompiler, callable_for
 from kiln.differentiate.trace import trace
 from kiln.differentiate.training import Compiler, Run
 from kiln.expand.expand import expand
 from kiln.ops.fake import make
+from kiln.ops.random import draw
 from kiln.ops.symint import wrap
 
 LEVELS = ("aten", "core", "prims")
@@ -85,8 +86,13 @@ def compiled(
     inference: Compiler,
     parted: Partition | None = None,
     level: str = "aten",
+    random: str = "eager",
+    held: HeldCompiler | None = None,
 ) -> Callable[..., Any]:
     """The callable of a captured graph whose halves these compilers compile.
+
+    `random` says which random numbers are Kiln's own, as the option of that name does. `held`, where given,
+    compiles graphs without gradients in the place of `inference`, and learns which tensors the module holds.
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
@@ -96,6 +102,7 @@ def compiled(
     try:
         refuse_effects(module)
         joint = trace(module, list(examples))
+        joint = replace(joint, graph=draw(joint.graph, random), random=random)
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None
@@ -108,7 +115,7 @@ def compiled(
     finally:
         if collecting:
             gc.enable()
-    return callable_for(module, joint, halves, forward if halves else inference, unseen(backward))
+    return callable_for(module, joint, halves, forward if halves else inference, unseen(backward), held)
 
 
 def unseen(compiler: Compiler) -> Compiler:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,27 +13,49 @@ from kiln.ahead import compiled
 from kiln.base import log, records
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
-from kiln.base.options import config
+from kiln.base.options import Settings, config
 from kiln.differentiate.run import Compiler, Run
+from kiln.launch.held import compile_held
 from kiln.launch.program import compile_graph
 
 
-def kiln(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """Differentiate the graph ahead of time and run its halves as native kernels."""
-    # A tensor that stands for its negative (part of a conjugate) is not what its memory says.
-    plain = not any(isinstance(x, torch.Tensor) and x.is_neg() for x in examples)
-    stage: Compiler = native if plain else runner
-    return compiled(module, examples, stage, stage, stage)
+def kiln(
+    module: fx.GraphModule,
+    examples: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Differentiate the graph ahead of time and run its halves as native kernels.
+
+    `mode` and `options` are for those that call this as a backend of another capture; `kiln.compile` puts its
+    own in force.
+    """
+    with config.patch(**dict(options or {}), **({} if mode is None else {"mode": mode})) as settings:
+        # A tensor that stands for its negative (part of a conjugate) is not what its memory says.
+        plain = not any(isinstance(x, torch.Tensor) and x.is_neg() for x in examples)
+        stage: Compiler = partial(native, settings=settings) if plain else runner
+        held = partial(native_held, settings=settings) if plain else None
+        return compiled(module, examples, stage, stage, stage, random=settings.draws, held=held)
 
 
-def native(graph: Graph) -> Run:
+def native(graph: Graph, settings: Settings) -> Run:
     """Native code for a graph of aten ops; where a stage of ours fails the graph runs op by op."""
+    return _or_op_by_op(graph, settings, partial(compile_graph, graph, settings))
+
+
+def native_held(graph: Graph, held: Mapping[int, torch.Tensor], settings: Settings) -> Run:
+    """Native code for a graph without gradients over held tensors, by position."""
+    return _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held))
+
+
+def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run]) -> Run:
     try:
-        return compile_graph(graph)
+        return compile_it()
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        if config.strict:
+        if settings.strict:
             raise
         why = f"{type(error).__name__}: {error}"
         records.emit(records.FallbackRecord("generate", why))

@@ -195,6 +195,8 @@ def seen_to_vary(known: list[Any], argv: tuple[Any, ...], mode: bool | None) -> 
 def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any:
     def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         changes = {name: value for name, value in asked.options.items() if name in options.OPTION_NAMES}
+        if asked.mode is not None:
+            changes["mode"] = asked.mode
         if asked.fullgraph:
             changes["strict"] = True
         try:

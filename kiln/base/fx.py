@@ -30,17 +30,18 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 _numbers = count()
 
 
-def bindings(graph: Graph) -> dict[Symbol, tuple[Node, int | None]]:
-    """For each symbol, the input whose size it is, and in which dimension; None for the number itself."""
-    found: dict[Symbol, tuple[Node, int | None]] = {}
+def bindings(graph: Graph) -> dict[Symbol, tuple[Node, str, int]]:
+    """For each symbol the input that it is of: "size" or "stride" and the dimension, "" for the number itself."""
+    found: dict[Symbol, tuple[Node, str, int]] = {}
     for node in graph.inputs:
         if isinstance(node.spec, Symbol):
-            found[node.spec] = (node, None)
-    for node in graph.inputs:
-        if isinstance(node.spec, TensorSpec):
-            for dim, size in enumerate(node.spec.shape):
+            found[node.spec] = (node, "", 0)
+    tensors = [node for node in graph.inputs if isinstance(node.spec, TensorSpec)]
+    for what, field in (("size", "shape"), ("stride", "stride")):
+        for node in tensors:
+            for dim, size in enumerate(getattr(node.spec, field)):
                 if isinstance(size, Symbol):
-                    found.setdefault(size, (node, dim))
+                    found.setdefault(size, (node, what, dim))
     return found
 
 
@@ -138,8 +139,9 @@ class _Module:
         if isinstance(value, Symbol):
             if value not in self.bound:
                 raise Bug(f"no input of the graph has the size {value}")
-            node, dim = self.bound[value]
-            return self.nodes[node] if dim is None else call(aten.sym_size.int, (self.nodes[node], dim))
+            node, what, dim = self.bound[value]
+            read = aten.sym_stride.int if what == "stride" else aten.sym_size.int
+            return call(read, (self.nodes[node], dim)) if what else self.nodes[node]
         if value.op is not SUM:
             return call(OPERATORS[value.op], tuple(self._size(a) for a in value.args))
         total: Any = None
@@ -223,8 +225,8 @@ class _Text:
         for symbol in symbols:
             if symbol not in bound:
                 raise Bug(f"no input of the graph has the size {symbol}")
-            node, dim = bound[symbol]
-            yield f"    {symbol} = {self.names[node]}" + ("" if dim is None else f".shape[{dim}]")
+            node, what, dim = bound[symbol]
+            yield f"    {symbol} = {self.names[node]}" + (f".{what}({dim})" if what else "")
         for i, value in enumerate(v for v in used if not isinstance(v, Symbol)):
             self._sizes[value] = f"_e{i}"
             yield f"    _e{i} = {value}"

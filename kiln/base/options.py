@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +13,14 @@ from types import MappingProxyType
 from typing import Any
 
 from kiln.base.errors import KilnError
+from kiln.base.log import logger
 
 Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 """A backend takes (torch.fx.GraphModule, example inputs) and gives the callable that runs in its place."""
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+NUMERICS = ("fast", "eager")
+RANDOM = ("masks", "own", "eager")
 #: Stances under which the first call of a function runs its graphs as they are, without the backend.
 FIRST_AS_IS = ("eager_then_compile", "aot_eager_then_compile")
 STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile", *FIRST_AS_IS)
@@ -56,9 +60,21 @@ def _flag(name: str) -> bool:
     return os.environ.get(name, "0").lower() not in ("", "0", "false", "no")
 
 
+def _chosen(name: str, known: tuple[str, ...]) -> str:
+    """What an environment variable chooses, the first by default; one that it may not choose is told and left out."""
+    value = os.environ.get(name, known[0])
+    if value not in known:
+        logger.warning("%s: %s", name, unknown("value", value, known))
+        return known[0]
+    return value
+
+
 @dataclass(frozen=True, slots=True)
-class Config:
-    """The configuration: immutable; a changed one is put in force with `config.patch`."""
+class Settings:
+    """What a compilation asks for: immutable, taken when the backend is called and handed down.
+
+    `config.patch` puts changed ones in force. A backward that is compiled later has those of its forward.
+    """
 
     cache_limit: int = 64
     """Entries a function may have before it runs eagerly."""
@@ -69,22 +85,55 @@ class Config:
     memory_budget: float = 1.0
     """The share of what a training step would save for its backward that it may save."""
 
+    numerics: str = field(default_factory=lambda: _chosen("KILN_NUMERICS", NUMERICS))
+    """"fast" lets kernels keep half types in float32 between ops and sum in an order of their own; "eager" gives
+    eager's results, random numbers too."""
 
-OPTION_NAMES = tuple(f.name for f in fields(Config))
+    random: str = field(default_factory=lambda: _chosen("KILN_RANDOM", RANDOM))
+    """Which random numbers kernels draw themselves: "masks" those of dropout and `bernoulli`, "own" all that
+    they can, "eager" none."""
+
+    mode: str = "default"
+    """One of MODES."""
+
+    freeze: bool = True
+    """Whether graphs without gradients keep what follows from weights alone: packed and folded copies."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether results have eager's rounding, order and random numbers."""
+        return self.numerics == "eager"
+
+    @property
+    def draws(self) -> str:
+        """Which random numbers are Kiln's own, one of RANDOM."""
+        return "eager" if self.exact else self.random
+
+    @property
+    def tunes(self) -> bool:
+        """Whether variants of kernels are timed."""
+        return self.mode.startswith("max-autotune")
 
 
-class Settings:
-    """The configuration in force: reads come from a frozen `Config`; `patch` puts another in force."""
+OPTION_NAMES = tuple(f.name for f in fields(Settings))
+#: The options that take one of some names.
+CHOICES = {"numerics": NUMERICS, "random": RANDOM, "mode": MODES}
+#: The options that are numbers between two.
+BETWEEN = {"memory_budget": (0.0, 1.0), "cache_limit": (0, math.inf)}
+
+
+class Configuration:
+    """The settings in force: reads come from frozen `Settings`; `patch` puts others in force."""
 
     __slots__ = ("_default", "_patched")
 
     def __init__(self) -> None:
-        object.__setattr__(self, "_default", Config())
+        object.__setattr__(self, "_default", Settings())
         object.__setattr__(self, "_patched", ContextVar("kiln_config", default=None))
 
     @property
-    def now(self) -> Config:
-        """The frozen configuration of the running context."""
+    def now(self) -> Settings:
+        """The frozen settings of the running context."""
         return self._patched.get() or self._default  # type: ignore[attr-defined, no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -106,9 +155,9 @@ class Settings:
         return repr(self.now)
 
     @contextmanager
-    def patch(self, **changes: Any) -> Iterator[Config]:
-        """Put the configuration with these changes in force in this context; also serves as a decorator."""
-        patched: ContextVar[Config | None] = self._patched  # type: ignore[attr-defined]
+    def patch(self, **changes: Any) -> Iterator[Settings]:
+        """Put the settings with these changes in force in this context; also serves as a decorator."""
+        patched: ContextVar[Settings | None] = self._patched  # type: ignore[attr-defined]
         token = patched.set(with_changes(self.now, changes))
         try:
             yield self.now
@@ -116,18 +165,26 @@ class Settings:
             patched.reset(token)
 
 
-def with_changes(base: Config, changes: Mapping[str, Any]) -> Config:
-    """`base` with these options changed; unknown names and wrong types raise."""
+def with_changes(base: Settings, changes: Mapping[str, Any]) -> Settings:
+    """`base` with these options changed; unknown names and wrong values raise."""
+    made = dict(changes)
     for name, value in changes.items():
         if name not in OPTION_NAMES:
             raise unknown("option", name, OPTION_NAMES)
+        if name in CHOICES and value not in CHOICES[name]:
+            raise unknown(f"value of option {name!r}:", value, CHOICES[name])
         kind = type(getattr(base, name))
+        if kind is float and type(value) is int:
+            value = made[name] = float(value)
         if type(value) is not kind:
             raise TypeError(f"option {name!r} is of type {kind.__name__}, got {value!r}")
-    return replace(base, **changes)
+        low, high = BETWEEN.get(name, (-math.inf, math.inf))
+        if kind is not str and not low <= value <= high:
+            raise ValueError(f"option {name!r} is between {low} and {high}, got {value!r}")
+    return replace(base, **made)
 
 
-config = Settings()
+config = Configuration()
 
 
 @dataclass(slots=True)

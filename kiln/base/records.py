@@ -92,7 +92,27 @@ class ResidualRecord:
         return replace(self, code=None)
 
 
-Record = GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord
+@dataclass(frozen=True, slots=True)
+class CodeRecord:
+    """Machine code was made for the kernels of a graph, or found: `source` is compiled, disk or memory."""
+
+    kernels: int
+    distinct: int
+    """The functions that are launched, after equal ones became one."""
+    nests: int
+    """The loop nests among them that differ."""
+    source: str
+    seconds: float
+
+    def light(self) -> CodeRecord:
+        return self
+
+    def __str__(self) -> str:
+        counts = f"{self.kernels} kernels, {self.distinct} distinct, {self.nests} nests"
+        return f"{counts}, {self.source} in {self.seconds * 1000:.0f} ms"
+
+
+Record = CodeRecord | GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord
 
 
 class Records:
@@ -105,6 +125,7 @@ class Records:
         self.recompiles: MutableSequence[RecompileRecord] = self._store()
         self.fallbacks: MutableSequence[FallbackRecord] = self._store()
         self.residuals: MutableSequence[ResidualRecord] = self._store()
+        self.codes: MutableSequence[CodeRecord] = self._store()
         self.totals: Counter[str] = Counter()
 
     def _store(self) -> MutableSequence[Any]:
@@ -132,6 +153,7 @@ KINDS: dict[type, str] = {
     RecompileRecord: "recompiles",
     FallbackRecord: "fallbacks",
     ResidualRecord: "residuals",
+    CodeRecord: "codes",
 }
 
 log = Records(KEPT)
@@ -163,6 +185,8 @@ def text_of(record: Record) -> str:
             return f"{record.region}: {'; '.join(record.reasons)}"
         case FallbackRecord():
             return f"{record.region}: {record.error}"
+        case CodeRecord():
+            return f"code: {record}"
         case _:
             return f"{record.region}: {record.code.co_qualname if record.code else ''}"
 
@@ -173,6 +197,7 @@ TOPICS: dict[type, str] = {
     RecompileRecord: "recompiles",
     FallbackRecord: "fallbacks",
     ResidualRecord: "code",
+    CodeRecord: "times",
 }
 
 

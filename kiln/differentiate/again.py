@@ -14,6 +14,7 @@ from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View
 from kiln.differentiate.kinds import kind
+from kiln.ops.random import Again, own_uniform
 
 
 class Replay:
@@ -22,6 +23,8 @@ class Replay:
     def __init__(self, module: fx.GraphModule, joint: Joint) -> None:
         self.module, self.joint = module, joint
         self.random = any(kind(node.op).random for node in joint.graph.nodes if not node.backward)
+        draws = [node.args[3] for node in joint.graph.nodes if node.op is own_uniform]
+        self.draws = max(draws, default=-1) + 1
         self.devices = _devices(joint.graph)
         self.autocast = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -169,6 +172,8 @@ class Replay:
                 for device, state in zip(self.devices, ctx.random, strict=True):
                     stack.callback(_set_random_state, device, _random_state(device))
                     _set_random_state(device, state)
+            if self.draws:
+                stack.enter_context(Again(self.joint.random, self.draws))
             yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,11 +17,18 @@ from kiln.differentiate.joint import Step
 from kiln.differentiate.undo import UNDO
 from kiln.differentiate.writes import FORMS, HIDDEN, Cloned, Form
 from kiln.ops.fake import FakeTensor, dispatch
-from kiln.ops.layout import contiguous
+from kiln.ops.layout import contiguous, is_dense
 from kiln.ops.meta import RESHAPES
 from kiln.ops.record import Recording, fake_of, spec_of
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
+
+
+#: Views whose elements are not those of memory as they are there.
+OTHER_ELEMENTS = frozenset({
+    aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
+    aten._neg_view.default,
+})  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +52,10 @@ class Place:
         self.made = node
         self.memory: Memory = Memory(self) if parent is None else parent.memory
         self.version = self.memory.version
+
+    def above(self) -> list[TensorSpec]:
+        """The types of this tensor and of those that it is a view of."""
+        return [self.spec, *(self.parent.above() if self.parent is not None else ())]
 
     def steps(self) -> tuple[Step, ...]:
         """The views that lead from the memory's own tensor here."""
@@ -113,19 +125,26 @@ class Functionaliser:
         """A view of `value` as it was taken of a tensor of the type `seen`."""
         args = step.args
         if step.op is aten.as_strided.default:
+            value = self.from_start(value)
             args = self.shifted(args, value.spec, seen)
         whole = self.emit(step.op, (value, *args), step.kwargs)
         return whole if step.item is None else self.item(whole, step.item)
 
+    def from_start(self, value: Node) -> Node:
+        """`value` where memory starts: an op may give a tensor that starts later, as what it read did, or not."""
+        return value if value.spec.offset == 0 else self.emit(aten.clone.default, (value,), {})
+
     def shifted(self, args: tuple[Any, ...], have: TensorSpec, seen: TensorSpec) -> tuple[Any, ...]:
         """The arguments of as_strided for a tensor that starts elsewhere in its memory than the one seen."""
-        if not same_strides(have, seen):
-            raise Break("as-strided", "as_strided looks at memory that was laid out anew", "use indexing")
-        if have.offset == seen.offset:
-            return args
         size, stride, *rest = args
         offset = rest[0] if rest and rest[0] is not None else seen.offset
-        return size, stride, offset - seen.offset + have.offset
+        offset = offset - seen.offset + have.offset
+        shape = tuple(map(wrap, have.shape))
+        last = offset + sum([(n - 1) * s for n, s in zip(size, stride, strict=True)])
+        dense = same_strides(have, seen) and is_dense(shape, tuple(map(wrap, have.stride)))
+        if not dense or hinted(offset) < 0 or hinted(last) >= math.prod(map(hinted, have.shape)) + hinted(have.offset):
+            raise Break("as-strided", "as_strided looks at memory that was laid out anew", "use indexing")
+        return size, stride, offset
 
     def reshaped(self, value: Node, shape: tuple[Any, ...]) -> Node:
         """`value` in another shape, copied where no view can give it."""
@@ -224,11 +243,21 @@ class Functionaliser:
     def _view(self, node: Node, form: Form) -> None:
         step = Step(node.op, node.args[1:], node.kwargs)
         parent = self.place(node.args[0])
-        if node.op is aten.as_strided.default and self.current(parent).spec.offset != parent.spec.offset:
-            new = self._moved[node] = self.take(parent.node, step, parent.spec)
-        else:
-            new = self._keep(node)
-        self._places[node] = Place(new, node.spec, parent, step)
+        if node.op is aten.as_strided.default:
+            parent, step = self._over_memory(parent, node)
+            if parent.memory.written or self.current(parent).spec.offset != parent.spec.offset:
+                new = self._moved[node] = self.take(self.current(parent), step, parent.spec)
+                self._places[node] = Place(new, node.spec, parent, step)
+                return
+        self._places[node] = Place(self._keep(node), node.spec, parent, step)
+
+    def _over_memory(self, parent: Place, node: Node) -> tuple[Place, Step]:
+        """The tensor that as_strided views, with the step: that of the whole memory, whatever it was called on."""
+        given = dict(zip(("size", "stride", "storage_offset"), node.args[1:], strict=False)) | node.kwargs
+        offset = given.get("storage_offset")
+        step = Step(node.op, (given["size"], given["stride"], parent.spec.offset if offset is None else offset), {})
+        root = parent.memory.root
+        return (parent, step) if any(s.op in OTHER_ELEMENTS for s in parent.steps()) else (root, step)
 
     def _write(self, node: Node, form: Form) -> None:
         written = form.written(node)
@@ -266,6 +295,10 @@ class Functionaliser:
         memory = place.memory
         value = self.cast(value, place.spec)
         path: list[tuple[Place, Node]] = []
+        if any(map(overlaps, place.above())):
+            # Elements of what is viewed share places: a new value for all of them does not say which was written.
+            path.append((place, value))
+            place, value = memory.root, self.put(place, value)
         while place.parent is not None and place.step is not None:
             path.append((place, value))
             parent = place.parent
@@ -283,6 +316,15 @@ class Functionaliser:
             # What lies otherwise than the view did is taken anew where it is read.
             if at.parent is None or same_strides(now.spec, at.spec):
                 at.node, at.version = now, memory.version
+
+    def put(self, place: Place, value: Node) -> Node:
+        """The contents of a memory with `value` where a view lies in it."""
+        root, spec = place.memory.root, place.spec
+        if overlaps(spec) or overlaps(root.spec) or any(s.op in OTHER_ELEMENTS for s in place.steps()):
+            why = "a tensor is written whose elements share places in memory"
+            raise Break("write-to-view", why, "write to a copy of it")
+        step = Step(aten.as_strided.default, (list(spec.shape), list(spec.stride), spec.offset), {})
+        return UNDO[step.op](self, self.current(root), value, step, root.spec)
 
     def cast(self, value: Node, spec: TensorSpec) -> Node:
         """`value` with the dtype, shape and device that `spec` has."""
@@ -339,6 +381,21 @@ def renewed(value: Any, now: Callable[[Node], Node]) -> Any:
         named = {key: renewed(item, now) for key, item in value.items()}
         return named if any(named[key] is not value[key] for key in value) else value
     return value
+
+
+def overlaps(spec: TensorSpec) -> bool:
+    """Whether elements share a place in memory, by the sizes when traced."""
+    reach = 1
+    for s, n in sorted(zip(map(hinted, spec.stride), map(hinted, spec.shape), strict=True)):
+        if n > 1 and s < reach:
+            return True
+        reach += max(n - 1, 0) * s
+    return False
+
+
+def hinted(size: Any) -> int:
+    """A size as a number: what it was when traced."""
+    return int(getattr(size, "hint", size))
 
 
 def same_strides(a: TensorSpec, b: TensorSpec) -> bool:

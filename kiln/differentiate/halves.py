@@ -73,7 +73,7 @@ class Parts:
                 back.need(node)
         for node in nodes_in(self.gradients):
             back.need(node)
-        numbers += sorted(back.symbols - {n.spec for n in numbers}, key=str)
+        numbers += sorted((back.symbols | back.unbound()) - {n.spec for n in numbers}, key=str)
         backward = back.finish(self.gradients, [*tensors, *numbers, *self.tangents])
         return Halves(self._forward(tensors, numbers), backward, len(tensors), len(numbers))
 
@@ -203,6 +203,14 @@ class Builder:
         copy = replace(node, args=args, kwargs=mapped(node.kwargs, leaf) if node.kwargs else {})
         made[node] = copy
         return copy
+
+    def unbound(self) -> set[Symbol]:
+        """The symbols in the types of values that are not the size of an input."""
+        specs = [n.spec for n in self.made.values() if isinstance(n.spec, TensorSpec)]
+        inputs = [n.spec for n in self.made.values() if n.op is INPUT and isinstance(n.spec, TensorSpec)]
+        bound = {size for spec in inputs for size in spec.shape if isinstance(size, Symbol)}
+        sizes = {size for spec in specs for size in (*spec.shape, *spec.stride) if isinstance(size, Expr)}
+        return {s for size in sizes for s in size.symbols()} - bound
 
     def in_order(self, order: Iterable[Node]) -> None:
         """Put the copied nodes into the order of the old graph."""

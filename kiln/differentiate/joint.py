@@ -140,6 +140,7 @@ class Joint:
     `effects` are calls that the program leaves torch's state with (grad mode switched and left so).
     `apart` are the positions of primals that are written: the joint holds only for calls in which none of
     them overlaps another primal in memory (see `alias.overlapping`); other calls run the captured graph.
+    `random` says which random numbers are Kiln's own.
     """
 
     graph: Graph
@@ -151,6 +152,7 @@ class Joint:
     results: int
     effects: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     apart: tuple[int, ...] = ()
+    random: str = "eager"
 
     @property
     def differentiates(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -19,6 +19,9 @@ from kiln.differentiate.training import Compiler as Compiler
 from kiln.differentiate.training import Run as Run
 from kiln.differentiate.training import symbol_values, training
 
+HeldCompiler: TypeAlias = Callable[[Graph, Mapping[int, torch.Tensor]], Run]
+"""A compiler that is told which inputs, by position, are the same tensors in every call."""
+
 
 def callable_for(
     module: fx.GraphModule,
@@ -26,17 +29,23 @@ def callable_for(
     halves: Halves | None,
     compile_forward: Compiler,
     compile_backward: Compiler,
+    compile_held: HeldCompiler | None = None,
 ) -> Callable[..., Any]:
     """The function that stands for the captured graph `module`: takes its inputs and gives its outputs.
 
-    The forward is compiled now, the backward when it first runs.
+    The forward is compiled now, the backward when it first runs. Where there is none, `compile_held` compiles
+    the graph, if given: it learns which inputs are tensors that the module holds and the graph does not write.
     """
     attributes = _attributes(module, joint)
     primals = _picker(joint, attributes, len([n for n in module.graph.nodes if n.op == "placeholder"]))
     values_of = symbol_values(joint)
     finish = finisher(joint, attributes, lambda args: values_of(primals(args)) if values_of else {})
     if halves is None:
-        run = _inference(joint, compile_forward(joint.graph))
+        if compile_held is None:
+            forward = compile_forward(joint.graph)
+        else:
+            forward = compile_held(joint.graph, _held(joint, attributes))
+        run = _inference(joint, forward)
     else:
         run = training(module, joint, halves, compile_forward(halves.forward), compile_backward)
     apart = _apart(joint, attributes)
@@ -52,6 +61,16 @@ def callable_for(
         return call(*args) if holds(args) else module.forward(*args)
 
     return checked
+
+
+def _held(joint: Joint, attributes: Mapping[str, Any]) -> dict[int, torch.Tensor]:
+    """The tensors that are inputs of the graph in every call, by position; those that it writes are not."""
+    written = {mutation.primal for mutation in joint.mutated}
+    return {
+        i: attributes[primal.origin.name]
+        for i, primal in enumerate(joint.primals)
+        if isinstance(primal.origin, Attribute) and i not in written
+    }
 
 
 def _attributes(module: fx.GraphModule, joint: Joint) -> dict[str, Any]:

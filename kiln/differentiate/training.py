@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from kiln.base.expressions import Expr, Symbol
+from kiln.base.fx import bindings
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.differentiate.again import Replay
 from kiln.differentiate.finish import below, resolved
@@ -219,19 +220,14 @@ class Saving:
 
 def symbol_values(joint: Joint) -> Callable[[tuple[Any, ...]], dict[Symbol, Any]] | None:
     """A function from the primals to the values of all symbols; None when there are no symbols."""
-    places: dict[Symbol, tuple[int, int | None]] = {}
-    for i, primal in enumerate(joint.primals):
-        if isinstance(primal.spec, Symbol):
-            places[primal.spec] = (i, None)
-        elif isinstance(primal.spec, TensorSpec):
-            for dim, size in enumerate(primal.spec.shape):
-                if isinstance(size, Symbol):
-                    places.setdefault(size, (i, dim))
+    bound = bindings(joint.graph)
+    order = {node: i for i, node in enumerate(joint.graph.inputs)}
+    places = [(s, order[n], what, dim) for s, (n, what, dim) in bound.items() if order[n] < len(joint.primals)]
     if not places:
         return None
 
     def values(primals: tuple[Any, ...]) -> dict[Symbol, Any]:
-        return {s: primals[i] if dim is None else primals[i].shape[dim] for s, (i, dim) in places.items()}
+        return {s: getattr(primals[i], what)(dim) if what else primals[i] for s, i, what, dim in places}
 
     return values
 

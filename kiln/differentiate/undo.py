@@ -99,12 +99,14 @@ def _diagonal(f: Functionaliser, base: Node, new: Node, step: Step, spec: Tensor
 
 @undoes(aten.as_strided.default)
 def _strided(f: Functionaliser, base: Node, new: Node, step: Step, spec: TensorSpec) -> Node:
+    base = f.from_start(base)
     return f.scattered(aten.as_strided_scatter.default, base, new, *f.shifted(step.args, base.spec, spec))
 
 
 @undoes(aten.unfold.default)
 def _unfolded(f: Functionaliser, base: Node, new: Node, step: Step, spec: TensorSpec) -> Node:
     """Windows may overlap, as in memory: the view's own layout says where each element lies."""
+    base = f.from_start(base)
     view = f.take(base, step, spec).spec
     place = list(view.shape), list(view.stride), view.offset
     return f.scattered(aten.as_strided_scatter.default, base, new, *place)

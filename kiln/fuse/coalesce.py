@@ -8,7 +8,6 @@ from dataclasses import replace
 from kiln.base.graph import Graph, Node
 from kiln.fuse.axes import Misfit, coordinates, refined
 from kiln.fuse.folds import folded_dims, marked
-from kiln.fuse.lower import Terms
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.views import Coords, is_map, shape_of
 
@@ -21,8 +20,8 @@ LARGEST = 200
 class Coalescing(Groups):
     """Groups that grow: with the groups that read each value."""
 
-    def __init__(self, graph: Graph) -> None:
-        super().__init__(graph)
+    def __init__(self, graph: Graph, exact: bool = False) -> None:
+        super().__init__(graph, exact)
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
 
     # Nodes into groups
@@ -76,7 +75,7 @@ class Coalescing(Groups):
     def rebuild(self, group: Group) -> None:
         """Make the terms of a group anew after its axes changed."""
         group.memo.clear()
-        group.terms = Terms(self.scope)
+        group.terms = self.new_terms()
         group.costs.clear()
         for member in group.members:
             self.natural(group, member)
@@ -111,7 +110,7 @@ class Coalescing(Groups):
         if not upward and not downward:
             return False
         home, other = (earlier, later) if upward else (later, earlier)
-        trial = Group(home.position, list(earlier.axes), Terms(self.scope), list(earlier.members))
+        trial = Group(home.position, list(earlier.axes), self.new_terms(), list(earlier.members))
         trial.reads.update(earlier.reads)
         for root in trial.reads:
             self.reading[root].add(trial.position)
@@ -126,7 +125,7 @@ class Coalescing(Groups):
             place.update(before)
             return False
         self.items[home.position] = trial
-        self.items[other.position] = Group(other.position, [], Terms(self.scope))
+        self.items[other.position] = Group(other.position, [], self.new_terms())
         self.move_views(trial)
         return True
 

@@ -8,7 +8,7 @@ from kiln.base.graph import CONSTANT, INPUT, Node
 from kiln.fuse.axes import axes_for
 from kiln.fuse.coalesce import LOOK_BACK, Coalescing
 from kiln.fuse.folds import folded_dims, marked
-from kiln.fuse.lower import Terms, is_pointwise
+from kiln.fuse.lower import is_drawn, is_pointwise
 from kiln.fuse.reading import MUCH_SMALLER, Group
 from kiln.fuse.views import Coords, is_map, shape_of
 
@@ -32,8 +32,11 @@ class Fuser(Coalescing):
             self.place[node] = self.place[self.root(node)]
             if self.root(node) in self.free:
                 self.free.add(node)
+        elif self.starts(node):
+            self.early.append(node)
+            self.place[node] = -1
         elif is_pointwise(node):
-            if not any(True for _ in node.inputs()):
+            if not any(True for _ in node.inputs()) or self.drawn_where_read(node):
                 self.free.add(node)
                 self.place[node] = -1
             else:
@@ -46,6 +49,17 @@ class Fuser(Coalescing):
             for read in node.inputs():
                 self.read_whole.add(read)
 
+    def starts(self, node: Node) -> bool:
+        """Whether a node is the draw of seeds, which runs before all else."""
+        users = self.users[node]
+        return bool(users) and not any(True for _ in node.inputs()) and all(map(is_drawn, users))
+
+    def drawn_where_read(self, node: Node) -> bool:
+        """Whether random numbers need no memory: loops that read them draw them."""
+        if not is_drawn(node) or node in self.outputs or self.place[node.args[0]] >= 0:
+            return False
+        return all(is_pointwise(user) or folded_dims(user) is not None for user in self.readers(node))
+
     def join(self, node: Node, shape: Coords, dims: frozenset[int] | None) -> None:
         """Put a node into the first group that it fits, else into a new one."""
         last = max((self.place[r] for r in node.inputs()), default=-1)
@@ -56,7 +70,7 @@ class Fuser(Coalescing):
             if isinstance(group, Group) and self.fits(group, node, shape, dims):
                 self.add(group, node)
                 return
-        group = Group(len(self.items), axes_for(self.scope, shape), Terms(self.scope))
+        group = Group(len(self.items), axes_for(self.scope, shape), self.new_terms())
         if dims:
             group.axes = marked(group.axes, shape, dims)
         self.items.append(group)

@@ -54,9 +54,16 @@ def _embedding(
     return aten.index(weight, [_counted(index, weight.shape[0])]) if weight.dim() == 2 else NotImplemented
 
 
+def _eager(*args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
 #: Expansions in addition to those of the level of primitives.
 FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
     aten.index_select.default: _index_select,
     aten.embedding.default: _embedding,
+    # What `kiln.ops.random` left: those draw eager's numbers.
+    aten.bernoulli.p: _eager,
+    aten.bernoulli.default: _eager,
 }

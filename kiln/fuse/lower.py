@@ -10,7 +10,7 @@ import torch
 from kiln.base.graph import Node, TensorSpec
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
-from kiln.fuse.views import Coords, argument, broadcast, shape_of, supported
+from kiln.fuse.views import Coords, argument, broadcast, from_front, shape_of, supported
 from kiln.ops.levels import BINARY, UNARY, name_of
 
 Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
@@ -18,6 +18,11 @@ Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 
 #: Comparisons and tests: their operands have another dtype than their result.
 TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isnan"})
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+
+#: Functions for which eager takes a number in the dtype of the tensor beside it, half types too.
+SUMS = frozenset({"add", "sub"})
 
 #: Functions that raise for integers when the second operand is 0.
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
@@ -30,8 +35,9 @@ LOWER: dict[str, Lowering] = {}
 class Terms:
     """Makes terms; equal ones are one object, so that what is computed once is computed once."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, rounds: bool = False) -> None:
         self.scope = scope
+        self.rounds = rounds  # whether each function of half types rounds its result
         self._known: dict[Any, Any] = {}
         self._computed: dict[Symbol, Computed] = {}
         self._phases: dict[int, int] = {}
@@ -44,7 +50,10 @@ class Terms:
         return known
 
     def apply(self, op: str, dtype: torch.dtype, *args: Term) -> Term:
-        return self.make(Apply, op, args, dtype)  # type: ignore[no-any-return]
+        made: Term = self.make(Apply, op, args, dtype)
+        if self.rounds and dtype in HALVES and op != "convert":
+            return self.make(Apply, "convert", (made,), dtype)  # type: ignore[no-any-return]
+        return made
 
     def const(self, value: Any, dtype: torch.dtype) -> Term:
         if dtype.is_floating_point and not isinstance(value, float) and not hasattr(value, "scope"):
@@ -115,12 +124,20 @@ def operand(terms: Terms, node: Node, arg: Any, coords: Coords, valid: Term | No
     return terms.const(arg, dtype)
 
 
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """The nearest number of a dtype."""
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
+
+
 def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     name = name_of(node.op)
     tensor = next(a for a in node.args if isinstance(a, Node))
     dtype = dtype_of(tensor)
     count = 1 if name in UNARY else 2
-    given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args[:count]]
+    args = node.args[:count]
+    if terms.rounds and dtype in HALVES and name in SUMS:
+        args = tuple([rounded(a, dtype) if isinstance(a, float) else a for a in args])
+    given = [operand(terms, node, a, coords, valid, read, dtype) for a in args]
     if name == "div" and (mode := node.kwargs.get("rounding_mode")):
         name = f"div_{mode}"
     if name in DIVISIONS and not dtype.is_floating_point:
@@ -174,6 +191,21 @@ def _clone(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
 @lowering("full")
 def _full(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     return terms.const(node.args[1], dtype_of(node))
+
+
+def is_drawn(node: Node) -> bool:
+    """Whether a node is random numbers of our own: a function of a seed and a place."""
+    return name_of(node.op) == "kiln::uniform"
+
+
+@lowering("kiln::uniform")
+def _random(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    seeds, shape, _, draw, word = node.args
+    place: Any = 0
+    for c, n in zip(coords, shape, strict=True):
+        place = place * n + c
+    name = f"uniform_{word}"
+    return terms.apply(name, torch.float32, read(seeds, (draw,), None), terms.place(place))
 
 
 @lowering("arange")
@@ -234,9 +266,9 @@ def _pad(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Rea
         before, after = pad[2 * i], pad[2 * i + 1]
         moved[dim] = coords[dim] - before
         place = terms.place(moved[dim])
-        if before:
+        if before != 0:
             inside = both(terms, inside, terms.apply("ge", torch.bool, place, terms.const(0, torch.int64)))
-        if after:
+        if after != 0:
             inside = both(terms, inside, terms.apply("lt", torch.bool, place, terms.place(shape[dim])))
     if inside is None:
         return read(x, tuple(moved), valid)
@@ -247,10 +279,8 @@ def _pad(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Rea
 @lowering("slice_scatter")
 def _slice_scatter(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     x, source = node.args[:2]
-    dim, start = argument(node, 2, "dim", 0) % len(coords), argument(node, 3, "start", 0) or 0
-    step = argument(node, 5, "step", 1)
-    if isinstance(start, int) and start < 0:
-        start = max(start + shape_of(x)[dim], 0)
+    dim, step = argument(node, 2, "dim", 0) % len(coords), argument(node, 5, "step", 1)
+    start = from_front(argument(node, 3, "start", 0), shape_of(x)[dim])
     past, zero = coords[dim] - start, terms.const(0, torch.int64)
     inside = terms.apply("lt", torch.bool, terms.place(past), terms.place(shape_of(source)[dim] * step))
     if start != 0:

@@ -6,31 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, nodes_in
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.reading import Group, Groups
-from kiln.fuse.split import Split, split
+from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
+from kiln.fuse.split import CORES, Cuts, Split, split
 from kiln.fuse.stages import Batch
+from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_map
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Launch:
-    """A step that runs a kernel: the nodes whose memory it reads and writes, and memory of its own."""
-
-    kernel: Kernel
-    reads: dict[Buffer, Node]
-    writes: dict[Buffer, Node]
-    scratch: dict[Buffer, TensorSpec]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Call:
-    """A step that calls a node's op: an eager kernel, or a view of memory."""
-
-    node: Node
 
 
 @dataclass(slots=True)
@@ -38,33 +23,42 @@ class Program:
     """What a graph became: steps in order, over the graph's inputs and outputs."""
 
     graph: Graph
-    steps: list[Launch | Call]
+    steps: list[Step]
 
     @property
     def kernels(self) -> list[Kernel]:
         return [step.kernel for step in self.steps if isinstance(step, Launch)]
 
 
-def fuse(graph: Graph) -> Program:
-    """Kernels and calls of eager kernels that compute a graph of primitives."""
-    return Program(graph, Finishing(Fuser(graph).run()).steps())
+def fuse(graph: Graph, exact: bool = False, cuts: Cuts = CORES) -> Program:
+    """Kernels and calls of eager kernels that compute a graph of primitives.
+
+    Where results must be `exact`, every function rounds its result to its dtype.
+    """
+    steps = fuse_repeats(graph, lambda part: Finishing(Fuser(part, exact).run(), cuts).steps())
+    return Program(graph, [*steps, *left_over(graph, steps)])
+
+
+def left_over(graph: Graph, steps: Iterable[Step]) -> list[Call]:
+    """What outputs alone need of values without inputs and of views."""
+    shown = {node for out in nodes_in(graph.outputs) for node in chain_of(out)}
+    shown.difference_update(node for step in steps for node in nodes_of(step)[0])
+    return [Call(node) for node in graph.nodes if node in shown and node.op is not CONSTANT]
 
 
 class Finishing:
     """From groups to steps; a member is stored when an output, an eager kernel or another group reads it."""
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
+    def __init__(self, groups: Groups, cuts: Cuts) -> None:
+        self.groups, self.cuts = groups, cuts
         self.needed = self.stored()
-        views = self.needed_views()
-        self.pending = {n: i for i, n in enumerate(groups.graph.nodes) if n in views}
+        # Views, and values without inputs, are made by their own ops where something reads them as a whole.
+        pending = self.needed_views() | (groups.free & self.needed)
+        self.pending = {n: i for i, n in enumerate(groups.graph.nodes) if n in pending}
 
-    def steps(self) -> list[Launch | Call]:
+    def steps(self) -> list[Step]:
         groups = self.groups
-        # Values without inputs that are read as a whole are made by their own ops.
-        steps: list[Split | Call] = [
-            Call(n) for n in groups.graph.nodes if n in groups.free and n in self.needed
-        ]
+        steps: list[Split | Call] = [Call(n) for n in groups.early]
         for item in groups.items:
             if isinstance(item, Node):
                 steps += self.ready_views(item.inputs())
@@ -73,13 +67,12 @@ class Finishing:
             nest = merged(self.nest(item), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
-                steps.append(split(nest, groups.scope, f"k{item.position}"))
-        steps += [Call(n) for n in self.pending]
+                steps.append(split(nest, groups.scope, f"k{item.position}", self.cuts))
         return self.launched(steps)
 
-    def launched(self, steps: Iterable[Split | Call]) -> list[Launch | Call]:
+    def launched(self, steps: Iterable[Split | Call]) -> list[Step]:
         """The steps with nests that follow each other as few kernels."""
-        made: list[Launch | Call] = []
+        made: list[Step] = []
         batch, scratch = Batch(), dict[Buffer, TensorSpec]()
 
         def close() -> None:
@@ -107,7 +100,7 @@ class Finishing:
         return self.groups.owners[buffer]
 
     def ready_views(self, nodes: Iterable[Node]) -> list[Call]:
-        """The views that a step needs and that have not been taken yet."""
+        """The views and values without inputs that a step needs and that have not been made yet."""
         wanted = set(nodes)
         todo = list(wanted)
         while todo:

@@ -51,18 +51,23 @@ class Group:
 class Groups:
     """A graph on its way to kernels: `items` are groups and eager calls as they will run."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, exact: bool = False) -> None:
+        self.graph, self.exact = graph, exact
         self.scope = _scope_of(graph)
         self.items: list[Group | Node] = []
         self.place: dict[Node, int] = {}
         self.buffers: dict[Node, Buffer] = {}
         self.owners: dict[Buffer, Node] = {}
         self.free: set[Node] = set()  # values without inputs: each reader makes them itself
+        self.early: list[Node] = []  # what runs before all else
         self.read_whole: set[Node] = set()
         self.roots: dict[Node, Node] = {}
         self.users = graph.users()
         self.outputs = {self.root(node) for node in nodes_in(graph.outputs)}
+
+    def new_terms(self) -> Terms:
+        """Where the terms of a new group are made."""
+        return Terms(self.scope, self.exact)
 
     def root(self, node: Node) -> Node:
         """The node whose elements a chain of views shows."""
@@ -196,7 +201,10 @@ class Groups:
 
 
 def _scope_of(graph: Graph) -> Scope:
+    """The owner of the graph's symbols: they are sizes, or numbers that are inputs themselves."""
     for node in (*graph.inputs, *graph.nodes):
+        if isinstance(node.spec, Expr):
+            return node.spec.scope  # type: ignore[no-any-return]
         if isinstance(node.spec, TensorSpec):
             for n in node.spec.shape:
                 if isinstance(n, Expr):

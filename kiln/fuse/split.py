@@ -26,15 +26,46 @@ from kiln.fuse.nest import (
     terms,
 )
 
-#: Elements that are worth a part of their own.
-PART = 1 << 15
-#: Parts of one fold at most.
-MOST_PARTS = 64
-#: A nest of this many tasks is left as it is.
-ENOUGH = 8
-#: Elements along the innermost axis that a target makes one task of, where it is the only one.
-LINE = 4096
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What a target gains by cutting folds."""
+
+    part: int
+    """Elements that are worth a part of their own."""
+    most: int
+    """Parts of one fold at most."""
+    enough: int
+    """A nest of this many tasks is left as it is."""
+    line: int
+    """Elements along the innermost axis that the target makes one task of, where it is the only one."""
+    columns: int
+    """The same, where it is not the only one."""
+    wanted: int
+    """Tasks that a nest is cut into at most."""
+
+    def parts(self, nest: Nest, cut: Axis) -> int:
+        """How many parts a fold is cut into, by the sizes when traced."""
+        most = max(min(self.most, self.wanted // self.tasks(nest)), 1)
+        wanted = min(hinted(cut.size), most, nest.volume() // self.part)
+        return max(wanted, FEWEST) if type(cut.size) is not int else wanted
+
+    def tasks(self, nest: Nest) -> int:
+        """How many tasks the target finds, with the innermost axis in vectors."""
+        *outer, inner = nest.axes
+        count = 1 if inner.reduced else -(-hinted(inner.size) // (self.columns if outer else self.line))
+        for a in outer:
+            count *= 1 if a.reduced else hinted(a.size)
+        return max(count, 1)
+
+
+MANY = 1 << 60
+#: Cores with long vectors.
+CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY)
+#: Hundreds of processors, each with thousands of threads.
+GRIDS = Cuts(part=1 << 13, most=1024, enough=256, line=256, columns=256, wanted=1024)
+#: Parts at least, and the length of a loop that is cut at least.
+FEWEST = 8
 #: Long parts are of whole vectors.
 WHOLE = 16
 
@@ -49,48 +80,39 @@ class Split:
     scratch: dict[Buffer, TensorSpec] = field(default_factory=dict)
 
 
-def split(nest: Nest, scope: Scope, name: str) -> Split:
+def split(nest: Nest, scope: Scope, name: str, cuts: Cuts = CORES) -> Split:
     """The nest, or nests that compute the same with its first folds in parts."""
-    cut = axis_to_cut(nest)
+    cut = axis_to_cut(nest, cuts)
     if cut is None:
         return Split([nest])
-    parts = min(hinted(cut.size), MOST_PARTS, nest.volume() // PART)
-    if type(cut.size) is not int:
-        parts = max(parts, ENOUGH)
+    parts = cuts.parts(nest, cut)
     length = (cut.size + (parts - 1)) // parts
     if hinted(length) > 8 * WHOLE:
         length = (length + (WHOLE - 1)) // WHOLE * WHOLE
         parts = -(-hinted(cut.size) // length) if type(length) is int else parts
-    return Splitting(nest, cut, parts, length, scope, name).run()
+    return Splitting(nest, cut, parts, length, scope, name, cuts).run()
 
 
-def axis_to_cut(nest: Nest) -> Axis | None:
+def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
-    if not nest.reduced or nest.volume() < 2 * PART or tasks_of(nest) >= ENOUGH:
+    if not nest.reduced or nest.volume() < 2 * cuts.part or cuts.tasks(nest) >= cuts.enough:
         return None
     if any(f.place is not None for f in nest.folds() if f.phase == 0):
         return None
     if not any(f.phase == 0 for f in nest.folds()):
         return None
     longest = max(nest.reduced, key=lambda a: hinted(a.size))
-    return next((a for a in nest.reduced if hinted(a.size) >= ENOUGH), longest)
-
-
-def tasks_of(nest: Nest) -> int:
-    """How many tasks a target finds, with the innermost axis in vectors."""
-    *outer, inner = nest.axes
-    count = 1
-    for a in outer if outer else [replace(inner, size=-(-hinted(inner.size) // LINE))]:
-        count *= 1 if a.reduced else hinted(a.size)
-    return count
+    return next((a for a in nest.reduced if hinted(a.size) >= FEWEST), longest)
 
 
 class Splitting:
     """One cut: the folds of the first phase become partial ones, final ones, and values for the rest."""
 
-    def __init__(self, nest: Nest, cut: Axis, parts: int, length: Any, scope: Scope, name: str) -> None:
+    def __init__(
+        self, nest: Nest, cut: Axis, parts: int, length: Any, scope: Scope, name: str, cuts: Cuts
+    ) -> None:
         self.nest, self.cut, self.parts, self.length = nest, cut, parts, length
-        self.scope, self.name = scope, name
+        self.scope, self.name, self.cuts = scope, name, cuts
         self.scratch: dict[Buffer, TensorSpec] = {}
         self.folds = [f for f in nest.folds() if f.phase == 0]
         self.row: Any = 0  # the place among the results of a fold
@@ -136,7 +158,7 @@ class Splitting:
         last = Nest(self.nest.axes, stores)
         if not last.folds():
             last = merged(Nest(tuple(replace(a, reduced=False) for a in last.axes), stores), self.scope)
-        more = split(last, self.scope, f"{self.name}_rest")
+        more = split(last, self.scope, f"{self.name}_rest", self.cuts)
         return Split([*nests, *more.nests], {**self.scratch, **more.scratch})
 
     def memory(self, dtype: torch.dtype, count: Any) -> Buffer:

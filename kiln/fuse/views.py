@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec
+from kiln.base.symbols import Expr, lt
 from kiln.ops.levels import name_of
 
 Coords: TypeAlias = "tuple[Any, ...]"
@@ -42,6 +43,21 @@ def argument(node: Node, place: int, name: str, default: Any) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
+def from_front(place: Any, extent: Any) -> Any:
+    """A place counted from the front of a dimension; one before it is its first."""
+    if place is None:
+        return 0
+    if not _negative(place):
+        return place
+    place = place + extent
+    return 0 if _negative(place) else place
+
+
+def _negative(place: Any) -> bool:
+    """Whether a place is negative; the shape rule of the op has asked that of a symbolic one before."""
+    return bool(place.scope.decide(lt(place, 0))) if isinstance(place, Expr) else place < 0
+
+
 @view("expand")
 def _expand(node: Node, coords: Coords) -> Coords:
     return broadcast(coords, shape_of(node.args[0]), shape_of(node))
@@ -62,11 +78,9 @@ def _slice(node: Node, coords: Coords) -> Coords:
         argument(node, 2, "start", 0),
         argument(node, 4, "step", 1),
     )
-    dim, start = dim % len(coords), start or 0
-    size = shape_of(node.args[0])[dim]
-    if isinstance(start, int) and start < 0:
-        start = max(start + size, 0)
-    return (*coords[:dim], start + coords[dim] * step, *coords[dim + 1 :])
+    dim %= len(coords)
+    first = from_front(start, shape_of(node.args[0])[dim])
+    return (*coords[:dim], first + coords[dim] * step, *coords[dim + 1 :])
 
 
 @view("select")
@@ -74,9 +88,7 @@ def _select(node: Node, coords: Coords) -> Coords:
     dim, place = node.args[1], node.args[2]
     shape = shape_of(node.args[0])
     dim %= len(shape)
-    if isinstance(place, int) and place < 0:
-        place = place + shape[dim]
-    return (*coords[:dim], place, *coords[dim:])
+    return (*coords[:dim], from_front(place, shape[dim]), *coords[dim:])
 
 
 @view("flip")
@@ -100,16 +112,14 @@ def reshaped(coords: Coords, shape: Sequence[Any], source: Sequence[Any]) -> Coo
         left = shape[i] if i < len(shape) else 1
         right = source[j] if j < len(source) else 1
         i, j = i + 1, j + 1
-        while left != right:
-            if _smaller(left, right) and i < len(shape):
+        # Extents that are equal in another form are so at the end, at the latest.
+        while left != right and (i < len(shape) or j < len(source)):
+            if j >= len(source) or i < len(shape) and _smaller(left, right):
                 left = left * shape[i]
                 i += 1
-            elif j < len(source):
+            else:
                 right = right * source[j]
                 j += 1
-            else:
-                left = left * shape[i]
-                i += 1
         flat: Any = 0
         for k in range(first_i, min(i, len(shape))):
             flat = flat * shape[k] + coords[k]
@@ -196,6 +206,10 @@ NUMERIC = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16
                      torch.int16, torch.int8, torch.uint8, torch.bool})  # fmt: skip
 
 
+#: Devices that kernels are made for.
+TARGETS = frozenset({"cpu", "cuda"})
+
+
 def supported(spec: TensorSpec) -> bool:
     """Whether loops can run over such a tensor; eager kernels know the rules for what is empty."""
-    return spec.dtype in NUMERIC and spec.device.type == "cpu" and 0 not in spec.shape
+    return spec.dtype in NUMERIC and spec.device.type in TARGETS and 0 not in spec.shape

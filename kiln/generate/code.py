@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+from kiln.base import records
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
-from kiln.generate.cpu import Code, compile_text, host
+from kiln.generate.cpu import Code, depends_on, host, load, machine_code
 from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
 from kiln.generate.values import NAME
+
+ENTRY = "entry"  # the function of a stage while it is written
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,61 +32,97 @@ class Compiled:
     code: Code
 
 
-def generate(kernels: Sequence[Kernel]) -> list[Compiled]:
-    """Machine code for kernels, in their order; nests that differ in names alone share it."""
+class Store(Protocol):
+    """Where machine code is kept between processes."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def put(self, key: str, data: bytes) -> None: ...
+
+
+_loaded: WeakValueDictionary[str, Code] = WeakValueDictionary()
+"""The machine code in use in this process, by key."""
+
+
+def generate(kernels: Sequence[Kernel], store: Store | None = None) -> list[Compiled]:
+    """Machine code for kernels, in their order; what differs in names alone shares it."""
     if not kernels:
         return []
+    started = perf_counter()
     writer = Writer(host().vector_bytes // 4)
-    entries = [Entries(kernel, writer, f"entry{i}") for i, kernel in enumerate(kernels)]
-    code = compile_text(writer.text())
-    return [
-        Compiled(
-            e.kernel,
+    entries = {kernel: Entries(kernel, writer) for kernel in dict.fromkeys(kernels)}
+    code, source = code_for(writer.text(), store)
+    counts = len(kernels), len(writer.entries), len(writer.nests)
+    records.emit(records.CodeRecord(*counts, source, perf_counter() - started))
+    made = {
+        kernel: Compiled(
+            kernel,
             tuple([code.address(name) for name in e.names]),
             tuple(e.tasks),
             tuple(e.buffers),
             tuple(e.sizes),
             code,
         )
-        for e in entries
-    ]
+        for kernel, e in entries.items()
+    }
+    return [made[kernel] for kernel in kernels]
+
+
+def code_for(text: str, store: Store | None) -> tuple[Code, str]:
+    """Machine code for a module, and whether it was "compiled", or came from "disk" or "memory"."""
+    # The text says all that the functions do: nothing of how it came about belongs into the key.
+    key = hashlib.sha256(f"{depends_on()}\n{text}".encode()).hexdigest()
+    code = _loaded.get(key)
+    if code is not None:
+        return code, "memory"
+    kept = store.get(key) if store is not None else None
+    data = machine_code(text) if kept is None else kept
+    if store is not None and kept is None:
+        store.put(key, data)
+    code = _loaded[key] = load(data)
+    return code, "compiled" if kept is None else "disk"
 
 
 class Writer:
-    """The text of a module: a function for each nest that differs from the others, and entries."""
+    """The text of a module: a function for each nest, and for each stage, that differs from the others."""
 
     def __init__(self, width: int) -> None:
         self.width = width
-        self.names: dict[str, str] = {}
+        self.nests: dict[str, str] = {}
+        self.entries: dict[str, str] = {}
         self.declared: dict[str, str] = {}
-        self.entries = Module()
 
     def nest(self, nest: Nest) -> tuple[Emitter, str]:
         """What was emitted for a nest, and the name of its function."""
         emitter = Emitter(nest, self.width)
         self.declared.update(emitter.module.declarations())
-        return emitter, self.names.setdefault(emitter.module.definitions(), f"nest{len(self.names)}")
+        return emitter, self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
+
+    def entry(self, module: Module) -> str:
+        """The name of the function of a stage."""
+        return self.entries.setdefault(module.definitions(), f"entry{len(self.entries)}")
 
     def text(self) -> str:
-        bodies = [text.replace(f"@{NAME}(", f"@{name}(") for text, name in self.names.items()]
-        return "\n".join([*self.declared.values(), *bodies, self.entries.definitions()])
+        bodies = [text.replace(f"@{NAME}(", f"@{name}(") for text, name in self.nests.items()]
+        bodies += [text.replace(f"@{ENTRY}(", f"@{name}(") for text, name in self.entries.items()]
+        return "\n".join([*self.declared.values(), *bodies])
 
 
 class Entries:
     """The functions that are called for a kernel, one for each stage: tasks go through all of its nests."""
 
-    def __init__(self, kernel: Kernel, writer: Writer, name: str) -> None:
+    def __init__(self, kernel: Kernel, writer: Writer) -> None:
         self.kernel, self.writer = kernel, writer
         reads, writes = kernel.buffers()
         self.buffers = {buffer: i for i, buffer in enumerate([*reads, *writes])}
         self.sizes: dict[Any, int] = {}
-        self.names = [f"{name}_{i}" for i in range(len(kernel.stages))]
-        self.tasks = [self.stage(n, stage) for n, stage in zip(self.names, kernel.stages, strict=True)]
+        self.names: list[str] = []
+        self.tasks = [self.stage(stage) for stage in kernel.stages]
 
-    def stage(self, name: str, nests: Sequence[Nest]) -> Any:
+    def stage(self, nests: Sequence[Nest]) -> Any:
         """Write the entry of a stage: `void (ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`."""
+        module = Module()
         pointers = [("buffers", PTR), ("sizes", PTR), ("status", PTR)]
-        fn = self.writer.entries.function(name, [*pointers, ("begin", I64), ("end", I64)])
+        fn = module.function(ENTRY, [*pointers, ("begin", I64), ("end", I64)])
         first, last = fn.parameters["begin"], fn.parameters["end"]
 
         def size(value: Any) -> Any:
@@ -109,6 +151,7 @@ class Entries:
             fn.do(f"call void @{body}({', '.join(f'{g.type} {g.text}' for g in given)})")
             total = total + tasks
         fn.do("ret void")
+        self.names.append(self.writer.entry(module))
         return total
 
 

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 
 
@@ -63,7 +64,7 @@ define bfloat @kiln__truncdfbf2(double %x) {
 @functools.cache
 def conversions() -> Code:
     """The conversions in machine code, made known under the names that LLVM calls them by."""
-    code = _compiled(CONVERSIONS, 2)
+    code = _loaded(machine_code(CONVERSIONS))
     for name in ("__truncdfhf2", "__truncsfbf2", "__truncdfbf2"):
         if not llvm.address_of_symbol(name):
             llvm.add_symbol(name, code.address(f"kiln{name}"))
@@ -80,23 +81,49 @@ class Code:
         return int(self._engine.get_function_address(name))
 
 
-def compile_text(text: str, level: int = 2) -> Code:
+LEVEL = 2
+"""How much LLVM optimises."""
+
+
+def compile_text(text: str) -> Code:
     """Machine code for the functions of a module in LLVM's language."""
-    conversions()
-    return _compiled(text, level)
+    return load(machine_code(text))
 
 
-def _compiled(text: str, level: int) -> Code:
+def depends_on() -> str:
+    """What machine code depends on beside its text: the code generator and the processor."""
     known = host()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=known.name, features=known.features, opt=level, reloc="pic", codemodel="jitdefault", jit=True
-    )
-    parsed = llvm.parse_assembly(text)
+    version = ".".join(map(str, llvm.llvm_version_info))
+    return f"llvmlite {llvmlite.__version__}, LLVM {version}, {known.name}, {known.features}, level {LEVEL}"
+
+
+def machine_code(text: str) -> bytes:
+    """An object file with the functions of a module."""
+    machine = _machine()
+    parsed = llvm.parse_assembly(text, llvm.create_context())
     parsed.triple = llvm.get_default_triple()
-    tuning = llvm.create_pipeline_tuning_options(speed_level=level)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=LEVEL)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
     builder.getModulePassManager().run(parsed, builder)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
+    return bytes(machine.emit_object(parsed))
+
+
+def load(code: bytes) -> Code:
+    """The functions of an object file, ready to be called."""
+    conversions()
+    return _loaded(code)
+
+
+def _loaded(code: bytes) -> Code:
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return Code(engine)
+
+
+def _machine() -> Any:
+    known = host()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=known.name, features=known.features, opt=LEVEL, reloc="pic", codemodel="jitdefault", jit=True
+    )

@@ -18,9 +18,11 @@ from kiln.fuse.nest import (
     Store,
     Term,
     children,
+    terms,
 )
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import (
+    access_cost,
     across_lanes,
     combined,
     first_lane,
@@ -33,6 +35,7 @@ from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.values import Values
 
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
+Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
 CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
@@ -41,6 +44,11 @@ COSTLY = frozenset(
     {"exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "pow"}
 )
 LONGEST_KEPT = 8192
+
+VECTORS = 4  # that a short turn of a fold takes at once
+COLUMNS = 8  # vectors of columns that are folded at once
+REGISTERS = 24  # of vectors, for what folds carry
+SHORT_TURN = 16  # terms
 
 
 class Emitter(Values):
@@ -82,42 +90,81 @@ class Emitter(Values):
         if vector is None or vector.reduced:
             self.row()
         elif self.outer():
-            self.along(vector, 0, vector.size, [], lambda carried: self.row_of_lanes())
+            self.along(vector, 0, vector.size, [], self.row_of_lanes, factor=self.columns())
         else:
             low = task * CHUNK
             high = low + CHUNK
             size = self.index(vector.size)
-            self.along(vector, low, (high < size).where(high, size), [], lambda carried: self.row_of_lanes())
+            self.along(vector, low, (high < size).where(high, size), [], self.row_of_lanes)
         self.pop()
         return []
 
-    def row_of_lanes(self) -> list[Value]:
+    def row_of_lanes(self, carried: list[Value]) -> list[Value]:
         self.row()
         return []
 
-    def along(self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Any) -> list[Value]:
-        """A loop along the vector axis, in vectors and then, for the rest, in scalars."""
-        fn = self.fn
-        start, end = self.index(low), self.index(high)
-        exact = isinstance(high, int) and isinstance(low, int) and (high - low) % self.width == 0
-        whole = end if exact else start + (end - start) / self.width * self.width
+    def columns(self) -> int:
+        """How many vectors of columns are folded at once: rows are read in longer pieces."""
+        folds = self.nest.folds()
+        if not folds:
+            return 1
+        roots = [s.value for s in self.nest.stores]
+        return self.factor(roots, COLUMNS) if len(folds) * COLUMNS <= REGISTERS else 1
 
-        def turn(i: Value, values: list[Value], lanes: int) -> list[Value]:
+    def factor(self, roots: list[Term], most: int) -> int:
+        """How many vectors one turn takes: several where a turn is short, so that folds wait less."""
+        assert self.vector is not None
+        found = terms(iter(roots))
+        simple = len(found) <= SHORT_TURN and all(
+            t.op not in COSTLY if isinstance(t, Apply) else not getattr(t, "places", ()) for t in found
+        )
+        if not simple or any(t.dtype.itemsize > 4 for t in found if isinstance(t, (Load, Apply))):
+            return 1
+        indices = [t.index for t in found if isinstance(t, (Load, Place)) and isinstance(t.index, Expr)]
+        return most if all(access_cost(i, self.vector) <= 1 for i in indices) else 1
+
+    def along(
+        self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body,
+        folds: Sequence[Fold] = (), factor: int = 1,
+    ) -> list[Value]:  # fmt: skip
+        """A loop along the vector axis, `factor` vectors a turn, then one, and the rest in scalars.
+
+        What `folds` carry is a vector; in wide turns each lane of several vectors carries for itself.
+        """
+        fn, values = self.fn, carried
+        start, end = self.index(low), self.index(high)
+
+        def turn(i: Value, held: list[Value], lanes: int) -> list[Value]:
             self.push()
             self.variables[axis.variable], outside, self.lanes = i, self.lanes, lanes
-            results = body(values)
+            results = body(held)
             self.lanes = outside
             self.pop()
             return list(results)
 
-        values = fn.loop(start, whole, self.width, carried, lambda i, v: turn(i, v, self.width))
-        if exact or self.width == 1:
-            return values
-        if axis.reduced:  # the rest is folded into the first lane
-            rest = [first_lane(v) for v in values]
-            rest = fn.loop(whole, end, 1, rest, lambda i, v: turn(i, v, 1))
-            return [with_first_lane(v, r) for v, r in zip(values, rest, strict=True)]
-        return fn.loop(whole, end, 1, values, lambda i, v: turn(i, v, 1))
+        for lanes in dict.fromkeys((factor * self.width, self.width, 1)):
+            count = high - low if isinstance(high, int) and isinstance(low, int) else None
+            if count is not None and count < lanes:
+                continue
+            exact = lanes == 1 or (count is not None and count % lanes == 0)
+            stop = end if exact else start + (end - start) / lanes * lanes
+            given = values
+            if folds and lanes > self.width:
+                given = [part for fold in folds for part in self.neutral(fold, lanes)]
+            elif folds and lanes < self.width:  # the rest is folded into the first lane
+                given = [first_lane(v) for v in values]
+            found = fn.loop(start, stop, lanes, given, partial(turn, lanes=lanes))
+            if folds and lanes > self.width:
+                combine = partial(combined, list(folds))
+                found = combine(values, across_lanes(found, combine, self.width))
+            elif folds and lanes < self.width:
+                found = [with_first_lane(v, r) for v, r in zip(values, found, strict=True)]
+            values, start = found, stop
+            if exact:
+                break
+            if count is not None:
+                low = high - count % lanes
+        return values
 
     def row(self) -> None:
         """One turn of the kept axes: the phases, one after the other."""
@@ -185,6 +232,7 @@ class Emitter(Values):
             return results
 
         axes = [a for a in self.nest.reduced if a is not self.vector]
+        factor = self.factor([f.value for f in folds], VECTORS) if across and folds and not stores else 1
         rounds = any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
 
         def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:
@@ -226,7 +274,7 @@ class Emitter(Values):
                 assert vector is not None
                 return blocks(
                     vector, BLOCK * self.width, carried,
-                    lambda low, high, values: self.along(vector, low, high, values, body),
+                    lambda low, high, values: self.along(vector, low, high, values, body, folds, factor),
                 )  # fmt: skip
             self.push()
             results = body(carried)

@@ -70,9 +70,11 @@ def combined(folds: list[Fold], left: list[Value], right: list[Value]) -> list[V
     return results
 
 
-def across_lanes(values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
-    """The lanes of vectors folded into scalars, halves with halves."""
-    while values and values[0].type.width > 1:
+def across_lanes(
+    values: list[Value], combine: Callable[..., list[Value]], width: int = 1
+) -> list[Value]:
+    """The lanes of vectors folded into fewer, at last into scalars, halves with halves."""
+    while values and values[0].type.width > width:
         half = values[0].type.width // 2
         values = combine(*[[lanes(value, start, half) for value in values] for start in (0, half)])
     return values
@@ -119,13 +121,13 @@ def access_cost(index: Expr, axis: Axis) -> int:
     return 1 if linear == 1 else GATHER_COST
 
 
-def symbols_of(nest: Nest) -> list[Symbol]:
-    """The sizes that the nest takes as arguments, in order."""
+def symbols_of(nest: Nest) -> list[Expr]:
+    """The sizes that the nest takes as arguments, in order; expressions over floats are taken as a whole."""
     loops = {axis.variable for axis in nest.axes}
     for term in terms(s.value for s in nest.stores):
         if isinstance(term, (Load, Place)):
             loops.update(place.symbol for place in term.places)
-    found: dict[Symbol, None] = {}
+    found: dict[Expr, None] = {}
     expressions = [part for axis in nest.axes for part in (axis.low, axis.size)]
     expressions += [s.index for s in nest.stores]
     for term in terms(s.value for s in nest.stores):
@@ -134,6 +136,8 @@ def symbols_of(nest: Nest) -> list[Symbol]:
         elif isinstance(term, Const):
             expressions.append(term.value)
     for expression in expressions:
-        if isinstance(expression, Expr):
+        if isinstance(expression, Expr) and expression.real:
+            found[expression] = None
+        elif isinstance(expression, Expr):
             found.update(dict.fromkeys(sorted(expression.symbols() - loops, key=lambda s: s.order)))
     return list(found)

@@ -283,6 +283,7 @@ class Function:
         self.block = "entry"
         self._count = 0
         self.attributes = ""
+        self.convention = ""  # how it is called, where not as C does
         self._parameter_text = ", ".join(
             f"{t} {'noalias ' if t.kind == 'ptr' else ''}%{n}" for n, t in parameters
         )
@@ -393,7 +394,7 @@ class Function:
 
     def text(self) -> str:
         body = "\n".join([*self._first, *self.lines])
-        head = f"define {self.result} @{self.name}({self._parameter_text}) {self.attributes}"
+        head = f"define {self.convention}{self.result} @{self.name}({self._parameter_text}) {self.attributes}"
         return f"{head} {{\nentry:\n{body}\n}}\n"
 
 
@@ -418,6 +419,8 @@ class Module:
 
     def __init__(self) -> None:
         self.functions: list[Function] = []
+        self.memory: list[str] = []  # definitions of data
+        self.own: dict[str, Callable[..., Value]] = {}  # elementary functions that the machine does better
         self._declared: dict[str, str] = {}
 
     def function(self, name: str, parameters: Sequence[tuple[str, Type]], result: Type = VOID) -> Function:
@@ -431,7 +434,7 @@ class Module:
     def text(self) -> str:
         own = {f.name for f in self.functions}
         declared = [text for name, text in self._declared.items() if name not in own]
-        return "\n".join([*declared, *(f.text() for f in self.functions)])
+        return "\n".join([*declared, self.definitions()])
 
     def declarations(self) -> dict[str, str]:
         """What the functions call and do not define, by name."""
@@ -439,5 +442,5 @@ class Module:
         return {name: text for name, text in self._declared.items() if name not in own}
 
     def definitions(self) -> str:
-        """The functions alone."""
-        return "\n".join(f.text() for f in self.functions)
+        """The functions alone, with their data."""
+        return "\n".join([*self.memory, *(f.text() for f in self.functions)])

@@ -16,6 +16,8 @@ TYPES: dict[torch.dtype, Type] = {
 }  # fmt: skip
 
 Scalar = Callable[..., Value]
+U32, U64 = Type("i32", signed=False), Type("i64", signed=False)
+MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32
 
 
 def _either(float_form: Scalar, integer_form: Scalar) -> Scalar:
@@ -128,6 +130,22 @@ def _rest(a: Value, b: Value) -> Value:
     return a % (b.compare("eq", -1).where(1, b) if a.type.signed else b)
 
 
+def _uniform(word: int) -> Scalar:
+    """A number in [0, 1) of a seed and a place: half of Philox 2x32-10, as `kiln.ops.random` defines it."""
+
+    def draw(seed: Value, place: Value) -> Value:
+        key = seed.to(U32)
+        left = place.to(U32)
+        right = left.like((place >> 32).to(U32)) ^ left.like((seed >> 32).to(U32))
+        for _ in range(ROUNDS):
+            product = left.to(U64) * MULTIPLIER
+            left, right = (product >> 32).to(U32) ^ left.like(key) ^ right, product.to(U32)
+            key = key + KEY_STEP
+        return ((left, right)[word] >> 8).to(I32).to(F32) * 2.0**-24
+
+    return draw
+
+
 def _math(name: str) -> Scalar:
     return lambda *args: functions.apply(name, *args)
 
@@ -173,6 +191,8 @@ SCALARS: dict[str, Scalar] = {
     "bitwise_left_shift": _left_shift,
     "bitwise_right_shift": _right_shift,
     "where": lambda c, a, b: c.where(a, b),
+    "uniform_0": _uniform(0),
+    "uniform_1": _uniform(1),
 }  # fmt: skip
 
 #: A fold's kind to its neutral element (floats, integers) and to how two values become one.

@@ -22,7 +22,7 @@ from kiln.fuse.nest import (
 )
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import aligned, symbols_of, vector_axis
-from kiln.generate.llvm import I1, I32, I64, PTR, Module, Type, Value
+from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.scalar import SCALARS, TYPES, convert
 
 NAME = "kernel"  # of the function that is emitted
@@ -45,7 +45,7 @@ class Values:
         self.fn = self.module.function(NAME, parameters)
         self.fn.attributes = "nounwind noinline"
         self.pointers = {b: self.fn.parameters[f"b{i}"] for i, b in enumerate(self.buffers)}
-        self.variables: dict[Symbol, Value] = {
+        self.variables: dict[Expr, Value] = {
             s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)
         }
         self.vector = vector_axis(nest)
@@ -123,7 +123,8 @@ class Values:
         if isinstance(term, Const):
             kind = compute_type(TYPES[term.dtype])
             if isinstance(term.value, Expr):
-                return self.index(term.value).to(kind)
+                real = term.value.real  # such a number comes as the bits of a double
+                return (self.variables[term.value].bits(F64) if real else self.index(term.value)).to(kind)
             return self.fn.constant(term.value, kind)
         if isinstance(term, Place):
             self.bind(term.places)

@@ -12,10 +12,12 @@ import torch
 from kiln._launch import Kernel
 from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.base.options import Settings, config
+from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Nest, terms
-from kiln.fuse.program import Launch, Program, fuse
+from kiln.fuse.program import Call, Launch, Program, fuse
 from kiln.fuse.views import supported
 from kiln.generate.code import Compiled, generate
 from kiln.launch.native import set_up
@@ -116,9 +118,16 @@ def linked(program: Program) -> Graph:
     return graph.check()
 
 
-def compile_graph(graph: Graph) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_graph(graph: Graph, settings: Settings | None = None) -> Callable[[list[Any]], Sequence[Any]]:
     """A graph of aten ops as native kernels and eager calls."""
-    return runner(linked(fuse(conformed(expand(graph, "prims", FOR_LOOPS), graph.outputs))))
+    settings = settings or config.now
+    given = sealed(graph) if settings.exact else graph
+    prims = conformed(expand(given, "prims", FOR_LOOPS), graph.outputs)
+    program = fuse(prims, settings.exact)
+    for step in program.steps:
+        if isinstance(step, Call):
+            opened(step.node)
+    return runner(linked(program))
 
 
 def conformed(graph: Graph, outputs: Sequence[Any]) -> Graph:

@@ -139,11 +139,12 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         # A composite op with a rule of its own has a kernel of its own, which is what eager calls.
-        if DECOMPOSES[func] and func not in RULES:
+        if func not in RULES and DECOMPOSES[func]:
             with self:
                 return func._op_dk(COMPOSITE, *args, **kwargs)
         out = dispatch(func, args, kwargs)
-        self.record(func, args, kwargs, out)
+        if func is not aten.size.default:
+            self.record(func, args, kwargs, out)
         return out
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Node | None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import kiln
 from kiln.base import records
-from tests.differentiate.test_opinfo import compare, copied, cotangent, tensors
+from tests.differentiate.samples import compare, copied, cotangent, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 common_modules = pytest.importorskip("torch.testing._internal.common_modules")

@@ -177,9 +177,11 @@ def vector_norm(
 
 
 def _norm(x: Tensor, order: Any, over: list[int], keepdim: bool) -> Tensor:
+    size = torch.abs(x)
+    if order and all(x.shape[d] == 1 for d in over):
+        return size if keepdim else torch.squeeze(size, over)  # no power is taken that could overflow
     if order == 2:
         return torch.sqrt(torch.sum(x * x, over, keepdim))
-    size = torch.abs(x)
     if order == 1:
         return torch.sum(size, over, keepdim)
     if order == math.inf:

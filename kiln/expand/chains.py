@@ -1,0 +1,169 @@
+"""Chains: a convolution or a product with a held weight, and what happens to its result alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kiln.base.graph import Node, TensorSpec
+from kiln.expand.onednn import NONE, Epilogue
+from kiln.ops.table import aten
+
+
+@dataclass(eq=False, slots=True)
+class Chain:
+    """An anchor and the nodes after it that one call computes: normalised, added to, sent through a function.
+
+    `last` is the node whose value the call gives, `views` are those among the covered nodes that only give
+    another shape.
+    """
+
+    anchor: Node
+    last: Node
+    norm: Node | None = None
+    other: Node | None = None
+    epilogue: Epilogue = NONE
+    views: list[Node] = field(default_factory=list)
+    covered: set[Node] = field(default_factory=set)
+
+    @property
+    def open(self) -> bool:
+        """Whether nothing but views and a normalisation happened so far."""
+        return self.epilogue == NONE and self.other is None
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """Finds chains in a graph. `known` values do not change from call to call; `taken` nodes are in chains."""
+
+    users: Mapping[Node, list[Node]]
+    outputs: Collection[Node]
+    known: Collection[Node]
+    taken: set[Node]
+
+    def chain(self, anchor: Node) -> Chain:
+        """The longest chain from an anchor on."""
+        chain = Chain(anchor, anchor)
+        while chain.last not in self.outputs and len(self.users[chain.last]) == 1:
+            after = self.users[chain.last][0]
+            step = STEPS.get(after.op)
+            if after in self.taken or step is None or not step(self, chain, after):
+                break
+            chain.covered.add(chain.last)
+            chain.last = after
+        self.trim(chain)
+        self.taken.update(chain.covered, [chain.last])
+        return chain
+
+    def trim(self, chain: Chain) -> None:
+        """Leave views at the end out: they are views of the result."""
+        while chain.views and chain.views[-1] is chain.last:
+            chain.views.pop()
+            chain.last = chain.last.args[0]
+            chain.covered.discard(chain.last)
+
+
+def _norm(matcher: Matcher, chain: Chain, node: Node) -> bool:
+    """A batch normalisation by statistics that are held."""
+    x, *parts, training = node.args[:6]
+    held = [part for part in parts if part is not None]
+    items = [user.args[1] for user in matcher.users[node]]
+    if x is not chain.last or training or None in parts[2:] or items != [0] or chain.views:
+        return False
+    if not chain.open or chain.norm is not None or any(part not in matcher.known for part in held):
+        return False
+    if any(part.spec.dtype is not x.spec.dtype for part in held):
+        return False
+    chain.norm = node
+    return True
+
+
+def _item(matcher: Matcher, chain: Chain, node: Node) -> bool:
+    """The first result of the normalisation."""
+    return chain.last is chain.norm
+
+
+def _add(matcher: Matcher, chain: Chain, node: Node) -> bool:
+    """A tensor of the same size added to a convolution."""
+    a, b = node.args
+    if chain.anchor.op is not aten.convolution.default or not chain.open or node.kwargs.get("alpha", 1) != 1:
+        return False
+    other = b if a is chain.last else a
+    if type(other) is not Node or other is chain.last or not isinstance(other.spec, TensorSpec):
+        return False
+    spec = chain.last.spec
+    if other.spec.shape != spec.shape or other.spec.dtype is not spec.dtype:
+        return False
+    chain.other = other
+    return True
+
+
+def _function(make: Callable[[Node], Epilogue | None]) -> Callable[[Matcher, Chain, Node], bool]:
+    def step(matcher: Matcher, chain: Chain, node: Node) -> bool:
+        epilogue = make(node) if chain.epilogue == NONE else None
+        if epilogue is None or node.args[0] is not chain.last:
+            return False
+        chain.epilogue = epilogue
+        return True
+
+    return step
+
+
+def _view(matcher: Matcher, chain: Chain, node: Node) -> bool:
+    """Another shape of a product: functions of elements come after it as well as before it."""
+    if chain.anchor.op is aten.convolution.default or chain.epilogue != NONE:
+        return False
+    chain.views.append(node)
+    return True
+
+
+def _bounds(node: Node) -> Epilogue | None:
+    low, high = (argument(node, i, name) for i, name in ((1, "min"), (2, "max")))
+    fits = isinstance(low, (int, float)) and isinstance(high, (int, float))
+    return Epilogue("hardtanh", (float(low), float(high))) if fits else None
+
+
+def _hardtanh(node: Node) -> Epilogue:
+    given = [*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]]
+    return Epilogue("hardtanh", (float(given[0]), float(given[1])))
+
+
+def _leaky(node: Node) -> Epilogue:
+    slope = argument(node, 1, "negative_slope")
+    return Epilogue("leaky_relu", (0.01 if slope is None else float(slope),))
+
+
+def _gelu(node: Node) -> Epilogue:
+    return Epilogue("gelu", (), node.kwargs.get("approximate", "none"))
+
+
+def argument(node: Node, place: int, name: str) -> Any:
+    """An argument by place or name; None where it is not given."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
+#: What an epilogue is made of, by op.
+FUNCTIONS: dict[Any, Callable[[Node], Epilogue | None]] = {
+    aten.relu.default: lambda node: Epilogue("relu"),
+    aten.relu6.default: lambda node: Epilogue("hardtanh", (0.0, 6.0)),
+    aten.hardtanh.default: _hardtanh,
+    aten.clamp.default: _bounds,
+    aten.silu.default: lambda node: Epilogue("swish"),
+    aten.gelu.default: _gelu,
+    aten.sigmoid.default: lambda node: Epilogue("sigmoid"),
+    aten.tanh.default: lambda node: Epilogue("tanh"),
+    aten.hardswish.default: lambda node: Epilogue("hardswish"),
+    aten.hardsigmoid.default: lambda node: Epilogue("hardsigmoid"),
+    aten.leaky_relu.default: _leaky,
+}
+
+#: How a chain grows, by the op that comes next.
+STEPS: dict[Any, Callable[[Matcher, Chain, Node], bool]] = {
+    aten.native_batch_norm.default: _norm,
+    operator.getitem: _item,
+    aten.add.Tensor: _add,
+    aten.view.default: _view,
+    **{op: _function(make) for op, make in FUNCTIONS.items()},
+}

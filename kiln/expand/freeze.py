@@ -1,0 +1,167 @@
+"""Freeze: what a graph computes of held tensors alone is taken out of it, to be computed once."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kiln.base.expressions import Expr
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, retarget, tensors
+from kiln.expand.packed import PURE, packed
+
+#: Values up to so many bytes are kept whatever they are made of.
+SMALL = 1 << 20
+#: Others are kept where they take at most so many times the memory of the held tensors that they are made of.
+TIMES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A graph in two parts: `once` computes values of held tensors, `rest` computes the outputs with them.
+
+    `once` takes the inputs at `held`; `rest` takes those at `given`, then the outputs of `once`.
+    """
+
+    once: Graph
+    rest: Graph
+    held: tuple[int, ...]
+    given: tuple[int, ...]
+
+
+def freeze(graph: Graph, held: Collection[int]) -> Frozen | None:
+    """The graph with what depends on the inputs at `held` alone taken out; None where that is nothing.
+
+    The layers that it packs and the layouts that it chooses are those of `kiln.expand.packed`.
+    """
+    fixed = {graph.inputs[i] for i in held}
+    made = packed(graph, known_of(graph, fixed))
+    places = {node: i for i, node in enumerate(made.inputs)}
+    fixed = {node for node, i in places.items() if i in held}
+    known = known_of(made, fixed)
+    once = _worth(made, known, fixed)
+    return None if not once else _split(made, fixed, once, known)
+
+
+def known_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:
+    """The nodes whose values are the same in every call, `fixed` inputs among them."""
+    known = set(fixed)
+    for node in graph.nodes:
+        if all(read in known for read in node.inputs()) and is_pure(node):
+            known.add(node)
+    return known
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a node only computes, and from its arguments alone."""
+    op = node.op
+    if op is CONSTANT:
+        return isinstance(node.args[0], torch.Tensor)
+    if op is operator.getitem or op in PURE:
+        return True
+    if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or not op._schema.returns:
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "mkldnn"):
+        return False
+    return not _is_symbolic((node.args, tuple(node.kwargs.values()))) and op._schema.name not in UNSET
+
+
+#: Ops whose results are not set, or that ask for data.
+UNSET = frozenset({
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+    "aten::_local_scalar_dense", "aten::empty_permuted",
+})  # fmt: skip
+
+
+def _is_symbolic(value: Any) -> bool:
+    found: list[Any] = []
+    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Expr) else None)
+    return bool(found)
+
+
+def _worth(graph: Graph, known: set[Node], fixed: set[Node]) -> list[Node]:
+    """The known nodes that the rest reads and that are worth keeping, in order."""
+    sources: dict[Node, frozenset[Node]] = {node: frozenset([node]) for node in fixed}
+    kept: set[Node] = set(fixed)
+    shown = _shown(graph)
+    for node in graph.nodes:
+        if node not in known or node in shown or any(read not in kept for read in node.inputs()):
+            continue
+        below = frozenset().union(*[sources[read] for read in node.inputs()])
+        sources[node] = below
+        limit = max(SMALL, TIMES * sum(nbytes(read.spec) for read in below))
+        if is_view(node) or nbytes(node.spec) <= limit:
+            kept.add(node)
+    needed = set(nodes_in(graph.outputs))
+    for node in graph.nodes:
+        if node not in kept:
+            needed.update(node.inputs())
+    # Constants are at hand in either part, and a tuple is no value that a graph takes.
+    wanted = [n for n in graph.nodes if n in kept and n in needed and n.op is not CONSTANT]
+    return [n for n in wanted if isinstance(n.spec, TensorSpec)]
+
+
+def _shown(graph: Graph) -> set[Node]:
+    """The nodes whose memory the caller gets: it must be new in every call."""
+    shown = set(nodes_in(graph.outputs))
+    for node in reversed(graph.nodes):
+        if node in shown and is_view(node):
+            shown.update(node.inputs())
+    return shown
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node shows memory of what it reads, or takes a part of such a result."""
+    if node.op is operator.getitem:
+        return True
+    if not isinstance(node.op, torch._ops.OpOverload):
+        return False
+    return any(returned.alias_info is not None for returned in node.op._schema.returns)
+
+
+def nbytes(spec: Any) -> int:
+    """The memory of a value whose sizes are known."""
+    return sum(math.prod(s.shape) * s.dtype.itemsize for s in tensors([spec]))
+
+
+def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], known: set[Node]) -> Frozen:
+    """Two graphs over the nodes of one."""
+    once = Graph()
+    once.nodes = [node for node in graph.nodes if node in known]
+    once.outputs = tuple(wanted)
+    once.drop_unused()
+    used = {read for node in once.nodes for read in node.inputs()}
+    held = tuple(i for i, node in enumerate(graph.inputs) if node in used)
+    once.inputs = [graph.inputs[i] for i in held]
+    rest = Graph()
+    rest._names = graph._names
+    rest.inputs = list(graph.inputs)
+    replaced: dict[Node, Any] = {}
+    for node in wanted:
+        replaced[node] = rest.input(f"{node.name}_held", node.spec)
+
+    def value(leaf: Any) -> Any:
+        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
+
+    for node in graph.nodes:
+        if node in replaced:
+            continue
+        if node.op is CONSTANT or not any(read in replaced for read in node.inputs()):
+            rest.nodes.append(node)
+            continue
+        args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+        rest.nodes.append(Node(node.op, args, kwargs, node.spec, node.name, node.where, node.backward, node.region))
+        replaced[node] = rest.nodes[-1]
+    rest.outputs = retarget(graph.outputs, replaced)
+    users = graph.users()
+    acting = {replaced.get(node, node) for node in graph.nodes if not users[node] and node not in known}
+    rest.drop_unused(keep=acting.__contains__)
+    needed = {read for node in rest.nodes for read in node.inputs()} | set(nodes_in(rest.outputs))
+    plain = rest.inputs[: len(graph.inputs)]
+    given = tuple(i for i, node in enumerate(plain) if node in needed or node not in fixed)
+    rest.inputs = [*(plain[i] for i in given), *rest.inputs[len(graph.inputs) :]]
+    return Frozen(once.check(), rest.check(), held, given)

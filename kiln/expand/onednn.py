@@ -1,0 +1,110 @@
+"""Calls of oneDNN that torch offers beside aten: layers with packed weights and epilogues, as nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.ops.layout import channels_last, suggests_channels_last
+from kiln.ops.table import aten
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What happens to each element before it is stored: a function of oneDNN's, by torch's name for it."""
+
+    name: str = "none"
+    numbers: tuple[float, ...] = ()
+    algorithm: str = ""
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.name, list(self.numbers), self.algorithm
+
+
+NONE = Epilogue()
+
+
+def available() -> bool:
+    """Whether this build of torch has the calls."""
+    return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+
+
+def packed_convolution(
+    weight: torch.Tensor, padding: list[int], stride: list[int], dilation: list[int], groups: int, size: list[int]
+) -> torch.Tensor:
+    """The weight in the order that oneDNN wants for inputs of this size, as an opaque tensor."""
+    opaque = aten.to_mkldnn.default(weight.contiguous())
+    return aten.mkldnn_reorder_conv2d_weight.default(opaque, padding, stride, dilation, groups, size)  # type: ignore[no-any-return]
+
+
+def packed_linear(weight: torch.Tensor, rows: int | None) -> torch.Tensor:
+    """The weight of a linear layer, outputs first, in the order that oneDNN wants for so many rows."""
+    return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), rows)  # type: ignore[no-any-return]
+
+
+#: Functions of ours that only compute.
+PACKS = frozenset({packed_convolution, packed_linear})
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How a convolution walks over its input."""
+
+    padding: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        return list(self.padding), list(self.stride), list(self.dilation), self.groups
+
+    def over(self, size: Sequence[Any], kernel: Sequence[Any]) -> tuple[Any, ...]:
+        """The size of the result."""
+        out = [size[0], kernel[0]]
+        for n, k, p, s, d in zip(size[2:], kernel[2:], self.padding, self.stride, self.dilation, strict=True):
+            out.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
+        return tuple(out)
+
+
+def convolution(
+    graph: Graph,
+    like: Node,
+    x: Node,
+    weight: Node,
+    bias: Node | None,
+    window: Window,
+    epilogue: Epilogue = NONE,
+    other: Node | None = None,
+) -> Node:
+    """A convolution with a packed weight, `other` added before the epilogue; `x` is channels-last."""
+    spec: TensorSpec = x.spec
+    kernel: TensorSpec = weight.spec
+    size = window.over(spec.shape, kernel.shape)
+    assert suggests_channels_last(spec.shape, spec.stride), "a packed convolution reads channels-last"
+    given = [n if type(n) is int else int(n.hint) for n in spec.shape]
+    packed = graph.call(packed_convolution, (weight, *window.arguments(), given), spec=kernel, like=like)
+    made = TensorSpec(size, channels_last(size), spec.dtype, spec.device)
+    if other is None:
+        args = (x, packed, bias, *window.arguments(), *epilogue.arguments())
+        return graph.call(torch.ops.mkldnn._convolution_pointwise.default, args, spec=made, like=like)
+    name: str | None = None if epilogue == NONE else epilogue.name
+    rest = ("add", 1.0, name, list(epilogue.numbers), epilogue.algorithm or None)
+    args = (x, other, packed, bias, *window.arguments(), *rest)
+    return graph.call(torch.ops.mkldnn._convolution_pointwise.binary, args, spec=made, like=like)
+
+
+def linear(
+    graph: Graph, like: Node, x: Node, weight: Node, bias: Node | None, epilogue: Epilogue = NONE
+) -> Node:
+    """A linear layer over rows with a packed weight, which is given outputs first."""
+    spec: TensorSpec = x.spec
+    rows, outputs = spec.shape[0], weight.spec.shape[0]
+    known = rows if type(rows) is int else None
+    packed = graph.call(packed_linear, (weight, known), spec=weight.spec, like=like)
+    made = TensorSpec((rows, outputs), (outputs, 1), spec.dtype, spec.device)
+    args = (x, packed, bias, *epilogue.arguments())
+    return graph.call(torch.ops.mkldnn._linear_pointwise.default, args, spec=made, like=like)

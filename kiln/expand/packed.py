@@ -1,0 +1,155 @@
+"""Packed: convolutions and products with held weights as calls that take the weight packed, with epilogues."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+
+from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
+from kiln.expand.chains import Chain, Matcher
+from kiln.expand.onednn import PACKS, Window, available, convolution, linear
+from kiln.expand.relayout import Maker, Relayout
+from kiln.ops.layout import channels_last, contiguous, suggests_channels_last
+from kiln.ops.table import aten
+
+#: Rows from which on a packed weight pays; a single row is bound by reading the weight, packed or not.
+ROWS = 2
+
+
+def packed(graph: Graph, known: Collection[Node]) -> Graph:
+    """The graph with its layers of held weights as packed calls; `known` values are the same in every call."""
+    anchors = [(node, form) for node in graph.nodes if (form := ANCHORS.get(node.op)) is not None]
+    anchors = [(node, form) for node, form in anchors if form.fits(node, known)] if available() else []
+    if not anchors:
+        return graph
+    matcher = Matcher(graph.users(), set(nodes_in(graph.outputs)), known, set())
+    made: dict[Node, Maker] = {}
+    covered: set[Node] = set()
+    for node, form in anchors:
+        chain = matcher.chain(node)
+        made[chain.last] = form.maker(chain)
+        covered |= chain.covered
+    return Relayout(graph, made, covered).run()
+
+
+def normalised(
+    weight: torch.Tensor, bias: torch.Tensor | None, norm: list[torch.Tensor | None], eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight and bias of a layer whose result is then normalised by held statistics."""
+    scale, shift, mean, var = [None if part is None else part.double() for part in norm]
+    assert mean is not None and var is not None
+    factor = (var + eps).rsqrt()
+    if scale is not None:
+        factor = factor * scale
+    start = -mean if bias is None else bias.double() - mean
+    moved = start * factor if shift is None else start * factor + shift
+    spread = factor.reshape(-1, *[1] * (weight.dim() - 1))
+    return (weight.double() * spread).to(weight.dtype), moved.to(weight.dtype)
+
+
+#: Functions of ours that only compute: values of them are known where their arguments are.
+PURE = PACKS | {normalised}
+
+
+class Convolution:
+    """Convolutions over images: channels-last from one to the next."""
+
+    @staticmethod
+    def fits(node: Node, known: Collection[Node]) -> bool:
+        x, weight, bias, _, _, _, transposed, _, _ = node.args
+        if transposed or weight not in known or x in known or bias is not None and bias not in known:
+            return False
+        spec: TensorSpec = x.spec
+        numbers = (*spec.shape, *weight.spec.shape, *node.args[3], *node.args[4], *node.args[5])
+        if len(spec.shape) != 4 or not is_plain(x, weight, bias) or not all(type(n) is int for n in numbers):
+            return False
+        return suggests_channels_last(spec.shape, channels_last(spec.shape))
+
+    @staticmethod
+    def maker(chain: Chain) -> Maker:
+        x, weight, bias, stride, padding, dilation, _, _, groups = chain.anchor.args
+        window = Window(*(tuple(n * 2 if len(n) == 1 else n) for n in (padding, stride, dilation)), groups)
+
+        def make(new: Relayout) -> Node:
+            value = new.values[x]
+            w, b = with_norm(new, chain, new.value(weight), new.value(bias))
+            source = new.with_strides(value, channels_last(value.spec.shape))
+            other = None
+            if chain.other is not None:
+                other = new.values[chain.other]
+                other = new.with_strides(other, channels_last(other.spec.shape))
+            return convolution(new.graph, chain.last, source, w, b, window, chain.epilogue, other)
+
+        return make
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Products of rows with a matrix, or with a bias added; `first` is the place of the rows."""
+
+    first: int
+
+    def fits(self, node: Node, known: Collection[Node]) -> bool:
+        bias = node.args[0] if self.first else None
+        x, weight = node.args[self.first :][:2]
+        if node.kwargs or weight not in known or x in known or bias is not None and bias not in known:
+            return False
+        if not is_plain(x, weight, bias) or bias is not None and bias.spec.shape != weight.spec.shape[1:]:
+            return False
+        rows, width = x.spec.shape
+        if type(width) is not int or 0 in x.spec.shape or 0 in weight.spec.shape or x.spec.stride != (width, 1):
+            return False
+        return bool(getattr(rows, "hint", rows) >= ROWS)
+
+    def maker(self, chain: Chain) -> Maker:
+        bias = chain.anchor.args[0] if self.first else None
+        x, weight = chain.anchor.args[self.first :][:2]
+
+        def make(new: Relayout) -> Node:
+            value, matrix = new.values[x], new.values[weight]
+            source = new.with_strides(value, (value.spec.shape[1], 1))
+            if matrix.op is aten.t.default:
+                outputs_first = matrix.args[0]
+            else:
+                spec = matrix.spec
+                turned = TensorSpec(spec.shape[::-1], spec.stride[::-1], spec.dtype, spec.device, spec.offset)
+                outputs_first = new.graph.call(aten.t.default, (matrix,), spec=turned, like=chain.anchor)
+            w, b = with_norm(new, chain, outputs_first, new.value(bias))
+            made = linear(new.graph, chain.last, source, w, b, chain.epilogue)
+            if not chain.views:
+                return made
+            shape, stride = chain.last.spec.shape, chain.last.spec.stride
+            spec = TensorSpec(shape, stride, made.spec.dtype, made.spec.device)
+            return new.graph.call(aten.view.default, (made, list(shape)), spec=spec, like=chain.last)
+
+        return make
+
+
+def is_plain(*nodes: Node | None) -> bool:
+    """Whether all are float32 on the CPU, which is what was measured."""
+    return all(n is None or n.spec.dtype is torch.float32 and n.spec.device.type == "cpu" for n in nodes)
+
+
+def with_norm(new: Relayout, chain: Chain, weight: Node, bias: Node | None) -> tuple[Node, Node | None]:
+    """The weight and bias of a chain, its normalisation in them."""
+    if chain.norm is None:
+        return weight, bias
+    parts = [new.value(part) for part in chain.norm.args[1:5]]
+    shape = weight.spec.shape
+    specs = [TensorSpec(n, contiguous(n), weight.spec.dtype, weight.spec.device) for n in (shape, shape[:1])]
+    args: tuple[Any, ...] = (weight, bias, parts, chain.norm.args[7])
+    whole = new.graph.call(normalised, args, spec=tuple(specs), like=chain.norm)
+    made = [new.graph.call(getitem, (whole, i), spec=spec, like=chain.norm) for i, spec in enumerate(specs)]
+    return made[0], made[1]
+
+
+#: What a chain starts with, by op.
+ANCHORS: dict[Any, Any] = {
+    aten.convolution.default: Convolution(),
+    aten.addmm.default: Product(1),
+    aten.mm.default: Product(0),
+}

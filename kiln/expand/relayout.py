@@ -1,0 +1,173 @@
+"""Relayout: a graph made anew, some of its values in other layouts, and what reads them follows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.ops.fake import FakeTensor
+from kiln.ops.layout import is_contiguous, is_dense
+from kiln.ops.levels import name_of
+from kiln.ops.record import Recording, fake_of
+from kiln.ops.table import aten
+
+Maker: TypeAlias = "Callable[[Relayout], Node]"
+"""Adds nodes to the new graph, and gives the one that stands for a node of the old."""
+
+#: Ops that take a tensor in any layout as well as in the one that was traced. Elementwise ones do, too.
+FOLLOW = frozenset({
+    "_adaptive_avg_pool2d", "_softmax", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin",
+    "avg_pool2d", "cat", "clone", "constant_pad_nd", "convolution", "detach", "expand", "getitem", "max_pool2d_with_indices",
+    "mean", "native_batch_norm", "native_group_norm", "native_layer_norm", "permute", "reflection_pad2d",
+    "replication_pad2d", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sum", "t",
+    "transpose", "unbind", "unsqueeze", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d", "var",
+    "var_mean", "view",
+})  # fmt: skip
+
+
+class Relayout:
+    """Walks a graph once. `made` says which nodes others stand for; `covered` ones are not needed any more."""
+
+    def __init__(self, graph: Graph, made: Mapping[Node, Maker], covered: frozenset[Node] | set[Node]) -> None:
+        self.old, self.made, self.covered = graph, made, covered
+        self.recording = Recording()
+        self.graph = self.recording.graph
+        self.values: dict[Node, Any] = {}
+        self._copies: dict[tuple[Node, Any], Node] = {}
+
+    def run(self) -> Graph:
+        """The new graph: the same inputs, and outputs of the same types."""
+        for node in self.old.inputs:
+            self.values[node] = self.graph.input(node.name, node.spec, node.backward)
+        kept: set[Any] = set()
+        users = self.old.users()
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+            for node in self.old.nodes:
+                if node in self.made:
+                    self.values[node] = self.made[node](self)
+                elif node not in self.covered:
+                    self.values[node] = made = self.follow(node)
+                    if not users[node] and type(made) is Node:
+                        kept.add(made)
+            self.graph.outputs = mapped(self.old.outputs, self.finished)
+        # What nobody read before stays: whether it matters is not ours to say.
+        self.graph.drop_unused(keep=kept.__contains__)
+        return self.graph
+
+    def finished(self, leaf: Any) -> Any:
+        """An output in the layout that it had."""
+        if type(leaf) is not Node:
+            return leaf
+        return self.restored(self.values[leaf], leaf.spec, strictly=True)
+
+    def follow(self, node: Node) -> Any:
+        """What stands for a node whose inputs may lie otherwise now."""
+        if node.op is operator.getitem and type(self.values[node.args[0]]) is not Node:
+            return self.values[node.args[0]][node.args[1]]
+        if node.op is CONSTANT or all(self.same(read) for read in node.inputs()):
+            return self.copy(node, self.value)
+        if not follows(node):
+            def plain(leaf: Any) -> Any:
+                if type(leaf) is not Node or self.contiguous(leaf):
+                    return self.value(leaf)
+                return self.restored(self.values[leaf], leaf.spec)
+
+            if any(not self.same(read) and self.contiguous(read) for read in node.inputs()):
+                return self.again(node, plain)
+            return self.copy(node, plain)
+        return self.again(node, self.value)
+
+    def same(self, read: Node) -> bool:
+        """Whether a value is of the type that it had."""
+        now = self.values[read]
+        return type(now) is Node and (now.spec is read.spec or now.spec == read.spec)
+
+    def contiguous(self, read: Node) -> bool:
+        spec = self.values[read].spec
+        return isinstance(spec, TensorSpec) and is_contiguous(spec.shape, spec.stride)
+
+    def value(self, leaf: Any) -> Any:
+        return self.values[leaf] if type(leaf) is Node else leaf
+
+    def copy(self, node: Node, value: Callable[[Any], Any]) -> Node:
+        """The node itself, over other values."""
+        args, kwargs = node.args, node.kwargs
+        if node.op is not CONSTANT:
+            args, kwargs = mapped(args, value), mapped(kwargs, value)
+        name = self.graph.name(node.name)
+        return self.graph.add(Node(node.op, args, kwargs, node.spec, name, node.where, node.backward, node.region))
+
+    def again(self, node: Node, value: Callable[[Any], Any]) -> Any:
+        """The op called on what its inputs are now; where it does not take them so, on what they were."""
+
+        def enter(leaf: Any) -> Any:
+            return self.fake(value(leaf)) if type(leaf) is Node else leaf
+
+        before = len(self.graph.nodes)
+        recording = self.recording
+        recording.where, recording.backward, recording.region = node.where, node.backward, node.region
+        try:
+            args, kwargs = mapped(node.args, enter), mapped(node.kwargs, enter)
+            with recording:
+                out = call(node.op, args, kwargs)
+            return mapped(out, lambda leaf: recording.node(leaf) if type(leaf) is FakeTensor else leaf)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            del self.graph.nodes[before:]
+            return self.copy(node, lambda leaf: self.restored(self.values[leaf], leaf.spec)
+                             if type(leaf) is Node else leaf)  # fmt: skip
+
+    def fake(self, node: Node) -> FakeTensor:
+        """A fake that stands for a node of the new graph."""
+        known = self.recording.fakes.get(node)
+        if known is None:
+            if not isinstance(node.spec, TensorSpec):
+                raise TypeError(f"{node.name} is no tensor")
+            known = fake_of(node.spec)
+            self.recording.bind(known, node)
+        return known
+
+    def restored(self, node: Any, spec: Any, strictly: bool = False) -> Any:
+        """A value with the strides of `spec`; strictly also where it has one place alone."""
+        if type(node) is not Node or not isinstance(spec, TensorSpec) or node.spec.stride == spec.stride:
+            return node
+        moved = strictly or any(
+            n != 1 and a != b for n, a, b in zip(spec.shape, node.spec.stride, spec.stride, strict=True)
+        )
+        if not moved or not is_dense(spec.shape, spec.stride):
+            return node
+        return self.with_strides(node, spec.stride)
+
+    def with_strides(self, node: Node, stride: tuple[Any, ...]) -> Node:
+        """A value with these strides: itself, or a copy."""
+        if node.spec.stride == stride:
+            return node
+        known = self._copies.get((node, stride))
+        if known is None:
+            spec = replace(node.spec, stride=stride, offset=0)
+            known = self.graph.call(aten.clone.default, (node,), spec=spec, like=node)
+            self._copies[node, stride] = known
+        return known
+
+
+def call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op on fakes; a view of what cannot be viewed so is one of a contiguous copy."""
+    if name_of(op) in ("view", "_unsafe_view"):
+        return aten.reshape.default(*args)
+    return op(*args, **kwargs)
+
+
+def follows(node: Node) -> bool:
+    """Whether an op takes its inputs in other layouts too."""
+    op = node.op
+    if op is operator.getitem:
+        return True
+    if not isinstance(op, torch._ops.OpOverload) or op is aten.view.dtype:
+        return False
+    return torch.Tag.pointwise in op.tags or op.namespace == "aten" and name_of(op) in FOLLOW
+
+

@@ -1,0 +1,334 @@
+"""Repeats: of many equal blocks in a row a few are fused, and their steps stand for the others.
+
+A block is a stretch of nodes; the next one has the same ops with the same arguments and types, where each node
+that is read lies in the same place of a block, is the same for all blocks, or belongs to one block alone (a
+weight). What was fused for one block is therefore right for another, its nodes put in the place of the first
+one's. Whether the steps of the blocks that were fused do repeat is looked up; where they do not, the whole
+graph is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, mapped, nodes_in
+from kiln.fuse.steps import Call, Launch, Step
+from kiln.fuse.views import is_map
+
+#: Blocks that are fused: the first follows something else than a block, the last is followed by it.
+FUSED = 4
+#: Fewer blocks are not worth the search.
+FEWEST = FUSED + 2
+#: First blocks that may be unlike the others.
+SKIPPED = 3
+#: Nodes that tell a place in a block.
+WINDOW = 8
+
+
+def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]]) -> list[Step]:
+    """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs."""
+    found = blocks_of(graph)
+    if found is not None:
+        short = found.shortened()
+        steps = unrolled(found, fuse_repeats(short, fuse))
+        if steps is not None:
+            return steps
+    return fuse(graph)
+
+
+# Finding blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks in a row: the place of the first node, the nodes of a block, the number of blocks."""
+
+    start: int
+    period: int
+    count: int
+
+
+def runs(marks: Sequence[int]) -> list[Run]:
+    """The runs of blocks in a sequence, those with most nodes first."""
+    last: dict[tuple[int, ...], int] = {}
+    found: list[Run] = []
+    done: dict[int, int] = {}  # up to where blocks of a length are known
+    for place in range(len(marks) - WINDOW + 1):
+        window = tuple(marks[place : place + WINDOW])
+        before = last.get(window)
+        last[window] = place
+        if before is None or done.get(place - before, -1) > place:
+            continue
+        period, end = place - before, place
+        while end < len(marks) and marks[end] == marks[end - period]:
+            end += 1
+        done[period] = end
+        # What comes before the first block differs from a block: the next one is the first that counts.
+        run = Run(place, period, (end - place) // period)
+        if run.count >= FEWEST:
+            found.append(run)
+    return sorted(found, key=lambda run: run.period * run.count, reverse=True)
+
+
+def marks_of(graph: Graph) -> list[int]:
+    """A number for each node, equal only for nodes that do the same to values of the same types."""
+    outputs = set(nodes_in(graph.outputs))
+    known: dict[Any, int] = {}
+    marks = []
+    for node in graph.nodes:
+        args = type(node.args[0]) if node.op is CONSTANT else _form(node.args)
+        key: Any = (node.op, args, _form(node.kwargs), _form(node.spec), node in outputs)
+        try:
+            marks.append(known.setdefault(key, len(known)))
+        except TypeError:  # an argument without a hash is like no other
+            marks.append(known.setdefault(object(), len(known)))
+    return marks
+
+
+def _form(value: Any) -> Any:
+    """A stand-in for arguments and types: equal where they mean the same, but for which nodes are read."""
+    kind = type(value)
+    if kind is Node:
+        return _form(value.spec)
+    if kind is tuple or kind is list:
+        return (kind, *[_form(item) for item in value])
+    if kind is dict:
+        return tuple([(key, _form(item)) for key, item in value.items()])
+    if kind is float:
+        return kind, repr(value)
+    return (kind, value) if kind is int or kind is bool else value
+
+
+def blocks_of(graph: Graph) -> Blocks | None:
+    """The longest run of equal blocks in a graph."""
+    if len(graph.nodes) < FEWEST * 2:
+        return None
+    for run in runs(marks_of(graph)):
+        for skipped in range(SKIPPED):
+            blocks = Blocks(graph, Run(run.start + skipped * run.period, run.period, run.count - skipped))
+            if blocks.run.count >= FEWEST and blocks.agree():
+                return blocks
+    return None
+
+
+class Blocks:
+    """A run of blocks: which nodes of the graph stand in the same place of another block."""
+
+    def __init__(self, graph: Graph, run: Run) -> None:
+        self.graph, self.run = graph, run
+        self.index = {node: i for i, node in enumerate(graph.nodes)}
+        self.end = run.start + run.period * run.count
+        self.fixed: set[Node] = set()
+        self.families: dict[Node, tuple[list[Node], int]] = {}
+        self.copies: dict[Node, Node] = {}  # of what follows the blocks in the short graph
+
+    @property
+    def spared(self) -> int:
+        """The blocks that are not fused."""
+        return self.run.count - FUSED
+
+    def block(self, node: Node) -> int | None:
+        """The number of the block that a node is of; -1 for one just before the first, None for others."""
+        place = self.index.get(node)
+        if place is None or not self.run.start - self.run.period <= place < self.end:
+            return None
+        return (place - self.run.start) // self.run.period
+
+    def agree(self) -> bool:
+        """Whether what nodes read allows to put one block in the place of another."""
+        run, nodes = self.run, self.graph.nodes
+        for t in range(run.start, run.start + run.period):
+            rows = [list(nodes[t + r * run.period].inputs()) for r in range(run.count)]
+            if not all(map(self.column_agrees, zip(*rows, strict=True))):
+                return False
+        return self.is_left_alone()
+
+    def column_agrees(self, column: tuple[Node, ...]) -> bool:
+        """Whether what equal nodes of all blocks read is in order."""
+        first = column[0]
+        if all(node is first for node in column):
+            self.fixed.add(first)
+            return self.block(first) is None and first not in self.families
+        if self.block(column[-1]) is not None:
+            place = self.index.get(first, -1)
+            return self.block(first) is not None and all(
+                self.index.get(node) == place + r * self.run.period for r, node in enumerate(column)
+            )
+        known = self.families.get(first)
+        if known is not None:
+            return known[0] == list(column)
+        members = list(column)
+        if len(set(members)) < len(members) or any(
+            node in self.families or self.block(node) is not None for node in members
+        ):
+            return False
+        self.families.update({node: (members, r) for r, node in enumerate(members)})
+        return True
+
+    def is_left_alone(self) -> bool:
+        """Whether what follows the blocks reads the last of them only, and nothing that one block owns."""
+        if any(node in self.families for node in self.fixed):
+            return False
+        for node in self.graph.nodes[self.end :]:
+            for read in node.inputs():
+                block = self.block(read)
+                if read in self.families or block is not None and block < self.spared:
+                    return False
+        return True
+
+    def shortened(self) -> Graph:
+        """The graph with fewer blocks; nodes up to their end are those of the graph itself."""
+        run, nodes = self.run, self.graph.nodes
+        kept = run.start + FUSED * run.period
+
+        def value(leaf: Any) -> Any:
+            if type(leaf) is not Node:
+                return leaf
+            if self.block(leaf) is None:
+                return self.copies.get(leaf, leaf)
+            return nodes[self.index[leaf] - self.spared * run.period]
+
+        short = Graph()
+        short.inputs, short.nodes = self.graph.inputs, nodes[:kept]
+        for node in nodes[self.end :]:
+            args = node.args if node.op is CONSTANT else mapped(node.args, value)
+            copy = Node(node.op, args, mapped(node.kwargs, value), node.spec, node.name)
+            self.copies[node] = copy
+            short.add(copy)
+        outputs = []
+        for out in self.graph.outputs:
+            if type(out) is Node and self.index.get(out, -1) >= self.end:
+                out = self.copies[out]
+            if type(out) is not Node or self.index.get(out, -1) < kept:
+                outputs.append(out)
+        short.outputs = tuple(outputs)
+        self.copies = {copy: node for node, copy in self.copies.items()}
+        return short
+
+    def moved(self, node: Node, by: int) -> Node:
+        """The node in the place of `node` that many blocks later; what is of no block stays."""
+        if self.block(node) is not None:
+            return self.graph.nodes[self.index[node] + by * self.run.period]
+        if node in self.families:
+            members, number = self.families[node]
+            return members[number + by]
+        return self.copies.get(node, node)
+
+
+# Repeating steps
+
+
+def unrolled(blocks: Blocks, steps: list[Step]) -> list[Step] | None:
+    """The steps of the whole graph, by those of the short one; None where they do not repeat."""
+    found = period_of(blocks, steps)
+    if found is None:
+        return None
+    begin, end = found
+    fixed: dict[Step, set[Node]] = {}
+    for step in steps[begin:]:
+        reads = fixed_reads(blocks, step)
+        if reads is None:
+            return None
+        fixed[step] = reads
+    made = list(steps[:end])
+    for by in range(1, blocks.spared + 1):
+        made += [moved(blocks, step, by, fixed[step]) for step in steps[begin:end]]
+    made += [moved(blocks, step, blocks.spared, fixed[step]) for step in steps[end:]]
+    return made if complete(blocks.graph, made) else None
+
+
+def nodes_of(step: Step) -> tuple[list[Node], list[Node]]:
+    """What a step makes and reads."""
+    if isinstance(step, Call):
+        return [step.node], list(step.node.inputs())
+    return list(step.writes.values()), list(step.reads.values())
+
+
+def moved(blocks: Blocks, step: Step, by: int, fixed: set[Node]) -> Step:
+    """A step for a later block."""
+    if isinstance(step, Call):
+        return Call(blocks.moved(step.node, by))
+    reads = {b: n if n in fixed else blocks.moved(n, by) for b, n in step.reads.items()}
+    return Launch(step.kernel, reads, {b: blocks.moved(n, by) for b, n in step.writes.items()}, step.scratch)
+
+
+def period_of(blocks: Blocks, steps: list[Step]) -> tuple[int, int] | None:
+    """The steps from one place of a block to the same of the next, where those after them are alike."""
+    places = {nodes_of(step)[0][0]: i for i, step in enumerate(steps)}
+    for node, first in places.items():
+        if blocks.block(node) != 1:
+            continue
+        second = places.get(blocks.moved(node, 1), -1)
+        third = places.get(blocks.moved(node, 2), -1)
+        length = second - first
+        if length > 0 and third - second == length:
+            pairs = zip(steps[first:second], steps[second:third], strict=True)
+            if all(follows(blocks, a, b) for a, b in pairs):
+                return first, second
+    return None
+
+
+def follows(blocks: Blocks, step: Step, later: Step) -> bool:
+    """Whether a step is what another one is a block before."""
+    if type(step) is not type(later):
+        return False
+    made, reads = nodes_of(step)
+    next_made, next_reads = nodes_of(later)
+    if any(blocks.block(node) is None for node in made):
+        return False
+    if [blocks.moved(node, 1) for node in made] != next_made or len(reads) != len(next_reads):
+        return False
+    return all(n in (r, blocks.moved(r, 1)) for r, n in zip(reads, next_reads, strict=True))
+
+
+def fixed_reads(blocks: Blocks, step: Step) -> set[Node] | None:
+    """What a step reads for all blocks alike; None where its parts do not all move with the block.
+
+    A kernel may compute anew what lies between what it writes and what it reads: all of that is visited.
+    """
+    if isinstance(step, Call):
+        return None if blocks.block(step.node) == -1 else set()
+    reads = set(step.reads.values())
+    moving, fixed = set[Node](), set[Node]()
+    todo = [(node, False) for node in step.writes.values()]
+    seen = set(todo)
+    while todo:
+        node, stays = todo.pop()
+        if node in reads:
+            (fixed if stays else moving).add(node)
+            continue
+        follows_blocks, block = node in blocks.copies, blocks.block(node)
+        if not stays and not follows_blocks and (block is None or block < 0):
+            return None
+        for read in node.inputs():
+            outside = follows_blocks and blocks.block(read) is None and read not in blocks.copies
+            state = (read, stays or outside or read in blocks.fixed)
+            if state not in seen:
+                seen.add(state)
+                todo.append(state)
+    if moving & fixed or moving | fixed != reads:
+        return None
+    goes = [blocks.block(n) is not None or n in blocks.families or n in blocks.copies for n in moving]
+    return fixed if all(goes) else None
+
+
+def complete(graph: Graph, steps: Iterable[Step]) -> bool:
+    """Whether each step reads what earlier ones made, nothing is made twice, and outputs show what is made."""
+    made = {*graph.inputs, *(node for node in graph.nodes if node.op is CONSTANT)}
+    for step in steps:
+        results, reads = nodes_of(step)
+        if not made.issuperset(reads) or not made.isdisjoint(results):
+            return False
+        made.update(results)
+    roots = [chain_of(out)[-1] for out in nodes_in(graph.outputs) if out not in made]
+    return not any(root not in made and any(True for _ in root.inputs()) for root in roots)
+
+
+def chain_of(node: Node) -> list[Node]:
+    """A view, what it shows, and so on, down to what is no view."""
+    chain = [node]
+    while chain[-1].op is not INPUT and chain[-1].op is not CONSTANT and is_map(chain[-1]):
+        chain.append(chain[-1].args[0])
+    return chain

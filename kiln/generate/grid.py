@@ -1,0 +1,120 @@
+"""How a loop nest is laid over a GPU: which threads share a row, how many elements each takes at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kiln.base.expressions import MAX, MIN, MOD
+from kiln.base.symbols import Expr, Symbol
+from kiln.fuse.nest import Axis, Load, Nest, terms
+from kiln.generate.lanes import hint, vector_axis
+
+WIDEST = 16  # bytes of one access
+MOST_BYTES = 32  # of the largest type in one thread's elements
+WARP = 32
+BLOCK = 256  # threads of a block that shares nothing
+LARGEST = 1024  # threads of a block
+HELD = 32  # elements of a row that a thread holds in registers
+COLUMNS = 32  # threads along the kept axis of a nest that folds across it
+BUSY = 132 * 1024  # threads that keep a large GPU busy
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Grid:
+    """The shape of a launch: `rows` rows or column groups a block, `team` threads on each.
+
+    Without reduced axes a thread is its own row, of `width` elements. `along`: the team shares a row along the
+    vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced axes,
+    and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements of
+    its row, where that is known and they fit registers; else 0.
+    """
+
+    vector: Axis | None
+    width: int
+    rows: int
+    team: int = 1
+    along: bool = False
+    turns: int = 0
+
+    @property
+    def threads(self) -> int:
+        return self.rows * self.team
+
+
+def laid(nest: Nest) -> Grid:
+    """The grid for a nest."""
+    vector = vector_axis(nest)
+    width = width_for(nest, vector)
+    if not nest.reduced:
+        return Grid(vector, width, BLOCK)
+    if vector is None or vector.reduced:
+        return along_rows(nest, vector, width)
+    columns = power_of_two(-(-extent(vector) // width))
+    rows = min(columns, COLUMNS)
+    turns = power_of_two(reduced_extent(nest))
+    return Grid(vector, width, rows, max(min(BLOCK // rows, turns), 1))
+
+
+def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
+    """A team for each row: threads of a warp where that is enough, else a block."""
+    chunks = -(-reduced_extent(nest) // width)
+    known = all(type(a.size) is int and type(a.low) is int for a in nest.reduced)
+    most = max(HELD // width, 1)
+    rows = 1
+    for a in nest.kept:
+        rows *= max(hint(a.size), 1)
+    team = min(power_of_two(chunks), WARP)
+    while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
+        team *= 2
+    turns = -(-chunks // team)
+    if not known or turns > most:
+        turns = 0
+    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns)
+
+
+def width_for(nest: Nest, vector: Axis | None) -> int:
+    """How many neighbouring elements along the vector axis a thread takes: 16 bytes of the smallest type."""
+    if vector is None:
+        return 1
+    accesses = [(t.index, t.dtype) for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    accesses += [(s.index, s.buffer.dtype) for s in nest.stores]
+    sizes = [d.itemsize for i, d in accesses if isinstance(i, Expr) and vector.variable in i.symbols()]
+    if not sizes:
+        return 1
+    width: int = max(min(WIDEST // min(sizes), MOST_BYTES // max(sizes)), 1)
+    while width > 1 and not (whole(vector.size, width) and whole(vector.low, width)):
+        width //= 2
+    return width
+
+
+def whole(index: Any, by: int, steps: Symbol | None = None) -> bool:
+    """Whether an index is always a multiple of `by`; `steps` is a loop variable that is."""
+    if not isinstance(index, Expr):
+        return bool(index % by == 0)
+    return all(
+        factor % by == 0 or monomial == (steps,) or any(whole_atom(atom, by, steps) for atom in monomial)
+        for monomial, factor in index.poly.items()
+    )
+
+
+def whole_atom(atom: Expr, by: int, steps: Symbol | None) -> bool:
+    return atom.op in (MIN, MAX, MOD) and all(whole(part, by, steps) for part in atom.args)
+
+
+def extent(axis: Axis) -> int:
+    """The turns of a loop, by the sizes when traced."""
+    return max(hint(axis.size) - hint(axis.low), 1)
+
+
+def reduced_extent(nest: Nest) -> int:
+    """The elements that are folded into one."""
+    count = 1
+    for a in nest.reduced:
+        count *= extent(a)
+    return count
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is not less than n."""
+    return 1 << max(n - 1, 0).bit_length()

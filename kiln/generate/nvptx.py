@@ -1,0 +1,51 @@
+"""The GPU target: PTX by LLVM, in this process; the driver makes machine code of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import llvmlite.binding as llvm
+
+TRIPLE = "nvptx64-nvidia-cuda"
+#: The language version by the architecture: the first one that knows it, and what drivers have long had.
+VERSIONS = {(7, 0): 63, (7, 5): 63, (8, 0): 70, (8, 6): 71, (8, 7): 74, (8, 9): 78, (9, 0): 78}
+NEWEST = 86
+
+
+class Unsupported(Exception):
+    """A kernel needs what the target has not."""
+
+
+@functools.cache
+def target() -> Any:
+    """LLVM's target for NVIDIA's GPUs."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    return llvm.Target.from_triple(TRIPLE)
+
+
+def machine(capability: tuple[int, int]) -> Any:
+    features = f"+ptx{VERSIONS.get(capability, NEWEST)}"
+    return target().create_target_machine(cpu="sm_{}{}".format(*capability), features=features, opt=3)
+
+
+def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9, 0)) -> str:
+    """PTX for a module whose kernels run in blocks of these many threads."""
+    marks = [f'!{i} = !{{ptr @{name}, !"maxntidx", i32 {n}}}' for i, (name, n) in enumerate(threads.items())]
+    marks.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(threads)))}}}")
+    made = machine(capability)
+    parsed = llvm.parse_assembly("\n".join([f'target triple = "{TRIPLE}"', text, *marks]))
+    parsed.verify()
+    unknown = sorted(
+        f.name for f in parsed.functions
+        if f.is_declaration and not f.name.startswith("llvm.") and f.name != "__assertfail"
+    )  # fmt: skip
+    if unknown:
+        raise Unsupported(f"functions that the GPU has not: {', '.join(unknown)}")
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_vectorization = tuning.slp_vectorization = False
+    builder = llvm.create_pass_builder(made, tuning)
+    builder.getModulePassManager().run(parsed, builder)
+    return str(made.emit_assembly(parsed))

@@ -1,0 +1,245 @@
+"""Random numbers of our own: Philox, a function of a seed and a place, so that any kernel can draw any element.
+
+`kiln::uniform` gives the numbers; `draw` writes the draws of a graph with it. The seeds come from torch's
+generator, one for each draw of a graph and all of them at once when the graph starts: `torch.manual_seed` is
+obeyed, and every call has others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kiln.base.graph import Graph, Node, TensorSpec, mapped, retarget
+from kiln.ops.table import aten
+
+MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32
+LOW32 = 0xFFFFFFFF
+SEEDS = (-(1 << 63), (1 << 63) - 1)
+"""The range of the seeds that torch's generator is asked for."""
+
+push_mode = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
+pop_mode = torch._C._pop_torch_dispatch_stack
+
+library = torch.library.Library("kiln", "DEF")
+library.define(
+    "uniform(Tensor seeds, SymInt[] size, SymInt[] stride, int draw, int word) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def uniform(seeds: torch.Tensor, size: Any, stride: Any, draw: int, word: int) -> torch.Tensor:
+    """Numbers in [0, 1), multiples of 2 ** -24: the element at place n, counted row by row, is one half of
+    Philox 2x32-10 with the counter n and the key `seeds[draw]`."""
+    seed = int(seeds[draw]) & (1 << 64) - 1
+    place = torch.arange(math.prod(size))
+    left, right = place & LOW32, (place >> 32) ^ (seed >> 32)
+    key = seed & LOW32
+    for _ in range(ROUNDS):
+        # The product of 32 bits by 32 bits, its halves by parts: 64 bits hold it without a sign alone.
+        low, high = left * (MULTIPLIER & 0xFFFF), left * (MULTIPLIER >> 16)
+        high = high + (low >> 16)
+        left, right = (high >> 16) ^ key ^ right, (high & 0xFFFF) << 16 | low & 0xFFFF
+        key = (key + KEY_STEP) & LOW32
+    drawn = ((left, right)[word] >> 8).to(torch.float32) * 2.0**-24
+    return torch.empty_strided(size, stride).copy_(drawn.view(size))
+
+
+library.impl("uniform", uniform, "CPU")
+own_uniform = torch.ops.kiln.uniform.default
+
+
+class Drawing:
+    """One draw of a graph on its way to numbers of our own."""
+
+    def __init__(self, graph: Graph, seeds: Node, draw: int, node: Node) -> None:
+        self.graph, self.seeds, self.draw, self.node = graph, seeds, draw, node
+        self.made: list[Node] = []
+        self.spec: TensorSpec = node.spec
+
+    def call(self, op: Any, args: tuple[Any, ...], gives: torch.dtype, **kwargs: Any) -> Node:
+        spec = replace(self.spec, dtype=gives, offset=0)
+        node = self.graph.call(op, args, kwargs, spec, like=self.node)
+        self.graph.nodes.pop()
+        self.made.append(node)
+        return node
+
+    def float(self, op: Any, *args: Any) -> Node:
+        return self.call(op, args, torch.float32)
+
+    def uniform(self, word: int = 0) -> Node:
+        size, stride = list(self.spec.shape), list(self.spec.stride)
+        return self.call(own_uniform, (self.seeds, size, stride, self.draw, word), torch.float32)
+
+    def as_dtype(self, node: Node) -> Node:
+        dtype = self.spec.dtype
+        if node.spec.dtype is dtype:
+            return node
+        return self.call(aten._to_copy.default, (node,), dtype, dtype=dtype)
+
+
+def _bernoulli_p(at: Drawing) -> Node:
+    chance = at.node.args[1] if len(at.node.args) > 1 else at.node.kwargs.get("p", 0.5)
+    return at.as_dtype(at.call(aten.lt.Scalar, (at.uniform(), chance), torch.bool))
+
+
+def _bernoulli(at: Drawing) -> Node:
+    return at.as_dtype(at.call(aten.lt.Tensor, (at.uniform(), at.node.args[0]), torch.bool))
+
+
+def _rand(at: Drawing) -> Node:
+    return at.as_dtype(at.uniform())
+
+
+def _uniform(at: Drawing) -> Node:
+    low, high = (*at.node.args[1:], *(0.0, 1.0)[len(at.node.args) - 1 :])
+    scaled = at.float(aten.mul.Tensor, at.uniform(), high - low)
+    return at.as_dtype(at.float(aten.add.Tensor, scaled, low))
+
+
+def _randn(at: Drawing) -> Node:
+    """Box and Muller: a radius from one half of the bits, an angle from the other."""
+    above = at.float(aten.rsub.Scalar, at.uniform(0), 1.0)
+    squared = at.float(aten.mul.Tensor, at.float(aten.log.default, above), -2.0)
+    angle = at.float(aten.mul.Tensor, at.uniform(1), 2 * math.pi)
+    radius, cosine = at.float(aten.sqrt.default, squared), at.float(aten.cos.default, angle)
+    return at.as_dtype(at.float(aten.mul.Tensor, radius, cosine))
+
+
+def _normal(at: Drawing) -> Node:
+    mean, std = (*at.node.args[1:], *(0.0, 1.0)[len(at.node.args) - 1 :])
+    wanted = at.spec
+    at.spec = replace(wanted, dtype=torch.float32)
+    moved = at.float(aten.add.Tensor, at.float(aten.mul.Tensor, _randn(at), std), mean)
+    at.spec = wanted
+    return at.as_dtype(moved)
+
+
+#: Draws of zeros and ones, as dropout's: what a program does with them does not depend on which they are.
+MASKS: dict[Any, Callable[[Drawing], Node]] = {
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli.default: _bernoulli,
+}
+#: Draws of numbers that a program may show.
+SAMPLES: dict[Any, Callable[[Drawing], Node]] = {
+    aten.rand.default: _rand,
+    aten.rand_like.default: _rand,
+    aten.randn.default: _randn,
+    aten.randn_like.default: _randn,
+    aten.uniform.default: _uniform,
+    aten.normal_functional.default: _normal,
+}
+#: What is drawn by our own generator, by the value of the option `random`.
+CHOSEN = {"masks": MASKS, "own": {**MASKS, **SAMPLES}, "eager": {}}
+
+
+def draw(graph: Graph, which: str) -> Graph:
+    """The graph with draws from torch's default generator written with numbers of our own, in place.
+
+    Those of a backward half stay torch's, and those of dtypes other than float32 and the half types: masks
+    may be of any.
+    """
+    table = CHOSEN[which]
+    drawn = [node for node in graph.nodes if node.op in table and _ours(node)]
+    if not drawn:
+        return graph
+    count = len(drawn)
+    seeds = Node(
+        aten.randint.low, (*SEEDS, [count]), {},
+        TensorSpec((count,), (1,), torch.int64, torch.device("cpu")), graph.name("seeds"),
+    )  # fmt: skip
+    places = {node: i for i, node in enumerate(drawn)}
+    unread = {node for node, users in graph.users().items() if not users}
+    replaced: dict[Node, Any] = {}
+    nodes = [seeds]
+
+    def value(leaf: Any) -> Any:
+        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
+
+    for node in graph.nodes:
+        node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+        if node in places:
+            drawing = Drawing(graph, seeds, places[node], node)
+            replaced[node] = table[node.op](drawing)
+            nodes += drawing.made
+        else:
+            nodes.append(node)
+    graph.nodes = nodes
+    graph.outputs = retarget(graph.outputs, replaced)
+    graph.drop_unused(keep=unread.__contains__)  # what was drawn into
+    return graph
+
+
+def _ours(node: Node) -> bool:
+    spec = node.spec
+    if node.backward or spec.device.type != "cpu" or node.kwargs.get("generator") is not None:
+        return False
+    if node.op in MASKS:
+        return node.op is aten.bernoulli.p or spec.dtype.is_floating_point
+    return spec.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+#: Draws in place as what they are in a graph.
+IN_PLACE = {
+    aten.bernoulli_.float: aten.bernoulli.p,
+    aten.uniform_.default: aten.uniform.default,
+    aten.normal_.default: aten.normal_functional.default,
+}
+
+
+class Again(TorchDispatchMode):
+    """While it is entered, a program run op by op draws what the graph that `draw` made of it drew.
+
+    `count` is how many draws the graph has: another number cannot be the same program, and raises at the end.
+    """
+
+    def __init__(self, which: str, count: int) -> None:
+        super().__init__()
+        self.table, self.count, self.drawn = CHOSEN[which], count, 0
+        self.seeds = torch.empty(0)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that the base class would add imports torch's compiler
+
+    def __enter__(self) -> Again:
+        self.seeds = torch.randint(*SEEDS, (self.count,))
+        push_mode(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pop_mode(None)
+        if error is None and self.drawn != self.count:
+            raise RuntimeError(
+                "second derivatives of this graph need its random numbers once more, and it draws others now; "
+                "compile it with options={'random': 'eager'}"
+            )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        op = IN_PLACE.get(func, func)
+        if op not in self.table:
+            return out
+        spec = TensorSpec(tuple(out.shape), out.stride(), out.dtype, out.device)
+        graph = Graph()
+        seeds = graph.input("seeds", None)
+        given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        node = Node(op, tuple(given), dict(kwargs or {}), spec, "draw")
+        if not _ours(node):
+            return out
+        drawing = Drawing(graph, seeds, self.drawn, node)
+        graph.outputs = (self.table[op](drawing),)
+        graph.nodes = drawing.made
+        self.drawn += 1
+        (made,) = graph.run(self.seeds)
+        return out.copy_(made)

@@ -1,0 +1,121 @@
+"""How near to eager the compiled form of a random program must come.
+
+Beside eager's values the same lines make the values in float64, and values with the last bits of each float result
+disturbed: a compiled result may be as far from the exact one as these are. A float result that eager has exactly is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.fuse.programs import EXACT, PLAIN, Program
+
+
+def disturbed(seed: int) -> Callable[[Any], Any]:
+    """Changes the last bits of a float result that is not exact, seen by values that are no quarters."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or not x.numel():
+            return x
+        with torch.no_grad():
+            eps = torch.finfo(x.dtype).eps
+            noise = torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype) * eps * x
+            noise = torch.where((x * 16).frac() == 0, torch.zeros_like(noise), noise)
+            noise = torch.where(noise.isfinite(), noise, torch.zeros_like(noise))
+        return x + noise
+
+    return disturb
+
+
+@dataclass
+class Ran:
+    """What a call gave: results, the inputs as it left them, gradients (None where it has none), or an error."""
+
+    results: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+    backward_error: Exception | None = None
+
+
+def run(program: Program, function: Callable[..., Any], dtypes: dict[str, torch.dtype]) -> Ran:
+    """Call a program's function on fresh inputs and send fixed gradients back."""
+    made, ran = [given.make(dtypes) for given in program.inputs], Ran()
+    try:
+        ran.results = list(function(*made))
+    except Exception as error:
+        ran.error = error
+        return ran
+    ran.inputs = made
+    leaves = [x for x in made if x.requires_grad and x.is_leaf]
+    roots = [x for x in ran.results if x.requires_grad]
+    if leaves and roots:
+        cotangents = [torch.linspace(-1, 1, max(x.numel(), 1))[: x.numel()].view(x.shape).to(x.dtype) for x in roots]
+        try:
+            ran.gradients = list(torch.autograd.grad(roots, leaves, cotangents, allow_unused=True))
+        except Exception as error:
+            ran.backward_error = error
+    return ran
+
+
+def compare(program: Program, compiled: Callable[..., Any]) -> Ran:
+    """What eager gives; fails where the compiled form gives anything else, but for the last bits."""
+    eager = run(program, program.function(PLAIN), PLAIN)
+    exact = run(program, program.function(EXACT), EXACT)
+    others = [run(program, program.function(PLAIN, disturbed(seed)), PLAIN) for seed in range(3)]
+    mine = run(program, compiled, PLAIN)
+    run(program, compiled, PLAIN)  # what the first call gave is the caller's: another one leaves it alone
+    if type(eager.error) is not type(mine.error):
+        raise AssertionError(f"raised {mine.error!r}, eager {eager.error!r}") from mine.error
+    if eager.error is not None:
+        return eager
+    for what in ("results", "inputs"):
+        near(what, getattr(eager, what), getattr(mine, what), getattr(exact, what), [getattr(o, what) for o in others], 4.0)
+    if eager.backward_error is None:
+        if mine.backward_error is not None:
+            raise AssertionError(f"backward raised {mine.backward_error!r}") from mine.backward_error
+        if exact.backward_error is None and not any(o.backward_error for o in others):
+            near("gradients", eager.gradients, mine.gradients, exact.gradients, [o.gradients for o in others], 16.0)
+    return eager
+
+
+def near(what: str, eager: list[Any], mine: list[Any], exact: list[Any], others: list[list[Any]], slack: float) -> None:
+    """The results of one kind, each no further from the exact one than eager's, in some units of the last place."""
+    assert len(eager) == len(mine), f"{len(mine)} {what}, eager {len(eager)}"
+    for place, (a, b, c) in enumerate(zip(eager, mine, exact, strict=True)):
+        where = f"{what}[{place}]"
+        assert (a is None) == (b is None), f"{where}: {b}, eager {a}"
+        if a is None or c is None:
+            continue
+        for name in ("dtype", "shape", "requires_grad"):
+            assert getattr(a, name) == getattr(b, name), f"{where}.{name}: {getattr(b, name)}, eager {getattr(a, name)}"
+        if what != "gradients" and a.numel():  # the strides of what has one place mean nothing
+            strides = [[s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] for t in (a, b)]
+            assert strides[0] == strides[1], f"{where}.stride: {b.stride()}, eager {a.stride()}"
+        a, b, c = a.detach(), b.detach(), c.detach()
+        if not a.is_floating_point():
+            assert torch.equal(a, b), f"{where}: {b}, eager {a}"
+        elif a.numel():
+            found = [o[place] for o in others if place < len(o)]
+            noise = [n.detach() for n in found if n is not None and n.shape == a.shape]
+            values(where, a.double(), b.double(), c, noise, slack, torch.finfo(a.dtype).eps)
+
+
+def values(where: str, eager: torch.Tensor, mine: torch.Tensor, exact: torch.Tensor, noise: list[torch.Tensor], slack: float, eps: float) -> None:
+    finite = eager.isfinite() & exact.isfinite()
+    for n in noise:
+        finite &= n.isfinite()
+    same = (eager == exact) | (eager.isnan() & exact.isnan())
+    wrong = same & ~eager.isfinite() & ~((mine == eager) | (mine.isnan() & eager.isnan()))
+    assert not wrong.any(), f"{where}: {mine[wrong][:5]}, eager {eager[wrong][:5]}"
+    if not finite.any():
+        return
+    e, m, x = eager[finite], mine[finite], exact[finite]
+    allowed = slack * max([(y.double()[finite] - x).abs().max() for y in (*noise, eager)] + [4 * eps * max(x.abs().max(), 1.0)])
+    worst = (m - x).abs()
+    assert (worst <= allowed).all(), f"{where}: off by {worst.max()}, allowed {allowed}\nmine  {m.flatten()[:12]}\neager {e.flatten()[:12]}"
