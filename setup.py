@@ -19,4 +19,8 @@ CUDA = Extension(
     "kiln._cuda", sources=["kiln/_cuda.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
 )
 
-setup(ext_modules=[HOOK, LAUNCH, CUDA])
+HELD = Extension(
+    "kiln._held", sources=["kiln/_held.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
+)
+
+setup(ext_modules=[HOOK, LAUNCH, CUDA, HELD])

@@ -11,6 +11,7 @@ from torch import fx
 
 from kiln import _hook
 from kiln.base import log, records
+from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx
@@ -78,6 +79,10 @@ def aot_eager(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]
     return compiled(module, examples, runner, runner, runner)
 
 
+# It needs no code of the graph module.
+aot_eager.reads_graph = True  # type: ignore[attr-defined]
+
+
 def compiled(
     module: fx.GraphModule,
     examples: Sequence[Any],
@@ -88,6 +93,7 @@ def compiled(
     level: str = "aten",
     random: str = "eager",
     held: HeldCompiler | None = None,
+    dump: Dump = NOWHERE,
 ) -> Callable[..., Any]:
     """The callable of a captured graph whose halves these compilers compile.
 
@@ -103,6 +109,8 @@ def compiled(
         refuse_effects(module)
         joint = trace(module, list(examples))
         joint = replace(joint, graph=draw(joint.graph, random), random=random)
+        if joint.differentiates:
+            dump.show("graph", "joint", "py", lambda: str(joint.graph))
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kiln import _hook, backends, modules, pipeline, redirect
-from kiln.base import live, log, marks, records, strict
+from kiln.base import dump, live, log, marks, records, strict
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
 from kiln.observe.explain import Captured, Explanation
@@ -148,6 +148,7 @@ def reset() -> None:
     live.clear()
     records.log.clear()
     log.forget()
+    dump.forget()
 
 
 def disable(fn: Any = None, recursive: bool = True, *, reason: str | None = None) -> Any:

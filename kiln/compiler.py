@@ -11,10 +11,12 @@ from torch import fx
 
 from kiln.ahead import compiled
 from kiln.base import log, records
+from kiln.base.dump import NOWHERE, Dump, dump_for
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
 from kiln.base.options import Settings, config
-from kiln.differentiate.run import Compiler, Run
+from kiln.differentiate.run import Run
+from kiln.expand.edited import EditedFile
 from kiln.launch.held import compile_held
 from kiln.launch.program import compile_graph
 
@@ -32,21 +34,36 @@ def kiln(
     own in force.
     """
     with config.patch(**dict(options or {}), **({} if mode is None else {"mode": mode})) as settings:
+        dump = dump_for(str(module.meta.get("name", "")), settings.dump)
+        dump.show("", "captured", "py", lambda: str(module.code).strip())
         # A tensor that stands for its negative (part of a conjugate) is not what its memory says.
         plain = not any(isinstance(x, torch.Tensor) and x.is_neg() for x in examples)
-        stage: Compiler = partial(native, settings=settings) if plain else runner
-        held = partial(native_held, settings=settings) if plain else None
-        return compiled(module, examples, stage, stage, stage, random=settings.draws, held=held)
+        if not plain:
+            return compiled(module, examples, runner, runner, runner, dump=dump)
+        forward, backward, inference = (
+            partial(native, settings=settings, dump=dump.of(half))
+            for half in ("forward", "backward", "inference")
+        )
+        held = partial(native_held, settings=settings, dump=dump.of("inference"))
+        return compiled(
+            module, examples, forward, backward, inference, random=settings.draws, held=held, dump=dump
+        )
 
 
-def native(graph: Graph, settings: Settings) -> Run:
+# It needs no code of the graph module.
+kiln.reads_graph = True  # type: ignore[attr-defined]
+
+
+def native(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Run:
     """Native code for a graph of aten ops; where a stage of ours fails the graph runs op by op."""
-    return _or_op_by_op(graph, settings, partial(compile_graph, graph, settings))
+    return _or_op_by_op(graph, settings, partial(compile_graph, graph, settings, dump))
 
 
-def native_held(graph: Graph, held: Mapping[int, torch.Tensor], settings: Settings) -> Run:
+def native_held(
+    graph: Graph, held: Mapping[int, torch.Tensor], settings: Settings, dump: Dump = NOWHERE
+) -> Run:
     """Native code for a graph without gradients over held tensors, by position."""
-    return _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held))
+    return _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held, dump))
 
 
 def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run]) -> Run:
@@ -55,7 +72,7 @@ def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run]
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        if settings.strict:
+        if settings.strict or isinstance(error, EditedFile):
             raise
         why = f"{type(error).__name__}: {error}"
         records.emit(records.FallbackRecord("generate", why))

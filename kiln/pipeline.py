@@ -16,6 +16,7 @@ from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.capture import nested
 from kiln.capture.finish import Captured
+from kiln.capture.module import CapturedModule
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
 from kiln.check.shapes import varying
@@ -193,12 +194,17 @@ def seen_to_vary(known: list[Any], argv: tuple[Any, ...], mode: bool | None) -> 
 
 
 def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any:
-    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    def compiler(graph: CapturedModule, inputs: list[Any]) -> Any:
         changes = {name: value for name, value in asked.options.items() if name in options.OPTION_NAMES}
         if asked.mode is not None:
             changes["mode"] = asked.mode
         if asked.fullgraph:
             changes["strict"] = True
+        graph.meta["name"] = name
+        if log.wants("graph"):
+            log.say("graph", f"{name} captured\n{graph.code.strip()}")
+        if not getattr(asked.backend, "reads_graph", False):
+            graph.write()
         try:
             with options.config.patch(**changes):
                 built = asked.backend(graph, inputs)

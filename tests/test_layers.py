@@ -22,7 +22,7 @@ LAYERS = {
     "expand": {"base", "ops"},
     "fuse": {"base", "ops"},
     "generate": {"base", "fuse"},
-    "launch": {"base", "expand", "fuse", "generate", "_launch"},
+    "launch": {"base", "expand", "fuse", "generate", "_cuda", "_held", "_launch"},
     "modes": {"base", "ops"},
     "observe": {"base"},
     "modules": {"base"},

@@ -254,7 +254,7 @@ def _call(node: Node) -> str:
     if node.op is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"
     if node.op is CONSTANT:
-        return f"<{type(node.args[0]).__name__}>"
+        return f"constant({node.name!r})"
     target = f"torch.ops.{node.op}" if isinstance(node.op, torch._ops.OpOverload) else label(node.op)
     arguments = [*map(show, node.args), *(f"{k}={show(v)}" for k, v in node.kwargs.items())]
     return f"{target}({', '.join(arguments)})"

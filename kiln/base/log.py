@@ -8,7 +8,10 @@ import threading
 
 logger = logging.getLogger("kiln")
 
-TOPICS = ("breaks", "code", "fallbacks", "graphs", "guards", "recompiles", "times")
+TOPICS = (
+    "breaks", "code", "fallbacks", "graph", "graphs", "guards", "kernels", "loops", "plan", "recompiles",
+    "times",
+)  # fmt: skip
 
 _said: set[object] = set()
 _lock = threading.Lock()

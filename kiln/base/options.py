@@ -61,7 +61,7 @@ def _flag(name: str) -> bool:
 
 
 def _chosen(name: str, known: tuple[str, ...]) -> str:
-    """What an environment variable chooses, the first by default; one that it may not choose is told and left out."""
+    """What an environment variable chooses, the first by default; what does not exist is told and left out."""
     value = os.environ.get(name, known[0])
     if value not in known:
         logger.warning("%s: %s", name, unknown("value", value, known))
@@ -86,8 +86,8 @@ class Settings:
     """The share of what a training step would save for its backward that it may save."""
 
     numerics: str = field(default_factory=lambda: _chosen("KILN_NUMERICS", NUMERICS))
-    """"fast" lets kernels keep half types in float32 between ops and sum in an order of their own; "eager" gives
-    eager's results, random numbers too."""
+    """"fast" lets kernels keep half types in float32 between ops and sum in an order of their own; "eager"
+    gives eager's results, random numbers too."""
 
     random: str = field(default_factory=lambda: _chosen("KILN_RANDOM", RANDOM))
     """Which random numbers kernels draw themselves: "masks" those of dropout and `bernoulli`, "own" all that
@@ -96,8 +96,14 @@ class Settings:
     mode: str = "default"
     """One of MODES."""
 
+    dump: str = field(default_factory=lambda: os.environ.get("KILN_DUMP", ""))
+    """The folder to which each stage writes its result, and from which it takes edited ones; "" for none."""
+
     freeze: bool = True
     """Whether graphs without gradients keep what follows from weights alone: packed and folded copies."""
+
+    cache_bytes: int = 1 << 30
+    """What machine code on disk may take, in bytes; the least lately used goes first. 0 keeps none."""
 
     @property
     def exact(self) -> bool:
@@ -119,7 +125,7 @@ OPTION_NAMES = tuple(f.name for f in fields(Settings))
 #: The options that take one of some names.
 CHOICES = {"numerics": NUMERICS, "random": RANDOM, "mode": MODES}
 #: The options that are numbers between two.
-BETWEEN = {"memory_budget": (0.0, 1.0), "cache_limit": (0, math.inf)}
+BETWEEN = {"memory_budget": (0.0, 1.0), "cache_limit": (0, math.inf), "cache_bytes": (0, math.inf)}
 
 
 class Configuration:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from dis import Bytecode
 from types import CodeType
 from typing import Any
 
@@ -172,6 +173,8 @@ def emit(record: Record) -> None:
     topic = TOPICS[type(record)]
     if lines.wants(topic):
         lines.say(topic, text_of(record))
+    if isinstance(record, GraphRecord) and lines.wants("guards"):
+        lines.say("guards", "\n  ".join([record.region, *map(str, record.guards)]))
 
 
 def text_of(record: Record) -> str:
@@ -188,7 +191,9 @@ def text_of(record: Record) -> str:
         case CodeRecord():
             return f"code: {record}"
         case _:
-            return f"{record.region}: {record.code.co_qualname if record.code else ''}"
+            if record.code is None:
+                return f"{record.region}: none"
+            return f"{record.region}: {record.code.co_qualname}\n{Bytecode(record.code).dis()}"
 
 
 TOPICS: dict[type, str] = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
 import operator
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx import Graph, GraphModule, Node, graph_module
+from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 
 from kiln.base import marks
@@ -22,6 +20,7 @@ from kiln.base.source import Source
 from kiln.capture import computed
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray
+from kiln.capture.module import CapturedModule
 from kiln.capture.nodes import (
     FACTORS,
     LEAVING,
@@ -481,18 +480,9 @@ class Recorder:
         for node in [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and not n.users]:
             self._forget(node)
         used = {n.target for n in self.graph.nodes if n.op == "get_attr"}
-        module = GraphModule({name: value for name, value in self._attrs.items() if name in used}, self.graph)
+        attributes = {name: value for name, value in self._attrs.items() if name in used}
         inputs = [self._inputs[n] for n in self.graph.nodes if n.op == "placeholder"]
-        forward = type(module).forward
-        weakref.finalize(forward, forget_source, forward.__code__.co_filename)
-        return module, inputs
-
-
-def forget_source(filename: str) -> None:
-    """Drop the text of a generated forward, which fx keeps for tracebacks, when nobody can run it now."""
-    linecache.cache.pop(filename, None)
-    loader: Any = getattr(graph_module, "_loader", None)
-    getattr(loader, "eval_cache", {}).pop(filename, None)
+        return CapturedModule(attributes, self.graph), inputs
 
 
 class RecorderMode(TorchFunctionMode):

@@ -23,8 +23,7 @@ class Replay:
     def __init__(self, module: fx.GraphModule, joint: Joint) -> None:
         self.module, self.joint = module, joint
         self.random = any(kind(node.op).random for node in joint.graph.nodes if not node.backward)
-        draws = [node.args[3] for node in joint.graph.nodes if node.op is own_uniform]
-        self.draws = max(draws, default=-1) + 1
+        self.draws = len({node.args[0] for node in joint.graph.nodes if node.op is own_uniform})
         self.devices = _devices(joint.graph)
         self.autocast = [
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))

@@ -7,11 +7,11 @@ from typing import Any
 from kiln.base.errors import Bug
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec
 from kiln.ops.layout import FLOATS
-from kiln.ops.levels import BINARY, CHOICE, UNARY, name_of
+from kiln.ops.levels import BINARY, CHOICE, TERNARY, UNARY, name_of
 
 #: Overloads that a graph at level prims does not hold: another one says the same.
 SUPERSEDED = frozenset({"aten.add.Scalar", "aten.sub.Scalar", "aten.mul.Scalar", "aten.div.Scalar"})
-ELEMENTWISE = {**UNARY, **BINARY, **CHOICE}.keys()
+ELEMENTWISE = {**UNARY, **BINARY, **TERNARY, **CHOICE}.keys()
 
 
 def check(graph: Graph, level: str) -> Graph:
@@ -32,7 +32,7 @@ def broken(node: Node) -> str:
         return ""
     if str(node.op) in SUPERSEDED:
         return "is a superseded form"
-    operands: tuple[Any, ...] = node.args[1:] if name == "where" else node.args[:2]
+    operands: tuple[Any, ...] = node.args[1:] if name == "where" else node.args[: 3 if name in TERNARY else 2]
     dtypes = {a.spec.dtype for a in operands if isinstance(a, Node) and isinstance(a.spec, TensorSpec)}
     if len(dtypes) > 1:
         return f"mixes {' and '.join(sorted(map(str, dtypes)))}"

@@ -11,11 +11,11 @@ import torch
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.ops.levels import VIEW, name_of
 
-#: Arithmetic that rounds as IEEE says. Not so `sqrt`: eager takes a library's, which is not always the nearest.
+#: Arithmetic that rounds as IEEE says. Not so `sqrt`: eager's comes from a library and may be off by a bit.
 ROUNDED_ONCE = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "abs", "reciprocal", "rsqrt"})
 CHOICES = frozenset({
-    "relu", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "threshold", "threshold_backward",
-    "hardtanh", "eq", "ne", "lt", "le", "gt", "ge", "sign", "isnan", "isinf", "floor", "ceil", "trunc",
+    "relu", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "threshold",
+    "threshold_backward", "hardtanh", "eq", "ne", "lt", "le", "gt", "ge", "sign", "isnan", "isinf", "floor", "ceil", "trunc",
     "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_not",
     "logical_xor", "masked_fill", "fill", "tril", "triu",
 })  # fmt: skip
@@ -23,7 +23,7 @@ MOVES = frozenset({
     "_to_copy", "clone", "copy", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full",
     "new_zeros", "new_ones", "scalar_tensor", "arange", "cat", "stack", "constant_pad_nd", "slice_scatter",
     "select_scatter", "gather", "index", "index_select", "embedding", "repeat", "roll", "lift_fresh_copy",
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "kiln::uniform",
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "kiln::uniform", "kiln::seeds",
 })  # fmt: skip
 #: Folds whose result does not depend on the order.
 ANY_ORDER = frozenset({"amax", "amin", "any", "all", "argmax", "argmin"})
@@ -84,7 +84,7 @@ def is_exact(node: Node) -> bool:
     name = name_of(op)
     if name in OF_INTEGERS:
         return _integral(node) and all(map(_integral, node.inputs()))
-    return name in EXACT and CONDITIONS.get(name, lambda node: True)(node)
+    return name in EXACT and (name not in CONDITIONS or CONDITIONS[name](node))
 
 
 def _integral(node: Node) -> bool:
@@ -95,7 +95,7 @@ def _integral(node: Node) -> bool:
 def _plain(node: Node) -> bool:
     """Without a factor, which eager's kernels join to the sum in one rounding or in two as they see fit."""
     alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
-    return alpha == 1
+    return bool(alpha == 1)
 
 
 def _whole(node: Node) -> bool:

@@ -43,7 +43,8 @@ def packed_convolution(
 
 def packed_linear(weight: torch.Tensor, rows: int | None) -> torch.Tensor:
     """The weight of a linear layer, outputs first, in the order that oneDNN wants for so many rows."""
-    return torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous(), rows)  # type: ignore[no-any-return]
+    plain = weight.reshape(weight.shape[:2]).contiguous()
+    return torch.ops.mkldnn._reorder_linear_weight.default(plain, rows)  # type: ignore[no-any-return]
 
 
 #: Functions of ours that only compute.
@@ -98,13 +99,32 @@ def convolution(
 
 
 def linear(
-    graph: Graph, like: Node, x: Node, weight: Node, bias: Node | None, epilogue: Epilogue = NONE
+    graph: Graph,
+    like: Node,
+    x: Node,
+    weight: Node,
+    bias: Node | None,
+    epilogue: Epilogue = NONE,
+    other: Node | None = None,
 ) -> Node:
-    """A linear layer over rows with a packed weight, which is given outputs first."""
+    """A linear layer with a packed weight, which is given outputs first; `x` is contiguous.
+
+    An epilogue, or another tensor added: oneDNN's call has no room for both.
+    """
     spec: TensorSpec = x.spec
-    rows, outputs = spec.shape[0], weight.spec.shape[0]
+    *before, inputs = spec.shape
+    outputs = weight.spec.shape[0]
+    rows: Any = 1
+    for n in before:
+        rows = rows * n
     known = rows if type(rows) is int else None
     packed = graph.call(packed_linear, (weight, known), spec=weight.spec, like=like)
-    made = TensorSpec((rows, outputs), (outputs, 1), spec.dtype, spec.device)
-    args = (x, packed, bias, *epilogue.arguments())
-    return graph.call(torch.ops.mkldnn._linear_pointwise.default, args, spec=made, like=like)
+    stride = tuple([s // inputs * outputs for s in spec.stride[:-1]])
+    made = TensorSpec((*before, outputs), (*stride, 1), spec.dtype, spec.device)
+    if other is None:
+        args = (x, packed, bias, *epilogue.arguments())
+        return graph.call(torch.ops.mkldnn._linear_pointwise.default, args, spec=made, like=like)
+    assert epilogue == NONE, "an epilogue or another tensor"
+    return graph.call(
+        torch.ops.mkldnn._linear_pointwise.binary, (x, other, packed, bias, "add"), spec=made, like=like
+    )

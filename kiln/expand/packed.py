@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.expand.chains import Chain, Matcher
-from kiln.expand.onednn import PACKS, Window, available, convolution, linear
+from kiln.expand.onednn import NONE, PACKS, Window, available, convolution, linear
 from kiln.expand.relayout import Maker, Relayout
 from kiln.ops.layout import channels_last, contiguous, suggests_channels_last
 from kiln.ops.table import aten
@@ -82,9 +82,32 @@ class Convolution:
             if chain.other is not None:
                 other = new.values[chain.other]
                 other = new.with_strides(other, channels_last(other.spec.shape))
+            if window == POINT and set(weight.spec.shape[2:]) == {1} and (other is None or chain.epilogue == NONE):
+                return at_each_place(new, chain, source, w, b, other)
             return convolution(new.graph, chain.last, source, w, b, window, chain.epilogue, other)
 
         return make
+
+
+#: The window of a convolution that looks at one place alone, if its kernel does.
+POINT = Window((0, 0), (1, 1), (1, 1), 1)
+
+
+def at_each_place(
+    new: Relayout, chain: Chain, x: Node, weight: Node, bias: Node | None, other: Node | None
+) -> Node:
+    """A convolution of one place: a linear layer over the channels, which takes less to set up."""
+
+    def turned(node: Node, order: list[int]) -> Node:
+        spec = node.spec
+        shape, stride = (tuple([part[d] for d in order]) for part in (spec.shape, spec.stride))
+        there = replace(spec, shape=shape, stride=stride)
+        return new.graph.call(aten.permute.default, (node, order), spec=there, like=chain.last)
+
+    rows, added = (None if node is None else turned(node, [0, 2, 3, 1]) for node in (x, other))
+    assert rows is not None
+    made = linear(new.graph, chain.last, rows, weight, bias, chain.epilogue, added)
+    return turned(made, [0, 3, 1, 2])
 
 
 @dataclass(frozen=True, slots=True)

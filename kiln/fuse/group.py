@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 from kiln.base.graph import CONSTANT, INPUT, Node
 from kiln.fuse.axes import axes_for
 from kiln.fuse.coalesce import LOOK_BACK, Coalescing
+from kiln.fuse.costs import MUCH_SMALLER
 from kiln.fuse.folds import folded_dims, marked
 from kiln.fuse.lower import is_drawn, is_pointwise
-from kiln.fuse.reading import MUCH_SMALLER, Group
+from kiln.fuse.reading import Group
 from kiln.fuse.views import Coords, is_map, shape_of
+from kiln.ops.levels import name_of
 
 
 class Fuser(Coalescing):
@@ -33,7 +36,7 @@ class Fuser(Coalescing):
             if self.root(node) in self.free:
                 self.free.add(node)
         elif self.starts(node):
-            self.early.append(node)
+            self.early[node] = None
             self.place[node] = -1
         elif is_pointwise(node):
             if not any(True for _ in node.inputs()) or self.drawn_where_read(node):
@@ -50,9 +53,10 @@ class Fuser(Coalescing):
                 self.read_whole.add(read)
 
     def starts(self, node: Node) -> bool:
-        """Whether a node is the draw of seeds, which runs before all else."""
-        users = self.users[node]
-        return bool(users) and not any(True for _ in node.inputs()) and all(map(is_drawn, users))
+        """Whether a node is the draw of seeds, or one of them: that runs before all else."""
+        if node.op is operator.getitem:
+            return node.args[0] in self.early
+        return name_of(node.op) == "kiln::seeds"
 
     def drawn_where_read(self, node: Node) -> bool:
         """Whether random numbers need no memory: loops that read them draw them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +11,7 @@ from kiln.base.graph import Node, TensorSpec
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
 from kiln.fuse.views import Coords, argument, broadcast, from_front, shape_of, supported
-from kiln.ops.levels import BINARY, UNARY, name_of
+from kiln.ops.levels import BINARY, TERNARY, UNARY, name_of
 
 Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 """Gives the element of a node at coordinates; where the boolean term does not hold nothing may be read."""
@@ -23,6 +23,10 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 
 #: Functions for which eager takes a number in the dtype of the tensor beside it, half types too.
 SUMS = frozenset({"add", "sub"})
+
+#: Functions that jump: two values that are nearly the same give another result.
+JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round", "trunc", "frac", "sign", "div_floor",
+                   "div_trunc", "fmod", "remainder"})  # fmt: skip
 
 #: Functions that raise for integers when the second operand is 0.
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
@@ -50,10 +54,22 @@ class Terms:
         return known
 
     def apply(self, op: str, dtype: torch.dtype, *args: Term) -> Term:
+        if op in JUMPS or op == "convert" and not dtype.is_floating_point:
+            args = self.rounded(args)
         made: Term = self.make(Apply, op, args, dtype)
         if self.rounds and dtype in HALVES and op != "convert":
             return self.make(Apply, "convert", (made,), dtype)  # type: ignore[no-any-return]
         return made
+
+    def rounded(self, args: tuple[Term, ...]) -> tuple[Term, ...]:
+        """Values as they would lie in memory: what jumps between two of them is asked of those."""
+        if self.rounds or any(isinstance(a, Const) and a.value == 0 for a in args):
+            return args
+        return tuple([
+            self.make(Apply, "convert", (a,), a.dtype)
+            if a.dtype in HALVES and isinstance(a, (Apply, Fold)) and getattr(a, "op", "") != "convert" else a
+            for a in args
+        ])  # fmt: skip
 
     def const(self, value: Any, dtype: torch.dtype) -> Term:
         if dtype.is_floating_point and not isinstance(value, float) and not hasattr(value, "scope"):
@@ -166,6 +182,13 @@ def _where(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
     )
 
 
+@lowering("addcmul")
+def _addcmul(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    dtype = dtype_of(node)
+    given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args]
+    return terms.apply("addcmul", dtype, *given)
+
+
 @lowering("clamp")
 def _clamp(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     x, low, high = node.args[0], argument(node, 1, "min", None), argument(node, 2, "max", None)
@@ -200,12 +223,12 @@ def is_drawn(node: Node) -> bool:
 
 @lowering("kiln::uniform")
 def _random(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
-    seeds, shape, _, draw, word = node.args
+    seed, shape, _, word = node.args
     place: Any = 0
     for c, n in zip(coords, shape, strict=True):
         place = place * n + c
     name = f"uniform_{word}"
-    return terms.apply(name, torch.float32, read(seeds, (draw,), None), terms.place(place))
+    return terms.apply(name, torch.float32, read(seed, (), None), terms.place(place))
 
 
 @lowering("arange")
@@ -304,12 +327,19 @@ def _gather(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: 
     return read(x, (*coords[:dim], place, *coords[dim + 1 :]), valid)
 
 
+def common_shape(shapes: Sequence[Coords]) -> Coords:
+    """What shapes that fit each other are broadcast to."""
+    rank = max(map(len, shapes))
+    columns = zip(*[(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes], strict=True)
+    return tuple([next((n for n in column if n != 1), 1) for column in columns])
+
+
 @lowering("index")
 def _index(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     x, indices = node.args
     shape = shape_of(x)
     given = [d for d, index in enumerate(indices) if index is not None]
-    common = torch.broadcast_shapes(*[shape_of(indices[d]) for d in given])
+    common = common_shape([shape_of(indices[d]) for d in given])
     together = given == list(range(given[0], given[-1] + 1))
     start = given[0] if together else 0
     chosen, others = coords[start : start + len(common)], list(coords[:start] + coords[start + len(common) :])
@@ -332,6 +362,8 @@ def is_pointwise(node: Node) -> bool:
     more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}
     if more and LOWER[name_of(node.op)] is _elementwise:
         return False  # a variant of the op with more arguments
+    if name_of(node.op) in TERNARY and (node.kwargs or not spec.dtype.is_floating_point):
+        return False
     if name_of(node.op) == "index" and any(
         i is not None and i.spec.dtype not in INDICES for i in node.args[1]
     ):

@@ -15,6 +15,7 @@ from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
 from kiln.fuse.split import CORES, Cuts, Split, split
 from kiln.fuse.stages import Batch
 from kiln.fuse.steps import Call, Launch, Step
+from kiln.fuse.updates import updated
 from kiln.fuse.views import is_map
 
 
@@ -35,6 +36,7 @@ def fuse(graph: Graph, exact: bool = False, cuts: Cuts = CORES) -> Program:
 
     Where results must be `exact`, every function rounds its result to its dtype.
     """
+    graph = updated(graph, exact)
     steps = fuse_repeats(graph, lambda part: Finishing(Fuser(part, exact).run(), cuts).steps())
     return Program(graph, [*steps, *left_over(graph, steps)])
 

@@ -9,18 +9,12 @@ from typing import Any
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, coordinates, hinted
+from kiln.fuse.costs import CHEAP, MUCH_SMALLER, SLIGHT, elements, reads_no_more
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
-from kiln.fuse.nest import Axis, Buffer, Fold, Term, terms
+from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, shape_of
 from kiln.ops.levels import name_of
-
-#: A small value is computed anew in the loops that read it when it costs no more functions than this.
-CHEAP = 24
-#: A value that one node reads is computed there when it costs no more than this.
-SLIGHT = 8
-#: What is this many times smaller is small beside something.
-MUCH_SMALLER = 4
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +53,7 @@ class Groups:
         self.buffers: dict[Node, Buffer] = {}
         self.owners: dict[Buffer, Node] = {}
         self.free: set[Node] = set()  # values without inputs: each reader makes them itself
-        self.early: list[Node] = []  # what runs before all else
+        self.early: dict[Node, None] = {}  # what runs before all else
         self.read_whole: set[Node] = set()
         self.roots: dict[Node, Node] = {}
         self.users = graph.users()
@@ -144,6 +138,7 @@ class Groups:
             kind, dtype, place = name_of(node.op), node.spec.dtype, None
             if kind in PLACED:
                 place = group.terms.place(folded_place(node, coords))
+                (value,) = group.terms.rounded((value,))
             elif value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
             if not group.folds:  # over extents of 1 alone
@@ -166,13 +161,22 @@ class Groups:
         if node in self.read_whole or not is_pointwise(node):
             return False
         home = self.items[self.place[node]]
-        if not isinstance(home, Group) or home.folds:
+        if not isinstance(home, Group):
             return False
-        own = 1
-        for n in shape_of(node):
-            own *= hinted(n)
-        limit = CHEAP if own * MUCH_SMALLER <= group.volume() else SLIGHT if self.has_one_reader(node) else 0
-        return limit > 0 and self.cost(home, node) <= limit
+        if not home.folds:
+            much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
+            limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
+            if self.cost(home, node) <= limit:
+                return True
+        return node not in self.outputs and self.costs_no_traffic(home, node)
+
+    def costs_no_traffic(self, home: Group, node: Node) -> bool:
+        """Whether loops that make a value of another group anew read no more than the value itself."""
+        if self.cost(home, node) > SLIGHT:
+            return False
+        made_of = terms([self.natural(home, node)[1]])
+        read = dict.fromkeys(self.owners[t.buffer] for t in made_of if isinstance(t, Load))
+        return reads_no_more(node, made_of, list(read))
 
     def has_one_reader(self, node: Node) -> bool:
         """Whether nobody but one node reads a value: then it needs no memory where that one makes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
@@ -43,14 +43,20 @@ _loaded: WeakValueDictionary[str, Code] = WeakValueDictionary()
 """The machine code in use in this process, by key."""
 
 
-def generate(kernels: Sequence[Kernel], store: Store | None = None) -> list[Compiled]:
+Revise = Callable[[str], str]
+"""Gives the text of a module that is compiled in place of another."""
+
+
+def generate(
+    kernels: Sequence[Kernel], store: Store | None = None, revise: Revise = lambda text: text
+) -> list[Compiled]:
     """Machine code for kernels, in their order; what differs in names alone shares it."""
     if not kernels:
         return []
     started = perf_counter()
     writer = Writer(host().vector_bytes // 4)
     entries = {kernel: Entries(kernel, writer) for kernel in dict.fromkeys(kernels)}
-    code, source = code_for(writer.text(), store)
+    code, source = code_for(revise(writer.text()), store)
     counts = len(kernels), len(writer.entries), len(writer.nests)
     records.emit(records.CodeRecord(*counts, source, perf_counter() - started))
     made = {

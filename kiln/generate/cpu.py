@@ -100,13 +100,24 @@ def depends_on() -> str:
 def machine_code(text: str) -> bytes:
     """An object file with the functions of a module."""
     machine = _machine()
+    return bytes(machine.emit_object(_optimised(text, machine)))
+
+
+def assembly(text: str) -> str:
+    """The functions of a module in the processor's language."""
+    machine = _machine()
+    return str(machine.emit_assembly(_optimised(text, machine)))
+
+
+def _optimised(text: str, machine: Any) -> Any:
+    """A module as LLVM's passes leave it."""
     parsed = llvm.parse_assembly(text, llvm.create_context())
     parsed.triple = llvm.get_default_triple()
     tuning = llvm.create_pipeline_tuning_options(speed_level=LEVEL)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
     builder.getModulePassManager().run(parsed, builder)
-    return bytes(machine.emit_object(parsed))
+    return parsed
 
 
 def load(code: bytes) -> Code:

@@ -9,6 +9,7 @@ from typing import Any
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
+from kiln.generate.ptx_library import LIBRARY, library
 from kiln.generate.values import NAME
 
 
@@ -58,7 +59,9 @@ class Writer:
 
     def text(self) -> str:
         bodies = [text.replace(f"@{NAME}", f"@{name}") for text, name in self.names.items()]
-        return "\n".join([*self.declared.values(), *bodies])
+        functions, called = library(name for name in self.declared if name in LIBRARY)
+        declared = {n: t for n, t in {**self.declared, **called}.items() if n not in LIBRARY}
+        return "\n".join([*declared.values(), functions, *bodies])
 
     def ptx(self, capability: tuple[int, int]) -> str:
         return ptx(self.text(), self.threads, capability)

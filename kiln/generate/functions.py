@@ -84,8 +84,9 @@ def sign_bit(x: Value) -> Value:
     return x.bits(I32 if x.type.kind == "f32" else I64) < 0
 
 
-def _at_most(x: Value, bound: float) -> Value:
-    return (x > bound).where(bound, x)  # a NaN stays one
+def at_most(x: Value, bound: float) -> Value:
+    """The smaller; a NaN stays one."""
+    return (x > bound).where(bound, x)
 
 
 def _at_least(x: Value, bound: float) -> Value:
@@ -96,23 +97,26 @@ def _at_least(x: Value, bound: float) -> Value:
 
 
 def _exp_32(x: Value) -> Value:
-    x = _at_least(_at_most(x, 89.0), -104.0)
+    x = _at_least(at_most(x, 89.0), -104.0)
     rounded = fma(x, 1 / LN2, ROUNDER_32)
     n = rounded - ROUNDER_32
     r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, x))
-    return _scaled_32(fma(polynomial(r, _EXP_32), r * r, r) + 1.0, rounded)
+    return _scaled_32(polynomial(r, (1.0, 1.0, *_EXP_32)), rounded)
 
 
 def _exp2_32(x: Value) -> Value:
-    x = _at_least(_at_most(x, 129.0), -151.0)
+    x = _at_least(at_most(x, 129.0), -151.0)
     rounded = x + ROUNDER_32
     r = (x - (rounded - ROUNDER_32)) * LN2
-    return _scaled_32(fma(polynomial(r, _EXP_32), r * r, r) + 1.0, rounded)
+    return _scaled_32(polynomial(r, (1.0, 1.0, *_EXP_32)), rounded)
 
 
 def _scaled_32(x: Value, rounded: Value) -> Value:
     """x 2^n, n in the low bits of `rounded`, in two steps: overflow and subnormals come out right."""
     n = rounded.bits(I32) - 0x4B400000
+    own = x.fn.module.own.get("scaled")
+    if own is not None:
+        return own(x, n)
     half = n >> 1
     return x * _power_of_two_32(half) * _power_of_two_32(n - half)
 
@@ -144,7 +148,7 @@ def _log_edges(x: Value, y: Value) -> Value:
 
 
 def _exp_64(x: Value) -> Value:
-    x = _at_least(_at_most(x, 700.0), -700.0)
+    x = _at_least(at_most(x, 700.0), -700.0)
     rounded = fma(x, 1 / LN2, ROUNDER_64)
     n = rounded - ROUNDER_64
     r = fma(n, -LN2_LOW_64, fma(n, -LN2_HIGH_64, x))
@@ -301,17 +305,21 @@ def _pow_64(x: Value, y: Value) -> Value:
 
 
 def _tanh_32(x: Value) -> Value:
-    a = absolute(x)
-    z = x * x
-    near = fma(polynomial(z, _TANH) * z, a, a)
-    far = 1.0 - 2.0 / (_exp_32(a * 2.0) + 1.0)
-    return with_sign((a < 0.625).where(near, far), x)
+    """m / (m + 2) with m = e^(2 |x|) - 1, exact near 0."""
+    a = at_most(absolute(x), 9.1)
+    rounded = fma(a, 2 / LN2, ROUNDER_32)
+    n = rounded - ROUNDER_32
+    r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, a + a))
+    power = _power_of_two_32(rounded.bits(I32) - 0x4B400000)
+    m = fma(power, fma(polynomial(r, _EXP_32) * r, r, r), power - 1.0)
+    return with_sign(m / (m + 2.0), x)
 
 
-def _erf_32(x: Value) -> Value:
+def erf(x: Value) -> Value:
+    """The error function of f32."""
     a = absolute(x)
     near = polynomial(x * x, _ERF_NEAR) * x
-    bounded = _at_most(a, 3.95)
+    bounded = at_most(a, 3.95)
     far = with_sign(1.0 - _exp_32(-(polynomial(bounded, _ERF_FAR) * bounded)), x)
     return (a < 1.0).where(near, far)
 
@@ -356,7 +364,7 @@ def _too_large_to_reduce(x: Value) -> Value:
 
 
 def _fmod_64(x: Value, y: Value) -> Value:
-    size = _at_most(absolute(y), 1e300)  # what is finite is far below it
+    size = at_most(absolute(y), 1e300)  # what is finite is far below it
     rest = fma(-(absolute(x) / size).intrinsic("trunc"), size, absolute(x))
     return with_sign((rest < 0.0).where(rest + size, rest), x)
 
@@ -391,7 +399,7 @@ def _library(name: str) -> Callable[..., Value]:
 
 
 _SINGLE: dict[str, Callable[..., Value]] = {
-    "exp": _exp_32, "exp2": _exp2_32, "log": _log_32, "tanh": _tanh_32, "erf": _erf_32,
+    "exp": _exp_32, "exp2": _exp2_32, "log": _log_32, "tanh": _tanh_32, "erf": erf,
     "expm1": _widened(_expm1_64), "log1p": _widened(_log1p_64),
     "log2": _widened(lambda x: _log_64(x) * (1 / LN2)),
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),

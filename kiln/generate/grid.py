@@ -25,8 +25,8 @@ class Grid:
     """The shape of a launch: `rows` rows or column groups a block, `team` threads on each.
 
     Without reduced axes a thread is its own row, of `width` elements. `along`: the team shares a row along the
-    vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced axes,
-    and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements of
+    vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced
+    axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements of
     its row, where that is known and they fit registers; else 0.
     """
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
+
 from kiln.base.symbols import Expr
+from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import (
     Apply,
     Axis,
@@ -20,6 +23,7 @@ from kiln.fuse.nest import (
     children,
     terms,
 )
+from kiln.generate import avx512
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import (
     access_cost,
@@ -30,7 +34,7 @@ from kiln.generate.lanes import (
     row_terms,
     with_first_lane,
 )
-from kiln.generate.llvm import I64, Value
+from kiln.generate.llvm import I64, Value, fma
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.values import Values
 
@@ -39,10 +43,7 @@ Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
 CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
-#: Functions whose values are kept on the stack when a later phase needs them again.
-COSTLY = frozenset(
-    {"exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "pow"}
-)
+#: The longest row of values that are kept on the stack when a later phase needs them again.
 LONGEST_KEPT = 8192
 
 VECTORS = 4  # that a short turn of a fold takes at once
@@ -56,6 +57,8 @@ class Emitter(Values):
 
     def __init__(self, nest: Nest, width: int) -> None:
         super().__init__(nest, width)
+        if width == avx512.LANES:
+            self.module.own.update(avx512.OWN)
         self.emit()
 
     # The frame: tasks and loops
@@ -225,8 +228,10 @@ class Emitter(Values):
         start = [part for fold in folds for part in self.neutral(fold, wide)]
 
         def body(carried: list[Value]) -> list[Value]:
-            values = [self.value(part) for fold in folds for part in fold.parts]
-            results = combined(folds, carried, [c.like(v) for c, v in zip(carried, values, strict=True)])
+            results: list[Value] = []
+            for fold in folds:
+                held = carried[len(results) : len(results) + len(fold.parts)]
+                results += self.folded(fold, held)
             for store in stores:
                 self.store(store)
             return results
@@ -287,6 +292,16 @@ class Emitter(Values):
         for fold in folds:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
+
+    def folded(self, fold: Fold, held: list[Value]) -> list[Value]:
+        """One turn of a fold; sums of products round once a turn, as eager's loops over rows do."""
+        value = fold.value
+        if fold.kind == "sum" and isinstance(value, Apply) and value.op == "mul":
+            if value.dtype in (torch.float32, torch.float64):
+                a, b = [held[0].like(self.value(arg)) for arg in value.args]
+                return [fma(a, b, held[0])]
+        values = [self.value(part) for part in fold.parts]
+        return combined([fold], held, [h.like(v) for h, v in zip(held, values, strict=True)])
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

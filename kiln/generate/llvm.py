@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 _SCALARS = {"f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat", "ptr": "ptr", "void": "void"}
-_SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64)}
+_SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64, 128)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +213,10 @@ class Value:
             f"select {mask.type} {mask.text}, {model.type} {a.text}, {model.type} {b.text}", model.type
         )
 
-    def intrinsic(self, name: str, *others: Value | Number) -> Value:
+    def intrinsic(self, name: str, *others: Value | Number, flags: str = "") -> Value:
         """`llvm.name` of values of this type."""
-        return self.fn.call(f"llvm.{name}.{self.type.suffix}", self.type, self, *map(self.like, others))
+        given = [self, *map(self.like, others)]
+        return self.fn.call(f"llvm.{name}.{self.type.suffix}", self.type, *given, flags=flags)
 
     def bits(self, type: Type) -> Value:
         """The same bits as another type of the same size."""
@@ -309,14 +310,14 @@ class Function:
     def constant(self, value: Number, type: Type) -> Value:
         return Value(self, literal(value, type), type)
 
-    def call(self, name: str, result: Type, *arguments: Value) -> Value:
+    def call(self, name: str, result: Type, *arguments: Value, flags: str = "") -> Value:
         """A call of an intrinsic or of a function of another library, declared on first use."""
         self.module.declare(name, result, [a.type for a in arguments])
         given = ", ".join(f"{a.type} {a.text}" for a in arguments)
         if result.kind == "void":
             self.do(f"call void @{name}({given})")
             return Value(self, "", VOID)
-        return self.emit(f"call {result} @{name}({given})", result)
+        return self.emit(f"call {flags}{result} @{name}({given})", result)
 
     def at(self, base: Value, index: Value | int, type: Type) -> Value:
         """The address of element `index` of an array of scalars of this type."""

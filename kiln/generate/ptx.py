@@ -325,9 +325,9 @@ class GridEmitter(Values):
         if kind.bits < 32:
             moved = self.from_thread(self.unsigned(value).to(I32), distance)
             return moved.to(kind) if kind.kind != "i1" else moved.to_mask()
-        given = [-1, value.bits(I32) if kind.is_float else value, distance, WARP - 1]
-        numbers = [g if isinstance(g, Value) else fn.constant(g, I32) for g in given]
-        moved = fn.call("llvm.nvvm.shfl.sync.bfly.i32", I32, *numbers)
+        all_threads, far, clamp = (fn.constant(n, I32) for n in (-1, distance, WARP - 1))
+        bits = value.bits(I32) if kind.is_float else value
+        moved = fn.call("llvm.nvvm.shfl.sync.bfly.i32", I32, all_threads, bits, far, clamp)
         return moved.bits(kind) if kind.is_float else moved
 
     def between_warps(
@@ -340,7 +340,8 @@ class GridEmitter(Values):
                 self.fn.store(v, self.fn.at(m, warp, v.type))
         self.barrier()
         place = lane & warps - 1
-        found = [self.fn.load(self.fn.at(m, place, v.type), v.type) for m, v in zip(memory, values, strict=True)]
+        at = [self.fn.at(m, place, v.type) for m, v in zip(memory, values, strict=True)]
+        found = [self.fn.load(a, v.type) for a, v in zip(at, values, strict=True)]
         return self.shuffled(found, combine, warps)
 
     def through_memory(
@@ -367,7 +368,8 @@ class GridEmitter(Values):
         stored = I8 if kind.kind == "i1" else kind
         name = f"@{NAME}_shared{self.shared}"
         self.shared += 1
-        self.module.memory.append(f"{name} = internal addrspace(3) global [{count} x {stored}] poison, align 16")
+        kind_of_memory = f"internal addrspace(3) global [{count} x {stored}]"
+        self.module.memory.append(f"{name} = {kind_of_memory} poison, align 16")
         return Value(self.fn, f"addrspacecast (ptr addrspace(3) {name} to ptr)", PTR)
 
     def barrier(self) -> None:
@@ -398,9 +400,8 @@ class GridEmitter(Values):
                 valid = mask if mask.type.width == 1 else some_lanes(mask, lane, 1)
                 place = valid.where(place, 0)
             value = fn.load(fn.at(base, place, stored), stored)
-            result = fn.emit(
-                f"insertelement {result.type} {result.text}, {value.type} {value.text}, i64 {lane}", result.type
-            )
+            inserted = f"insertelement {result.type} {result.text}, {value.type} {value.text}, i64 {lane}"
+            result = fn.emit(inserted, result.type)
         return result.to(held)
 
     def each_place(self, index: Any, step: int | None) -> list[Value]:

@@ -1,4 +1,4 @@
-"""Elementary functions of f32 that a GPU does better than polynomials: powers of two and quotients in hardware."""
+"""Elementary functions of f32 that a GPU does better than polynomials: powers and quotients in hardware."""
 
 from __future__ import annotations
 
@@ -61,4 +61,6 @@ def erf(x: Value) -> Value:
     return (a < 1.0).where(near, far)
 
 
-OWN: dict[str, Callable[..., Value]] = {"exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf}
+OWN: dict[str, Callable[..., Value]] = {
+    "exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf,
+}  # fmt: skip

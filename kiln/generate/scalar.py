@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kiln.generate import functions
-from kiln.generate.llvm import BF16, F16, F32, F64, I1, I8, I16, I32, I64, U8, Type, Value
+from kiln.generate.llvm import BF16, F16, F32, F64, I1, I8, I16, I32, I64, U8, Type, Value, fma
 
 TYPES: dict[torch.dtype, Type] = {
     torch.float32: F32, torch.float64: F64, torch.float16: F16, torch.bfloat16: BF16, torch.int64: I64,
@@ -34,6 +34,11 @@ def minimum(a: Value, b: Value) -> Value:
     """The smaller; a NaN wins."""
     wins = a < b
     return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
+
+
+def _extreme(name: str) -> Scalar:
+    """The larger or smaller of floats in a fold, where either zero will do; a NaN wins."""
+    return lambda a, b: a.intrinsic(name, b, flags="nsz ")
 
 
 def _relu(x: Value) -> Value:
@@ -191,6 +196,7 @@ SCALARS: dict[str, Scalar] = {
     "bitwise_left_shift": _left_shift,
     "bitwise_right_shift": _right_shift,
     "where": lambda c, a, b: c.where(a, b),
+    "addcmul": lambda a, b, c: fma(b, c, a),
     "uniform_0": _uniform(0),
     "uniform_1": _uniform(1),
 }  # fmt: skip
@@ -200,9 +206,9 @@ FOLDS: dict[str, tuple[float, Callable[[Type], int], Scalar]] = {
     "sum": (-0.0, lambda t: 0, lambda a, b: a + b),
     "prod": (1.0, lambda t: 1, lambda a, b: a * b),
     "amax": (-math.inf, lambda t: -(1 << t.bits - 1) if t.signed and t.kind != "i1" else 0,
-             lambda a, b: maximum(b, a)),
+             _either(_extreme("maximum"), lambda a, b: maximum(b, a))),
     "amin": (math.inf, lambda t: (1 << t.bits - t.signed) - 1 if t.kind != "i1" else 1,
-             lambda a, b: minimum(b, a)),
+             _either(_extreme("minimum"), lambda a, b: minimum(b, a))),
     "any": (0.0, lambda t: 0, lambda a, b: a | b),
     "all": (1.0, lambda t: 1, lambda a, b: a & b),
 }  # fmt: skip

@@ -12,6 +12,10 @@ from kiln import _cuda
 
 LOG = 8192  # bytes of what the driver says of a module that it refuses
 ERROR_LOG, ERROR_LOG_BYTES = 5, 6  # names of options of the driver's loader
+#: What the launcher calls.
+FUNCTIONS = (
+    "cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorString",
+)  # fmt: skip
 
 
 class DriverError(RuntimeError):
@@ -26,9 +30,8 @@ def driver() -> ctypes.CDLL:
     sample = torch.empty(1)
     words = range(16, 64, 8)
     offset = next(o for o in words if ctypes.c_uint64.from_address(id(sample) + o).value == sample._cdata)
-    names = ("cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorString")
     _cuda.set_driver(
-        offset, _address(host, "aoti_torch_get_data_ptr"), *[_address(library, name) for name in names]
+        offset, _address(host, "aoti_torch_get_data_ptr"), *[_address(library, name) for name in FUNCTIONS]
     )
     return library
 

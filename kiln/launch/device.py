@@ -12,7 +12,8 @@ import torch
 from kiln._cuda import Kernel
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.base.symbols import Expr
-from kiln.fuse.program import Launch, Program
+from kiln.fuse.program import Program
+from kiln.fuse.steps import Launch
 from kiln.generate.device import Device, Started, generate
 from kiln.launch.cuda import Loaded, context
 
@@ -20,7 +21,7 @@ _empty = torch.empty_strided
 
 
 class Prepared:
-    """A kernel that can be made callable: where its buffers are among the tensors of a call, what it makes."""
+    """A kernel to be made callable: where its buffers are among the tensors of a call, what it makes."""
 
     def __init__(self, step: Launch, device: torch.device) -> None:
         self.step, self.device = step, device
@@ -74,7 +75,8 @@ class Prepared:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(major), int(minor)
 
 
 def linked(program: Program, device: torch.device) -> Graph:

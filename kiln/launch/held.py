@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 
+from kiln.base.dump import NOWHERE, Dump
+from kiln._held import Watch
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
 from kiln.base.options import Settings
 from kiln.expand.freeze import Frozen, freeze
+from kiln.launch.native import set_up
 from kiln.launch.program import compile_graph
 
-_versions = attrgetter("_version")
-_addresses = torch.Tensor.data_ptr
 #: Only these are what their memory says.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def compile_held(
-    graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor]
+    graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], dump: Dump = NOWHERE
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """A graph that needs no gradients, as native code; `held` are the inputs that are the same in every call."""
     frozen = None
     if settings.freeze and not settings.exact:
         frozen = freeze(graph, {i for i, tensor in held.items() if can_watch(tensor)})
     if frozen is None:
-        return compile_graph(graph, settings)
-    return Held(frozen, compile_graph(frozen.rest, settings), [held[i] for i in frozen.held]).run
+        return compile_graph(graph, settings, dump)
+    return Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held]).run
 
 
 def can_watch(tensor: torch.Tensor) -> bool:
@@ -47,25 +47,33 @@ class Held:
         self.rest, self.tensors, self.given = rest, tensors, frozen.given
         self.once = runner(frozen.once)
         self.lock = threading.Lock()
-        self.state: tuple[list[int], tuple[Any, ...]] | None = None
+        set_up()
+        self.stamp = Watch(tuple(tensors), tuple(map(extent, tensors))).stamp
+        self.state: tuple[int, tuple[Any, ...]] = -1, ()
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         """The outputs on these values of the inputs; empties the list."""
-        state = self.state
-        tensors = self.tensors
-        now = [*map(_versions, tensors), *map(_addresses, tensors)]
-        if state is None or state[0] != now:
+        state, now = self.state, self.stamp()
+        if state[0] != now:
             state = self.computed(now)
         given = [values[i] for i in self.given]
         values.clear()
         given += state[1]
         return self.rest(given)
 
-    def computed(self, now: list[int]) -> tuple[list[int], tuple[Any, ...]]:
+    def computed(self, now: int) -> tuple[int, tuple[Any, ...]]:
         """The values that follow from the held tensors as they are now."""
         with self.lock:
-            if self.state is None or self.state[0] != now:
-                self.state = None  # what was computed before goes before new memory is taken
+            if self.state[0] != now:
+                self.state = -1, ()  # what was computed before goes before new memory is taken
                 with torch.no_grad():
                     self.state = now, tuple(self.once(list(self.tensors)))
             return self.state
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """The bytes of memory from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kiln import _launch
+from kiln import _held, _launch
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
@@ -26,7 +26,9 @@ def set_up() -> None:
     pool = [_address(threads, name) for name in (
         "GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
     ] if (threads := _threads(folder)) is not None else [0, 0, 0, 0]  # fmt: skip
-    _launch.set_torch(offset, _address(library, "aoti_torch_get_data_ptr"), *pool)
+    data_pointer = _address(library, "aoti_torch_get_data_ptr")
+    _launch.set_torch(offset, data_pointer, *pool)
+    _held.set_torch(offset, data_pointer)
 
 
 def _threads(folder: Path) -> ctypes.CDLL | None:

@@ -5,21 +5,30 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from kiln._launch import Kernel
+from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.base.options import Settings, config
+from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Nest, terms
-from kiln.fuse.program import Call, Launch, Program, fuse
+from kiln.fuse.program import Program, fuse
+from kiln.fuse.show import show_kernels, show_program
+from kiln.fuse.split import CORES, GRIDS, Cuts
+from kiln.fuse.steps import Call, Launch
 from kiln.fuse.views import supported
 from kiln.generate.code import Compiled, generate
+from kiln.generate.cpu import assembly
+from kiln.launch.cache import disk
+from kiln.launch.device import linked as on_device
 from kiln.launch.native import set_up
 
 _empty = torch.empty_strided
@@ -74,10 +83,13 @@ COSTS = {
 }
 
 
-def linked(program: Program) -> Graph:
+def linked(program: Program, settings: Settings, dump: Dump = NOWHERE) -> Graph:
     """The program as a graph whose nodes are eager calls and kernels."""
     launches = [step for step in program.steps if isinstance(step, Launch)]
-    compiled = dict(zip(launches, generate([launch.kernel for launch in launches]), strict=True))
+    store = disk(settings.cache_bytes)
+    kernels = [launch.kernel for launch in launches]
+    compiled = dict(zip(launches, generate(kernels, store, partial(revised, dump)), strict=True))
+    dump.show("plan", "plan", "txt", lambda: show_program(program))
     graph, known = Graph(), dict[Node, Node]()
     for node in program.graph.inputs:
         known[node] = graph.input(node.name, node.spec)
@@ -118,16 +130,61 @@ def linked(program: Program) -> Graph:
     return graph.check()
 
 
-def compile_graph(graph: Graph, settings: Settings | None = None) -> Callable[[list[Any]], Sequence[Any]]:
+def revised(dump: Dump, text: str) -> str:
+    """The text of a module, shown, or the one of the edited file in its place."""
+    revision = dump.revised("kernels", "kernels", "ll", lambda: text)
+    if revision is not None:
+        text = revision.text
+    try:
+        dump.show("", "kernels", "s", lambda: assembly(text))
+    except RuntimeError as error:
+        if revision is None:
+            raise
+        raise EditedFile(f"{revision.path}: {error}") from error
+    return text
+
+
+def compile_graph(
+    graph: Graph, settings: Settings | None = None, dump: Dump = NOWHERE
+) -> Callable[[list[Any]], Sequence[Any]]:
     """A graph of aten ops as native kernels and eager calls."""
     settings = settings or config.now
-    given = sealed(graph) if settings.exact else graph
-    prims = conformed(expand(given, "prims", FOR_LOOPS), graph.outputs)
-    program = fuse(prims, settings.exact)
+    device = device_of(graph)
+    if device is None:
+        return runner(graph)
+    cuts, link = TARGETS[device.type]
+    given = revisable(graph, dump)
+    if settings.exact:
+        given = sealed(given)
+    prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
+    program = fuse(conformed(prims, graph.outputs), settings.exact, cuts)
     for step in program.steps:
         if isinstance(step, Call):
             opened(step.node)
-    return runner(linked(program))
+    dump.show("loops", "loops", "txt", lambda: show_kernels(program.kernels))
+    return runner(link(program, device, settings, dump))
+
+
+#: For each device how folds are cut, and how a program becomes a graph of eager calls and callable kernels.
+TARGETS: dict[str, tuple[Cuts, Callable[[Program, torch.device, Settings, Dump], Graph]]] = {
+    "cpu": (CORES, lambda program, device, settings, dump: linked(program, settings, dump)),
+    "cuda": (GRIDS, lambda program, device, settings, dump: on_device(program, device)),
+}
+
+
+def device_of(graph: Graph) -> torch.device | None:
+    """The device that a graph's tensors are on; None where they are on a GPU and elsewhere."""
+    specs = [spec for node in (*graph.inputs, *graph.nodes) for spec in specs_in(node.spec)]
+    found = {spec.device for spec in specs}
+    if not any(device.type == "cuda" for device in found):
+        return torch.device("cpu")
+    return found.pop() if len(found) == 1 else None
+
+
+def specs_in(spec: Any) -> list[TensorSpec]:
+    if isinstance(spec, (tuple, list)):
+        return [one for part in spec for one in specs_in(part)]
+    return [spec] if isinstance(spec, TensorSpec) else []
 
 
 def conformed(graph: Graph, outputs: Sequence[Any]) -> Graph:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.ops.layout import FLOATS, Mismatch, broadcast
+from kiln.ops.layout import FLOATS, Mismatch, broadcast, wrap_dim
 from kiln.ops.table import aten, rule
+from kiln.ops.views import within
 
 
 @rule(aten.bucketize.Tensor)
@@ -36,6 +37,27 @@ def _masked_scatter_in_place(x: torch.Tensor, mask: torch.Tensor, source: torch.
 def _multinomial(x: torch.Tensor, samples: int, replacement: bool = False, **_: Any) -> Any:
     if x.dtype not in FLOATS or samples <= 0 or not replacement and x.dim() and samples > x.shape[-1]:
         raise Mismatch("these samples cannot be drawn")
+    return NotImplemented
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(
+    x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+) -> Any:
+    if x.dim():
+        size = list(x.shape)
+        dim = wrap_dim(dim, len(size))
+        first, last = within(start, end, size[dim])
+        size[dim] = (max(last - first, 0) + step - 1) // step
+        if list(source.shape) != size:
+            raise Mismatch("the source has another shape than the slice")
+    return NotImplemented
+
+
+@rule(aten.glu.default)
+def _glu(x: torch.Tensor, dim: int = -1) -> Any:
+    if x.dim() and x.shape[wrap_dim(dim, x.dim())] % 2 != 0:
+        raise Mismatch("what is halved has an odd extent")
     return NotImplemented
 
 

@@ -74,6 +74,11 @@ BINARY = {
     "bitwise_right_shift": "a >> b, arithmetic",
 }
 
+#: Elementwise functions of three tensors.
+TERNARY = {
+    "addcmul": "a + b * c, rounded once",
+}
+
 CHOICE = {
     "where": "a where the condition holds, else b",
     "clamp": "x held between two numbers, either of which may be missing; NaN stays",
@@ -129,7 +134,7 @@ MOVE = {
 
 #: What a code generator of loop nests lowers directly.
 PRIMITIVES: dict[str, str] = {
-    **UNARY, **BINARY, **CHOICE, **COPY, **CREATE, **REDUCE, **VIEW, **MOVE,
+    **UNARY, **BINARY, **TERNARY, **CHOICE, **COPY, **CREATE, **REDUCE, **VIEW, **MOVE,
 }  # fmt: skip
 
 #: Calls of eager kernels at every level: work that loops do worse than libraries, or too rare to write anew.

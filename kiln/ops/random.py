@@ -1,4 +1,4 @@
-"""Random numbers of our own: Philox, a function of a seed and a place, so that any kernel can draw any element.
+"""Random numbers of our own: Philox, a function of a seed and a place: any kernel can draw any element.
 
 `kiln::uniform` gives the numbers; `draw` writes the draws of a graph with it. The seeds come from torch's
 generator, one for each draw of a graph and all of them at once when the graph starts: `torch.manual_seed` is
@@ -8,6 +8,7 @@ obeyed, and every call has others.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -17,10 +18,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.graph import Graph, Node, TensorSpec, mapped, retarget
-from kiln.ops.table import aten
+from kiln.ops.fake import FakeTensor, make
+from kiln.ops.table import aten, rule
 
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32
 LOW32 = 0xFFFFFFFF
+CPU = torch.device("cpu")
 SEEDS = (-(1 << 63), (1 << 63) - 1)
 """The range of the seeds that torch's generator is asked for."""
 
@@ -29,18 +32,29 @@ pop_mode = torch._C._pop_torch_dispatch_stack
 
 library = torch.library.Library("kiln", "DEF")
 library.define(
-    "uniform(Tensor seeds, SymInt[] size, SymInt[] stride, int draw, int word) -> Tensor",
+    "seeds(int count, *, Device? device=None) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
+library.define(
+    "uniform(Tensor seed, SymInt[] size, SymInt[] stride, int word) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def uniform(seeds: torch.Tensor, size: Any, stride: Any, draw: int, word: int) -> torch.Tensor:
-    """Numbers in [0, 1), multiples of 2 ** -24: the element at place n, counted row by row, is one half of
-    Philox 2x32-10 with the counter n and the key `seeds[draw]`."""
-    seed = int(seeds[draw]) & (1 << 64) - 1
+def seeds(count: int, *, device: Any = None) -> list[torch.Tensor]:
+    """So many numbers of 64 bits from torch's default generator."""
+    return list(torch.randint(*SEEDS, (count,)).unbind())
+
+
+def uniform(seed: torch.Tensor, size: Any, stride: Any, word: int) -> torch.Tensor:
+    """Numbers in [0, 1), multiples of 2 ** -24.
+
+    The element at place n, counted row by row, is one half of Philox 2x32-10 with the counter n and this key.
+    """
+    bits = int(seed) & (1 << 64) - 1
     place = torch.arange(math.prod(size))
-    left, right = place & LOW32, (place >> 32) ^ (seed >> 32)
-    key = seed & LOW32
+    left, right = place & LOW32, (place >> 32) ^ (bits >> 32)
+    key = bits & LOW32
     for _ in range(ROUNDS):
         # The product of 32 bits by 32 bits, its halves by parts: 64 bits hold it without a sign alone.
         low, high = left * (MULTIPLIER & 0xFFFF), left * (MULTIPLIER >> 16)
@@ -51,15 +65,26 @@ def uniform(seeds: torch.Tensor, size: Any, stride: Any, draw: int, word: int) -
     return torch.empty_strided(size, stride).copy_(drawn.view(size))
 
 
+library.impl("seeds", seeds, "CompositeExplicitAutograd")
 library.impl("uniform", uniform, "CPU")
-own_uniform = torch.ops.kiln.uniform.default
+own_seeds, own_uniform = torch.ops.kiln.seeds.default, torch.ops.kiln.uniform.default
+
+
+@rule(own_seeds)
+def _own_seeds(count: int, *, device: Any = None) -> Any:
+    return [make((), (), torch.int64, CPU) for _ in range(count)]
+
+
+@rule(own_uniform)
+def _own_uniform(seed: FakeTensor, size: Any, stride: Any, word: int) -> Any:
+    return make(size, stride, torch.float32, seed.device)
 
 
 class Drawing:
     """One draw of a graph on its way to numbers of our own."""
 
-    def __init__(self, graph: Graph, seeds: Node, draw: int, node: Node) -> None:
-        self.graph, self.seeds, self.draw, self.node = graph, seeds, draw, node
+    def __init__(self, graph: Graph, seed: Node, node: Node) -> None:
+        self.graph, self.seed, self.node = graph, seed, node
         self.made: list[Node] = []
         self.spec: TensorSpec = node.spec
 
@@ -75,7 +100,12 @@ class Drawing:
 
     def uniform(self, word: int = 0) -> Node:
         size, stride = list(self.spec.shape), list(self.spec.stride)
-        return self.call(own_uniform, (self.seeds, size, stride, self.draw, word), torch.float32)
+        return self.call(own_uniform, (self.seed, size, stride, word), torch.float32)
+
+    def bounds(self) -> tuple[Any, Any]:
+        """The two numbers that a draw takes, by default 0 and 1."""
+        args = self.node.args
+        return args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
 
     def as_dtype(self, node: Node) -> Node:
         dtype = self.spec.dtype
@@ -98,7 +128,7 @@ def _rand(at: Drawing) -> Node:
 
 
 def _uniform(at: Drawing) -> Node:
-    low, high = (*at.node.args[1:], *(0.0, 1.0)[len(at.node.args) - 1 :])
+    low, high = at.bounds()
     scaled = at.float(aten.mul.Tensor, at.uniform(), high - low)
     return at.as_dtype(at.float(aten.add.Tensor, scaled, low))
 
@@ -113,7 +143,7 @@ def _randn(at: Drawing) -> Node:
 
 
 def _normal(at: Drawing) -> Node:
-    mean, std = (*at.node.args[1:], *(0.0, 1.0)[len(at.node.args) - 1 :])
+    mean, std = at.bounds()
     wanted = at.spec
     at.spec = replace(wanted, dtype=torch.float32)
     moved = at.float(aten.add.Tensor, at.float(aten.mul.Tensor, _randn(at), std), mean)
@@ -149,23 +179,23 @@ def draw(graph: Graph, which: str) -> Graph:
     drawn = [node for node in graph.nodes if node.op in table and _ours(node)]
     if not drawn:
         return graph
-    count = len(drawn)
-    seeds = Node(
-        aten.randint.low, (*SEEDS, [count]), {},
-        TensorSpec((count,), (1,), torch.int64, torch.device("cpu")), graph.name("seeds"),
-    )  # fmt: skip
-    places = {node: i for i, node in enumerate(drawn)}
+    # All at the start, each a value of its own: blocks that repeat differ in what they read alone.
+    spec = TensorSpec((), (), torch.int64, CPU)
+    every = Node(own_seeds, (len(drawn),), {}, [spec] * len(drawn), graph.name("seeds"))
+    seed_of = {
+        node: Node(operator.getitem, (every, i), {}, spec, graph.name("seed")) for i, node in enumerate(drawn)
+    }
     unread = {node for node, users in graph.users().items() if not users}
     replaced: dict[Node, Any] = {}
-    nodes = [seeds]
+    nodes = [every, *seed_of.values()]
 
     def value(leaf: Any) -> Any:
         return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
 
     for node in graph.nodes:
         node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
-        if node in places:
-            drawing = Drawing(graph, seeds, places[node], node)
+        if node in seed_of:
+            drawing = Drawing(graph, seed_of[node], node)
             replaced[node] = table[node.op](drawing)
             nodes += drawing.made
         else:
@@ -202,14 +232,14 @@ class Again(TorchDispatchMode):
     def __init__(self, which: str, count: int) -> None:
         super().__init__()
         self.table, self.count, self.drawn = CHOSEN[which], count, 0
-        self.seeds = torch.empty(0)
+        self.seeds: list[torch.Tensor] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that the base class would add imports torch's compiler
 
     def __enter__(self) -> Again:
-        self.seeds = torch.randint(*SEEDS, (self.count,))
+        self.seeds = seeds(self.count)
         push_mode(self)
         return self
 
@@ -219,7 +249,7 @@ class Again(TorchDispatchMode):
         pop_mode(None)
         if error is None and self.drawn != self.count:
             raise RuntimeError(
-                "second derivatives of this graph need its random numbers once more, and it draws others now; "
+                "second derivatives of this graph need its random numbers again, and it draws others now; "
                 "compile it with options={'random': 'eager'}"
             )
 
@@ -232,14 +262,16 @@ class Again(TorchDispatchMode):
             return out
         spec = TensorSpec(tuple(out.shape), out.stride(), out.dtype, out.device)
         graph = Graph()
-        seeds = graph.input("seeds", None)
+        seed = graph.input("seed", None)
         given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
         node = Node(op, tuple(given), dict(kwargs or {}), spec, "draw")
         if not _ours(node):
             return out
-        drawing = Drawing(graph, seeds, self.drawn, node)
+        drawing = Drawing(graph, seed, node)
         graph.outputs = (self.table[op](drawing),)
         graph.nodes = drawing.made
         self.drawn += 1
-        (made,) = graph.run(self.seeds)
+        if self.drawn > self.count:
+            return out
+        (made,) = graph.run(self.seeds[self.drawn - 1])
         return out.copy_(made)

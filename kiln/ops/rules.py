@@ -12,6 +12,7 @@ from kiln.ops import (
     network,
     pointwise,
     pooling,
+    random,
     reductions,
     views,
 )
@@ -19,7 +20,8 @@ from kiln.ops.symint import specialised
 from kiln.ops.table import RULES, aten
 
 FAMILIES = (
-    attention, checks, factories, indexing, linear, lists, network, pointwise, pooling, reductions, views,
+    attention, checks, factories, indexing, linear, lists, network, pointwise, pooling, random, reductions,
+    views,
 )  # fmt: skip
 
 #: Native code that knows no symbolic sizes asks these: the sizes become constants.

@@ -185,7 +185,7 @@ def _squeeze_dims(x: torch.Tensor, dims: list[int]) -> Any:
     return _without(x, dropped) if len(dropped) == len(dims) else NotImplemented
 
 
-def _within(start: Any, end: Any, extent: Any) -> tuple[Any, Any]:
+def within(start: Any, end: Any, extent: Any) -> tuple[Any, Any]:
     """The range of a slice, within the extent of its dimension."""
     if torch.SymInt not in (type(start), type(end), type(extent)):
         return slice(start, end).indices(extent)[:2]
@@ -210,7 +210,7 @@ def _slice(
     if not size or step <= 0:
         return NotImplemented
     dim = wrap_dim(dim, len(size))
-    first, last = _within(start, end, size[dim])
+    first, last = within(start, end, size[dim])
     size[dim] = (max(last - first, 0) + step - 1) // step
     offset = x.storage_offset() + first * stride[dim]
     stride[dim] *= step

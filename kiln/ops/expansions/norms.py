@@ -149,9 +149,32 @@ def _by_running(x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, 
 def _by_batch(x: Tensor, weight: Some, bias: Some, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, the batch's mean, the reciprocal of its deviation, and its variance."""
     dims = [0, *range(2, x.dim())]
+    if x.device.type == "cpu" and widened(x).dtype is torch.float32 and type(extent(x, dims)) is int:
+        return _by_batch_as_eager(widened(x), weight, bias, eps, x.dtype)
     spread, middle = torch.var_mean(widened(x), dims, correction=0)
     scale = torch.rsqrt(spread + eps)
     return _normalised(x, middle, scale, weight, bias), middle, scale, spread
+
+
+def _by_batch_as_eager(
+    x: Tensor, weight: Some, bias: Some, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with eager's rounding at each step: sums in double, or row by row where channels lie together.
+
+    Gradients of normalised batches are small differences of large numbers: where the statistics differ from
+    eager's in the last bit, so do the gradients in leading ones.
+    """
+    double, rank, dims = torch.float64, x.dim(), [0, *range(2, x.dim())]
+    count, summed = float(extent(x, dims)), x.dtype if x.stride(1) == 1 else double
+    middle = (torch.sum(x.to(summed), dims) / count).to(x.dtype)
+    centred = x - _channels(middle, rank)
+    spread = torch.sum((centred * centred).to(summed), dims).to(x.dtype) / count
+    scale = torch.reciprocal(torch.sqrt(spread.to(double) + eps)).to(x.dtype)
+    slope = scale if weight is None else scale * widened(weight)
+    lift = middle.to(double) * slope.to(double)
+    start = (-lift if bias is None else widened(bias).to(double) - lift).to(x.dtype)
+    out = torch.addcmul(_channels(start, rank), x, _channels(slope, rank))
+    return out.to(dtype), middle, scale, spread
 
 
 def _statistics_dtype(x: Tensor, *others: Some) -> torch.dtype:

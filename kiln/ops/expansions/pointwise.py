@@ -179,7 +179,9 @@ def of_float(*tensors: Tensor) -> bool:
 @together
 @in_wide
 def addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: Any = 1) -> Tensor:
-    return x + (a * b if value == 1 else a * value * b)
+    """At level prims: floating operands of one dtype, no value; eager rounds the sum once too."""
+    scaled = a if value == 1 else a * value
+    return torch.addcmul(x, scaled, b) if of_float(x, a, b) else x + scaled * b
 
 
 @expansion(aten.addcdiv.default)

@@ -1,0 +1,53 @@
+"""Captured graphs as modules: their Python code is written when something first asks for it."""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from typing import Any
+
+from torch.fx import Graph, GraphModule, graph_module
+
+from kiln import _hook
+
+
+class CapturedModule(GraphModule):
+    """A graph module whose `forward` is made at its first call: compilers of graphs never need it."""
+
+    def __init__(self, root: dict[str, Any], graph: Graph) -> None:
+        self.__dict__["_waits"] = True
+        super().__init__(root, graph)
+
+    def recompile(self) -> Any:
+        """Write the code of the graph; when the module is made, it only comes to wait."""
+        if self.__dict__.pop("_waits", False):
+            type(self).forward = _written_first
+            return None
+        written = super().recompile()
+        forward: Any = type(self).forward
+        _hook.skip(forward.__code__)  # what runs a graph is not a frame of the program
+        weakref.finalize(forward, forget_source, forward.__code__.co_filename)
+        return written
+
+    def write(self) -> None:
+        """Have the code of the graph, as any graph module has."""
+        if "_code" not in self.__dict__:
+            self.recompile()
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graph."""
+        self.write()
+        return self._code
+
+
+def _written_first(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
+    self.write()
+    return type(self).forward(self, *args, **kwargs)
+
+
+def forget_source(filename: str) -> None:
+    """Drop the text of a generated forward, which fx keeps for tracebacks, when nobody can run it now."""
+    linecache.cache.pop(filename, None)
+    loader: Any = getattr(graph_module, "_loader", None)
+    getattr(loader, "eval_cache", {}).pop(filename, None)

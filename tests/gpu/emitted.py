@@ -1,0 +1,36 @@
+"""PTX for what programs do, on a machine without a GPU: the loops are those of the CPU."""
+
+from contextlib import contextmanager
+
+import kiln
+from kiln.fuse.split import GRIDS
+from kiln.generate.device import generate
+from kiln.launch import program
+
+
+@contextmanager
+def kernels_noted():
+    """The kernels that programs are fused into for a GPU while they are compiled for the CPU."""
+    found, fuse = [], program.fuse
+
+    def noted(graph, exact=False, cuts=GRIDS):
+        found.extend(fuse(graph, exact, GRIDS).kernels)
+        return fuse(graph, exact, cuts)
+
+    program.fuse = noted
+    try:
+        yield found
+    finally:
+        program.fuse = fuse
+
+
+def kernels_of(f, *inputs, dynamic=None):
+    kiln.reset()
+    with kernels_noted() as found:
+        kiln.compile(f, fullgraph=True, dynamic=dynamic)(*inputs)
+    return found
+
+
+def device_of(f, *inputs, dynamic=None, aligned=True):
+    """What is started on a GPU for a program, with its PTX."""
+    return generate(kernels_of(f, *inputs, dynamic=dynamic), (9, 0), aligned)
