@@ -12,6 +12,7 @@ import torch
 
 from kiln import _hook
 from kiln.base import live, log, options, records
+from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.capture import nested
@@ -125,7 +126,8 @@ def find_run(region: Any, function: types.FunctionType, argv: tuple[Any, ...], f
         for entry in region.entries:  # another thread may have been faster
             if entry.guards.check(argv):
                 return entry.run
-        return compile_entry(region, function, argv, family)
+        with uncollected():
+            return compile_entry(region, function, argv, family)
 
 
 def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:

@@ -22,7 +22,7 @@ LAYERS = {
     "expand": {"base", "ops"},
     "fuse": {"base", "ops"},
     "generate": {"base", "fuse"},
-    "launch": {"base", "expand", "fuse", "generate", "_cuda", "_held", "_launch"},
+    "launch": {"base", "expand", "fuse", "generate", "ops", "_cuda", "_held", "_launch"},
     "modes": {"base", "ops"},
     "observe": {"base"},
     "modules": {"base"},
@@ -33,6 +33,8 @@ LAYERS = {
     "pipeline": {"base", "_hook", *STAGES},
     "api": {"ahead", "base", "_hook", "backends", "modules", "observe", "pipeline", "redirect", *STAGES},
     "__init__": {"ahead", "api", "base", "modes"},
+    "cli": {"__version__", "base", "launch"},
+    "__main__": {"cli"},
 }
 
 FORBIDDEN = (

@@ -59,29 +59,35 @@ class Node:
     region: int | None = None
     """The checkpoint region whose values are recomputed and not saved."""
 
-    def inputs(self) -> Iterator[Node]:
+    def inputs(self) -> list[Node]:
         """The nodes that this one reads, with repetitions."""
-        yield from nodes_in(self.args)
+        found: list[Node] = []
+        _gather(self.args, found)
         if self.kwargs:
-            yield from nodes_in(tuple(self.kwargs.values()))
+            _gather(self.kwargs, found)
+        return found
 
     def __repr__(self) -> str:
         return self.name or f"<{label(self.op)}>"
 
 
-def nodes_in(value: Any) -> Iterator[Node]:
+def nodes_in(value: Any) -> list[Node]:
     """The nodes in a nest of tuples, lists, dicts and slices."""
-    kind = type(value)
-    if kind is Node:
-        yield value
-    elif kind is tuple or kind is list:
-        for item in value:
-            yield from nodes_in(item)
-    elif kind is dict:
-        for item in value.values():
-            yield from nodes_in(item)
-    elif kind is slice:
-        yield from nodes_in((value.start, value.stop, value.step))
+    found: list[Node] = []
+    _gather((value,), found)
+    return found
+
+
+def _gather(values: Any, found: list[Node]) -> None:
+    """Add the nodes in a tuple, list or dict."""
+    for item in values.values() if type(values) is dict else values:
+        kind = type(item)
+        if kind is Node:
+            found.append(item)
+        elif kind is tuple or kind is list or kind is dict:
+            _gather(item, found)
+        elif kind is slice:
+            _gather((item.start, item.stop, item.step), found)
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:

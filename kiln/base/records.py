@@ -113,7 +113,25 @@ class CodeRecord:
         return f"{counts}, {self.source} in {self.seconds * 1000:.0f} ms"
 
 
-Record = CodeRecord | GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord
+@dataclass(frozen=True, slots=True)
+class TunedRecord:
+    """A kernel was timed under some schedules: the usual time and the best, in seconds, and the best schedule."""
+
+    kernel: str
+    variants: int
+    usual: float
+    best: float
+    schedule: str
+
+    def light(self) -> TunedRecord:
+        return self
+
+    def __str__(self) -> str:
+        gain = self.usual / self.best
+        return f"{self.kernel}: {self.variants} variants, {gain:.2f} times the usual speed by {self.schedule}"
+
+
+Record = TunedRecord | CodeRecord | GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord
 
 
 class Records:
@@ -127,6 +145,7 @@ class Records:
         self.fallbacks: MutableSequence[FallbackRecord] = self._store()
         self.residuals: MutableSequence[ResidualRecord] = self._store()
         self.codes: MutableSequence[CodeRecord] = self._store()
+        self.tuned: MutableSequence[TunedRecord] = self._store()
         self.totals: Counter[str] = Counter()
 
     def _store(self) -> MutableSequence[Any]:
@@ -155,6 +174,7 @@ KINDS: dict[type, str] = {
     FallbackRecord: "fallbacks",
     ResidualRecord: "residuals",
     CodeRecord: "codes",
+    TunedRecord: "tuned",
 }
 
 log = Records(KEPT)
@@ -190,6 +210,8 @@ def text_of(record: Record) -> str:
             return f"{record.region}: {record.error}"
         case CodeRecord():
             return f"code: {record}"
+        case TunedRecord():
+            return f"tuned: {record}"
         case _:
             if record.code is None:
                 return f"{record.region}: none"
@@ -203,6 +225,7 @@ TOPICS: dict[type, str] = {
     FallbackRecord: "fallbacks",
     ResidualRecord: "code",
     CodeRecord: "times",
+    TunedRecord: "times",
 }
 
 

@@ -326,6 +326,25 @@ class Scope:
         changed = apply(value.op, args, self)
         return self.simplify(changed) if changed is not value else changed
 
+    def determined(self, value: Value) -> Value:
+        """`value` with numbers for the symbols that are known to be one; others stay, whatever they equal."""
+        if not isinstance(value, Expr) or not self._solved:
+            return value
+        if value.op is SYMBOL:
+            known = self.simplify(value)
+            return value if isinstance(known, Expr) else known
+        if value.op is SUM:
+            parts: list[Value] = []
+            for monomial, n in value.poly.items():
+                product: Value = n
+                for part in monomial:
+                    product = mul(product, self.determined(part))
+                parts.append(product)
+            return total(parts)
+        args = [self.determined(arg) for arg in value.args]
+        same = all(new is old for new, old in zip(args, value.args, strict=True))
+        return value if same else apply(value.op, args, self)
+
     def _divides(self, remainder: Expr) -> bool:
         """Whether a remainder is zero because it is for a multiple of its divisor."""
         a, b = remainder.args

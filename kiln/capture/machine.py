@@ -70,6 +70,7 @@ class Machine:
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
+        self.lines: dict[tuple[Any, int], str] = {}  # code and place in it -> the line, as tracebacks show it
 
     # ------------------------------------------------------------------ running
 
@@ -153,9 +154,13 @@ class Machine:
         """The stack of the program, for the nodes of the graph."""
         lines = []
         for frame in self.frames:
-            code = frame.code.code
-            line = frame.code.instructions[frame.index].line or code.co_firstlineno
-            lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}')
+            known = self.lines.get((frame.code, frame.index))
+            if known is None:
+                code = frame.code.code
+                line = frame.code.instructions[frame.index].line or code.co_firstlineno
+                known = f'  File "{code.co_filename}", line {line}, in {code.co_name}'
+                self.lines[frame.code, frame.index] = known
+            lines.append(known)
         return "\n".join(lines)
 
     def place(self) -> Any:

@@ -66,15 +66,22 @@ def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finis
     return finish
 
 
+def gives_results(joint: Joint) -> bool:
+    """Whether the captured graph returns the results of the traced one, in order, and does nothing besides."""
+    places = [output.index for output in joint.outputs if isinstance(output, Fresh)]
+    as_they_are = places == list(range(joint.results)) and joint.nest == tuple(range(len(joint.outputs)))
+    return as_they_are and len(places) == len(joint.outputs) and not joint.mutated and not joint.effects
+
+
 # Outputs
 
 
 def _outputs(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """A function that makes the outputs, one object for each `Output`."""
+    if gives_results(joint):
+        return lambda results, args: tuple(results)
     fresh = [output.index for output in joint.outputs if isinstance(output, Fresh)]
     if len(fresh) == len(joint.outputs) and joint.nest == tuple(range(len(fresh))):
-        if fresh == list(range(joint.results)):
-            return lambda results, args: tuple(results)
         return lambda results, args: tuple([results[i] for i in fresh])
     distinct = {id(output): output for output in joint.outputs}
     places = {key: i for i, key in enumerate(distinct)}

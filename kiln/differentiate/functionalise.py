@@ -341,6 +341,7 @@ class Functionaliser:
         value = self.laid(value, spec)
         if value.spec.stride == spec.stride:
             return value
+        value = self.from_start(value)
         layout = list(spec.shape), list(spec.stride), value.spec.offset
         own = TensorSpec(spec.shape, spec.stride, spec.dtype, spec.device, value.spec.offset)
         return self.emit(aten.as_strided.default, (value, *layout), {}, own)

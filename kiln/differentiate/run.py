@@ -11,7 +11,7 @@ from torch import fx
 
 from kiln.base.graph import Graph
 from kiln.differentiate.alias import lies_as, overlapping
-from kiln.differentiate.finish import below, finisher, origin_of
+from kiln.differentiate.finish import below, finisher, gives_results, origin_of
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Attribute, Given, Joint, Placeholder, Storage, View
 from kiln.differentiate.kinds import kind
@@ -45,6 +45,8 @@ def callable_for(
             forward = compile_forward(joint.graph)
         else:
             forward = compile_held(joint.graph, _held(joint, attributes))
+        if getattr(forward, "pure", False) and gives_results(joint) and not joint.apart:
+            return _direct(forward, joint, primals)
         run = _inference(joint, forward)
     else:
         run = training(module, joint, halves, compile_forward(halves.forward), compile_backward)
@@ -61,6 +63,13 @@ def callable_for(
         return call(*args) if holds(args) else module.forward(*args)
 
     return checked
+
+
+def _direct(forward: Callable[..., Any], joint: Joint, primals: Pick) -> Callable[..., Any]:
+    """Native code that gives the outputs of the captured graph: nothing stands between it and the caller."""
+    if primals is _as_given:
+        return forward
+    return lambda *args: forward(*primals(args))
 
 
 def _held(joint: Joint, attributes: Mapping[str, Any]) -> dict[int, torch.Tensor]:
@@ -85,9 +94,14 @@ def _attributes(module: fx.GraphModule, joint: Joint) -> dict[str, Any]:
     return {name: operator.attrgetter(name)(module) for name in names}
 
 
-def _picker(
-    joint: Joint, attributes: Mapping[str, Any], count: int
-) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+Pick: TypeAlias = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _as_given(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args
+
+
+def _picker(joint: Joint, attributes: Mapping[str, Any], count: int) -> Pick:
     """A function from the arguments to the values of the primals."""
     held: list[Any] = []
     places = []
@@ -100,7 +114,7 @@ def _picker(
         else:
             return lambda args: tuple(origin_of(p.origin, attributes)(args) for p in joint.primals)
     if places == list(range(count)):
-        return lambda args: args
+        return _as_given
     rest = tuple(held)
     if len(places) == 1:
         return lambda args: ((*args, *rest)[places[0]],)

@@ -167,14 +167,15 @@ class Form:
         kwargs: dict[str, Any] = {}
         left_out = False
         for declared in self.twin._schema.arguments:
-            if declared.name not in self.names:
+            name = declared.name if declared.name in self.names else OTHER_NAMES.get(declared.name)
+            if name not in self.names:
                 left_out = True
                 continue
-            place = self.names.index(declared.name)
+            place = self.names.index(name)
             if place < len(node.args):
                 value = mapped(node.args[place], now)
-            elif declared.name in node.kwargs:
-                value = mapped(node.kwargs[declared.name], now)
+            elif name in node.kwargs:
+                value = mapped(node.kwargs[name], now)
             elif not declared.has_default_value():
                 value = self.op._schema.arguments[place].default_value
             else:
@@ -249,6 +250,8 @@ class _Forms(dict[Any, Form]):
 #: The form of every op met so far.
 FORMS = _Forms()
 
+#: What arguments of twins are called by ops of other libraries.
+OTHER_NAMES = {"momentum": "exponential_average_factor", "eps": "epsilon"}
 #: Functional twins whose names do not follow from the op's.
 TWINS: dict[Any, Any] = {
     aten.native_batch_norm.default: aten._native_batch_norm_legit_functional.default,

@@ -36,7 +36,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """Finds chains in a graph. `known` values do not change from call to call; `taken` nodes are in chains."""
+    """Finds chains in a graph. `known` values are the same in every call; `taken` nodes are in chains."""
 
     users: Mapping[Node, list[Node]]
     outputs: Collection[Node]

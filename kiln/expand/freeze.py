@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,8 +154,7 @@ def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], known: set[No
             rest.nodes.append(node)
             continue
         args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
-        rest.nodes.append(Node(node.op, args, kwargs, node.spec, node.name, node.where, node.backward, node.region))
-        replaced[node] = rest.nodes[-1]
+        replaced[node] = rest.add(replace(node, args=args, kwargs=kwargs))
     rest.outputs = retarget(graph.outputs, replaced)
     users = graph.users()
     acting = {replaced.get(node, node) for node in graph.nodes if not users[node] and node not in known}

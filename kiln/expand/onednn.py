@@ -33,18 +33,18 @@ def available() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
 
 
-def packed_convolution(
-    weight: torch.Tensor, padding: list[int], stride: list[int], dilation: list[int], groups: int, size: list[int]
-) -> torch.Tensor:
+def packed_convolution(weight: torch.Tensor, *window_and_size: Any) -> torch.Tensor:
     """The weight in the order that oneDNN wants for inputs of this size, as an opaque tensor."""
     opaque = aten.to_mkldnn.default(weight.contiguous())
-    return aten.mkldnn_reorder_conv2d_weight.default(opaque, padding, stride, dilation, groups, size)  # type: ignore[no-any-return]
+    packed: torch.Tensor = aten.mkldnn_reorder_conv2d_weight.default(opaque, *window_and_size)
+    return packed
 
 
 def packed_linear(weight: torch.Tensor, rows: int | None) -> torch.Tensor:
     """The weight of a linear layer, outputs first, in the order that oneDNN wants for so many rows."""
     plain = weight.reshape(weight.shape[:2]).contiguous()
-    return torch.ops.mkldnn._reorder_linear_weight.default(plain, rows)  # type: ignore[no-any-return]
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(plain, rows)
+    return packed
 
 
 #: Functions of ours that only compute.

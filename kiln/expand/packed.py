@@ -1,4 +1,4 @@
-"""Packed: convolutions and products with held weights as calls that take the weight packed, with epilogues."""
+"""Packed: convolutions and products with held weights as calls that take them packed, with epilogues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = 2
 
 
 def packed(graph: Graph, known: Collection[Node]) -> Graph:
-    """The graph with its layers of held weights as packed calls; `known` values are the same in every call."""
+    """The graph with its layers of held weights as packed calls; `known` values are always the same."""
     anchors = [(node, form) for node in graph.nodes if (form := ANCHORS.get(node.op)) is not None]
     anchors = [(node, form) for node, form in anchors if form.fits(node, known)] if available() else []
     if not anchors:
@@ -72,7 +72,8 @@ class Convolution:
     @staticmethod
     def maker(chain: Chain) -> Maker:
         x, weight, bias, stride, padding, dilation, _, _, groups = chain.anchor.args
-        window = Window(*(tuple(n * 2 if len(n) == 1 else n) for n in (padding, stride, dilation)), groups)
+        padding, stride, dilation = (tuple(n * 2 if len(n) == 1 else n) for n in (padding, stride, dilation))
+        window = Window(padding, stride, dilation, groups)
 
         def make(new: Relayout) -> Node:
             value = new.values[x]
@@ -82,7 +83,8 @@ class Convolution:
             if chain.other is not None:
                 other = new.values[chain.other]
                 other = new.with_strides(other, channels_last(other.spec.shape))
-            if window == POINT and set(weight.spec.shape[2:]) == {1} and (other is None or chain.epilogue == NONE):
+            of_one_place = window == POINT and set(weight.spec.shape[2:]) == {1}
+            if of_one_place and (other is None or chain.epilogue == NONE):
                 return at_each_place(new, chain, source, w, b, other)
             return convolution(new.graph, chain.last, source, w, b, window, chain.epilogue, other)
 
@@ -124,7 +126,9 @@ class Product:
         if not is_plain(x, weight, bias) or bias is not None and bias.spec.shape != weight.spec.shape[1:]:
             return False
         rows, width = x.spec.shape
-        if type(width) is not int or 0 in x.spec.shape or 0 in weight.spec.shape or x.spec.stride != (width, 1):
+        if type(width) is not int or 0 in (*x.spec.shape, *weight.spec.shape):
+            return False
+        if x.spec.stride != (width, 1):
             return False
         return bool(getattr(rows, "hint", rows) >= ROWS)
 

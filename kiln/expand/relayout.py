@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -21,19 +21,19 @@ Maker: TypeAlias = "Callable[[Relayout], Node]"
 
 #: Ops that take a tensor in any layout as well as in the one that was traced. Elementwise ones do, too.
 FOLLOW = frozenset({
-    "_adaptive_avg_pool2d", "_softmax", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin",
-    "avg_pool2d", "cat", "clone", "constant_pad_nd", "convolution", "detach", "expand", "getitem", "max_pool2d_with_indices",
-    "mean", "native_batch_norm", "native_group_norm", "native_layer_norm", "permute", "reflection_pad2d",
-    "replication_pad2d", "select", "slice", "split", "split_with_sizes", "squeeze", "stack", "sum", "t",
-    "transpose", "unbind", "unsqueeze", "upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d", "var",
-    "var_mean", "view",
+    "_adaptive_avg_pool2d", "_softmax", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax",
+    "argmin", "avg_pool2d", "cat", "clone", "constant_pad_nd", "convolution", "detach", "expand", "getitem",
+    "max_pool2d_with_indices", "mean", "native_batch_norm", "native_group_norm", "native_layer_norm",
+    "permute", "reflection_pad2d", "replication_pad2d", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "stack", "sum", "t", "transpose", "unbind", "unsqueeze", "upsample_bicubic2d",
+    "upsample_bilinear2d", "upsample_nearest2d", "var", "var_mean", "view",
 })  # fmt: skip
 
 
 class Relayout:
-    """Walks a graph once. `made` says which nodes others stand for; `covered` ones are not needed any more."""
+    """Walks a graph once. `made` says which nodes others stand for; `covered` ones are needed no more."""
 
-    def __init__(self, graph: Graph, made: Mapping[Node, Maker], covered: frozenset[Node] | set[Node]) -> None:
+    def __init__(self, graph: Graph, made: Mapping[Node, Maker], covered: Collection[Node]) -> None:
         self.old, self.made, self.covered = graph, made, covered
         self.recording = Recording()
         self.graph = self.recording.graph
@@ -99,8 +99,7 @@ class Relayout:
         args, kwargs = node.args, node.kwargs
         if node.op is not CONSTANT:
             args, kwargs = mapped(args, value), mapped(kwargs, value)
-        name = self.graph.name(node.name)
-        return self.graph.add(Node(node.op, args, kwargs, node.spec, name, node.where, node.backward, node.region))
+        return self.graph.add(replace(node, args=args, kwargs=kwargs, name=self.graph.name(node.name)))
 
     def again(self, node: Node, value: Callable[[Any], Any]) -> Any:
         """The op called on what its inputs are now; where it does not take them so, on what they were."""

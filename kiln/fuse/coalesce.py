@@ -13,15 +13,16 @@ from kiln.fuse.views import Coords, is_map, shape_of
 
 #: Siblings are looked for among this many last kernels.
 LOOK_BACK = 8
-#: Nodes of one kernel at most.
+#: Nodes of groups that become one, at most.
 LARGEST = 200
 
 
 class Coalescing(Groups):
     """Groups that grow: with the groups that read each value."""
 
-    def __init__(self, graph: Graph, exact: bool = False) -> None:
+    def __init__(self, graph: Graph, exact: bool = False, largest: int = LARGEST) -> None:
         super().__init__(graph, exact)
+        self.largest = largest
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
 
     # Nodes into groups
@@ -101,7 +102,7 @@ class Coalescing(Groups):
 
     def merge(self, earlier: Group, later: Group) -> bool:
         """Make two groups one, at the place of either; False where that is not possible."""
-        if len(earlier.members) + len(later.members) > LARGEST:
+        if len(earlier.members) + len(later.members) > self.largest:
             return False
         place = self.place
         upward = all(place[r] <= earlier.position for r in self.outside(later))

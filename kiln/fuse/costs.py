@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from kiln.base.graph import Node
 from kiln.fuse.axes import hinted
-from kiln.fuse.nest import Apply, Fold, Load, Place, Term
+from kiln.fuse.nest import Apply, Fold, Load, Place, Term, children
 from kiln.fuse.views import shape_of
 
 #: Terms of a value that is much smaller than the loops that read it.
@@ -45,10 +45,17 @@ def elements(node: Node) -> int:
     return count
 
 
+def of_data(made_of: list[Term]) -> list[Term]:
+    """Those of some terms, children first, that depend on what is in memory."""
+    found: dict[int, Term] = {}
+    for term in made_of:
+        if isinstance(term, (Load, Fold)) or any(id(child) in found for child in children(term)):
+            found[id(term)] = term
+    return list(found.values())
+
+
 def reads_no_more(node: Node, made_of: list[Term], read: list[Node]) -> bool:
     """Whether making a value anew from these terms, which read these nodes, reads no more than the value."""
-    if len(made_of) > SLIGHT:
-        return False
     for term in made_of:
         if isinstance(term, Fold) or isinstance(term, Apply) and term.op in COSTLY:
             return False

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kiln.fuse.windows import avg_pool, max_pool
 from kiln.ops.expansions.norms import batch_norm_backward
 from kiln.ops.table import aten
 
@@ -63,10 +64,28 @@ def _batch_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, middle: Any, scale: Any,
     training: bool, eps: float, mask: list[bool],
 ) -> Any:  # fmt: skip
-    """Eager's kernel in training: the order of its sums decides leading digits where gradients cancel."""
-    if training and x.device.type == "cpu" and x.dtype is torch.float32:
+    """In training with sums in float64, as eager's kernel has them: gradients cancel to their leading digits."""
+    if not training or x.device.type != "cpu" or x.dtype is not torch.float32 or grad.dtype is not x.dtype:
+        return batch_norm_backward(grad, x, weight, mean, var, middle, scale, training, eps, mask)
+    if 0 in x.shape or middle is None or scale is None or (weight is None and (mask[1] or mask[2])):
         return NotImplemented
-    return batch_norm_backward(grad, x, weight, mean, var, middle, scale, training, eps, mask)
+    dims, sides = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+    count: Any = x.numel() // x.shape[1]
+    middle, scale = middle.view(sides), scale.view(sides)
+    centred = x - middle
+    total = grad.sum(dims, keepdim=True, dtype=torch.float64)
+    dot = (centred.double() * grad.double()).sum(dims, keepdim=True)
+    wide = scale.double()
+    own = None
+    if mask[0]:
+        slope, level = (dot * wide * wide / count).float(), (total / count).float()
+        factor = scale if weight is None else scale * weight.view(sides)
+        own = (grad - level - centred * slope) * factor
+    return (
+        own,
+        (dot * wide).float().view([-1]) if mask[1] else None,
+        total.float().view([-1]) if mask[2] else None,
+    )
 
 
 #: Expansions in addition to those of the level of primitives.
@@ -75,6 +94,8 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.index_select.default: _index_select,
     aten.embedding.default: _embedding,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.max_pool2d_with_indices.default: max_pool,
+    aten.avg_pool2d.default: avg_pool,
     # What `kiln.ops.random` left: those draw eager's numbers.
     aten.bernoulli.p: _eager,
     aten.bernoulli.default: _eager,

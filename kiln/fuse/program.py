@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, nodes_in
+from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
@@ -31,13 +32,30 @@ class Program:
         return [step.kernel for step in self.steps if isinstance(step, Launch)]
 
 
-def fuse(graph: Graph, exact: bool = False, cuts: Cuts = CORES) -> Program:
+@dataclass(frozen=True, slots=True)
+class Fusing:
+    """How a target fuses: how it cuts folds, and how many nodes groups may have that become one."""
+
+    cuts: Cuts = CORES
+    largest: int = LARGEST
+
+
+#: Other ways for the CPU than the usual one, which is the first.
+WAYS = {
+    "usual": Fusing(),
+    "apart": Fusing(largest=0),
+    "finer": Fusing(replace(CORES, part=CORES.part >> 2)),
+    "coarser": Fusing(replace(CORES, part=CORES.part << 2)),
+}
+
+
+def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> Program:
     """Kernels and calls of eager kernels that compute a graph of primitives.
 
     Where results must be `exact`, every function rounds its result to its dtype.
     """
     graph = updated(graph, exact)
-    steps = fuse_repeats(graph, lambda part: Finishing(Fuser(part, exact).run(), cuts).steps())
+    steps = fuse_repeats(graph, lambda part: Finishing(Fuser(part, exact, fusing.largest).run(), fusing.cuts).steps())
     return Program(graph, [*steps, *left_over(graph, steps)])
 
 

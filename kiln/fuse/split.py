@@ -63,7 +63,7 @@ MANY = 1 << 60
 #: Cores with long vectors.
 CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY)
 #: Hundreds of processors, each with thousands of threads.
-GRIDS = Cuts(part=1 << 13, most=1024, enough=256, line=256, columns=256, wanted=1024)
+GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=1024)
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
 #: Long parts are of whole vectors.

@@ -150,6 +150,14 @@ def _diagonal(node: Node, coords: Coords) -> Coords:
     ])  # fmt: skip
 
 
+@view("unfold")
+def _unfold(node: Node, coords: Coords) -> Coords:
+    dim, step = node.args[1] % (len(coords) - 1), node.args[3]
+    *places, within = coords
+    places[dim] = places[dim] * step + within
+    return tuple(places)
+
+
 @view("as_strided")
 def _as_strided(node: Node, coords: Coords) -> Coords:
     flat: Any = argument(node, 3, "storage_offset", None) or 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 from kiln.base import records
@@ -15,6 +16,7 @@ from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.generate.cpu import Code, depends_on, host, load, machine_code
 from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
+from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.values import NAME
 
 ENTRY = "entry"  # the function of a stage while it is written
@@ -43,34 +45,38 @@ _loaded: WeakValueDictionary[str, Code] = WeakValueDictionary()
 """The machine code in use in this process, by key."""
 
 
-Revise = Callable[[str], str]
+Schedules: TypeAlias = Mapping[Kernel, Schedule]
+"""How kernels run, where it is not the usual way."""
+
+Revise: TypeAlias = Callable[[str], str]
 """Gives the text of a module that is compiled in place of another."""
 
 
 def generate(
-    kernels: Sequence[Kernel], store: Store | None = None, revise: Revise = lambda text: text
+    kernels: Sequence[Kernel],
+    store: Store | None = None,
+    revise: Revise = lambda text: text,
+    schedules: Schedules = MappingProxyType({}),
 ) -> list[Compiled]:
     """Machine code for kernels, in their order; what differs in names alone shares it."""
     if not kernels:
         return []
     started = perf_counter()
     writer = Writer(host().vector_bytes // 4)
-    entries = {kernel: Entries(kernel, writer) for kernel in dict.fromkeys(kernels)}
+    entries = {k: Entries(k, writer, schedules.get(k, USUAL)) for k in dict.fromkeys(kernels)}
     code, source = code_for(revise(writer.text()), store)
     counts = len(kernels), len(writer.entries), len(writer.nests)
     records.emit(records.CodeRecord(*counts, source, perf_counter() - started))
-    made = {
-        kernel: Compiled(
-            kernel,
-            tuple([code.address(name) for name in e.names]),
-            tuple(e.tasks),
-            tuple(e.buffers),
-            tuple(e.sizes),
-            code,
-        )
-        for kernel, e in entries.items()
-    }
+    made = {kernel: e.compiled(code) for kernel, e in entries.items()}
     return [made[kernel] for kernel in kernels]
+
+
+def variant(kernel: Kernel, schedule: Schedule) -> tuple[str, Callable[[], Compiled]]:
+    """The text of a kernel under a schedule, and what compiles it."""
+    writer = Writer(host().vector_bytes // 4)
+    entries = Entries(kernel, writer, schedule)
+    text = writer.text()
+    return text, lambda: entries.compiled(code_for(text, None)[0])
 
 
 def code_for(text: str, store: Store | None) -> tuple[Code, str]:
@@ -97,9 +103,9 @@ class Writer:
         self.entries: dict[str, str] = {}
         self.declared: dict[str, str] = {}
 
-    def nest(self, nest: Nest) -> tuple[Emitter, str]:
+    def nest(self, nest: Nest, schedule: Schedule) -> tuple[Emitter, str]:
         """What was emitted for a nest, and the name of its function."""
-        emitter = Emitter(nest, self.width)
+        emitter = Emitter(nest, self.width >> schedule.narrower, schedule)
         self.declared.update(emitter.module.declarations())
         return emitter, self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
 
@@ -116,13 +122,19 @@ class Writer:
 class Entries:
     """The functions that are called for a kernel, one for each stage: tasks go through all of its nests."""
 
-    def __init__(self, kernel: Kernel, writer: Writer) -> None:
-        self.kernel, self.writer = kernel, writer
+    def __init__(self, kernel: Kernel, writer: Writer, schedule: Schedule) -> None:
+        self.kernel, self.writer, self.schedule = kernel, writer, schedule
         reads, writes = kernel.buffers()
         self.buffers = {buffer: i for i, buffer in enumerate([*reads, *writes])}
         self.sizes: dict[Any, int] = {}
         self.names: list[str] = []
         self.tasks = [self.stage(stage) for stage in kernel.stages]
+
+    def compiled(self, code: Code) -> Compiled:
+        """The kernel with its functions in machine code."""
+        addresses = tuple([code.address(name) for name in self.names])
+        parts = tuple(self.tasks), tuple(self.buffers), tuple(self.sizes)
+        return Compiled(self.kernel, addresses, *parts, code)
 
     def stage(self, nests: Sequence[Nest]) -> Any:
         """Write the entry of a stage: `void (ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`."""
@@ -140,7 +152,7 @@ class Entries:
         total: Any = 0
         for nest in nests:
             general, lengths = of_any_length(nest) if len(nests) > 1 else (nest, {})
-            emitter, body = self.writer.nest(general)
+            emitter, body = self.writer.nest(general, self.schedule)
             tasks = emitter.tasks()
             if isinstance(tasks, Expr) and lengths:
                 tasks = tasks.evaluate(lengths)

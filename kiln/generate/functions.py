@@ -418,10 +418,15 @@ _SINGLE: dict[str, Callable[..., Value]] = {
 FUNCTIONS = frozenset(_SINGLE)
 
 
+def own_function(name: str, x: Value) -> Callable[..., Value] | None:
+    """What the machine does better, for values such as this one."""
+    return x.fn.module.own.get(name) if x.type.kind == "f32" else None
+
+
 def apply(name: str, *arguments: Value) -> Value:
     """The function of this name on values of type f32 or f64."""
-    own = arguments[0].fn.module.own.get(name)
-    if own is not None and arguments[0].type.kind == "f32":
+    own = own_function(name, arguments[0])
+    if own is not None:
         return own(*arguments)
     if arguments[0].type.kind == "f64":
         return by_library(name, *arguments)
@@ -429,8 +434,8 @@ def apply(name: str, *arguments: Value) -> Value:
 
 
 def sigmoid(x: Value) -> Value:
-    own = x.fn.module.own.get("sigmoid")
-    if own is not None and x.type.kind == "f32":
+    own = own_function("sigmoid", x)
+    if own is not None:
         return own(x)
     e = apply("exp", -absolute(x))
     return (x < 0.0).where(e, 1.0) / (e + 1.0)

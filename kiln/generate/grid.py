@@ -50,10 +50,13 @@ def laid(nest: Nest) -> Grid:
         return Grid(vector, width, BLOCK)
     if vector is None or vector.reduced:
         return along_rows(nest, vector, width)
-    columns = power_of_two(-(-extent(vector) // width))
-    rows = min(columns, COLUMNS)
-    turns = power_of_two(reduced_extent(nest))
-    return Grid(vector, width, rows, max(min(BLOCK // rows, turns), 1))
+    columns = -(-extent(vector) // width)
+    rows = min(power_of_two(columns), COLUMNS)
+    blocks = kept_extent(nest) // extent(vector) * (columns // rows)
+    team = BLOCK // rows
+    while team < LARGEST // rows and blocks * rows * team < BUSY:
+        team *= 2
+    return Grid(vector, width, rows, max(min(team, power_of_two(reduced_extent(nest)) // 4), 1))
 
 
 def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
@@ -61,9 +64,7 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     chunks = -(-reduced_extent(nest) // width)
     known = all(type(a.size) is int and type(a.low) is int for a in nest.reduced)
     most = max(HELD // width, 1)
-    rows = 1
-    for a in nest.kept:
-        rows *= max(hint(a.size), 1)
+    rows = kept_extent(nest)
     team = min(power_of_two(chunks), WARP)
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
@@ -111,6 +112,14 @@ def reduced_extent(nest: Nest) -> int:
     """The elements that are folded into one."""
     count = 1
     for a in nest.reduced:
+        count *= extent(a)
+    return count
+
+
+def kept_extent(nest: Nest) -> int:
+    """The results of each fold."""
+    count = 1
+    for a in nest.kept:
         count *= extent(a)
     return count
 

@@ -36,28 +36,30 @@ from kiln.generate.lanes import (
 )
 from kiln.generate.llvm import I64, Value, fma
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
-from kiln.generate.values import Values
+from kiln.generate.schedule import USUAL, Schedule
+from kiln.generate.tiles import Tiles, crossing
 
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
 Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
-CHUNK = 4096  # elements of one task, when a kernel has one axis only
 
 #: The longest row of values that are kept on the stack when a later phase needs them again.
 LONGEST_KEPT = 8192
 
-VECTORS = 4  # that a short turn of a fold takes at once
-COLUMNS = 8  # vectors of columns that are folded at once
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
 
 
-class Emitter(Values):
+class Emitter(Tiles):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
-    def __init__(self, nest: Nest, width: int) -> None:
-        super().__init__(nest, width)
-        if width == avx512.LANES:
+    def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
+        super().__init__(nest, width, schedule)
+        self.crossing = crossing(nest, width)
+        if self.crossing is not None:
+            self.vector, self.width = self.crossing.along, width
+        self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
+        if self.masks:
             self.module.own.update(avx512.OWN)
         self.emit()
 
@@ -77,28 +79,43 @@ class Emitter(Values):
         """The number of tasks, in terms of the sizes."""
         count: Any = 1
         for axis in self.outer():
-            count = count * axis.size
+            count = count * self.turns(axis)
         if not self.outer() and self.vector is not None and not self.vector.reduced:
-            return (self.vector.size + (CHUNK - 1)) // CHUNK
+            chunk = self.schedule.chunk
+            return (self.vector.size + (chunk - 1)) // chunk
         return count
+
+    def turns(self, axis: Axis) -> Any:
+        """How many tasks an axis makes: one for each turn, or for each block of tiles."""
+        if self.crossing is None or axis is not self.crossing.across:
+            return axis.size
+        return (axis.size + (self.crossing.block - 1)) // self.crossing.block
 
     def task(self, task: Value) -> Sequence[Value]:
         self.push()
         rest = task
         for axis in reversed(self.outer()):
-            size = self.index(axis.size)
+            size = self.index(self.turns(axis))
             self.variables[axis.variable] = rest % size
             rest = rest / size
         vector = self.vector
-        if vector is None or vector.reduced:
+        if self.crossing is not None:
+            axis = self.crossing.along
+            self.tiled(
+                self.variables[self.crossing.across.variable],
+                lambda low, high: (self.along(axis, low, high, [], self.row_of_lanes), None)[1],
+                self.row,
+            )
+        elif vector is None or vector.reduced:
             self.row()
         elif self.outer():
             self.along(vector, 0, vector.size, [], self.row_of_lanes, factor=self.columns())
         else:
-            low = task * CHUNK
-            high = low + CHUNK
+            low = task * self.schedule.chunk
+            high = low + self.schedule.chunk
             size = self.index(vector.size)
-            self.along(vector, low, (high < size).where(high, size), [], self.row_of_lanes)
+            self.along(vector, low, (high < size).where(high, size), [], self.row_of_lanes,
+                       factor=self.schedule.stretch)  # fmt: skip
         self.pop()
         return []
 
@@ -110,9 +127,10 @@ class Emitter(Values):
         """How many vectors of columns are folded at once: rows are read in longer pieces."""
         folds = self.nest.folds()
         if not folds:
-            return 1
+            return self.schedule.stretch
         roots = [s.value for s in self.nest.stores]
-        return self.factor(roots, COLUMNS) if len(folds) * COLUMNS <= REGISTERS else 1
+        most = self.schedule.columns
+        return self.factor(roots, most) if len(folds) * most <= REGISTERS else 1
 
     def factor(self, roots: list[Term], most: int) -> int:
         """How many vectors one turn takes: several where a turn is short, so that folds wait less."""
@@ -130,7 +148,7 @@ class Emitter(Values):
         self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body,
         folds: Sequence[Fold] = (), factor: int = 1,
     ) -> list[Value]:  # fmt: skip
-        """A loop along the vector axis, `factor` vectors a turn, then one, and the rest in scalars.
+        """A loop along the vector axis, `factor` vectors a turn, then one, and a rest under a mask or in scalars.
 
         What `folds` carry is a vector; in wide turns each lane of several vectors carries for itself.
         """
@@ -147,6 +165,8 @@ class Emitter(Values):
 
         for lanes in dict.fromkeys((factor * self.width, self.width, 1)):
             count = high - low if isinstance(high, int) and isinstance(low, int) else None
+            if lanes == 1 < self.width and self.masks:
+                return fn.loop(start, end, self.width, values, partial(self.rest, turn, end))
             if count is not None and count < lanes:
                 continue
             exact = lanes == 1 or (count is not None and count % lanes == 0)
@@ -168,6 +188,13 @@ class Emitter(Values):
             if count is not None:
                 low = high - count % lanes
         return values
+
+    def rest(self, turn: Callable[..., list[Value]], end: Value, i: Value, held: list[Value]) -> list[Value]:
+        """A turn for fewer places than a vector has lanes: the others neither read nor write."""
+        self.live = live = (i.splat(self.width) + self.ramp(self.width)) < end
+        results = turn(i, held, lanes=self.width)
+        self.live = None
+        return [live.where(r, h) for h, r in zip(held, results, strict=True)]
 
     def row(self) -> None:
         """One turn of the kept axes: the phases, one after the other."""
@@ -209,7 +236,8 @@ class Emitter(Values):
         for key, first in several.items():
             if key not in below:
                 kind = compute_type(TYPES[costly[key].dtype])
-                memory = self.fn.at_entry(f"alloca [{axis.size} x {kind}], align 64")
+                room = -(-axis.size // self.width) * self.width
+                memory = self.fn.at_entry(f"alloca [{room} x {kind}], align 64")
                 self.kept_rows[key] = (first, memory)
 
     def varies(self, term: Term) -> bool:
@@ -237,7 +265,8 @@ class Emitter(Values):
             return results
 
         axes = [a for a in self.nest.reduced if a is not self.vector]
-        factor = self.factor([f.value for f in folds], VECTORS) if across and folds and not stores else 1
+        short = across and folds and not stores
+        factor = self.factor([f.value for f in folds], self.schedule.vectors) if short else 1
         rounds = any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
 
         def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:

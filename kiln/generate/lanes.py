@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.nest import (
+    Apply,
     Axis,
     Const,
     Fold,
@@ -82,21 +83,29 @@ def across_lanes(
 
 def lanes(value: Value, start: int, count: int) -> Value:
     """Some lanes of a vector."""
-    fn = value.fn
     if count == 1:
-        return fn.emit(f"extractelement {value.type} {value.text}, i64 {start}", value.type.scalar)
-    chosen = ", ".join(f"i32 {i + start}" for i in range(count))
-    return fn.emit(
-        f"shufflevector {value.type} {value.text}, {value.type} poison, <{count} x i32> <{chosen}>",
-        value.type.wide(count),
+        return value.fn.emit(f"extractelement {value.type} {value.text}, i64 {start}", value.type.scalar)
+    return shuffled(value, range(start, start + count))
+
+
+def shuffled(value: Value, order: Sequence[int], other: Value | None = None) -> Value:
+    """The lanes of a vector, or of two one after the other, in this order."""
+    second = "poison" if other is None else other.text
+    chosen = ", ".join(f"i32 {i}" for i in order)
+    return value.fn.emit(
+        f"shufflevector {value.type} {value.text}, {value.type} {second}, <{len(order)} x i32> <{chosen}>",
+        value.type.wide(len(order)),
     )
 
 
+STRIDES = frozenset({-1, 2, 3, 4})  # from lane to lane, for which whole vectors are read
 GATHER_COST = 8  # of reading or writing lanes one by one, in reads of whole vectors
 
 
-def vector_axis(nest: Nest) -> Axis | None:
-    """The axis along which reading and writing in vectors costs least; the last one of equals.
+def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
+    """The axis along which vectors of at most `width` cost least for an element; the last one of equals.
+
+    With a `rank`, the second such axis, the third, … .
 
     A loop whose variable is in the bounds of another one runs turn by turn.
     """
@@ -104,13 +113,25 @@ def vector_axis(nest: Nest) -> Axis | None:
     able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
     if not able:
         return None
-    accesses = [t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    computed = terms(s.value for s in nest.stores)
+    accesses = [t.index for t in computed if isinstance(t, Load)]
     accesses += [s.index for s in nest.stores]
+    functions = sum(isinstance(t, Apply) for t in computed)
 
-    def cost(axis: Axis) -> int:
-        return sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
+    def cost(axis: Axis) -> float:
+        taken = functions + sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
+        return taken / lanes_along(axis, width)
 
-    return min(reversed(able), key=cost)
+    ordered = sorted(reversed(able), key=cost)
+    return ordered[min(rank, len(ordered) - 1)]
+
+
+def lanes_along(axis: Axis, width: int) -> int:
+    """How many lanes vectors along an axis have: a power of two, at most `width`."""
+    lanes, extent = 1, hint(axis.size)
+    while lanes < width and lanes * 2 <= extent:
+        lanes *= 2
+    return lanes
 
 
 def access_cost(index: Expr, axis: Axis) -> int:
@@ -118,7 +139,7 @@ def access_cost(index: Expr, axis: Axis) -> int:
     if axis.variable not in index.symbols():
         return 0
     linear = index.poly.get((axis.variable,))
-    return 1 if linear == 1 else GATHER_COST
+    return 1 if linear == 1 else 3 if linear in STRIDES else GATHER_COST
 
 
 def symbols_of(nest: Nest) -> list[Expr]:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Axis, Fold, Load, Nest, Store
+from kiln.fuse.nest import Apply, Axis, Const, Fold, Load, Nest, Store, Term
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import WARP, Grid, extent, laid, whole
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
-from kiln.generate.ptx_functions import OWN
+from kiln.generate.ptx_functions import AND_ONE, OWN
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
 
@@ -333,13 +333,14 @@ class GridEmitter(Values):
     def between_warps(
         self, values: list[Value], combine: Callable[..., list[Value]], warps: int
     ) -> list[Value]:
-        lane, warp = self.mine & WARP - 1, self.mine / WARP
-        memory = [self.shared_memory(v.type, warps) for v in values]
+        thread = self.unsigned(self.thread).to(I64)
+        lane, warp = thread & WARP - 1, thread >> WARP.bit_length() - 1
+        memory = [self.shared_memory(v.type, warps * self.grid.rows) for v in values]
         with self.branch(lane.compare("eq", 0)):
             for m, v in zip(memory, values, strict=True):
                 self.fn.store(v, self.fn.at(m, warp, v.type))
         self.barrier()
-        place = lane & warps - 1
+        place = warp - self.mine / WARP + (lane & warps - 1)
         at = [self.fn.at(m, place, v.type) for m, v in zip(memory, values, strict=True)]
         found = [self.fn.load(a, v.type) for a, v in zip(at, values, strict=True)]
         return self.shuffled(found, combine, warps)
@@ -374,6 +375,25 @@ class GridEmitter(Values):
 
     def barrier(self) -> None:
         self.fn.call("llvm.nvvm.barrier0", VOID)
+
+    # Values
+
+    def compute(self, term: Term) -> Value:
+        """A value; sums with 1 and quotients by what is the same for all elements cost less than others."""
+        if not isinstance(term, Apply) or not self.in_f32(term):
+            return super().compute(term)
+        if term.op == "add":
+            for known, other in (term.args, term.args[::-1]):
+                if isinstance(known, Apply) and known.op in AND_ONE and is_one(other) and self.in_f32(known):
+                    return AND_ONE[known.op](self.value(known.args[0]))
+        if term.op == "div":
+            above, below = (self.value(a) for a in term.args)
+            if below.type.width < above.type.width:
+                return above * (1.0 / below)
+        return super().compute(term)
+
+    def in_f32(self, term: Apply) -> bool:
+        return compute_type(TYPES[term.dtype]).kind == "f32" and len(term.args) <= 2
 
     # Memory
 
@@ -474,4 +494,8 @@ class GridEmitter(Values):
     def nonzero(self, divisor: Value) -> Value:
         """A divisor of integers, with 1 in place of 0: eager kernels report nothing here."""
         return divisor.compare("eq", 0).where(1, divisor)
+
+
+def is_one(term: Term) -> bool:
+    return isinstance(term, Const) and type(term.value) is float and term.value == 1.0
 

@@ -3,53 +3,74 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 from kiln.generate.functions import _ERF_FAR, _ERF_NEAR, _TANH, absolute, polynomial, with_sign
 from kiln.generate.lanes import lanes
-from kiln.generate.llvm import Value, fma
+from kiln.generate.llvm import Value
 
+# -log2(erfc(x)) / x on 0 <= x <= 4.3, for least absolute error of erfc; grows without end beyond
+_ERFC = (1.627907028466312, 0.9184483787143083, 0.14826620032980398, -0.027573991047924656, -0.0003822098614101877,
+         0.0026190715917704904, -0.001086700693647956, 0.00024974984926620593, -3.273920715956846e-05,
+         1.9093162370966422e-06)  # fmt: skip
 LOG2_E = 1.44269502162933349609375  # as f32
-LOG2_E_REST = math.log2(math.e) - LOG2_E
 
 
-def by_lanes(name: str, x: Value) -> Value:
-    """An instruction of the machine, which takes scalars."""
+def _f32(number: float) -> str:
+    """A number as PTX writes it."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', number))[0]:08X}"
+
+
+#: e^x = 2^n 2^f: n by one fma that saturates, so that it stays in range, and one that rounds down into the
+#: low bits; f from the product with log2(e) in two parts; 2^n by shifting n + 127 to the exponent.
+_EXP = (
+    "{ .reg .f32 t, j; .reg .b32 s; "
+    f"fma.rn.sat.f32 t, $1, {_f32(LOG2_E / 252)}, {_f32(0.5)}; "
+    f"fma.rm.f32 t, t, {_f32(252.0)}, {_f32(1.5 * 2**23 + 1)}; "
+    f"sub.rn.f32 j, {_f32(1.5 * 2**23 + 127)}, t; "
+    f"fma.rn.f32 j, $1, {_f32(LOG2_E)}, j; "
+    f"fma.rn.f32 j, $1, {_f32(math.log2(math.e) - LOG2_E)}, j; "
+    "ex2.approx.ftz.f32 j, j; mov.b32 s, t; shl.b32 s, s, 23; mov.b32 t, s; mul.rn.f32 $0, j, t; }"
+)
+_EXP2 = "ex2.approx.f32 $0, $1;"
+_SMALL_EXP2 = "ex2.approx.ftz.f32 $0, $1;"  # what is subnormal becomes 0
+
+
+def _instructions(text: str, x: Value) -> Value:
+    """PTX of a float for a float, in each lane."""
     fn, width = x.fn, x.type.width
+    call = f'call float asm "{text}", "=f,f"(float '
     if width == 1:
-        return fn.call(name, x.type, x)
+        return fn.emit(f"{call}{x.text})", x.type)
     result = Value(fn, "poison", x.type)
     for lane in range(width):
-        value = fn.call(name, x.type.scalar, lanes(x, lane, 1))
+        value = fn.emit(f"{call}{lanes(x, lane, 1).text})", x.type.scalar)
         result = fn.emit(f"insertelement {x.type} {result.text}, float {value.text}, i64 {lane}", x.type)
     return result
 
 
-def exp2(x: Value) -> Value:
-    return by_lanes("llvm.nvvm.ex2.approx.f", x)
-
-
 def exp(x: Value) -> Value:
-    """2 to the power x log2(e), with the part of the product that its rounding loses."""
-    x = x.intrinsic("minimum", 89.0).intrinsic("maximum", -104.0)
-    high = x * LOG2_E
-    low = fma(x, LOG2_E_REST, fma(x, LOG2_E, -high))
-    return exp2(high) * fma(low, math.log(2), 1.0)
+    return _instructions(_EXP, x)
 
 
-def over(a: Value, b: Value) -> Value:
+def exp2(x: Value) -> Value:
+    return _instructions(_EXP2, x)
+
+
+def over(a: float, b: Value) -> Value:
     """a / b, to two units in the last place."""
-    return a.fn.emit(f"fdiv afn {b.type} {b.like(a).text}, {b.text}", b.type)
+    return b.fn.emit(f"fdiv afn {b.type} {b.like(a).text}, {b.text}", b.type)
 
 
 def sigmoid(x: Value) -> Value:
-    return over(x.like(1.0), exp(-x) + 1.0)
+    return over(1.0, exp(-x) + 1.0)
 
 
 def tanh(x: Value) -> Value:
     a, z = absolute(x), x * x
-    near = fma(polynomial(z, _TANH) * z, a, a)
-    far = 1.0 - over(x.like(2.0), exp(a * 2.0) + 1.0)
+    near = a * z * polynomial(z, _TANH) + a
+    far = 1.0 - over(2.0, exp(a * 2.0) + 1.0)
     return with_sign((a < 0.625).where(near, far), x)
 
 
@@ -61,6 +82,27 @@ def erf(x: Value) -> Value:
     return (a < 1.0).where(near, far)
 
 
+def erf_and_one(x: Value) -> Value:
+    """1 + erf(x), where near 0 no digits of erf alone are needed."""
+    a = absolute(x)
+    rest = _instructions(_SMALL_EXP2, -(polynomial(a, _ERFC) * a))
+    return (x < 0.0).where(rest, 2.0 - rest)
+
+
+def tanh_and_one(x: Value) -> Value:
+    return over(2.0, exp(x * -2.0) + 1.0)
+
+
+def maximum(a: Value, b: Value) -> Value:
+    return a.intrinsic("maximum", b)
+
+
+def minimum(a: Value, b: Value) -> Value:
+    return a.intrinsic("minimum", b)
+
+
 OWN: dict[str, Callable[..., Value]] = {
-    "exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf,
+    "exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf, "maximum": maximum, "minimum": minimum,
 }  # fmt: skip
+#: Functions with 1 added.
+AND_ONE: dict[str, Callable[[Value], Value]] = {"erf": erf_and_one, "tanh": tanh_and_one}

@@ -26,12 +26,16 @@ def _either(float_form: Scalar, integer_form: Scalar) -> Scalar:
 
 def maximum(a: Value, b: Value) -> Value:
     """The larger; a NaN wins."""
+    if (own := functions.own_function("maximum", a)) is not None:
+        return own(a, b)
     wins = a > b
     return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
 
 
 def minimum(a: Value, b: Value) -> Value:
     """The smaller; a NaN wins."""
+    if (own := functions.own_function("minimum", a)) is not None:
+        return own(a, b)
     wins = a < b
     return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
 

@@ -21,9 +21,10 @@ from kiln.fuse.nest import (
     children,
 )
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import aligned, symbols_of, vector_axis
+from kiln.generate.lanes import STRIDES, aligned, lanes_along, shuffled, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.scalar import SCALARS, TYPES, convert
+from kiln.generate.schedule import USUAL, Schedule
 
 NAME = "kernel"  # of the function that is emitted
 OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
@@ -34,8 +35,8 @@ VOID_TYPE = Type("void")
 class Values:
     """A function under construction, over the buffers and sizes of a nest."""
 
-    def __init__(self, nest: Nest, width: int) -> None:
-        self.nest, self.module = nest, Module()
+    def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
+        self.nest, self.module, self.schedule = nest, Module(), schedule
         reads, writes = nest.buffers()
         self.buffers: list[Buffer] = list(dict.fromkeys([*reads, *writes]))
         self.sizes = symbols_of(nest)
@@ -48,13 +49,10 @@ class Values:
         self.variables: dict[Expr, Value] = {
             s: self.fn.parameters[f"s{i}"] for i, s in enumerate(self.sizes)
         }
-        self.vector = vector_axis(nest)
-        size = self.vector.size if self.vector is not None else 1
-        extent = int(getattr(size, "hint", size))
-        self.width = 1
-        while self.width < width and self.width * 2 <= extent:
-            self.width *= 2
+        self.vector = vector_axis(nest, schedule.axis, width)
+        self.width = 1 if self.vector is None else lanes_along(self.vector, width)
         self.lanes = 1  # of the code being emitted
+        self.live: Value | None = None  # the lanes that count, where not all do
         self.layers: list[dict[int, Value]] = [{}]
         self.indices: list[dict[Any, Value]] = [{}]
         self.now = 0  # the phase being emitted
@@ -149,8 +147,12 @@ class Values:
         if step == 0 or self.lanes == 1:
             place = self.index(term.index)
             return self.loaded(address, place, stored, 1, mask)
+        if self.live is not None:
+            mask = self.live if mask is None else self.live & mask
         if step == 1:
             return self.loaded(address, self.index(term.index), stored, self.lanes, mask)
+        if step in STRIDES and stored.bits >= 32:
+            return self.strided(address, self.index(term.index), stored, step, mask)
         return self.gathered(address, self.lanes_of(term.index), stored, mask)
 
     def loaded(self, base: Value, place: Value, stored: Type, lanes: int, mask: Value | None) -> Value:
@@ -171,6 +173,27 @@ class Values:
         name = f"llvm.masked.load.{memory.suffix}.p0"
         value = fn.call(name, memory, address, align, wide, zero)
         return (value.to(I1) if kind.kind == "i1" else value).to(held)
+
+    def strided(self, base: Value, place: Value, stored: Type, step: int, mask: Value | None) -> Value:
+        """Every second, third or fourth element, or all backwards: whole vectors are read and sorted out."""
+        fn, lanes = self.fn, self.lanes
+        first, span = (0, lanes * step) if step > 0 else (1 - lanes, lanes)
+        chosen = [lane * step - first for lane in range(lanes)]
+        memory = stored.wide(span)
+        bits = ", ".join(f"i1 {str(i in chosen).lower()}" for i in range(span))
+        wanted = Value(fn, f"<{bits}>", I1.wide(span))
+        if mask is not None:
+            mask = mask if mask.type.width == lanes else mask.splat(lanes)
+            source = [i // step if step > 0 else lanes - 1 - i for i in range(span)]
+            wanted = wanted & shuffled(mask, source)
+        address = fn.at(base, place + first, stored)
+        if mask is None and step < 0:
+            value = fn.load(address, memory)
+        else:
+            align = fn.constant(stored.bits // 8, I32)
+            name = f"llvm.masked.load.{memory.suffix}.p0"
+            value = fn.call(name, memory, address, align, wanted, fn.constant(0, memory))
+        return shuffled(value, chosen).to(compute_type(stored))
 
     def gathered(self, base: Value, places: Value, stored: Type, mask: Value | None) -> Value:
         fn, held, lanes = self.fn, compute_type(stored), places.type.width
@@ -201,10 +224,16 @@ class Values:
             return
         value = value if value.type.width > 1 else value.splat(self.lanes)
         value = value.to(stored)
-        if self.stride(store.index) == 1:
-            fn.store(value, fn.at(base, self.index(store.index), stored))
-            return
         memory = I8_OF["i1"] if stored.kind == "i1" else stored
+        align = fn.constant(max(memory.bits // 8, 1), I32)
+        if self.stride(store.index) == 1:
+            address = fn.at(base, self.index(store.index), stored)
+            if self.live is None:
+                fn.store(value, address)
+            else:
+                value = value.to(memory)
+                fn.call(f"llvm.masked.store.{value.type.suffix}.p0", VOID_TYPE, value, address, align, self.live)
+            return
         value = value.to(memory) if stored.kind == "i1" else value
         places = self.lanes_of(store.index)
         lanes = self.lanes
@@ -212,14 +241,8 @@ class Values:
         pointers = fn.emit(
             f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
         )
-        align = fn.constant(max(memory.bits // 8, 1), I32)
-        name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
-        from_llvm = fn.constant(1, I1.wide(lanes))
-        fn.module.declare(name, VOID_TYPE, [value.type, pointers.type, I32, from_llvm.type])
-        fn.do(
-            f"call void @{name}({value.type} {value.text}, {pointers.type} {pointers.text}, "
-            f"i32 {align.text}, {from_llvm.type} {from_llvm.text})"
-        )
+        live = fn.constant(1, I1.wide(lanes)) if self.live is None else self.live
+        fn.call(f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0", VOID_TYPE, value, pointers, align, live)
 
     # Indices
 
@@ -243,6 +266,7 @@ class Values:
         """Say that something is at fault, where it is in one lane."""
         fn = self.fn
         if wrong.type.width > 1:
+            wrong = wrong if self.live is None else wrong & self.live
             wrong = fn.call(f"llvm.vector.reduce.or.v{wrong.type.width}i1", I1, wrong)
         bad, fine = fn.label("bad"), fn.label("fine")
         fn.branch(wrong, bad, fine)
@@ -277,7 +301,7 @@ class Values:
         variable = self.vector.variable
         scalar = self.variables[variable]
         self.push()
-        self.variables[variable] = scalar.splat(self.lanes) + self.ramp()
+        self.variables[variable] = scalar.splat(self.lanes) + self.ramp(self.lanes)
         hidden, self.indices[:-1] = self.indices[:-1], [{} for _ in self.indices[:-1]]
         value = self.index(index)
         self.indices[:-1] = hidden
@@ -285,10 +309,9 @@ class Values:
         self.pop()
         return value
 
-    def ramp(self) -> Value:
+    def ramp(self, lanes: int) -> Value:
         """0, 1, 2, … in the lanes."""
-        wide = I64.wide(self.lanes)
-        return Value(self.fn, f"<{', '.join(f'i64 {i}' for i in range(self.lanes))}>", wide)
+        return Value(self.fn, f"<{', '.join(f'i64 {i}' for i in range(lanes))}>", I64.wide(lanes))
 
     def index(self, index: Any) -> Value:
         """An index expression at the first lane."""

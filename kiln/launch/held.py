@@ -1,21 +1,24 @@
-"""Graphs over tensors that a module holds: what follows from them alone is computed once, and when they change."""
+"""Graphs over tensors that a module holds: what follows from those alone is computed when they change."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kiln.base.dump import NOWHERE, Dump
 from kiln._held import Watch
+from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
 from kiln.base.options import Settings
 from kiln.expand.freeze import Frozen, freeze
+from kiln.launch.cache import disk
 from kiln.launch.native import set_up
 from kiln.launch.program import compile_graph
+from kiln.launch.tune import Way, choice
 
 #: Only these are what their memory says.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -24,13 +27,27 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 def compile_held(
     graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], dump: Dump = NOWHERE
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """A graph that needs no gradients, as native code; `held` are the inputs that are the same in every call."""
+    """A graph that needs no gradients, as native code; `held` inputs are the same tensors in every call."""
     frozen = None
     if settings.freeze and not settings.exact:
         frozen = freeze(graph, {i for i, tensor in held.items() if can_watch(tensor)})
     if frozen is None:
         return compile_graph(graph, settings, dump)
+    if settings.tunes and not gains(graph, settings, held, frozen):
+        return compile_graph(graph, settings, dump)
     return Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held]).run
+
+
+def gains(graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], frozen: Frozen) -> bool:
+    """Whether the frozen form of a graph is the faster one, by the clock."""
+    untuned = replace(settings, mode="default")
+    tensors = [held[i] for i in frozen.held]
+    ways: dict[str, Way] = {
+        "frozen": lambda: ("frozen", lambda: Held(frozen, compile_graph(frozen.rest, untuned), tensors).run),
+        "plain": lambda: ("plain", lambda: compile_graph(graph, untuned)),
+    }
+    store, specs = disk(settings.cache_bytes), [node.spec for node in graph.inputs]
+    return choice(str(graph), ways, specs, store, held) == "frozen"
 
 
 def can_watch(tensor: torch.Tensor) -> bool:
@@ -53,9 +70,8 @@ class Held:
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         """The outputs on these values of the inputs; empties the list."""
-        state, now = self.state, self.stamp()
-        if state[0] != now:
-            state = self.computed(now)
+        now = self.stamp()
+        state = self.state if self.state[0] == now else self.computed(now)
         given = [values[i] for i in self.given]
         values.clear()
         given += state[1]
@@ -76,4 +92,4 @@ def extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return int(last + 1) * tensor.element_size()

@@ -4,36 +4,76 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
+import sys
 from pathlib import Path
 
 import torch
 
 from kiln import _held, _launch
 
+#: In the order in which `_launch.c` takes them.
+FUNCTIONS = (
+    "aoti_torch_get_data_ptr", "aoti_torch_get_sizes", "aoti_torch_get_strides",
+    "aoti_torch_get_storage_offset", "aoti_torch_get_dim", "aoti_torch_empty_strided",
+    "aoti_torch_create_tensor_from_blob_v2", "aoti_torch__reinterpret_tensor", "aoti_torch_copy_",
+    "aoti_torch_clone", "aoti_torch_delete_tensor_object",
+)  # fmt: skip
+#: A tensor as an object of Python's, by what torch's releases call it; all take the address of the tensor.
+WRAPS = (
+    "_Z16THPVariable_WrapON2at10TensorBaseE",
+    "_Z16THPVariable_WrapN2at10TensorBaseE",
+    "_Z16THPVariable_WrapRKN2at10TensorBaseE",
+)
+POOL = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
+
+#: Machines on which one call of many words and numbers serves for all C functions; see `_launch.h`.
+CALLS_ANY = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
 
 def _address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
+def _folder() -> Path:
+    return Path(torch.__file__).parent / "lib"
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_folder() / "libtorch_cpu.so"))
+
+
 @functools.cache
 def set_up() -> None:
-    """Give the launcher torch's functions: where a tensor's memory is, and its pool of threads."""
-    folder = Path(torch.__file__).parent / "lib"
-    library = ctypes.CDLL(str(folder / "libtorch_cpu.so"))
+    """Give the launcher torch's functions: tensors, their memory, and the pool of threads."""
+    library, python = _library(), ctypes.CDLL(str(_folder() / "libtorch_python.so"))
     sample = torch.empty(1)
     words = range(16, 64, 8)
     offset = next(o for o in words if ctypes.c_uint64.from_address(id(sample) + o).value == sample._cdata)
-    pool = [_address(threads, name) for name in (
-        "GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
-    ] if (threads := _threads(folder)) is not None else [0, 0, 0, 0]  # fmt: skip
-    data_pointer = _address(library, "aoti_torch_get_data_ptr")
-    _launch.set_torch(offset, data_pointer, *pool)
-    _held.set_torch(offset, data_pointer)
+    wrap = next(name for name in WRAPS if hasattr(python, name))
+    threads = _threads()
+    pool = [0] * len(POOL) if threads is None else [_address(threads, name) for name in POOL]
+    found = [_address(library, name) for name in FUNCTIONS]
+    _launch.set_torch(offset, torch.Tensor, *found, _address(python, wrap), *pool)
+    _held.set_torch(offset, found[0])
 
 
-def _threads(folder: Path) -> ctypes.CDLL | None:
+@functools.cache
+def function(name: str) -> int:
+    """The address of one of torch's C functions; 0 where there is none, or it cannot be called here."""
+    return _address(_library(), name) if CALLS_ANY and hasattr(_library(), name) else 0
+
+
+@functools.cache
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number that torch's C functions have for a dtype."""
+    return int(getattr(_library(), f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")())
+
+
+def _threads() -> ctypes.CDLL | None:
     """The OpenMP library that torch has loaded; without one, kernels run on one thread."""
-    for path in sorted(folder.glob("libgomp*.so*")):
+    for path in sorted(_folder().glob("libgomp*.so*")):
         return ctypes.CDLL(str(path))
     try:
         return ctypes.CDLL("libgomp.so.1")

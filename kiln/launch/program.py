@@ -2,132 +2,53 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from kiln._launch import Kernel
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.base.options import Settings, config
 from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
+from kiln.expand.sizes import determined
 from kiln.fuse.loops import FOR_LOOPS
-from kiln.fuse.nest import Nest, terms
-from kiln.fuse.program import Program, fuse
-from kiln.fuse.show import show_kernels, show_program
-from kiln.fuse.split import CORES, GRIDS, Cuts
-from kiln.fuse.steps import Call, Launch
+from kiln.fuse.program import WAYS, Fusing, Program, fuse
+from kiln.fuse.show import show_kernels
+from kiln.fuse.split import GRIDS
+from kiln.fuse.steps import Call
 from kiln.fuse.views import supported
-from kiln.generate.code import Compiled, generate
+from kiln.generate.code import generate
 from kiln.generate.cpu import assembly
 from kiln.launch.cache import disk
-from kiln.launch.device import linked as on_device
-from kiln.launch.native import set_up
+from kiln.launch.device import linked
+from kiln.launch.plan import plan_for
+from kiln.launch.tune import choice, tuned
 
-_empty = torch.empty_strided
 aten = torch.ops.aten
 
-
-GRAIN = 60_000.0  # operations worth a thread
-
-
-def callable_kernel(
-    compiled: Compiled, places: dict[Any, int], inputs: int, outputs: Sequence[TensorSpec]
-) -> Kernel:
-    """A kernel as a function from tensors to a tuple of new ones; see `_launch.c` for what it takes."""
-    set_up()
-    moving = is_moving(compiled, outputs)
-    made = tuple([
-        (None if moving else (spec.shape, spec.stride), {"dtype": spec.dtype, "device": spec.device})
-        for spec in outputs
-    ])  # fmt: skip
-    return Kernel(
-        stages_of(compiled, moving), compiled, _empty, made, compiled.kernel.name, inputs,
-        tuple(places[buffer] for buffer in compiled.buffers), len(compiled.sizes), moving, GRAIN,
-    )  # fmt: skip
+Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
+Link: TypeAlias = Callable[[Program, torch.device, Settings, Dump], Run]
 
 
-def is_moving(compiled: Compiled, outputs: Sequence[TensorSpec]) -> bool:
-    """Whether the sizes of a kernel vary from call to call."""
-    numbers = [*compiled.tasks, *(n for spec in outputs for n in (*spec.shape, *spec.stride))]
-    return bool(compiled.sizes) or not all(type(n) is int for n in numbers)
-
-
-def stages_of(compiled: Compiled, moving: bool) -> tuple[tuple[int, int, float], ...]:
-    """For each stage its address, tasks, and the operations of one task, by the sizes when traced."""
-    made = []
-    for nests, address, tasks in zip(compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True):
-        count = max(float(getattr(tasks, "hint", tasks)), 1.0)
-        made.append((address, 0 if moving else tasks, sum(map(work_of, nests)) / count))
-    return tuple(made)
-
-
-def work_of(nest: Nest) -> float:
-    """The operations of a nest."""
-    computed = terms(store.value for store in nest.stores)
-    return nest.volume() * sum(COSTS.get(getattr(term, "op", ""), 1.0) for term in computed)
-
-
-#: Operations that a function is worth, where it is more than one.
-COSTS = {
-    **dict.fromkeys(("exp", "log", "tanh", "erf", "sigmoid", "exp2", "expm1", "log1p", "log2"), 12.0),
-    **dict.fromkeys(("sin", "cos", "tan", "pow", "atan2", "asin", "acos", "atan", "fmod", "remainder"), 30.0),
-    **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 6.0),
-}
-
-
-def linked(program: Program, settings: Settings, dump: Dump = NOWHERE) -> Graph:
-    """The program as a graph whose nodes are eager calls and kernels."""
-    launches = [step for step in program.steps if isinstance(step, Launch)]
+def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
+    """A program as a plan."""
     store = disk(settings.cache_bytes)
-    kernels = [launch.kernel for launch in launches]
-    compiled = dict(zip(launches, generate(kernels, store, partial(revised, dump)), strict=True))
-    dump.show("plan", "plan", "txt", lambda: show_program(program))
-    graph, known = Graph(), dict[Node, Node]()
-    for node in program.graph.inputs:
-        known[node] = graph.input(node.name, node.spec)
+    schedules = tuned(program, store) if settings.tunes else {}
+    compiled = generate(program.kernels, store, partial(revised, dump), schedules)
+    plan = plan_for(program, compiled)
+    dump.show("plan", "plan", "txt", lambda: str(plan))
+    return plan
 
-    def value(leaf: Any) -> Any:
-        return known[leaf] if type(leaf) is Node else leaf
 
-    for node in program.graph.nodes:
-        if node.op is CONSTANT:
-            known[node] = graph.add(Node(CONSTANT, node.args, {}, node.spec, graph.name(node.name)))
-    for step in program.steps:
-        if isinstance(step, Launch):
-            outputs = list(step.writes.values())
-            inputs = list(step.reads.values())
-            places = {b: i for i, b in enumerate([*step.reads, *step.writes, *step.scratch])}
-            made = compiled[step]
-            specs = [*[n.spec for n in outputs], *step.scratch.values()]
-            call = callable_kernel(made, places, len(inputs), specs)
-            arguments = tuple(known[n] for n in inputs)
-            if is_moving(made, specs):
-                layouts = [part for spec in specs for part in (spec.shape, spec.stride)]
-                arguments = (*arguments, *layouts, *made.sizes, *made.tasks)
-            whole = graph.call(call, arguments, spec=tuple(specs))
-            for i, node in enumerate(outputs):
-                known[node] = graph.call(operator.getitem, (whole, i), spec=node.spec, like=node)
-        else:
-            node = step.node
-            known[node] = graph.add(
-                Node(
-                    node.op,
-                    mapped(node.args, value),
-                    mapped(node.kwargs, value),
-                    node.spec,
-                    graph.name(node.name),
-                )
-            )
-    graph.outputs = mapped(program.graph.outputs, value)
-    return graph.check()
+def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
+    """A program as calls in order."""
+    return runner(linked(program, device))
 
 
 def revised(dump: Dump, text: str) -> str:
@@ -144,31 +65,45 @@ def revised(dump: Dump, text: str) -> str:
     return text
 
 
-def compile_graph(
-    graph: Graph, settings: Settings | None = None, dump: Dump = NOWHERE
-) -> Callable[[list[Any]], Sequence[Any]]:
+def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = NOWHERE) -> Run:
     """A graph of aten ops as native kernels and eager calls."""
     settings = settings or config.now
+    graph = determined(graph)
     device = device_of(graph)
     if device is None:
         return runner(graph)
-    cuts, link = TARGETS[device.type]
+    fusing, link = TARGETS[device.type]
+    if settings.tunes and device.type == "cpu":
+        untuned = replace(settings, mode="default")
+
+        def made(way: Fusing) -> tuple[str, Callable[[], Run]]:
+            program = fused(graph, untuned, way)
+            return show_kernels(program.kernels), lambda: link(program, device, untuned, NOWHERE)
+
+        ways = {name: partial(made, way) for name, way in WAYS.items()}
+        specs = [node.spec for node in graph.inputs]
+        fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes))]
+    return link(fused(graph, settings, fusing, dump), device, settings, dump)
+
+
+def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE) -> Program:
+    """A graph of aten ops as a program, fused in one way."""
     given = revisable(graph, dump)
     if settings.exact:
         given = sealed(given)
     prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
-    program = fuse(conformed(prims, graph.outputs), settings.exact, cuts)
+    program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
     for step in program.steps:
         if isinstance(step, Call):
             opened(step.node)
     dump.show("loops", "loops", "txt", lambda: show_kernels(program.kernels))
-    return runner(link(program, device, settings, dump))
+    return program
 
 
-#: For each device how folds are cut, and how a program becomes a graph of eager calls and callable kernels.
-TARGETS: dict[str, tuple[Cuts, Callable[[Program, torch.device, Settings, Dump], Graph]]] = {
-    "cpu": (CORES, lambda program, device, settings, dump: linked(program, settings, dump)),
-    "cuda": (GRIDS, lambda program, device, settings, dump: on_device(program, device)),
+#: For each device how its graphs are fused, and how a program becomes a function.
+TARGETS: dict[str, tuple[Fusing, Link]] = {
+    "cpu": (WAYS["usual"], on_cpu),
+    "cuda": (Fusing(GRIDS), on_gpu),
 }
 
 

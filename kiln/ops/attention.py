@@ -67,7 +67,7 @@ def _classes(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None)
 def _nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
 ) -> Any:
-    if not _classes(x, target, weight) or x.device.type != "cpu":
+    if not _classes(x, target, weight) or x.device.type not in ("cpu", "cuda"):
         return NotImplemented
     size = () if reduction else target.shape
     return make(size, None, x.dtype, x.device), make((), None, x.dtype, x.device)

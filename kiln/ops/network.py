@@ -28,6 +28,15 @@ def is_plain(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or row_major(t.shape, t.stride()) for t in tensors)
 
 
+#: Devices whose eager kernels these rules were compared with.
+KNOWN = ("cpu", "cuda")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that GPUs keep statistics in."""
+    return dtype if dtype in WIDE else torch.float32
+
+
 def _similar(x: torch.Tensor) -> FakeTensor:
     return make(x.shape, None, x.dtype, x.device)
 
@@ -132,7 +141,7 @@ def _batch_norm(
     given = (weight, bias, mean, var)
     dtypes = {t.dtype for t in given if t is not None} or {x.dtype}
     kind = dtypes.pop()
-    if x.device.type != "cpu" or x.dtype not in FLOATS or x.dim() < 2 or dtypes:
+    if x.device.type not in KNOWN or x.dtype not in FLOATS or x.dim() < 2 or dtypes:
         return NotImplemented
     if kind is not x.dtype and (x.dtype in WIDE or kind is not torch.float32):
         return NotImplemented
@@ -145,7 +154,7 @@ def _batch_norm(
         return NotImplemented
     last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
     out = make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
-    stats = (channels if training else 0,)
+    stats, kind = (channels if training else 0,), kind if x.device.type == "cpu" else _wide(x.dtype)
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
@@ -185,11 +194,32 @@ def _batch_norm_with_update(
     return NotImplemented if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
 
 
+@rule(aten._batch_norm_with_update_functional.default)
+def _batch_norm_with_update_functional(
+    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, var: torch.Tensor, momentum: float, eps: float
+) -> Any:
+    out = _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps)
+    return out if out is NotImplemented else (*out, _similar(mean), _similar(var))
+
+
+@rule(aten.cudnn_batch_norm.default)
+def _batch_norm_by_cudnn(
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    out = _batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+    return NotImplemented if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
+
+
+@rule(aten.cudnn_batch_norm_backward.default)
+def _batch_norm_by_cudnn_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+    return _batch_norm_backward(grad, x, weight, [True, True, True])
+
+
 @rule(aten.native_batch_norm_backward.default)
 def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> Any:
     mask = rest[-1]
     last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
-    if x.device.type != "cpu" or weight is None:
+    if x.device.type not in KNOWN or weight is None:
         return NotImplemented
     return (
         make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device) if mask[0] else None,
@@ -203,21 +233,22 @@ def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: 
     size, inner = x.shape, len(shape)
     if not inner or tuple(size[len(size) - inner :]) != tuple(shape) or x.dtype not in FLOATS:
         return NotImplemented
-    if x.dtype not in WIDE and x.device.type != "cpu":
+    if x.dtype not in WIDE and x.device.type not in KNOWN:
         return NotImplemented
     if any(
         t is not None and (t.dtype is not x.dtype or tuple(t.shape) != tuple(shape)) for t in (weight, bias)
     ):
         return NotImplemented
     stats = (*size[: len(size) - inner], *[1] * inner)
-    return _similar(x), make(stats, None, x.dtype, x.device), make(stats, None, x.dtype, x.device)
+    kind = x.dtype if x.device.type == "cpu" else _wide(x.dtype)
+    return _similar(x), make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
 @rule(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
-    if x.dtype not in WIDE and x.device.type != "cpu":
+    if x.dtype not in WIDE and x.device.type not in KNOWN:
         return NotImplemented
     weights = [
         _similar(t) if wanted and t is not None else None
@@ -231,7 +262,7 @@ def _group_norm(
     x: torch.Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
 ) -> Any:
     given = {t.dtype for t in (weight, bias) if t is not None} or {x.dtype}
-    if x.device.type != "cpu" or x.dtype not in FLOATS or len(given) > 1 or 0 in x.shape:
+    if x.device.type not in KNOWN or x.dtype not in FLOATS or len(given) > 1 or 0 in x.shape:
         return NotImplemented
     out, kind = _in_own_order(x), given.pop()
     if out is NotImplemented or kind is not x.dtype and (x.dtype in WIDE or kind is not torch.float32):
@@ -244,14 +275,14 @@ def _group_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: torch.Tensor | None, *rest: Any
 ) -> Any:
     mask, out = rest[-1], _in_own_order(x)
-    if x.device.type != "cpu" or weight is None or out is NotImplemented:
+    if x.device.type not in KNOWN or weight is None or out is NotImplemented:
         return NotImplemented
     return out if mask[0] else None, *[_similar(weight) if wanted else None for wanted in mask[1:]]
 
 
 def _in_own_order(x: torch.Tensor) -> Any:
-    """A tensor like `x`, contiguous or channels-last as it is."""
-    if is_plain(x):
+    """A tensor like `x`, contiguous or channels-last as it is; on GPUs contiguous."""
+    if is_plain(x) or x.device.type != "cpu":
         return _similar(x)
     last = x.dim() == 4 and not x.is_contiguous() and is_channels_last(x.shape, x.stride())
     return make(x.shape, channels_last(x.shape), x.dtype, x.device) if last else NotImplemented

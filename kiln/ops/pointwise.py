@@ -368,7 +368,7 @@ def _masked_fill_in_place(x: Any, mask: torch.Tensor, value: Any) -> Any:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    if x.dtype not in FLOATS or not x.is_contiguous() or x.device.type != "cpu":
+    if x.dtype not in FLOATS or not x.is_contiguous() or x.device.type not in ("cpu", "cuda"):
         return NotImplemented
     return like(x, x.dtype), like(x, torch.bool)
 
@@ -415,7 +415,8 @@ declare(_divide, "div", "Scalar")
 declare(_divide, "div", "Tensor_mode")
 declare(_real, "maximum minimum fmax fmin")
 declare(_real, "remainder fmod", "Tensor")
-declare(_to_float, "atan2")
+declare(_to_float, "atan2 special_xlog1py")
+declare(_to_float, "xlogy copysign", "Tensor")
 declare(_complex, "complex polar")
 declare(_integral, "bitwise_and bitwise_or bitwise_xor", "Tensor")
 declare(_compare, "eq ne lt le gt ge", "Tensor")

@@ -55,7 +55,7 @@ def runs(program: Program) -> bool:
 def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: list[int] = []
     generate = launched.generate
-    monkeypatch.setattr(launched, "generate", lambda made: kernels.append(len(made)) or generate(made))
+    monkeypatch.setattr(launched, "generate", lambda made, *rest: kernels.append(len(made)) or generate(made, *rest))
 
     @SETTINGS
     @hypothesis.given(hypothesis.strategies.randoms(use_true_random=False))

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import kiln
+from kiln.fuse.program import Fusing
 from kiln.fuse.split import GRIDS
 from kiln.generate.device import generate
 from kiln.launch import program
@@ -13,9 +14,9 @@ def kernels_noted():
     """The kernels that programs are fused into for a GPU while they are compiled for the CPU."""
     found, fuse = [], program.fuse
 
-    def noted(graph, exact=False, cuts=GRIDS):
-        found.extend(fuse(graph, exact, GRIDS).kernels)
-        return fuse(graph, exact, cuts)
+    def noted(graph, exact=False, fusing=Fusing()):
+        found.extend(fuse(graph, exact, Fusing(GRIDS)).kernels)
+        return fuse(graph, exact, fusing)
 
     program.fuse = noted
     try:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.expansions.support import MEAN, NONE, in_wide, number, reduce_loss, share, zero
+from kiln.ops.expansions.support import MEAN, NONE, in_wide, number, of_one_dtype, reduce_loss, share, zero
 from kiln.ops.table import aten, expansion
 
 
 @expansion(aten.mse_loss.default)
+@of_one_dtype
 @in_wide
 def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
     distance = x - y
@@ -19,12 +20,14 @@ def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
 
 
 @expansion(aten.mse_loss_backward.default)
+@of_one_dtype
 @in_wide
 def mse_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tensor:
     return (x - y) * (2 / x.numel() if reduction == MEAN else 2) * grad
 
 
 @expansion(aten.smooth_l1_loss.default)
+@of_one_dtype
 @in_wide
 def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN, beta: float = 1) -> Tensor:
     distance = torch.abs(x - y)
@@ -35,6 +38,7 @@ def smooth_l1_loss(x: Tensor, y: Tensor, reduction: int = MEAN, beta: float = 1)
 
 
 @expansion(aten.smooth_l1_loss_backward.default)
+@of_one_dtype
 @in_wide
 def smooth_l1_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int, beta: float) -> Tensor:
     distance = x - y
@@ -43,6 +47,7 @@ def smooth_l1_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int, 
 
 
 @expansion(aten.huber_loss.default)
+@of_one_dtype
 @in_wide
 def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1) -> Tensor:
     distance = torch.abs(x - y)
@@ -51,18 +56,21 @@ def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1) ->
 
 
 @expansion(aten.huber_loss_backward.default)
+@of_one_dtype
 @in_wide
 def huber_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int, delta: float) -> Tensor:
     return torch.clamp(x - y, -delta, delta) * share(grad, x, reduction)
 
 
 @expansion(aten.soft_margin_loss.default)
+@of_one_dtype
 @in_wide
 def soft_margin_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
     return reduce_loss(torch.log1p(torch.exp(-y * x)), reduction)
 
 
 @expansion(aten.soft_margin_loss_backward.default)
+@of_one_dtype
 @in_wide
 def soft_margin_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tensor:
     return -y * torch.sigmoid(-y * x) * share(grad, x, reduction)

@@ -100,7 +100,7 @@ def group_norm(x: Tensor, weight: Some, bias: Some, n: int, c: int, hxw: int, gr
     _, middle, scale = _statistics(parts, list(range(2, parts.dim())), eps)
     out = ((parts - middle) * scale).reshape(x.shape)
     channelled = [None if t is None else _channels(t, x.dim()) for t in (weight, bias)]
-    kept = _kept_dtype(x, weight)
+    kept = x.dtype if weight is None else weight.dtype
     return (
         _affine(out, *channelled).to(x.dtype),
         middle.view(n, groups).to(kept),
@@ -179,7 +179,7 @@ def _by_batch_as_eager(
 
 def _statistics_dtype(x: Tensor, *others: Some) -> torch.dtype:
     given = [t.dtype for t in others if t is not None]
-    return given[0] if given else x.dtype if x.device.type == "cpu" else wide(x.dtype)
+    return wide(x.dtype) if x.device.type != "cpu" else given[0] if given else x.dtype
 
 
 def _moved(running: Tensor, batch: Tensor, momentum: float) -> Tensor:
@@ -202,6 +202,17 @@ def batch_norm_functional(
     unbiased = spread * (count / (count - 1)) if count != 1 else spread
     new = _moved(mean, middle, momentum), _moved(var, unbiased, momentum)
     return out, middle.to(kept), scale.to(kept), *new
+
+
+@expansion(aten._batch_norm_with_update_functional.default)
+def batch_norm_with_update(
+    x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, momentum: float, eps: float
+) -> Any:
+    found = batch_norm_functional(x, weight, bias, mean, var, True, momentum, eps)
+    if found is NotImplemented:
+        return NotImplemented
+    out, middle, scale, *new = found
+    return out, middle, scale, torch.empty(0, dtype=torch.uint8, device=x.device), *new
 
 
 @expansion(aten.native_batch_norm.default)
@@ -261,3 +272,11 @@ def batch_norm_backward(
         _summed(wider * normal, dims, weight) if mask[1] and weight is not None else None,
         _summed(wider, dims, weight) if mask[2] and weight is not None else None,
     )
+
+
+@expansion(aten.cudnn_batch_norm_backward.default)
+def batch_norm_backward_by_cudnn(
+    x: Tensor, grad: Tensor, weight: Tensor, mean: Some, var: Some, middle: Some, scale: Some, eps: float,
+    reserved: Tensor,
+) -> Any:  # fmt: skip
+    return batch_norm_backward(grad, x, weight, mean, var, middle, scale, True, eps, [True, True, True])

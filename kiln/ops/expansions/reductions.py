@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kiln.ops.expansions.support import HALF, dims_of, extent, in_wide, number, wide, widened, zero
-from kiln.ops.layout import COMPLEX, INEXACT
+from kiln.ops.layout import COMPLEX, FLOATS, INEXACT
 from kiln.ops.table import aten, expansion
 
 
@@ -94,17 +94,26 @@ def var(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = 
     return _moments(x, dims, correction, keepdim)[0]
 
 
+def _spread(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
+    """A variance that is 0 for equal numbers, though their mean was rounded: the gradient of its root asks."""
+    if not x.numel() or x.dtype not in FLOATS:
+        return found
+    dims = [] if dims is None else dims
+    same = torch.amax(x, dims, keepdim) - torch.amin(x, dims, keepdim) == 0
+    return torch.where(same, found * 0, found)
+
+
 @expansion(aten.std.correction)
 @in_wide
 def std(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.sqrt(_moments(x, dims, correction, keepdim)[0])
+    return torch.sqrt(_spread(x, dims, _moments(x, dims, correction, keepdim)[0], keepdim))
 
 
 @expansion(aten.std_mean.correction)
 @in_wide
 def std_mean(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     spread, middle = _moments(x, dims, correction, keepdim)
-    return torch.sqrt(spread), middle
+    return torch.sqrt(_spread(x, dims, spread, keepdim)), middle
 
 
 def _with_place(x: Tensor, value: Any, place: Any, dim: int, keepdim: bool) -> Any:

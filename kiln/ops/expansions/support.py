@@ -48,6 +48,17 @@ def in_wide(function: Callable[..., Any]) -> Callable[..., Any]:
     return rounded_once
 
 
+def of_one_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An expansion for tensors of one dtype alone."""
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        dtypes = {a.dtype for a in args if isinstance(a, Tensor)}
+        return function(*args, **kwargs) if len(dtypes) == 1 else NotImplemented
+
+    return checked
+
+
 def narrowed(value: Any, dtype: torch.dtype) -> Any:
     """The floating tensors in a result in `dtype`; what is no tensor stays."""
     if isinstance(value, Tensor):

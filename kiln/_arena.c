@@ -1,0 +1,128 @@
+/* Memory for intermediate values: blocks that calls borrow and give back. The GIL guards the list. */
+
+#define _GNU_SOURCE
+#include "_launch.h"
+#include <stdlib.h>
+#include <sys/mman.h>
+
+enum { LINE = 64, MAPPED = 1 << 20, HUGE_PAGE = 2 << 20 };
+
+static Block *idle;
+static uint64_t made;
+static size_t kept, leased, limit = (size_t)1 << 32;
+
+static void
+block_free(Block *block)
+{
+    if (block->size >= MAPPED)
+        munmap(block->memory, block->size);
+    else
+        free(block->memory);
+    free(block);
+}
+
+static Block *
+block_new(size_t size)
+{
+    Block *block = malloc(sizeof(Block));
+    if (block == NULL)
+        return NULL;
+    size_t page = size >= MAPPED ? HUGE_PAGE : LINE;
+    *block = (Block){NULL, NULL, (size + page - 1) / page * page, ++made};
+    if (block->size >= MAPPED) {
+        block->memory = mmap(NULL, block->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (block->memory == MAP_FAILED)
+            block->memory = NULL;
+        else
+            madvise(block->memory, block->size, MADV_HUGEPAGE);
+    } else
+        block->memory = aligned_alloc(LINE, block->size);
+    if (block->memory == NULL) {
+        free(block);
+        return NULL;
+    }
+    return block;
+}
+
+/* A block of at least this size: the wanted one if it is idle, else the smallest, else a new one in place of the
+   largest that is too small, so that plans that take turns come to share one block. */
+Block *
+block_lease(size_t size, uint64_t wanted)
+{
+    Block **found = NULL, **small = NULL;
+    for (Block **at = &idle; *at != NULL; at = &(*at)->next) {
+        if ((*at)->size < size) {
+            if (small == NULL || (*at)->size > (*small)->size)
+                small = at;
+        } else if ((*at)->serial == wanted) {
+            found = at;
+            break;
+        } else if (found == NULL || (*at)->size < (*found)->size)
+            found = at;
+    }
+    Block **taken = found != NULL ? found : small, *block = NULL;
+    if (taken != NULL) {
+        block = *taken;
+        *taken = block->next;
+        kept -= block->size;
+    }
+    if (found == NULL) {
+        if (block != NULL)
+            block_free(block);
+        block = block_new(size);
+        if (block == NULL) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+    }
+    leased += block->size;
+    return block;
+}
+
+void
+block_return(Block *block)
+{
+    leased -= block->size;
+    if (kept + block->size > limit) {
+        block_free(block);
+        return;
+    }
+    kept += block->size;
+    block->next = idle;
+    idle = block;
+}
+
+static void
+trim(size_t left)
+{
+    while (idle != NULL && kept > left) {
+        Block *block = idle;
+        idle = block->next;
+        kept -= block->size;
+        block_free(block);
+    }
+}
+
+PyObject *
+arena_trim(PyObject *module, PyObject *none)
+{
+    trim(0);
+    Py_RETURN_NONE;
+}
+
+PyObject *
+arena_limit(PyObject *module, PyObject *bytes)
+{
+    size_t wanted = PyLong_AsSize_t(bytes);
+    if (wanted == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    limit = wanted;
+    trim(limit);
+    Py_RETURN_NONE;
+}
+
+PyObject *
+arena_sizes(PyObject *module, PyObject *none)
+{
+    return Py_BuildValue("nn", (Py_ssize_t)kept, (Py_ssize_t)leased);
+}

@@ -1,0 +1,167 @@
+/* What the files of the launcher share: torch's functions, memory, plans and what they are made of. */
+
+#ifndef KILN_LAUNCH_H
+#define KILN_LAUNCH_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef void *Tensor; /* torch's handle: the address of an at::Tensor */
+typedef void (*Entry)(void **buffers, const int64_t *sizes, int64_t *status, int64_t begin, int64_t end);
+/* Any of torch's C functions: numbers and addresses in the order given, floating-point numbers in theirs. On the
+   machines named in launch/native.py either kind has registers of its own, and more arguments than a function takes
+   are not looked at. */
+#define W int64_t
+typedef int32_t (*Native)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, double, double,
+                          double, double, double, double, double, double);
+#undef W
+
+/* Found by launch/native.py in torch's own libraries. */
+typedef struct {
+    int32_t (*data_pointer)(Tensor, void **);
+    int32_t (*sizes)(Tensor, int64_t **);
+    int32_t (*strides)(Tensor, int64_t **);
+    int32_t (*storage_offset)(Tensor, int64_t *);
+    int32_t (*dim)(Tensor, int64_t *);
+    int32_t (*empty)(int64_t rank, const int64_t *, const int64_t *, int32_t dtype, int32_t device, int32_t index,
+                     Tensor *);
+    int32_t (*from_memory)(void *, int64_t rank, const int64_t *, const int64_t *, int64_t offset, int32_t dtype,
+                           int32_t device, int32_t index, Tensor *, int32_t layout, const uint8_t *, int64_t);
+    int32_t (*view)(Tensor, int64_t rank, const int64_t *, const int64_t *, int64_t offset, Tensor *);
+    int32_t (*copy)(Tensor, Tensor, int32_t);
+    int32_t (*clone)(Tensor, Tensor *);
+    int32_t (*destroy)(Tensor);
+    PyObject *(*wrap)(Tensor);
+    void (*parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
+    int (*max_threads)(void);
+    int (*thread_number)(void);
+    int (*team_size)(void);
+    Py_ssize_t offset;   /* of the tensor's handle in its Python object */
+    PyTypeObject *type;  /* torch.Tensor */
+    int ready;
+} Torch;
+
+extern Torch torch;
+
+/* Memory that calls borrow for their intermediate values; it stays mapped between calls. */
+typedef struct Block {
+    struct Block *next;
+    char *memory;
+    size_t size;
+    uint64_t serial;
+} Block;
+
+Block *block_lease(size_t size, uint64_t wanted);
+void block_return(Block *);
+PyObject *arena_trim(PyObject *, PyObject *);
+PyObject *arena_limit(PyObject *, PyObject *);
+PyObject *arena_sizes(PyObject *, PyObject *);
+
+/* Numbers stand in a table of the layout; shapes and strides are `rank` numbers from a place in it. */
+typedef struct {
+    int rank, shape, stride, dtype;
+} Form;
+
+/* A tensor: a slot, or the tensor at a place in the arena. */
+typedef struct {
+    enum { SLOT, PLACE } kind;
+    int index;
+} Ref;
+
+/* Tasks that may run at once; a stage starts when the one before it has ended. */
+typedef struct {
+    Entry entry;
+    int tasks;   /* where their number stands */
+    double work; /* operations of one task */
+} Stage;
+
+/* An argument of a Python call: an object of the plan or of the layout, a tensor, or a list or tuple of these. */
+typedef struct Argument {
+    enum { OBJECT, COMPUTED, TENSOR, LIST, TUPLE } kind;
+    PyObject *object;
+    Ref ref;
+    int index, count;
+    struct Argument *items;
+} Argument;
+
+/* An argument of a C function. */
+typedef struct {
+    char kind; /* see launch/shims.py */
+    int index, count;
+    Ref *refs;
+    int64_t value;
+    double real;
+    PyObject *bytes;
+} Word;
+
+/* A result of a call: where it goes, and the layout that kernels take for granted; rank -1 where none do. */
+typedef struct {
+    int slot; /* -1: nobody wants it */
+    int shares; /* whether it may lie in the memory of an argument */
+    Form form;
+} Result;
+
+typedef struct {
+    enum { LAUNCH, MAKE, SHOW, CALL } kind;
+    int *drops; /* slots whose values nobody needs after this step */
+    int dropped;
+    /* LAUNCH */
+    Stage *stages;
+    Ref *buffers; /* PLACE: the index is the number of an offset in the arena */
+    int count, buffered, sizes;
+    /* MAKE, SHOW */
+    int slot, source, offset;
+    Form form;
+    /* CALL */
+    PyObject *function, *names;
+    Native native; /* NULL: through Python */
+    Word *words;
+    Argument *arguments;
+    Result *results;
+    int worded, argued, resulted, packed; /* packed: the results come as a sequence */
+    double work;
+} Step;
+
+/* A tensor in the arena that C functions read or write. */
+typedef struct {
+    int offset;
+    Form form;
+} Lodged;
+
+/* The numbers of a plan for one set of sizes, and its tensors in one block of memory. */
+typedef struct {
+    PyObject_HEAD
+    int64_t *numbers;
+    PyObject *objects;
+    Tensor *tensors;
+    int lodged, busy;
+    uint64_t serial; /* of the block in which the tensors lie */
+} Layout;
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *description; /* what it was made of: owns all objects that the steps name */
+    PyObject *owner, *resolve, *layouts;
+    Layout *fixed; /* where no size varies */
+    Step *steps;
+    Lodged *lodged;
+    Argument *outputs;
+    Ref *symbols; /* kind: a size of an input, by dimension; -1: the input itself; less: a stride */
+    PyObject *constants; /* in the slots after the inputs */
+    struct Piece *pieces; /* memory of the above */
+    int steps_count, lodged_count, outputs_count, symbols_count, inputs, slots, arena;
+    double grain;
+    char pure; /* no step calls an eager kernel */
+} Plan;
+
+extern PyTypeObject PlanType, LayoutType;
+
+int run_stages(const Step *, double grain, void **buffers, const int64_t *numbers, int64_t *status);
+Layout *layout_new(PyObject *given, const Plan *);
+void layout_forget(Tensor *tensors, int count);
+PyObject *plan_call(PyObject *, PyObject *const *, size_t, PyObject *);
+
+#endif

@@ -1,0 +1,38 @@
+"""Sizes: those that have become known are numbers everywhere in a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kiln.base.expressions import Expr
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+
+
+def determined(graph: Graph) -> Graph:
+    """The graph with a number for each size that what was learnt since determines: no input need bind it."""
+    sizes = [n for node in graph.inputs if isinstance(node.spec, TensorSpec) for n in (*node.spec.shape, *node.spec.stride)]
+    scope = next((n.scope for n in sizes if isinstance(n, Expr)), None)
+    if scope is None or not scope.settles:
+        return graph
+    made, known = Graph(), dict[Node, Node]()
+
+    def leaf(value: Any) -> Any:
+        if type(value) is Node:
+            return known[value]
+        return value.scope.determined(value) if isinstance(value, Expr) else value
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            shape, stride = (tuple([leaf(n) for n in numbers]) for numbers in (value.shape, value.stride))
+            return replace(value, shape=shape, stride=stride, offset=leaf(value.offset))
+        return type(value)([spec(v) for v in value]) if isinstance(value, (tuple, list)) else value
+
+    for node in graph.inputs:
+        known[node] = made.input(node.name, spec(node.spec), node.backward)
+    for node in graph.nodes:
+        args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
+        copy = replace(node, args=args, kwargs=mapped(node.kwargs, leaf), spec=spec(node.spec), name=made.name(node.name))
+        known[node] = made.add(copy)
+    made.outputs = mapped(graph.outputs, leaf)
+    return made.check()

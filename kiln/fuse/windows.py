@@ -1,0 +1,112 @@
+"""Pooling for loop nests: windows are views, what they give is folded over them.
+
+Largest values and means of windows are several times faster this way than eager's kernels, which go through them
+element by element. Left to eager's kernels: gradients of overlapping windows, which are sums over scattered
+places; three dimensions; half types, whose sums eager rounds in ways of its own; channels that lie together,
+where eager's kernels run in vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kiln.ops.table import aten
+
+
+def pair(value: Any) -> tuple[int, int] | None:
+    """Two numbers of one or two."""
+    given = [value] if isinstance(value, int) else list(value)
+    if not all(type(n) is int for n in given):
+        return None
+    return (given[0], given[-1]) if given else None
+
+
+class Windows:
+    """The windows of the last two dimensions, by the sizes of kernel, stride, padding and dilation."""
+
+    def __init__(
+        self, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+    ) -> None:
+        sides = [pair(kernel), pair(stride if stride else kernel), pair(padding), pair(dilation)]
+        self.known = x.dim() in (3, 4) and None not in sides and all(type(n) is int for n in x.shape)
+        self.known = self.known and x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
+        self.known = self.known and 0 not in x.shape
+        if not self.known:
+            return
+        self.x = x
+        self.kernel, self.stride, self.padding, self.dilation = (side for side in sides if side is not None)
+        self.out = [self.count(d, ceil) for d in range(2)]
+
+    def count(self, dim: int, ceil: bool) -> int:
+        """How many windows there are; one that starts in the padding after the end does not count."""
+        size, stride, padding = self.x.shape[dim - 2], self.stride[dim], self.padding[dim]
+        room = size + 2 * padding - self.reach(dim)
+        count = (-(-room // stride) if ceil else room // stride) + 1
+        return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+
+    def reach(self, dim: int) -> int:
+        """The places from the first to the last of a window."""
+        return self.dilation[dim] * (self.kernel[dim] - 1) + 1
+
+    def starts(self, dim: int) -> torch.Tensor:
+        """Where windows start; in the padding, before 0."""
+        places = torch.arange(self.out[dim], device=self.x.device) * self.stride[dim] - self.padding[dim]
+        return places.view([-1, 1][: 2 - dim]) if dim == 0 else places
+
+    def values(self, fill: float) -> torch.Tensor:
+        """The elements of the windows as a last dimension, with one number in the padding."""
+        borders: list[int] = []
+        for d in (1, 0):
+            needed = (self.out[d] - 1) * self.stride[d] + self.reach(d)
+            borders += [self.padding[d], max(needed - self.padding[d] - self.x.shape[d - 2], 0)]
+        seen = aten.constant_pad_nd(self.x, borders, fill) if any(borders) else self.x
+        for d in (0, 1):
+            seen = aten.unfold(seen, self.x.dim() - 2 + d, self.reach(d), self.stride[d])
+            seen = aten.slice(seen, -1, 0, self.reach(d), self.dilation[d])
+        seen = seen[..., : self.out[0], : self.out[1], :, :]
+        return seen.reshape([*seen.shape[:-2], math.prod(self.kernel)])
+
+
+def max_pool(
+    x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+) -> Any:
+    """The largest of each window and its place; of several NaN the first one's, where eager gives the last."""
+    windows = Windows(x, kernel, stride, padding, dilation, ceil_mode)
+    if not windows.known:
+        return NotImplemented
+    values = windows.values(-math.inf)
+    within = values.argmax(-1).to(torch.int32)
+    width = windows.kernel[1]
+    row, column = within // width, within % width
+    row = (windows.starts(0) + row.to(torch.int64) * windows.dilation[0]).clamp(min=0)
+    column = (windows.starts(1) + column.to(torch.int64) * windows.dilation[1]).clamp(min=0)
+    return values.amax(-1), row * x.shape[-1] + column
+
+
+def avg_pool(
+    x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: Any = None,
+) -> Any:  # fmt: skip
+    windows = Windows(x, kernel, stride, padding, 1, ceil_mode)
+    if not windows.known:
+        return NotImplemented
+    total = windows.values(0.0).sum(-1)
+    if divisor_override:
+        return total / float(divisor_override)
+    counts = [_counted(windows, d, count_include_pad) for d in range(2)]
+    if all(isinstance(count, int) for count in counts):
+        return total / float(counts[0] * counts[1])
+    return total / (counts[0] * counts[1]).to(x.dtype)
+
+
+def _counted(windows: Windows, dim: int, padded: bool) -> Any:
+    """How many places of a window along a dimension count: one number, or one for each window."""
+    size, padding, kernel = windows.x.shape[dim - 2], windows.padding[dim], windows.kernel[dim]
+    border = padding if padded else 0
+    if (windows.out[dim] - 1) * windows.stride[dim] + kernel <= size + padding + border and border == padding:
+        return kernel
+    starts = windows.starts(dim)
+    return (starts + kernel).clamp(max=size + border) - starts.clamp(min=-border)

@@ -1,0 +1,166 @@
+"""Transposes through tiles: squares of what lies along another axis than vectors run are turned in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kiln.base.symbols import Expr
+from kiln.fuse.nest import Axis, Load, Nest, terms
+from kiln.generate.functions import compute_type
+from kiln.generate.lanes import access_cost, hint, shuffled
+from kiln.generate.llvm import Value
+from kiln.generate.scalar import TYPES
+from kiln.generate.values import Values
+
+#: Rows of the result in one task, where there are many: what is read lies in pieces of this many elements.
+BLOCK = 64
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Crossing:
+    """What lies along `across` while results lie along `along`."""
+
+    along: Axis
+    across: Axis
+    loads: tuple[Load, ...]
+
+    @property
+    def block(self) -> int:
+        """Turns of `across` in one task."""
+        return BLOCK if hint(self.across.size) >= 16 * BLOCK else BLOCK // 4
+
+
+def crossing(nest: Nest, width: int) -> Crossing | None:
+    """The axes of a nest without folds that some loads run along one of and all stores along the other."""
+    if nest.reduced or len(nest.axes) < 2 or width < 4:
+        return None
+    loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load) and isinstance(t.index, Expr)]
+    long = [a for a in nest.axes if hint(a.size) >= width]
+    for along in long:
+        if any(not isinstance(s.index, Expr) or access_cost(s.index, along) != 1 for s in nest.stores):
+            continue
+        for across in long:
+            found = [load for load in loads if _crosses(load, along, across)]
+            if across is not along and found:
+                return Crossing(along, across, tuple(found))
+    return None
+
+
+def _crosses(load: Load, along: Axis, across: Axis) -> bool:
+    """Whether elements of a load lie side by side along `across`, and far from each other along `along`."""
+    if load.places or load.valid is not None or load.dtype.itemsize < 4:
+        return False
+    linear = [load.index.poly.get((axis.variable,)) for axis in (along, across)]
+    for monomial in load.index.poly:
+        if len(monomial) > 1 and any(axis.variable in atom.symbols() for atom in monomial for axis in (along, across)):
+            return False
+        if len(monomial) == 1 and any(
+            axis.variable in monomial[0].symbols() and monomial[0] is not axis.variable for axis in (along, across)
+        ):
+            return False
+    return linear[1] == 1 and linear[0] is not None and abs(linear[0]) > 4
+
+
+def turned(rows: list[Value]) -> list[Value]:
+    """The columns of a square: vectors of as many lanes as there are vectors."""
+    size = len(rows)
+    distance = size // 2
+    while distance:
+        for i in range(size):
+            if not i & distance:
+                a, b = rows[i], rows[i + distance]
+                low = [lane if not lane & distance else size + lane - distance for lane in range(size)]
+                high = [lane + distance if not lane & distance else size + lane for lane in range(size)]
+                rows[i], rows[i + distance] = shuffled(a, low, b), shuffled(a, high, b)
+        distance //= 2
+    return rows
+
+
+class Tiles(Values):
+    """Emits the tasks of nests with a crossing: a block of `across` and the whole of `along`."""
+
+    crossing: Crossing | None = None
+
+    def tiled(
+        self, block: Value, ordinary: Callable[[Any, Any], None], body: Callable[[], None]
+    ) -> None:
+        """One task; `ordinary` runs along a part of `along` in the usual way, `body` once in vectors."""
+        found = self.crossing
+        assert found is not None
+        fn, width = self.fn, self.width
+        size, length = self.index(found.across.size), self.index(found.along.size)
+        low = block * found.block
+        high = low + found.block
+        high = (high < size).where(high, size)
+        whole, columns = low + (high - low) / width * width, length / width * width
+
+        def rows(first: Value, last: Value, start: Any, end: Any) -> None:
+            """The usual way for some rows."""
+
+            def turn(i: Value, _: list[Value]) -> list[Value]:
+                self.push()
+                self.variables[found.across.variable] = i
+                ordinary(start, end)
+                self.pop()
+                return []
+
+            fn.loop(first, last, 1, [], turn)
+
+        memory = [
+            fn.at_entry(f"alloca [{width * width} x {compute_type(TYPES[load.dtype])}], align 64")
+            for load in found.loads
+        ]
+
+        def part(left: Value, _: list[Value]) -> list[Value]:
+            right = left + BLOCK
+            right = (right < columns).where(right, columns)
+
+            def row(first: Value, _: list[Value]) -> list[Value]:
+                return fn.loop(
+                    left, right, width, [], lambda start, _: self.tile(found, memory, first, start, body)
+                )
+
+            return fn.loop(low, whole, width, [], row)
+
+        fn.loop(fn.constant(0, length.type), columns, BLOCK, [], part)
+        rows(low, whole, columns, length)
+        rows(whole, high, 0, found.along.size)
+
+    def tile(
+        self, found: Crossing, memory: list[Value], first: Value, start: Value, body: Callable[[], None]
+    ) -> list[Value]:
+        """A square of results, from row `first` and column `start` on."""
+        fn, width = self.fn, self.width
+        kinds = [compute_type(TYPES[load.dtype]) for load in found.loads]
+        for load, kind, held in zip(found.loads, kinds, memory, strict=True):
+            read = [self.across(found, load, first, start + k) for k in range(width)]
+            for i, value in enumerate(turned(read)):
+                fn.store(value, fn.at(held, i * width, kind))
+
+        def row(i: Value, _: list[Value]) -> list[Value]:
+            self.push()
+            self.variables[found.across.variable] = first + i
+            self.variables[found.along.variable] = start
+            self.lanes = width
+            for load, kind, held in zip(found.loads, kinds, memory, strict=True):
+                self.layers[-1][id(load)] = fn.load(fn.at(held, i * width, kind), kind.wide(width))
+            body()
+            self.lanes = 1
+            self.pop()
+            return []
+
+        fn.loop(0, width, 1, [], row)
+        return []
+
+    def across(self, found: Crossing, load: Load, first: Value, column: Value) -> Value:
+        """What a load reads in one column of a square."""
+        self.push()
+        self.variables[found.across.variable] = first
+        self.variables[found.along.variable] = column
+        place = self.index(load.index)
+        self.pop()
+        stored = TYPES[load.dtype]
+        address = self.fn.at(self.pointers[load.buffer], place, stored)
+        return self.fn.load(address, stored.wide(self.width)).to(compute_type(stored))

@@ -1,0 +1,193 @@
+"""What happens in a program, in order: which values each step reads and makes, and which share memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kiln.base.expressions import Expr, Symbol
+from kiln.base.fx import bindings
+from kiln.base.graph import CONSTANT, Node, TensorSpec, mapped, nodes_in
+from kiln.fuse.program import Program
+from kiln.fuse.steps import Launch
+from kiln.launch.shims import Shim, shim_of
+from kiln.launch.shown import Strided, strided
+from kiln.ops.aliases import bases_in
+
+#: The namespaces whose ops keep nothing of what they are given.
+FORGETFUL = frozenset({"aten", "prims", "mkl", "mkldnn", "onednn", "quantized"})
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """One step of a program: a kernel, a view, or a call."""
+
+    reads: tuple[Node, ...]
+    makes: tuple[Node, ...]
+    launch: Launch | None = None
+    view: Strided | None = None
+    node: Node | None = None
+    shim: Shim | None = None
+
+
+@dataclass(slots=True)
+class Events:
+    """The events of a program, and what is known of its values."""
+
+    program: Program
+    listed: list[Event] = field(default_factory=list)
+    items: dict[Node, dict[int, Node]] = field(default_factory=dict)
+    """For a call of several results that only its items are read of: the node of each item."""
+    same: dict[Node, Node] = field(default_factory=dict)
+    """Items that are asked for more than once: the first."""
+    owners: dict[Node, Node] = field(default_factory=dict)
+    """For a value in the memory of another: that one."""
+    numbers: dict[Symbol, Node] = field(default_factory=dict)
+    """The inputs that are numbers."""
+
+    def owner(self, node: Node) -> Node:
+        """The value in whose memory a value lies."""
+        while node in self.owners:
+            node = self.owners[node]
+        return node
+
+    def value(self, node: Node) -> Node:
+        return self.same.get(node, node)
+
+
+def events_of(program: Program) -> Events:
+    """The events of a program in order."""
+    made = Events(program)
+    made.numbers = {s: node for s, (node, what, _) in bindings(program.graph).items() if not what}
+    _find_items(made)
+    for step in program.steps:
+        if isinstance(step, Launch):
+            reads = [made.value(n) for n in step.reads.values()]
+            made.listed.append(Event(tuple(dict.fromkeys(reads)), tuple(step.writes.values()), launch=step))
+        elif not (step.node.op is operator.getitem and step.node.args[0] in made.items):
+            made.listed.append(_call(made, step.node))
+    return made
+
+
+def _find_items(events: Events) -> None:
+    """Find the calls whose results are taken apart at once."""
+    items: dict[Node, dict[int, Node]] = {}
+    whole: set[Node] = set(nodes_in(events.program.graph.outputs))
+    for step in events.program.steps:
+        if isinstance(step, Launch):
+            continue
+        node = step.node
+        if node.op is operator.getitem and type(node.args[0]) is Node and type(node.args[1]) is int:
+            first = items.setdefault(node.args[0], {}).setdefault(node.args[1], node)
+            if first is not node:
+                events.same[node] = first
+        else:
+            whole.update(node.inputs())
+    events.items = {
+        node: found
+        for node, found in items.items()
+        if node not in whole and isinstance(node.spec, (tuple, list)) and min(found) >= 0
+    }
+    events.same = {a: b for a, b in events.same.items() if a.args[0] in events.items}
+
+
+def _call(events: Events, node: Node) -> Event:
+    given = (node.args, node.kwargs)
+    reads = dict.fromkeys(events.value(n) for n in node.inputs())
+    for leaf in _symbols(given):
+        if leaf in events.numbers:
+            reads[events.numbers[leaf]] = None
+    makes = tuple(events.items[node].values()) if node in events.items else (node,)
+    if node.op is operator.getitem:
+        events.owners[node] = node.args[0]
+        return Event(tuple(reads), makes, node=node)
+    for made in makes:
+        base = _base(node, made)
+        if base is not None:
+            events.owners[made] = events.value(base)
+    view = strided(node) if node in events.owners else None
+    return Event(tuple(reads), makes, view=view, node=node, shim=None if view else shim_of(node))
+
+
+def _symbols(value: Any) -> list[Symbol]:
+    found: list[Symbol] = []
+    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Symbol) else None)
+    return found
+
+
+def _base(node: Node, made: Node) -> Node | None:
+    """The argument in whose memory a result of a call lies."""
+    if not isinstance(node.op, torch._ops.OpOverload):
+        return None
+    bases = bases_in(node.op)
+    place = made.args[1] if made is not node and len(bases) > 1 else 0
+    index = bases[place] if place < len(bases) else None
+    if index is None:
+        return None
+    base = node.args[index] if index < len(node.args) else node.kwargs.get(node.op._schema.arguments[index].name)
+    return base if type(base) is Node else next(nodes_in(base), None)
+
+
+def lodgers(events: Events) -> set[Node]:
+    """The values that may lie in the arena: made by kernels, or by calls that write where they are told to.
+
+    What leaves the graph, and what is given to code that may keep it, has memory of its own.
+    """
+    graph = events.program.graph
+    kept = {events.owner(events.value(n)) for n in _leaving(events)}
+    kept.update(graph.inputs)
+    kept.update(n for n in graph.nodes if n.op is CONSTANT)
+    made: set[Node] = set()
+    for event in events.listed:
+        if event.launch is not None or event.shim is not None and event.shim.writes:
+            made.update(n for n in event.makes if n not in kept and n not in events.owners)
+    return made
+
+
+def _leaving(events: Events) -> Iterator[Node]:
+    yield from nodes_in(events.program.graph.outputs)
+    for event in events.listed:
+        if event.node is not None and event.node.op is not operator.getitem and not forgetful(event.node.op):
+            yield from event.reads
+
+
+def forgetful(op: Any) -> bool:
+    """Whether an op keeps nothing of what it is given."""
+    return isinstance(op, torch._ops.OpOverload) and op.namespace in FORGETFUL
+
+
+def last_uses(events: Events) -> tuple[dict[Node, int], dict[Node, int]]:
+    """For each value the last event that reads it, or makes it where none does; and the same for owners of memory."""
+    last: dict[Node, int] = {}
+    for i, event in enumerate(events.listed):
+        last.update(dict.fromkeys((*event.makes, *event.reads), i))
+    memory: dict[Node, int] = {}
+    for node, i in last.items():
+        owner = events.owner(node)
+        memory[owner] = max(memory.get(owner, i), i)
+    for node in nodes_in(events.program.graph.outputs):
+        last[events.value(node)] = len(events.listed)
+    return last, memory
+
+
+def native_reads(events: Events) -> set[Node]:
+    """The values whose layout is taken for granted: kernels and views read them."""
+    found: set[Node] = set()
+    for event in events.listed:
+        if event.launch is not None:
+            found.update(event.reads)
+        elif event.view is not None and event.node is not None:
+            found.add(events.value(event.node.args[0]))
+    return found
+
+
+def symbolic(values: Iterable[Any]) -> bool:
+    return any(isinstance(v, Expr) for v in values)
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.spec, TensorSpec)

@@ -1,0 +1,120 @@
+"""The memory plan: where in the arena each intermediate value lies, so that few bytes serve them all."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kiln.base.graph import TensorSpec
+
+LINE = 64
+"""Values start at multiples of it: the longest vectors are aligned."""
+
+
+@dataclass(eq=False, slots=True)
+class Lodging:
+    """Memory for a value from the step that writes it to the last that reads it."""
+
+    name: str
+    size: Any
+    first: int
+    last: int
+    heir: Lodging | None = None
+    """What is written in its place by the step that reads it last."""
+    offset: int = -1
+    inherited: bool = field(default=False)
+
+
+def size_of(spec: TensorSpec) -> Any:
+    """The bytes from the first element of a tensor to the end of its last."""
+    elements: Any = 1
+    for n, s in zip(spec.shape, spec.stride, strict=True):
+        elements = elements + (n - 1) * s
+    empty = any(type(n) is int and n == 0 for n in spec.shape)
+    return 0 if empty else elements * spec.dtype.itemsize
+
+
+def rounded(size: int) -> int:
+    """The bytes that a value occupies; an empty one has a place too."""
+    return max(-(-size // LINE), 1) * LINE
+
+
+def arrange(lodgings: Iterable[Lodging]) -> int:
+    """Give each an offset, the best fitting gap among what is alive with it; the bytes of all."""
+    gaps = _Gaps()
+    alive: list[tuple[int, int, Lodging]] = []
+    for number, lodging in enumerate(sorted(lodgings, key=lambda one: one.first)):
+        while alive and alive[0][0] < lodging.first:
+            done = heapq.heappop(alive)[2]
+            if done.heir is None:
+                gaps.give(done.offset, rounded(done.size))
+        if not lodging.inherited:
+            lodging.offset = gaps.take(rounded(lodging.size))
+        heapq.heappush(alive, (lodging.last, number, lodging))
+        if lodging.heir is not None:
+            lodging.heir.offset = lodging.offset
+    return gaps.top
+
+
+class _Gaps:
+    """The free parts of the memory below `top`, by offset."""
+
+    def __init__(self) -> None:
+        self.top = 0
+        self.gaps: list[list[int]] = []
+
+    def take(self, size: int) -> int:
+        best = min((gap for gap in self.gaps if gap[1] >= size), key=lambda gap: gap[1], default=None)
+        if best is None:
+            last = self.gaps[-1] if self.gaps and sum(self.gaps[-1]) == self.top else None
+            offset = self.top if last is None else last[0]
+            if last is not None:
+                self.gaps.pop()
+            self.top = offset + size
+            return offset
+        offset = best[0]
+        best[0], best[1] = offset + size, best[1] - size
+        if not best[1]:
+            self.gaps.remove(best)
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        place = bisect_left(self.gaps, [offset, 0])
+        after = self.gaps[place] if place < len(self.gaps) else None
+        before = self.gaps[place - 1] if place else None
+        if before is not None and sum(before) == offset:
+            before[1] += size
+            if after is not None and sum(before) == after[0]:
+                before[1] += after[1]
+                del self.gaps[place]
+        elif after is not None and offset + size == after[0]:
+            after[0], after[1] = offset, after[1] + size
+        else:
+            self.gaps.insert(place, [offset, size])
+
+
+def shelved(lodgings: Sequence[Lodging]) -> list[list[Lodging]]:
+    """Lodgings whose sizes vary, in lists of those that use the same memory one after the other."""
+    shelves: list[list[Lodging]] = []
+    free: list[int] = []
+    alive: list[tuple[int, int, int]] = []
+    for number, lodging in enumerate(sorted(lodgings, key=lambda one: one.first)):
+        while alive and alive[0][0] < lodging.first:
+            free.append(heapq.heappop(alive)[2])
+        wanted = _hint(lodging.size)
+        if free:
+            shelf = min(free, key=lambda i: abs(max(_hint(one.size) for one in shelves[i]) - wanted))
+            free.remove(shelf)
+        else:
+            shelf = len(shelves)
+            shelves.append([])
+        shelves[shelf].append(lodging)
+        heapq.heappush(alive, (lodging.last, number, shelf))
+    return shelves
+
+
+def _hint(size: Any) -> int:
+    return int(getattr(size, "hint", size))

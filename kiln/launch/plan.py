@@ -1,0 +1,286 @@
+"""Plans: a fused program as steps over slots and places in an arena, which one native call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kiln._launch import Plan
+from kiln.base.expressions import Expr, Symbol
+from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
+from kiln.fuse.nest import Nest, terms
+from kiln.fuse.program import Program
+from kiln.fuse.steps import Launch
+from kiln.generate.code import Compiled
+from kiln.launch.events import Event, Events, events_of, last_uses, lodgers, native_reads
+from kiln.launch.memory import Lodging, size_of
+from kiln.launch.native import dtype_code, function, set_up
+from kiln.launch.numbers import Numbers, Settled
+from kiln.launch.shims import words_of, work_of_call
+from kiln.launch.text import Description
+
+GRAIN = 60_000.0  # operations worth a thread
+SLOT, PLACE = 0, 1  # as in _launch.h
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a value lies in the arena: a lodging, and how many bytes after its start."""
+
+    lodging: Lodging
+    ahead: Any = 0
+
+
+def plan_for(program: Program, compiled: Sequence[Compiled]) -> Plan:
+    """The plan of a program whose kernels, in order, are these."""
+    set_up()
+    return Planner(program, compiled).plan()
+
+
+class Planner:
+    """A plan in the making."""
+
+    def __init__(self, program: Program, compiled: Sequence[Compiled]) -> None:
+        self.program = program
+        self.events: Events = events_of(program)
+        self.compiled = iter(compiled)
+        self.code = compiled
+        self.numbers = Numbers()
+        self.last, self.memory = last_uses(self.events)
+        self.lodgers = lodgers(self.events)
+        self.native = native_reads(self.events)
+        self.lodgings: list[Lodging] = []
+        self.homes: dict[Node, int | Place] = {}
+        self.specs: dict[Node, TensorSpec] = {}
+        self.names: list[str] = []
+        self.lodged: dict[Node, int] = {}
+        self.tensors: list[tuple[int, Any]] = []
+        self.steps: list[tuple[Any, ...]] = []
+        self.labels: list[str] = []
+        self.now = 0
+
+    def plan(self) -> Plan:
+        graph = self.program.graph
+        for node in graph.inputs:
+            self.slot(node)
+        constants = [node for node in graph.nodes if node.op is CONSTANT and node in self.last]
+        constants += [n for n in graph.nodes if n.op is CONSTANT and n in graph.outputs and n not in self.last]
+        for node in constants:
+            self.slot(node)
+        ending: dict[int, list[Node]] = {}
+        for node, i in self.last.items():
+            if node.op is not CONSTANT:
+                ending.setdefault(i, []).append(node)
+        for node in graph.inputs:
+            if node not in self.last:
+                ending.setdefault(0, []).append(node)
+        for i, event in enumerate(self.events.listed):
+            self.now = i
+            before = len(self.steps)
+            self.add(event)
+            drops = [home for n in ending.get(i, ()) if type(home := self.homes.get(n)) is int]
+            if drops and self.steps:
+                place = max(len(self.steps), before) - 1
+                self.steps[place] = (*self.steps[place][:-1], (*self.steps[place][-1], *drops))
+        outputs = tuple([self.argument(out) for out in graph.outputs])
+        settled: Settled = self.numbers.settle(self.lodgings, graph)
+        steps, lodged = tuple(self.steps), tuple(self.tensors)
+        owner = Description(
+            steps, lodged, outputs, tuple(self.names), tuple(self.lodgings), settled, tuple(self.numbers.values),
+            tuple(made.kernel.name for made in self.code), tuple(self.labels),
+            tuple(made.code for made in self.code),
+        )  # fmt: skip
+        return Plan(
+            steps, lodged, outputs, settled.symbols, tuple([node.args[0] for node in constants]),
+            len(graph.inputs), len(self.names), len(self.numbers.values) - 1, settled.fixed, settled.resolve,
+            owner, GRAIN,
+        )  # fmt: skip
+
+    # Homes
+
+    def slot(self, node: Node) -> int:
+        self.homes[node] = len(self.names)
+        self.names.append(node.name)
+        return len(self.names) - 1
+
+    def home(self, node: Node) -> int | Place:
+        return self.homes[self.events.value(node)]
+
+    def lodge(self, name: str, spec: TensorSpec, last: int) -> Lodging:
+        lodging = Lodging(name, size_of(spec), self.now, last)
+        self.lodgings.append(lodging)
+        return lodging
+
+    def made(self, node: Node) -> None:
+        """Find a home for a value that the next step writes."""
+        if node in self.lodgers:
+            self.homes[node] = Place(self.lodge(node.name, node.spec, self.memory[node]))
+        else:
+            self.steps.append(("make", self.slot(node), self.form(node.spec), ()))
+
+    def form(self, spec: TensorSpec) -> tuple[int, int, int, int]:
+        shape, stride = self.numbers.run(spec.shape), self.numbers.run(spec.stride)
+        return len(spec.shape), shape, stride, dtype_code(spec.dtype)
+
+    def address(self, node: Node) -> tuple[int, int]:
+        """What a kernel gets for a value."""
+        home = self.home(node)
+        if isinstance(home, Place):
+            return PLACE, self.numbers.place(home.lodging, home.ahead)
+        return SLOT, home
+
+    def tensor(self, node: Node) -> tuple[int, int]:
+        """What a call gets for a value."""
+        node = self.events.value(node)
+        home = self.homes[node]
+        if not isinstance(home, Place):
+            return SLOT, home
+        found = self.lodged.get(node)
+        if found is None:
+            found = self.lodged[node] = len(self.tensors)
+            self.tensors.append((self.numbers.place(home.lodging, home.ahead), self.form(self.specs.get(node, node.spec))))
+        return PLACE, found
+
+    # Steps
+
+    def add(self, event: Event) -> None:
+        if event.launch is not None:
+            self.launch(event.launch, next(self.compiled))
+        elif event.view is not None:
+            self.view(event)
+        else:
+            self.call(event)
+
+    def launch(self, launch: Launch, compiled: Compiled) -> None:
+        for node in launch.writes.values():
+            self.made(node)
+        scratch = {buffer: self.lodge(buffer.name, spec, self.now) for buffer, spec in launch.scratch.items()}
+        nodes = {**launch.reads, **launch.writes}
+        buffers = tuple([
+            (PLACE, self.numbers.place(scratch[b])) if b in scratch else self.address(nodes[b])
+            for b in compiled.buffers
+        ])  # fmt: skip
+        stages = []
+        for nests, address, tasks in zip(compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True):
+            count = max(float(getattr(tasks, "hint", tasks)), 1.0)
+            stages.append((address, self.numbers.run((tasks,)), sum(map(work_of, nests)) / count))
+        self.steps.append(("launch", tuple(stages), buffers, self.numbers.run(tuple(compiled.sizes)), ()))
+
+    def view(self, event: Event) -> None:
+        view, node = event.view, event.node
+        assert view is not None and node is not None
+        base = self.home(node.args[0])
+        if isinstance(base, Place):
+            self.homes[node] = Place(base.lodging, base.ahead + view.ahead * node.spec.dtype.itemsize)
+            self.specs[node] = TensorSpec(view.shape, view.stride, node.spec.dtype, node.spec.device)
+            return
+        form = (len(view.shape), self.numbers.run(view.shape), self.numbers.run(view.stride), 0)
+        self.steps.append(("show", self.slot(node), base, form, self.numbers.run((view.ahead,)), ()))
+
+    def call(self, event: Event) -> None:
+        node, shim = event.node, event.shim
+        assert node is not None
+        op, args, kwargs = (node.op, node.args, node.kwargs) if plain(node) else flattened(node)
+        op = op._op if isinstance(op, torch._ops.OpOverload) else op
+        arguments = tuple([self.argument(a) for a in (*args, *kwargs.values())])
+        names = tuple(kwargs) or None
+        self.labels.append(label(node.op))
+        words = words_of(node, self.tensor, self.numbers.run) if shim is not None else None
+        if shim is None or words is None:
+            results, packed = self.results(node)
+            self.steps.append(("call", op, arguments, names, results, packed, 0, (), 0.0, ()))
+            return
+        if shim.writes:
+            self.made(node)
+            results, packed = (), False
+            words = (("h", (self.tensor(node),)), *words)
+        else:
+            results, packed = self.results(node)
+            words = (*words, *[("r", i) for i in range(len(node.op._schema.returns))])
+        native, work = function(shim.name), work_of_call(node)
+        self.steps.append(("call", op, arguments, names, results, packed, native, words, work, ()))
+
+    def results(self, node: Node) -> tuple[tuple[Any, ...], bool]:
+        """Where the results of a call go, and whether they come as a sequence."""
+        items = self.events.items.get(node)
+        if items is None:
+            return (self.result(node),), False
+        count = max(items) + 1
+        return tuple([self.result(items[i]) if i in items else (-1, False, None) for i in range(count)]), True
+
+    def result(self, node: Node) -> tuple[int, bool, Any]:
+        plain = isinstance(node.spec, TensorSpec) and node.spec.device.type == "cpu" and node in self.native
+        return self.slot(node), node in self.events.owners, self.form(node.spec) if plain else None
+
+    def argument(self, value: Any) -> tuple[str, Any]:
+        """An argument of a Python function, or an output."""
+        kind = type(value)
+        if kind is Node:
+            where, index = self.tensor(value)
+            return ("p" if where == PLACE else "s"), index
+        if kind is tuple or kind is list:
+            parts = tuple([self.argument(item) for item in value])
+            if all(part[0] == "o" for part in parts):
+                return "o", value
+            return ("t" if kind is tuple else "l"), parts
+        if kind is Symbol and value in self.events.numbers:
+            return "s", self.homes[self.events.numbers[value]]
+        return ("c", self.numbers.object(value)) if isinstance(value, Expr) else ("o", value)
+
+
+def plain(node: Node) -> bool:
+    """Whether values stand in lists and tuples alone among the arguments of a call."""
+
+    def holds(value: Any) -> bool:
+        if type(value) in (list, tuple):
+            return all(map(holds, value))
+        return type(value) not in (dict, slice)
+
+    return all(map(holds, (*node.args, *node.kwargs.values())))
+
+
+def flattened(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call whose values stand in dicts and slices as a call of them alone."""
+    leaves: list[Any] = []
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, (Node, Expr)):
+            return leaf
+        leaves.append(leaf)
+        return Given(len(leaves) - 1)
+
+    op, args, kwargs = node.op, mapped(node.args, place), mapped(node.kwargs, place)
+
+    def call(*values: Any) -> Any:
+        def value(leaf: Any) -> Any:
+            return values[leaf.index] if type(leaf) is Given else leaf
+
+        return op(*mapped(args, value), **mapped(kwargs, value))
+
+    return call, tuple(leaves), {}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Stands for an argument of a call that was flattened."""
+
+    index: int
+
+
+def work_of(nest: Nest) -> float:
+    """The operations of a nest."""
+    computed = terms(store.value for store in nest.stores)
+    return nest.volume() * sum(COSTS.get(getattr(term, "op", ""), 1.0) for term in computed)
+
+
+#: Operations that a function is worth, where it is more than one.
+COSTS = {
+    **dict.fromkeys(("exp", "log", "tanh", "erf", "sigmoid", "exp2", "expm1", "log1p", "log2"), 12.0),
+    **dict.fromkeys(("sin", "cos", "tan", "pow", "atan2", "asin", "acos", "atan", "fmod", "remainder"), 30.0),
+    **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 6.0),
+}
+
+

@@ -1,0 +1,208 @@
+"""Eager kernels that have a C entry in torch's library, and how their arguments are passed.
+
+An argument is a word by what the schema says of its type; a list is two, its address and its length. The kinds
+are those that `_run.c` knows: `h` a tensor, `o` a tensor or nothing, `l` tensors, `i` a number, `p` the address of
+numbers, `P` the address of such an address, `n` a constant, `d` and `D` a floating-point number and the address of
+one, `b` bytes, `r` where a result goes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from kiln.base.graph import Node, TensorSpec
+from kiln.launch.native import function
+
+aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
+
+Word: TypeAlias = "tuple[str, Any]"
+WORDS, HELD = 24, 64  # as in _run.c
+
+
+@dataclass(frozen=True, slots=True)
+class Shim:
+    """The C entry of an op; one that `writes` takes the tensor for its result first."""
+
+    name: str
+    writes: bool = False
+
+
+def _packed_layers() -> dict[Any, Shim]:
+    """Layers with packed weights, where this build of torch has them."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(mkldnn, "_linear_pointwise"):
+        return {}
+    return {
+        mkldnn._convolution_pointwise.default: Shim("aoti_torch_cpu_mkldnn__convolution_pointwise"),
+        mkldnn._convolution_pointwise.binary: Shim("aoti_torch_cpu_mkldnn__convolution_pointwise_binary"),
+        mkldnn._linear_pointwise.default: Shim("aoti_torch_cpu__linear_pointwise"),
+        mkldnn._linear_pointwise.binary: Shim("aoti_torch_cpu__linear_pointwise_binary"),
+    }
+
+
+#: Kernels that fail by sizes and dtypes alone, which were seen when the graph was traced, not by values.
+SHIMS: dict[Any, Shim] = {
+    aten.mm.default: Shim("aoti_torch_cpu_mm_out", True),
+    aten.addmm.default: Shim("aoti_torch_cpu_addmm_out", True),
+    aten.bmm.default: Shim("aoti_torch_cpu_bmm_out", True),
+    aten.baddbmm.default: Shim("aoti_torch_cpu_baddbmm_out", True),
+    aten.convolution.default: Shim("aoti_torch_cpu_convolution"),
+    aten.convolution_backward.default: Shim("aoti_torch_cpu_convolution_backward"),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Shim(
+        "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu"
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Shim(
+        "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward"
+    ),
+    aten.max_pool2d_with_indices.default: Shim("aoti_torch_cpu_max_pool2d_with_indices"),
+    aten.max_pool2d_with_indices_backward.default: Shim("aoti_torch_cpu_max_pool2d_with_indices_backward"),
+    aten.avg_pool2d.default: Shim("aoti_torch_cpu_avg_pool2d"),
+    aten.avg_pool2d_backward.default: Shim("aoti_torch_cpu_avg_pool2d_backward"),
+    aten._adaptive_avg_pool2d.default: Shim("aoti_torch_cpu__adaptive_avg_pool2d"),
+    aten._adaptive_avg_pool2d_backward.default: Shim("aoti_torch_cpu__adaptive_avg_pool2d_backward"),
+    **_packed_layers(),
+}
+
+
+def shim_of(node: Node) -> Shim | None:
+    """The C entry for a node, where its op has one that takes such tensors."""
+    found = SHIMS.get(node.op)
+    if found is None or not function(found.name):
+        return None
+    specs = [n.spec for n in node.inputs()]
+    specs += [node.spec] if isinstance(node.spec, TensorSpec) else list(node.spec)
+    plain = all(
+        spec is None or isinstance(spec, TensorSpec) and spec.device.type == "cpu" and not spec.dtype.is_complex
+        for spec in specs
+    )
+    # Numbers go as floating-point ones, which kernels of integers refuse.
+    return found if plain and specs[0].dtype.is_floating_point else None
+
+
+Ref: TypeAlias = "tuple[int, int]"
+
+
+def words_of(
+    node: Node, ref: Callable[[Node], Ref], numbers: Callable[[tuple[Any, ...]], int]
+) -> tuple[Word, ...] | None:
+    """The words that a node's arguments are, without its result; None where one has no such form."""
+    made: list[Word] = []
+    arguments = node.op._schema.arguments
+    for i, argument in enumerate(arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+        make = MAKERS.get(_kind(argument))
+        words = make(value, ref, numbers) if make is not None else None
+        if words is None:
+            return None
+        made += words
+    refs = sum(len(word[1]) for word in made if word[0] in "hol")
+    count = len(made) + len(node.op._schema.returns)
+    return tuple(made) if count <= WORDS and refs <= HELD else None
+
+
+def _kind(argument: Any) -> str:
+    text = str(argument.type).replace("SymInt", "int").replace("Optional", "optional")
+    return {"List[int]": "int[]", "optional[List[int]]": "int[]?", "List[bool]": "bool[]", "List[Tensor]": "Tensor[]",
+            "optional[Tensor]": "Tensor?", "optional[int]": "int?", "optional[float]": "float?"}.get(text, text)  # fmt: skip
+
+
+def _tensor(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("h", (ref(value),))] if isinstance(value, Node) else None
+
+
+def _maybe_tensor(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("o", () if value is None else (ref(value),))]
+
+
+def _tensors(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    if not all(isinstance(item, Node) for item in value):
+        return None
+    return [("l", tuple(map(ref, value))), ("n", len(value))]
+
+
+def _int(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("i", numbers((value,)))]
+
+
+def _maybe_int(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("n", 0)] if value is None else [("p", numbers((value,)))]
+
+
+def _ints(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    return [("p", numbers(values)), ("n", len(values))]
+
+
+def _maybe_ints(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("n", 0), ("n", 0)] if value is None else [("P", numbers(tuple(value))), ("n", len(value))]
+
+
+def _bool(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("n", int(value))]
+
+
+def _bools(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("b", struct.pack(f"={len(value)}i", *map(int, value))), ("n", len(value))]
+
+
+def _number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return [("d", float(value))] if plain else None
+
+
+def _maybe_number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    if value is None:
+        return [("n", 0)]
+    return [("D", float(value))] if isinstance(value, (int, float)) else None
+
+
+@functools.lru_cache(None, typed=True)
+def _lasting(*values: Any) -> int:
+    """The address of a text, of a number, or of such addresses, which stays: layers use few of them."""
+    kept: Any
+    if isinstance(values[0], str):
+        kept = ctypes.create_string_buffer(values[0].encode())
+    elif isinstance(values[0], float):
+        kept = ctypes.c_double(values[0])
+    else:
+        kept = (ctypes.c_void_p * len(values))(*values)
+    _LASTING.append(kept)
+    return ctypes.addressof(kept)
+
+
+_LASTING: list[Any] = []
+
+
+def _text(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("n", _lasting(value))]
+
+
+def _maybe_text(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    return [("n", 0)] if value is None else [("n", _lasting(_lasting(value)))]
+
+
+def _maybe_numbers(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    each = [_lasting(float(item)) for item in value]
+    return [("n", _lasting(*each) if each else 0), ("n", len(each))]
+
+
+MAKERS: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {
+    "Tensor": _tensor, "Tensor?": _maybe_tensor, "Tensor[]": _tensors, "int": _int, "int?": _maybe_int,
+    "int[]": _ints, "int[]?": _maybe_ints, "bool": _bool, "bool[]": _bools, "float": _number,
+    "number": _number, "Scalar": _number, "float?": _maybe_number, "optional[number]": _maybe_number,
+    "str": _text, "optional[str]": _maybe_text, "List[optional[number]]": _maybe_numbers,
+}  # fmt: skip
+
+
+def work_of_call(node: Node) -> float:
+    """About how many operations an eager kernel makes, for what letting go of the GIL is worth."""
+    shapes = [[int(getattr(n, "hint", n)) for n in read.spec.shape] for read in node.inputs()
+              if isinstance(read.spec, TensorSpec)]  # fmt: skip
+    return float(sum(map(math.prod, shapes)) * max((shape[-1] for shape in shapes if shape), default=1))

@@ -1,0 +1,356 @@
+"""Graphs without gradients over held weights: what they become, and that a change of a weight is seen."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+from kiln.base.graph import label
+from kiln.launch import held
+
+FREEZE = held.freeze
+
+
+class Seen:
+    """A compiled module, and the frozen graphs that it has come to."""
+
+    def __init__(self, module, **options):
+        self.module = module.eval()
+        self.compiled = kiln.compile(module, fullgraph=True, **options)
+        self.frozen = []
+
+    def __call__(self, *inputs):
+        def freeze(graph, places):
+            found = FREEZE(graph, places)
+            self.frozen.append(found)
+            return found
+
+        with mock.patch.object(held, "freeze", freeze), torch.no_grad(), kiln.config.patch(strict=True):
+            return self.compiled(*inputs)
+
+    def calls(self):
+        """What the last graph calls, views aside."""
+        return [label(node.op) for node in self.frozen[-1].rest.nodes if label(node.op) not in VIEWS]
+
+    def node(self, name):
+        return next(node for node in self.frozen[-1].rest.nodes if label(node.op) == name)
+
+
+VIEWS = {"permute", "view", "t", "getitem", "transpose", "slice"}
+
+
+def checked(module, *inputs, **options):
+    """The module compiled; its result is eager's, near in value to a run in float64 and of eager's layout."""
+    seen = Seen(module, **options)
+    agrees(seen, *inputs)
+    return seen
+
+
+def agrees(seen, *inputs):
+    with torch.no_grad():
+        expected = seen.module(*inputs)
+        exact = copy.deepcopy(seen.module).double()(*[
+            x.double() if x.is_floating_point() else x for x in inputs
+        ])  # fmt: skip
+    for _ in range(2):
+        got = seen(*inputs)
+        assert got.stride() == expected.stride() and got.dtype is expected.dtype
+        error, own = ((x.double() - exact).abs().max().item() for x in (got, expected))
+        assert error <= 2 * own + 1e-6 * exact.abs().max().item()
+
+
+def lively(module):
+    """The module with statistics that are not those of a new one."""
+    torch.manual_seed(0)
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.running_mean.normal_()
+            part.running_var.uniform_(0.5, 2.0)
+            nn.init.uniform_(part.weight, 0.5, 2.0)
+            nn.init.normal_(part.bias)
+    return module
+
+
+def block(cin=8, cout=16, k=3, act=None, **conv):
+    parts = [nn.Conv2d(cin, cout, k, bias=False, **conv), nn.BatchNorm2d(cout)]
+    return lively(nn.Sequential(*parts, *([act] if act else [])))
+
+
+def test_convolution_norm_and_function_are_one_call():
+    seen = checked(block(padding=1, act=nn.ReLU()), torch.randn(2, 8, 9, 9))
+    assert seen.calls() == ["clone", "_convolution_pointwise", "clone"]
+    assert "relu" in seen.node("_convolution_pointwise").args
+
+
+def test_between_convolutions_values_stay_channels_last():
+    net = nn.Sequential(block(act=nn.ReLU()), nn.MaxPool2d(2), block(16, 8, act=nn.SiLU()))
+    seen = checked(net, torch.randn(2, 8, 12, 12))
+    assert seen.calls().count("clone") == 2
+    assert seen.calls().count("_convolution_pointwise") == 2
+
+
+class Residual(nn.Module):
+    def __init__(self, first, second, act=True):
+        super().__init__()
+        self.first, self.second, self.act = first, second, act
+
+    def forward(self, x):
+        y = self.second(self.first(x)) + x
+        return torch.relu(y) if self.act else y
+
+
+def test_residual_is_added_in_the_call():
+    seen = checked(
+        Residual(block(8, 8, padding=1, act=nn.ReLU()), block(8, 8, padding=1)), torch.randn(1, 8, 10, 10)
+    )
+    assert seen.calls() == ["clone", "_convolution_pointwise", "_convolution_pointwise", "clone"]
+    assert [str(n.op) for n in seen.frozen[-1].rest.nodes if "pointwise" in label(n.op)] == [
+        "mkldnn._convolution_pointwise.default", "mkldnn._convolution_pointwise.binary",
+    ]  # fmt: skip
+
+
+def test_inverted_residual():
+    inner = nn.Sequential(
+        block(8, 32, 1, act=nn.ReLU6()), block(32, 32, padding=1, groups=32, act=nn.ReLU6()), block(32, 8, 1)
+    )
+    seen = checked(Residual(inner, nn.Identity(), act=False), torch.randn(1, 8, 14, 14))
+    assert seen.calls() == ["clone", "_linear_pointwise", "_convolution_pointwise", "_linear_pointwise", "clone"]
+    assert str([n for n in seen.frozen[-1].rest.nodes if "linear" in label(n.op)][1].op).endswith("binary")
+
+
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.Tanh(), nn.Sigmoid(),
+                                 nn.Hardswish(), nn.Hardsigmoid(), nn.LeakyReLU(0.2), nn.ReLU6()], ids=repr)  # fmt: skip
+def test_linear_with_a_function(act):
+    seen = checked(nn.Sequential(nn.Linear(24, 40), act), torch.randn(2, 6, 24))
+    assert seen.calls() == ["_linear_pointwise"]
+    convolved = checked(nn.Sequential(nn.Conv2d(3, 8, 3), act), torch.randn(2, 3, 8, 8))
+    assert convolved.calls() == ["clone", "_convolution_pointwise", "clone"]
+
+
+def test_linear_forms():
+    assert checked(nn.Linear(16, 8, bias=False), torch.randn(5, 16)).calls() == ["_linear_pointwise"]
+    assert checked(lively(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8))), torch.randn(5, 16)).calls() == [
+        "_linear_pointwise"
+    ]
+    # One row is bound by reading the weight: nothing is packed.
+    assert checked(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), torch.randn(1, 16)).frozen[-1].rest.nodes
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def test_weight_of_a_product_may_be_given_inputs_first():
+    assert checked(Turned(), torch.randn(5, 16)).calls() == ["_linear_pointwise"]
+
+
+@pytest.mark.parametrize("conv", [
+    dict(stride=2), dict(padding=1, dilation=2), dict(groups=4), dict(padding=(1, 0), stride=(2, 1)), dict(k=1, stride=2),
+    dict(k=1, padding=1), dict(k=(3, 1)), dict(padding_mode="reflect", padding=1), dict(padding="same"),
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("form", ["plain", "last", "strided"])
+def test_windows_and_layouts(conv, form):
+    conv = dict(conv)
+    x = torch.randn(2, 8, 11, 13)
+    if form == "last":
+        x = x.to(memory_format=torch.channels_last)
+    elif form == "strided":
+        x = torch.randn(2, 8, 22, 13)[:, :, ::2]
+    seen = checked(nn.Sequential(nn.Conv2d(8, 16, conv.pop("k", 3), **conv), nn.ReLU()), x)
+    assert "convolution" not in seen.calls()
+
+
+@pytest.mark.parametrize(("layer", "shape"), [
+    (nn.Conv1d(4, 8, 3), (2, 4, 9)), (nn.Conv3d(2, 4, 3), (1, 2, 5, 5, 5)),
+    (nn.ConvTranspose2d(4, 8, 3), (2, 4, 5, 5)),
+], ids=["1d", "3d", "transposed"])  # fmt: skip
+def test_other_convolutions_are_eagers(layer, shape):
+    with torch.no_grad():
+        x = torch.randn(shape)
+        assert torch.equal(kiln.compile(layer, fullgraph=True)(x), layer(x))
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(4, 8, 1), nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(16, 4, 1)
+
+    def forward(self, x):
+        y = torch.cat([torch.relu(self.a(x)), torch.relu(self.b(x))], 1)
+        z = nn.functional.interpolate(self.c(nn.functional.avg_pool2d(y, 2)), scale_factor=2.0)
+        return torch.flatten(nn.functional.adaptive_avg_pool2d(z, 3), 1) + z.mean()
+
+
+def test_pooling_joining_and_resampling_follow():
+    seen = checked(Joined(), torch.randn(2, 4, 12, 12))
+    assert seen.calls().count("clone") <= 2
+
+
+def test_a_view_that_channels_last_does_not_allow():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4))
+    seen = checked(net, torch.randn(2, 3, 6, 6))
+    assert {"_convolution_pointwise", "_linear_pointwise"} <= set(seen.calls())
+
+
+def sgd(module):
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.5)
+
+
+def load(module):
+    module.load_state_dict({k: v + 0.25 for k, v in module.state_dict().items()})
+
+
+def new_data(module):
+    for p in module.parameters():
+        p.data = p.data * 1.5
+
+
+def through_data(module):
+    for p in module.parameters():
+        p.data.mul_(0.5)
+
+
+def statistics(module):
+    for b in module.buffers():
+        if b.is_floating_point():
+            b.mul_(2.0)
+
+
+def one_of_them(module):
+    with torch.no_grad():
+        next(module.parameters())[0, 0] += 1.0
+
+
+@pytest.mark.parametrize("change", [sgd, load, new_data, through_data, statistics, one_of_them], ids=lambda f: f.__name__)
+def test_changed_weights_are_seen(change):
+    net = nn.Sequential(block(4, 8, act=nn.ReLU()), nn.Flatten(), nn.Linear(8 * 16, 4))
+    seen = checked(net, x := torch.randn(3, 4, 6, 6))
+    for _ in range(2):
+        before = seen(x)
+        change(net)
+        agrees(seen, x)
+        assert not torch.equal(before, seen(x))
+    assert len(seen.frozen) == 1
+
+
+def test_a_new_parameter_is_another_graph():
+    net = nn.Linear(6, 6)
+    seen = checked(net, x := torch.randn(3, 6))
+    net.weight = nn.Parameter(torch.zeros(6, 6))
+    agrees(seen, x)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * (self.calls * 2) + self.scale.exp()
+
+
+def test_what_the_graph_writes_is_not_kept():
+    mine, other = Counting(), Counting()
+    other.load_state_dict(mine.state_dict())
+    compiled = kiln.compile(mine, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.allclose(compiled(torch.ones(4)), other(torch.ones(4)))
+    assert torch.equal(mine.calls, torch.full((4,), 3.0))
+
+
+class Giving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        doubled = self.weight * 2
+        return x + doubled, doubled, doubled.t()
+
+
+def test_outputs_are_new_in_every_call():
+    compiled = kiln.compile(net := Giving(), fullgraph=True)
+    with torch.no_grad():
+        first = compiled(torch.zeros(4, 4))
+        first[1].zero_()
+        second = compiled(torch.zeros(4, 4))
+        assert torch.equal(second[1], net.weight * 2) and torch.equal(second[2], (net.weight * 2).t())
+        assert second[2].data_ptr() == second[1].data_ptr()
+
+
+class Angles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rates", torch.rand(8))
+
+    def forward(self, x):
+        places = torch.arange(x.shape[0], dtype=torch.float32)
+        return x * (places[:, None] * self.rates).cos()
+
+
+def test_constants_are_computed_once():
+    seen = checked(Angles(), torch.randn(5, 8))
+    assert seen.calls() == ["mul"]
+
+
+def test_random_numbers_are_not_kept():
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x + torch.rand(4)
+
+    compiled = kiln.compile(Noisy(), fullgraph=True)
+    with torch.no_grad():
+        assert not torch.equal(compiled(torch.zeros(4)), compiled(torch.zeros(4)))
+
+
+@pytest.mark.parametrize("options", [{"freeze": False}, {"numerics": "eager"}], ids=str)
+def test_switched_off(options):
+    seen = Seen(nn.Linear(8, 8), options=options)
+    x = torch.randn(4, 8)
+    assert torch.allclose(seen(x), seen.module(x)) and not seen.frozen
+
+
+def test_gradients_switch_it_off():
+    seen = Seen(net := nn.Linear(8, 8))
+    with torch.enable_grad():
+        out = seen.compiled(x := torch.randn(4, 8))
+        out.sum().backward()
+    assert not seen.frozen and net.weight.grad is not None
+    agrees(seen, x)
+    assert len(seen.frozen) == 1
+
+
+def test_inference_tensors_are_not_kept():
+    with torch.inference_mode():
+        net = nn.Linear(8, 8)
+    seen = Seen(net)
+    with torch.inference_mode():
+        x = torch.randn(4, 8)
+        before = seen(x)
+        net.weight.zero_()
+        assert torch.allclose(seen(x), net(x)) and not torch.equal(before, seen(x))
+
+
+def test_sizes_may_vary():
+    compiled = kiln.compile(net := nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), dynamic=True)
+    with torch.no_grad():
+        for rows in (3, 7, 64):
+            x = torch.randn(rows, 8)
+            assert torch.allclose(compiled(x), net(x), atol=1e-5)
+        images = kiln.compile(conv := block(4, 8, act=nn.ReLU()).eval(), dynamic=True)
+        for rows in (2, 5):
+            x = torch.randn(rows, 4, 8, 8)
+            assert torch.allclose(images(x), conv(x), atol=1e-4)
