@@ -26,4 +26,10 @@ HELD = Extension(
     "kiln._held", sources=["kiln/_held.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
 )
 
-setup(ext_modules=[HOOK, LAUNCH, CUDA, HELD])
+MERSENNE = Extension(
+    "kiln._mersenne",
+    sources=["kiln/_mersenne.c"],
+    extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
+)
+
+setup(ext_modules=[HOOK, LAUNCH, CUDA, HELD, MERSENNE])

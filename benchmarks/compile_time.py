@@ -107,6 +107,7 @@ ARGUMENTS = [argument for argument in sys.argv[1:] if argument == "--cpu"]
 def fresh(compiler, name, training, cache):
     """Seconds of the first call in a new process with this folder as cache."""
     environment = {**os.environ, "KILN_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     arguments = [sys.executable, __file__, *ARGUMENTS, "--one", compiler, name, "train" if training else "infer"]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)

@@ -126,13 +126,18 @@ def openvino(module: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[...
               "INFERENCE_NUM_THREADS": torch.get_num_threads()}  # fmt: skip
     made = ov.Core().compile_model(ov.convert_model(module, example_input=inputs), "CPU", wanted)
     values = [value.numpy() for value in inputs.values()]
-    return lambda **given: torch.from_numpy(next(iter(made(values).values())))
+
+    def run(**given: Any) -> torch.Tensor:
+        return torch.from_numpy(next(iter(made(values).values())))
+
+    return run
 
 
 def compiled(way: str, module: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[..., Any]:
     """The model in one of the ways: eager, torch[:mode], kiln[:mode] or openvino."""
     if way == "eager":
-        return module
+        plain: Callable[..., Any] = module
+        return plain
     if way == "openvino":
         return openvino(module, inputs)
     package, _, mode = way.partition(":")

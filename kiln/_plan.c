@@ -319,8 +319,15 @@ layout_new(PyObject *given, const Plan *plan)
     layout->tensors = PyMem_Calloc(layout->lodged + 1, sizeof(Tensor));
     if (layout->numbers == NULL || layout->tensors == NULL)
         PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++)
-        layout->numbers[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(numbers, i));
+    for (Py_ssize_t i = 0; i < count && !PyErr_Occurred(); i++) {
+        PyObject *number = PyTuple_GET_ITEM(numbers, i);
+        if (PyFloat_CheckExact(number)) { /* kernels take it as the bits of a double */
+            double real = PyFloat_AS_DOUBLE(number);
+            memcpy(&layout->numbers[i], &real, sizeof real);
+            continue;
+        }
+        layout->numbers[i] = PyLong_AsLongLong(number);
+    }
     if (PyErr_Occurred())
         Py_CLEAR(layout);
     return layout;

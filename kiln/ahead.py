@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ from torch import fx
 from kiln import _hook
 from kiln.base import log, records
 from kiln.base.dump import NOWHERE, Dump
+from kiln.base.collecting import uncollected
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx
@@ -83,6 +83,7 @@ def aot_eager(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]
 aot_eager.reads_graph = True  # type: ignore[attr-defined]
 
 
+@uncollected()
 def compiled(
     module: fx.GraphModule,
     examples: Sequence[Any],
@@ -91,7 +92,7 @@ def compiled(
     inference: Compiler,
     parted: Partition | None = None,
     level: str = "aten",
-    random: str = "eager",
+    random: str = "",
     held: HeldCompiler | None = None,
     dump: Dump = NOWHERE,
 ) -> Callable[..., Any]:
@@ -102,9 +103,6 @@ def compiled(
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
-    # A collection in between would walk all objects of the process for the many nodes that are made here.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         refuse_effects(module)
         joint = trace(module, list(examples))
@@ -120,9 +118,6 @@ def compiled(
         raise
     except Exception as error:
         return _as_captured(module, error)
-    finally:
-        if collecting:
-            gc.enable()
     return callable_for(module, joint, halves, forward if halves else inference, unseen(backward), held)
 
 
@@ -132,7 +127,8 @@ def unseen(compiler: Compiler) -> Compiler:
     def compile_graph(graph: Graph) -> Run:
         _hook.pause()
         try:
-            return compiler(graph)
+            with uncollected():
+                return compiler(graph)
         finally:
             _hook.resume()
 

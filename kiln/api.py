@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kiln import _hook, backends, modules, pipeline, redirect
+from kiln import _hook, _launch, backends, modules, pipeline, redirect
 from kiln.base import dump, live, log, marks, records, strict
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
@@ -144,8 +144,12 @@ def _python_function(native: Callable[..., Any]) -> FunctionType:
 
 
 def reset() -> None:
-    """Forget everything that was captured: every compiled callable captures anew at its next call."""
+    """Forget everything that was captured: every compiled callable captures anew at its next call.
+
+    Memory that compiled graphs keep between calls goes back to the system.
+    """
     live.clear()
+    _launch.trim()
     records.log.clear()
     log.forget()
     dump.forget()

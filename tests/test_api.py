@@ -656,7 +656,7 @@ def test_config_is_frozen_and_patched_for_a_block():
     with pytest.raises(UnknownOption, match=r"unknown option 'cache_limits': did you mean 'cache_limit'\?"):
         with kiln.config.patch(cache_limits=2):
             pass
-    with pytest.raises(AttributeError, match="unknown option 'nothing': known are cache_bytes"):
+    with pytest.raises(AttributeError, match="unknown option 'nothing': known are arena_bytes"):
         kiln.config.nothing
 
 

@@ -80,5 +80,5 @@ def test_environment_variables_choose_defaults():
     program = "import kiln; print(kiln.config.numerics, kiln.config.random)"
     environment = {**os.environ, "KILN_NUMERICS": "eager", "KILN_RANDOM": "dice"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["eager", "masks"]
+    assert done.stdout.split() == ["eager", "eager"]
     assert "KILN_RANDOM: unknown value 'dice': known are eager, masks, own" in done.stderr

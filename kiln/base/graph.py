@@ -90,11 +90,14 @@ def _gather(values: Any, found: list[Node]) -> None:
             _gather((item.start, item.stop, item.step), found)
 
 
+NESTS = frozenset({tuple, list, dict, slice})
+
+
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """The nest `value` with `leaf` applied to all that is not a tuple, list, dict or slice."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([mapped(item, leaf) for item in value])
+        return kind([mapped(item, leaf) if type(item) in NESTS else leaf(item) for item in value])
     if kind is dict:
         return {key: mapped(item, leaf) for key, item in value.items()}
     if kind is slice:

@@ -20,7 +20,7 @@ Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 NUMERICS = ("fast", "eager")
-RANDOM = ("masks", "own", "eager")
+RANDOM = ("eager", "masks", "own")
 #: Stances under which the first call of a function runs its graphs as they are, without the backend.
 FIRST_AS_IS = ("eager_then_compile", "aot_eager_then_compile")
 STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile", *FIRST_AS_IS)
@@ -61,7 +61,7 @@ def _flag(name: str) -> bool:
 
 
 def _chosen(name: str, known: tuple[str, ...]) -> str:
-    """What an environment variable chooses, the first by default; what does not exist is told and left out."""
+    """What an environment variable chooses, the first by default; what does not exist is told and ignored."""
     value = os.environ.get(name, known[0])
     if value not in known:
         logger.warning("%s: %s", name, unknown("value", value, known))
@@ -90,8 +90,8 @@ class Settings:
     gives eager's results, random numbers too."""
 
     random: str = field(default_factory=lambda: _chosen("KILN_RANDOM", RANDOM))
-    """Which random numbers kernels draw themselves: "masks" those of dropout and `bernoulli`, "own" all that
-    they can, "eager" none."""
+    """Which random numbers kernels draw themselves: "eager" none, so that all are eager's, "masks" those of
+    dropout and `bernoulli`, "own" all that they can."""
 
     mode: str = "default"
     """One of MODES."""
@@ -104,6 +104,9 @@ class Settings:
 
     cache_bytes: int = 1 << 30
     """What machine code on disk may take, in bytes; the least lately used goes first. 0 keeps none."""
+
+    arena_bytes: int = 1 << 32
+    """How much memory for intermediate values stays mapped between calls, in the whole process."""
 
     @property
     def exact(self) -> bool:
@@ -125,7 +128,10 @@ OPTION_NAMES = tuple(f.name for f in fields(Settings))
 #: The options that take one of some names.
 CHOICES = {"numerics": NUMERICS, "random": RANDOM, "mode": MODES}
 #: The options that are numbers between two.
-BETWEEN = {"memory_budget": (0.0, 1.0), "cache_limit": (0, math.inf), "cache_bytes": (0, math.inf)}
+BETWEEN = {
+    "memory_budget": (0.0, 1.0),
+    **dict.fromkeys(("cache_limit", "cache_bytes", "arena_bytes"), (0, math.inf)),
+}
 
 
 class Configuration:

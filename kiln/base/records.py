@@ -115,7 +115,7 @@ class CodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class TunedRecord:
-    """A kernel was timed under some schedules: the usual time and the best, in seconds, and the best schedule."""
+    """Variants of a kernel or a graph were timed: seconds of the usual one and of the best, and its name."""
 
     kernel: str
     variants: int
@@ -131,7 +131,9 @@ class TunedRecord:
         return f"{self.kernel}: {self.variants} variants, {gain:.2f} times the usual speed by {self.schedule}"
 
 
-Record = TunedRecord | CodeRecord | GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord
+Record = (
+    GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord | CodeRecord | TunedRecord
+)
 
 
 class Records:

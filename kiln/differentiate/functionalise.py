@@ -12,7 +12,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
 from kiln.differentiate.joint import Step
 from kiln.differentiate.undo import UNDO
 from kiln.differentiate.writes import FORMS, HIDDEN, Cloned, Form
@@ -245,7 +245,8 @@ class Functionaliser:
         parent = self.place(node.args[0])
         if node.op is aten.as_strided.default:
             parent, step = self._over_memory(parent, node)
-            if parent.memory.written or self.current(parent).spec.offset != parent.spec.offset:
+            given = parent.memory.root.made.op in (INPUT, CONSTANT)
+            if not given or parent.memory.written or self.current(parent).spec.offset != parent.spec.offset:
                 new = self._moved[node] = self.take(self.current(parent), step, parent.spec)
                 self._places[node] = Place(new, node.spec, parent, step)
                 return

@@ -11,13 +11,13 @@ from torch import fx
 
 from kiln.base.graph import Graph
 from kiln.differentiate.alias import lies_as, overlapping
-from kiln.differentiate.finish import below, finisher, gives_results, origin_of
+from kiln.differentiate.finish import finisher, gives_results, origin_of
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Attribute, Given, Joint, Placeholder, Storage, View
 from kiln.differentiate.kinds import kind
 from kiln.differentiate.training import Compiler as Compiler
 from kiln.differentiate.training import Run as Run
-from kiln.differentiate.training import symbol_values, training
+from kiln.differentiate.training import entered, symbol_values, training
 
 HeldCompiler: TypeAlias = Callable[[Graph, Mapping[int, torch.Tensor]], Run]
 """A compiler that is told which inputs, by position, are the same tensors in every call."""
@@ -178,8 +178,5 @@ def _inference(joint: Joint, forward: Run) -> Callable[[tuple[Any, ...]], Sequen
 
         return open_run
 
-    def run(primals: tuple[Any, ...]) -> Sequence[Any]:
-        with below():
-            return forward(list(primals))
-
-    return run
+    run = entered(forward)
+    return lambda primals: run(list(primals))

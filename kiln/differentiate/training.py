@@ -38,14 +38,15 @@ def training(
     tangents = Tangents(joint, getattr(compile_backward, "any_strides", False))
     replay = Replay(module, joint)
     values_of = symbol_values(joint)
+    run = entered(forward)
 
     class Compiled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *primals: Any) -> Any:  # type: ignore[override]
             replay.remember(ctx, primals)
-            with below():
-                out = forward(list(primals))
-                for i, first in twice:
+            out = run(list(primals))
+            for i, first in twice:
+                with below():
                     out = (*out[:i], out[first].detach(), *out[i + 1 :])
             saving.save(ctx, out[results : results + count])
             ctx.set_materialize_grads(False)
@@ -68,12 +69,23 @@ def training(
             values += given
             if not _keeps_graph() and saving.release(ctx, present):
                 replay.forget(ctx)
-            with below():
-                return tuple(backward.run(values, present))
+            return tuple(backward.run(values, present))
 
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
     return lambda primals: apply(*primals)
+
+
+def entered(run: Run) -> Run:
+    """A compiled graph without autograd's and autocast's keys; one that calls no op does not ask for them."""
+    if getattr(run, "pure", False):
+        return run
+
+    def guarded(values: list[Any]) -> Sequence[Any]:
+        with below():
+            return run(values)
+
+    return guarded
 
 
 def _unusual_results(joint: Joint) -> tuple[list[tuple[int, int]], list[int]]:
@@ -123,9 +135,9 @@ class Backward:
 
     def _build(self, present: int) -> tuple[Run, tuple[int, ...] | None]:
         if present == self.everything:
-            return self.compiler(self.graph), None
+            return entered(self.compiler(self.graph)), None
         part: Pruned = pruned(self.graph, self.tangents, present)
-        return self.compiler(part.graph), part.inputs
+        return entered(self.compiler(part.graph)), part.inputs
 
 
 class _Holder(torch.autograd.Function):

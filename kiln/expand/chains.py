@@ -105,6 +105,8 @@ def _function(make: Callable[[Node], Epilogue | None]) -> Callable[[Matcher, Cha
         epilogue = make(node) if chain.epilogue == NONE else None
         if epilogue is None or node.args[0] is not chain.last:
             return False
+        if chain.other is not None and epilogue.name not in AFTER_SUM:
+            return False
         chain.epilogue = epilogue
         return True
 
@@ -158,6 +160,9 @@ FUNCTIONS: dict[Any, Callable[[Node], Epilogue | None]] = {
     aten.hardsigmoid.default: lambda node: Epilogue("hardsigmoid"),
     aten.leaky_relu.default: _leaky,
 }
+
+#: What oneDNN's call takes after a sum.
+AFTER_SUM = frozenset({"relu"})
 
 #: How a chain grows, by the op that comes next.
 STEPS: dict[Any, Callable[[Matcher, Chain, Node], bool]] = {

@@ -12,6 +12,7 @@ import torch
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.expand.chains import Chain, Matcher
 from kiln.expand.onednn import NONE, PACKS, Window, available, convolution, linear
+from kiln.expand.pools import pooling, pools
 from kiln.expand.relayout import Maker, Relayout
 from kiln.ops.layout import channels_last, contiguous, suggests_channels_last
 from kiln.ops.table import aten
@@ -26,9 +27,13 @@ def packed(graph: Graph, known: Collection[Node]) -> Graph:
     anchors = [(node, form) for node, form in anchors if form.fits(node, known)] if available() else []
     if not anchors:
         return graph
-    matcher = Matcher(graph.users(), set(nodes_in(graph.outputs)), known, set())
+    outputs = set(nodes_in(graph.outputs))
+    matcher = Matcher(graph.users(), outputs, known, set())
     made: dict[Node, Maker] = {}
     covered: set[Node] = set()
+    for node, item in pools(graph, outputs):
+        made[item] = pooling(node, item)
+        covered.add(node)
     for node, form in anchors:
         chain = matcher.chain(node)
         made[chain.last] = form.maker(chain)

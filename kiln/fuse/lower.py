@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -362,6 +363,8 @@ def is_pointwise(node: Node) -> bool:
     more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}
     if more and LOWER[name_of(node.op)] is _elementwise:
         return False  # a variant of the op with more arguments
+    if name_of(node.op) == "cat" and len(node.args[0]) > PIECES and large(spec):
+        return False
     if name_of(node.op) in TERNARY and (node.kwargs or not spec.dtype.is_floating_point):
         return False
     if name_of(node.op) == "index" and any(
@@ -369,6 +372,15 @@ def is_pointwise(node: Node) -> bool:
     ):
         return False
     return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
+
+
+#: Tensors that are joined in loops: of more, each element would ask which one it is of.
+PIECES = 8
+
+
+def large(spec: TensorSpec) -> bool:
+    """Whether an eager kernel is worth its call, by the sizes when traced."""
+    return math.prod([int(getattr(n, "hint", n)) for n in spec.shape]) > 1 << 13
 
 
 INDICES = frozenset({torch.int64, torch.int32})

@@ -11,6 +11,7 @@ from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
+from kiln.fuse.peel import peeled
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
 from kiln.fuse.split import CORES, Cuts, Split, split
@@ -87,7 +88,9 @@ class Finishing:
             nest = merged(self.nest(item), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
-                steps.append(split(nest, groups.scope, f"k{item.position}", self.cuts))
+                parts = peeled(nest, groups.scope) if self.cuts.borders else [nest]
+                whole = split(nest, groups.scope, f"k{item.position}", self.cuts) if len(parts) == 1 else Split(parts)
+                steps.append(whole)
         return self.launched(steps)
 
     def launched(self, steps: Iterable[Split | Call]) -> list[Step]:

@@ -143,6 +143,8 @@ class Groups:
                 value = group.terms.apply("convert", dtype, value)
             if not group.folds:  # over extents of 1 alone
                 known = value if place is None else place
+                if kind == "sum" and dtype.is_floating_point:  # a sum of nothing but -0.0 is 0.0
+                    known = group.terms.apply("add", dtype, value, group.terms.const(0.0, dtype))
             else:
                 known = group.terms.make(Fold, kind, value, dtype, group.terms.phase(value), place)
             group.memo[key] = known

@@ -43,6 +43,8 @@ class Cuts:
     """The same, where it is not the only one."""
     wanted: int
     """Tasks that a nest is cut into at most."""
+    borders: bool = False
+    """Whether loops are cut where conditions on their places change."""
 
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
@@ -61,9 +63,9 @@ class Cuts:
 
 MANY = 1 << 60
 #: Cores with long vectors.
-CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY)
+CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True)
 #: Hundreds of processors, each with thousands of threads.
-GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=1024)
+GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512)
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
 #: Long parts are of whole vectors.

@@ -122,7 +122,8 @@ def _optimised(text: str, machine: Any) -> Any:
 
 def load(code: bytes) -> Code:
     """The functions of an object file, ready to be called."""
-    conversions()
+    if b"__trunc" in code:  # among the names of what it calls
+        conversions()
     return _loaded(code)
 
 

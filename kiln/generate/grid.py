@@ -15,6 +15,7 @@ MOST_BYTES = 32  # of the largest type in one thread's elements
 WARP = 32
 BLOCK = 256  # threads of a block that shares nothing
 LARGEST = 1024  # threads of a block
+LOOPED = 512  # threads of a block whose rows do not fit registers
 HELD = 32  # elements of a row that a thread holds in registers
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
@@ -70,7 +71,7 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
         team *= 2
     turns = -(-chunks // team)
     if not known or turns > most:
-        turns = 0
+        team, turns = min(team, LOOPED), 0
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns)
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
-
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import (
@@ -34,7 +32,8 @@ from kiln.generate.lanes import (
     row_terms,
     with_first_lane,
 )
-from kiln.generate.llvm import I64, Value, fma
+from kiln.generate.llvm import I64, Value
+from kiln.generate.pieces import borders, decided
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.tiles import Tiles, crossing
@@ -48,6 +47,7 @@ LONGEST_KEPT = 8192
 
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
+ROWS = 1024  # elements of short rows that one task takes
 
 
 class Emitter(Tiles):
@@ -85,39 +85,82 @@ class Emitter(Tiles):
             return (self.vector.size + (chunk - 1)) // chunk
         return count
 
+    def block(self, axis: Axis) -> int:
+        """How many turns of an axis one task takes: several where rows are short, or go in tiles."""
+        if self.crossing is not None:
+            return self.crossing.block if axis is self.crossing.across else 1
+        *others, last = self.outer()
+        if not others or axis is not last:
+            return 1
+        row = math.prod([hint(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
+        return max(min(ROWS // max(row, 1), hint(axis.size)), 1)
+
     def turns(self, axis: Axis) -> Any:
-        """How many tasks an axis makes: one for each turn, or for each block of tiles."""
-        if self.crossing is None or axis is not self.crossing.across:
-            return axis.size
-        return (axis.size + (self.crossing.block - 1)) // self.crossing.block
+        """How many tasks an axis makes."""
+        block = self.block(axis)
+        return axis.size if block == 1 else (axis.size + (block - 1)) // block
 
     def task(self, task: Value) -> Sequence[Value]:
         self.push()
-        rest = task
-        for axis in reversed(self.outer()):
+        rest, outer = task, self.outer()
+        for axis in reversed(outer[1:]):
             size = self.index(self.turns(axis))
             self.variables[axis.variable] = rest % size
             rest = rest / size
-        vector = self.vector
+        if outer:
+            self.variables[outer[0].variable] = rest
         if self.crossing is not None:
-            axis = self.crossing.along
+            along = self.crossing.along
             self.tiled(
                 self.variables[self.crossing.across.variable],
-                lambda low, high: (self.along(axis, low, high, [], self.row_of_lanes), None)[1],
+                lambda low, high: self.in_pieces(along, low, high, 1),
                 self.row,
             )
-        elif vector is None or vector.reduced:
+        elif outer and (block := self.block(outer[-1])) > 1:
+            low = self.variables[outer[-1].variable] * block
+            high, size = low + block, self.index(outer[-1].size)
+            self.fn.loop(low, (high < size).where(high, size), 1, [], self.one_row)
+        else:
+            self.rows(task)
+        self.pop()
+        return []
+
+    def one_row(self, i: Value, carried: list[Value]) -> list[Value]:
+        """A turn of the last of the outer axes within a task."""
+        self.push()
+        self.variables[self.outer()[-1].variable] = i
+        self.rows(i)
+        self.pop()
+        return []
+
+    def rows(self, task: Value) -> None:
+        """What is inside of the outer axes."""
+        vector = self.vector
+        if vector is None or vector.reduced:
             self.row()
         elif self.outer():
-            self.along(vector, 0, vector.size, [], self.row_of_lanes, factor=self.columns())
+            self.in_pieces(vector, 0, vector.size, self.columns())
         else:
             low = task * self.schedule.chunk
             high = low + self.schedule.chunk
             size = self.index(vector.size)
-            self.along(vector, low, (high < size).where(high, size), [], self.row_of_lanes,
-                       factor=self.schedule.stretch)  # fmt: skip
-        self.pop()
-        return []
+            self.in_pieces(vector, low, (high < size).where(high, size), self.schedule.stretch)
+
+    def in_pieces(self, axis: Axis, low: Any, high: Any, factor: int) -> None:
+        """The loop along the vector axis, in pieces in which conditions are decided."""
+        edges = borders(self.nest, axis, self.width)
+        if not edges:
+            self.along(axis, low, high, [], self.row_of_lanes, factor=factor)
+            return
+        for left, right in zip([0, *edges], [*edges, axis.size], strict=True):
+            start: Any = left
+            end: Any = right
+            if not (isinstance(low, int) and isinstance(high, int)):
+                first, last = self.index(low), self.index(high)
+                start, end = (first > left).where(first, left), (last < right).where(last, right)
+            self.decided = decided(self.nest, axis, left, right)
+            self.along(axis, start, end, [], self.row_of_lanes, factor=factor)
+            self.decided = {}
 
     def row_of_lanes(self, carried: list[Value]) -> list[Value]:
         self.row()
@@ -256,10 +299,8 @@ class Emitter(Tiles):
         start = [part for fold in folds for part in self.neutral(fold, wide)]
 
         def body(carried: list[Value]) -> list[Value]:
-            results: list[Value] = []
-            for fold in folds:
-                held = carried[len(results) : len(results) + len(fold.parts)]
-                results += self.folded(fold, held)
+            values = [self.value(part) for fold in folds for part in fold.parts]
+            results = combined(folds, carried, [c.like(v) for c, v in zip(carried, values, strict=True)])
             for store in stores:
                 self.store(store)
             return results
@@ -321,16 +362,6 @@ class Emitter(Tiles):
         for fold in folds:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
-
-    def folded(self, fold: Fold, held: list[Value]) -> list[Value]:
-        """One turn of a fold; sums of products round once a turn, as eager's loops over rows do."""
-        value = fold.value
-        if fold.kind == "sum" and isinstance(value, Apply) and value.op == "mul":
-            if value.dtype in (torch.float32, torch.float64):
-                a, b = [held[0].like(self.value(arg)) for arg in value.args]
-                return [fma(a, b, held[0])]
-        values = [self.value(part) for part in fold.parts]
-        return combined([fold], held, [h.like(v) for h, v in zip(held, values, strict=True)])
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

@@ -122,7 +122,7 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
         taken = functions + sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
         return taken / lanes_along(axis, width)
 
-    ordered = sorted(reversed(able), key=cost)
+    ordered = sorted(able[::-1], key=cost)
     return ordered[min(rank, len(ordered) - 1)]
 
 

@@ -15,7 +15,7 @@ from kiln.generate.grid import WARP, Grid, extent, laid, whole
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
-from kiln.generate.ptx_functions import AND_ONE, OWN
+from kiln.generate.ptx_functions import AND_ONE, OWN, exp_of_small
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
 
@@ -379,13 +379,15 @@ class GridEmitter(Values):
     # Values
 
     def compute(self, term: Term) -> Value:
-        """A value; sums with 1 and quotients by what is the same for all elements cost less than others."""
+        """A value; sums with 1, quotients by what is one for all elements, and some powers cost less."""
         if not isinstance(term, Apply) or not self.in_f32(term):
             return super().compute(term)
         if term.op == "add":
             for known, other in (term.args, term.args[::-1]):
                 if isinstance(known, Apply) and known.op in AND_ONE and is_one(other) and self.in_f32(known):
                     return AND_ONE[known.op](self.value(known.args[0]))
+        if term.op == "exp" and is_below_largest(term.args[0]):
+            return exp_of_small(self.value(term.args[0]))
         if term.op == "div":
             above, below = (self.value(a) for a in term.args)
             if below.type.width < above.type.width:
@@ -494,6 +496,11 @@ class GridEmitter(Values):
     def nonzero(self, divisor: Value) -> Value:
         """A divisor of integers, with 1 in place of 0: eager kernels report nothing here."""
         return divisor.compare("eq", 0).where(1, divisor)
+
+
+def is_below_largest(term: Term) -> bool:
+    """Whether a value is one less the largest of its row: its power matters where it is near 0."""
+    return isinstance(term, Apply) and term.op == "sub" and getattr(term.args[1], "kind", "") == "amax"
 
 
 def is_one(term: Term) -> bool:

@@ -54,6 +54,11 @@ def exp(x: Value) -> Value:
     return _instructions(_EXP, x)
 
 
+def exp_of_small(x: Value) -> Value:
+    """e^x to as many digits as x has after the point; what is subnormal becomes 0."""
+    return _instructions(_SMALL_EXP2, x * math.log2(math.e))
+
+
 def exp2(x: Value) -> Value:
     return _instructions(_EXP2, x)
 

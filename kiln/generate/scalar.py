@@ -42,7 +42,7 @@ def minimum(a: Value, b: Value) -> Value:
 
 def _extreme(name: str) -> Scalar:
     """The larger or smaller of floats in a fold, where either zero will do; a NaN wins."""
-    return lambda a, b: a.intrinsic(name, b, flags="nsz ")
+    return lambda a, b: b.intrinsic(name, a, flags="nsz ")  # what is new is asked for NaN: folds wait less
 
 
 def _relu(x: Value) -> Value:
@@ -207,7 +207,7 @@ SCALARS: dict[str, Scalar] = {
 
 #: A fold's kind to its neutral element (floats, integers) and to how two values become one.
 FOLDS: dict[str, tuple[float, Callable[[Type], int], Scalar]] = {
-    "sum": (-0.0, lambda t: 0, lambda a, b: a + b),
+    "sum": (0.0, lambda t: 0, lambda a, b: a + b),
     "prod": (1.0, lambda t: 1, lambda a, b: a * b),
     "amax": (-math.inf, lambda t: -(1 << t.bits - 1) if t.signed and t.kind != "i1" else 0,
              _either(_extreme("maximum"), lambda a, b: maximum(b, a))),

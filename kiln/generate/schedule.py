@@ -1,4 +1,4 @@
-"""Schedules: the choices that a target has in running loop nests. They change speed, and results by rounding."""
+"""Schedules: the choices that a target has in running loop nests. Results differ by rounding alone."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def schedule_of(data: Any) -> Schedule | None:
     if not isinstance(data, dict) or data.keys() != names or not all(type(v) is int for v in data.values()):
         return None
     made = Schedule(**data)
-    sound = min(made.chunk, made.stretch, made.vectors, made.columns) > 0 and min(made.narrower, made.axis) >= 0
-    return made if sound else None
+    counts = (made.chunk, made.stretch, made.vectors, made.columns)
+    return made if min(counts) > 0 and min(made.narrower, made.axis) >= 0 else None

@@ -14,8 +14,12 @@ from kiln.generate.llvm import Value
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import Values
 
-#: Rows of the result in one task, where there are many: what is read lies in pieces of this many elements.
-BLOCK = 64
+#: The side of squares in which a large transpose goes: with many elements of each page, and within the cache.
+BLOCK = 256
+#: Rows of the result in one task otherwise.
+FEW = 16
+#: Elements that fit the cache.
+CACHED = 1 << 18
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,7 +33,7 @@ class Crossing:
     @property
     def block(self) -> int:
         """Turns of `across` in one task."""
-        return BLOCK if hint(self.across.size) >= 16 * BLOCK else BLOCK // 4
+        return BLOCK if hint(self.across.size) * hint(self.along.size) > CACHED else FEW
 
 
 def crossing(nest: Nest, width: int) -> Crossing | None:

@@ -52,6 +52,7 @@ class Values:
         self.vector = vector_axis(nest, schedule.axis, width)
         self.width = 1 if self.vector is None else lanes_along(self.vector, width)
         self.lanes = 1  # of the code being emitted
+        self.decided: dict[int, bool] = {}  # conditions, by their ids, that are known where code is emitted
         self.live: Value | None = None  # the lanes that count, where not all do
         self.layers: list[dict[int, Value]] = [{}]
         self.indices: list[dict[Any, Value]] = [{}]
@@ -110,14 +111,32 @@ class Values:
                 return
             seen.add(id(term))
             kept = self.kept_rows.get(id(term))
-            for child in children(term) if kept is None or self.now == kept[0] else ():
+            for child in self.needed(term) if kept is None or self.now == kept[0] else ():
                 visit(child)
             ordered.append(term)
 
         visit(root)
         return ordered
 
+    def needed(self, term: Term) -> tuple[Term, ...]:
+        """The terms that a term is computed from, given what is decided."""
+        if not self.decided:
+            return children(term)
+        if id(term) in self.decided:
+            return ()
+        if isinstance(term, Apply) and term.op == "where" and id(term.args[0]) in self.decided:
+            return (self.chosen(term),)
+        if isinstance(term, Load) and term.valid is not None and id(term.valid) in self.decided:
+            return tuple([place.term for place in term.places]) if self.decided[id(term.valid)] else ()
+        return children(term)
+
+    def chosen(self, choice: Apply) -> Term:
+        """What a choice whose condition is decided gives."""
+        return choice.args[1 if self.decided[id(choice.args[0])] else 2]
+
     def compute(self, term: Term) -> Value:
+        if id(term) in self.decided:
+            return self.fn.constant(self.decided[id(term)], I1)
         if isinstance(term, Const):
             kind = compute_type(TYPES[term.dtype])
             if isinstance(term.value, Expr):
@@ -130,6 +149,8 @@ class Values:
         if isinstance(term, Load):
             return self.load(term)
         if isinstance(term, Apply):
+            if term.op == "where" and id(term.args[0]) in self.decided:
+                return self.value(self.chosen(term))
             given = [self.value(a) for a in term.args]
             if term.op in DIVISIONS and not given[1].type.is_float:
                 given[1] = self.nonzero(given[1])
@@ -141,9 +162,14 @@ class Values:
     def load(self, term: Load) -> Value:
         address = self.pointers[term.buffer]
         stored = TYPES[term.dtype]
+        valid = term.valid
+        if valid is not None and id(valid) in self.decided:
+            if not self.decided[id(valid)]:
+                return self.fn.constant(0, compute_type(stored))
+            valid = None
         self.bind(term.places)
         step = self.stride(term.index)
-        mask = None if term.valid is None else self.value(term.valid)
+        mask = None if valid is None else self.value(valid)
         if step == 0 or self.lanes == 1:
             place = self.index(term.index)
             return self.loaded(address, place, stored, 1, mask)

@@ -92,4 +92,4 @@ def extent(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.element_size()
+    return int((last + 1) * tensor.element_size())

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kiln._launch import set_limit
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import Graph, Node, TensorSpec
@@ -41,6 +42,7 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
     store = disk(settings.cache_bytes)
     schedules = tuned(program, store) if settings.tunes else {}
     compiled = generate(program.kernels, store, partial(revised, dump), schedules)
+    set_limit(settings.arena_bytes)
     plan = plan_for(program, compiled)
     dump.show("plan", "plan", "txt", lambda: str(plan))
     return plan

@@ -1,4 +1,4 @@
-"""Autotuning: kernels are timed under several schedules on tensors of their shapes; the fastest is remembered.
+"""Autotuning: variants of kernels and graphs are timed on tensors of their shapes; winners are remembered.
 
 A winner is kept on disk beside the machine code, by the text of the usual module, the processor, the code
 generator and the number of threads: the next process takes it without timing anything.

@@ -22,6 +22,22 @@ def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any
     return _reduce(x, dims, keepdim, dtype or (x.dtype if x.dtype in INEXACT else torch.int64))
 
 
+@rule(aten.var.correction, aten.std.correction)
+def _spread(x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    if x.dtype.is_complex or not x.is_floating_point():
+        return NotImplemented
+    return _reduce(x, dims or None, keepdim, x.dtype)
+
+
+@rule(aten.var_mean.correction, aten.std_mean.correction)
+def _spread_and_mean(
+    x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> Any:
+    if x.dtype.is_complex or not x.is_floating_point():
+        return NotImplemented
+    return _reduce(x, dims or None, keepdim, x.dtype), _reduce(x, dims or None, keepdim, x.dtype)
+
+
 @rule(aten.mean.dim, aten.mean.default)
 def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dtype = dtype or x.dtype

@@ -19,7 +19,7 @@ KS = 1.95  # the bound of Kolmogorov and Smirnov for one error in a thousand, by
 @pytest.fixture(autouse=True)
 def strict():
     kiln.reset()
-    with kiln.config.patch(strict=True):
+    with kiln.config.patch(strict=True, random="masks"):
         yield
 
 

@@ -159,16 +159,16 @@ def _by_batch(x: Tensor, weight: Some, bias: Some, eps: float) -> tuple[Tensor, 
 def _by_batch_as_eager(
     x: Tensor, weight: Some, bias: Some, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same with eager's rounding at each step: sums in double, or row by row where channels lie together.
+    """The same with eager's rounding at each step: sums in double, results rounded once.
 
     Gradients of normalised batches are small differences of large numbers: where the statistics differ from
     eager's in the last bit, so do the gradients in leading ones.
     """
     double, rank, dims = torch.float64, x.dim(), [0, *range(2, x.dim())]
-    count, summed = float(extent(x, dims)), x.dtype if x.stride(1) == 1 else double
-    middle = (torch.sum(x.to(summed), dims) / count).to(x.dtype)
+    count = float(extent(x, dims))
+    middle = (torch.sum(x.to(double), dims) / count).to(x.dtype)
     centred = x - _channels(middle, rank)
-    spread = torch.sum((centred * centred).to(summed), dims).to(x.dtype) / count
+    spread = torch.sum((centred * centred).to(double), dims).to(x.dtype) / count
     scale = torch.reciprocal(torch.sqrt(spread.to(double) + eps)).to(x.dtype)
     slope = scale if weight is None else scale * widened(weight)
     lift = middle.to(double) * slope.to(double)

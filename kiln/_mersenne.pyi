@@ -1,0 +1,3 @@
+"""Draws of torch's default generator on the CPU, many at once: see `_mersenne.c`."""
+
+def bernoulli(state: int, count: int, threshold: int, out: int) -> None: ...

@@ -1,0 +1,186 @@
+"""Cuts loops where conditions on their places change: borders of padding, seams of joined tensors.
+
+Between two cuts such a condition is known: what is not read there is not asked for, and the rest is read without
+a mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kiln.base.arithmetic import maximum, minimum
+from kiln.base.expressions import OPERATORS, SUM
+from kiln.base.symbols import Expr, Scope, Symbol
+from kiln.fuse.axes import axis
+from kiln.fuse.merge import merged, rewritten
+from kiln.fuse.nest import Apply, Axis, Computed, Const, Load, Nest, Place, Store, Term, terms
+
+#: Elements from which on a nest is worth several.
+WORTH = 1 << 13
+#: Nests that one becomes at most.
+MOST = 9
+#: Parts of the innermost loop are at least this long, or it stays whole.
+LINE = 16
+
+#: What stands for an element that is not read, where it is no integer.
+ZEROS: dict[torch.dtype, Any] = {
+    **dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), 0.0), torch.bool: False,
+}  # fmt: skip
+
+#: What an index may be made of.
+FUNCTIONS: dict[str, Callable[..., Any]] = {**OPERATORS, "min": minimum, "max": maximum}
+
+KNOWN = {value: Const(value, torch.bool) for value in (False, True)}
+
+
+def peeled(nest: Nest, scope: Scope) -> list[Nest]:
+    """The nest, or nests that together do what it does, each with fewer conditions."""
+    if nest.reduced or not nest.axes or nest.volume() < WORTH:
+        return [nest]
+    if not all(type(a.size) is int and type(a.low) is int and not a.low for a in nest.axes):
+        return [nest]
+    used = terms(store.value for store in nest.stores)
+    tests = {id(t): found for t in used if (found := turning(t, nest)) is not None}
+    cuts: dict[Axis, list[int]] = {a: [0, a.size] for a in nest.axes}
+    for a, turn, _ in tests.values():
+        if 0 < turn < a.size and turn not in cuts[a]:
+            cuts[a].append(turn)
+    parts = {a: list(itertools.pairwise(sorted(places))) for a, places in cuts.items()}
+    inner = in_line(nest)
+    if any(high - low < LINE for low, high in parts[inner]):
+        parts[inner] = [(0, inner.size)]
+    count = 1
+    for found in parts.values():
+        count *= len(found)
+    if count == 1 or count > MOST:
+        return [nest]
+    regions = itertools.product(*[parts[a] for a in nest.axes])
+    return [merged(part_of(nest, tests, region, scope), scope) for region in regions]
+
+
+def in_line(nest: Nest) -> Axis:
+    """The loop along which elements lie side by side where they are stored."""
+    index = nest.stores[0].index
+    poly = index.poly if isinstance(index, Expr) else {}
+    return next((a for a in reversed(nest.axes) if poly.get((a.variable,)) == 1), nest.axes[-1])
+
+
+def turning(term: Term, nest: Nest) -> tuple[Axis, int, bool] | None:
+    """For a comparison of one loop's place with a number: the loop, where it changes, what it is before."""
+    if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
+        return None
+    left, right = (number(arg) for arg in term.args)
+    if left is None or right is None:
+        return None
+    past = left - right
+    if not isinstance(past, Expr):
+        return None
+    step = start = 0
+    found: Axis | None = None
+    for monomial, factor in past.poly.items():
+        if not monomial:
+            start = factor
+            continue
+        found = next((a for a in nest.axes if len(monomial) == 1 and monomial[0] is a.variable), None)
+        if found is None or step:
+            return None
+        step = factor
+    if found is None or type(step) is not int or type(start) is not int:
+        return None
+    # `step * place + start < 0` holds up to a place, or from it on.
+    turn = -(start // step) if step > 0 else start // -step + 1
+    return found, turn, (step > 0) == (term.op == "lt")
+
+
+def number(term: Term) -> Any:
+    """An index or a whole number that a term is; None for others."""
+    if isinstance(term, Place):
+        return None if term.places else term.index
+    return term.value if isinstance(term, Const) and type(term.value) is int else None
+
+
+def part_of(
+    nest: Nest, tests: dict[int, tuple[Axis, int, bool]], region: tuple[tuple[int, int], ...], scope: Scope
+) -> Nest:
+    """The nest over one region, in which most comparisons are known."""
+    bounds = dict(zip(nest.axes, region, strict=True))
+    known: dict[int, Term] = {}
+    for key, (a, turn, before) in tests.items():
+        low, high = bounds[a]
+        if high <= turn or low >= turn:
+            known[key] = KNOWN[before if high <= turn else not before]
+    stores = simplified(nest.stores, known)
+    axes: list[Axis] = []
+    moves: dict[Any, Any] = {}
+    for a, (low, high) in bounds.items():
+        if (low, high) == (0, a.size):
+            axes.append(a)
+        elif high - low == 1:
+            moves[a.variable] = low
+        else:
+            axes.append(axis(scope, high - low, a.variable.name))
+            moves[a.variable] = axes[-1].variable + low
+
+    return Nest(tuple(axes), rewritten(stores, lambda index: substituted(index, moves)))
+
+
+def substituted(index: Any, moves: dict[Any, Any]) -> Any:
+    """An index with other expressions in the place of loop variables."""
+    if not isinstance(index, Expr) or not index.symbols() & moves.keys():
+        return index
+    if isinstance(index, Symbol):
+        return moves[index]
+    if index.op is not SUM:
+        return FUNCTIONS[index.op](*[substituted(arg, moves) for arg in index.args])
+    total: Any = 0
+    for monomial, factor in index.poly.items():
+        part: Any = factor
+        for atom in monomial:
+            part = part * substituted(atom, moves)
+        total = total + part
+    return total
+
+
+def simplified(stores: list[Store], known: dict[int, Term]) -> list[Store]:
+    """The stores with known comparisons, and what follows of them."""
+    made = dict(known)
+
+    def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
+        return tuple([replace(c, term=made[id(c.term)]) for c in given])
+
+    for term in terms(store.value for store in stores):
+        if id(term) in made:
+            continue
+        new: Term = term
+        if isinstance(term, Apply):
+            args = tuple([made[id(a)] for a in term.args])
+            new = decided(term, args) or replace(term, args=args)
+        elif isinstance(term, Place):
+            new = replace(term, places=places(term.places))
+        elif isinstance(term, Load):
+            valid = None if term.valid is None else made[id(term.valid)]
+            if valid is KNOWN[False]:
+                new = Const(ZEROS.get(term.dtype, 0), term.dtype)
+            else:
+                valid = None if valid is KNOWN[True] else valid
+                new = replace(term, valid=valid, places=places(term.places))
+        made[id(term)] = new
+    return [replace(s, value=made[id(s.value)]) for s in stores]
+
+
+def decided(term: Apply, args: tuple[Term, ...]) -> Term | None:
+    """What a function of known conditions is, where it is one of its arguments."""
+    if term.op == "where" and (args[0] is KNOWN[True] or args[0] is KNOWN[False]):
+        return args[1] if args[0] is KNOWN[True] else args[2]
+    if term.op == "bitwise_and":
+        for one, other in itertools.permutations(args):
+            if one is KNOWN[False]:
+                return one
+            if one is KNOWN[True]:
+                return other
+    return None

@@ -1,0 +1,66 @@
+"""Pieces of a loop in which conditions on its variable are decided: a concatenation reads one part in each."""
+
+from __future__ import annotations
+
+from kiln.base.symbols import Expr
+from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
+
+#: Pieces of one loop at most: the body is written once for each.
+MOST = 4
+ALL, ANY = ("bitwise_and", False), ("bitwise_or", True)
+
+
+def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
+    """Where conditions on the variable of a loop change, in order; none where pieces were short or many."""
+    if type(axis.size) is not int or axis.low != 0:
+        return []
+    found = {border for term in _conditions(nest) if (border := _border(term, axis)) is not None}
+    inside = sorted(b for b in found if 0 < b < axis.size)
+    edges = [0, *inside, axis.size]
+    if len(edges) - 1 > MOST or any(b - a < shortest for a, b in zip(edges, edges[1:], strict=False)):
+        return []
+    return inside
+
+
+def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:
+    """The conditions, by their ids, that hold or fail in all turns from `low` to `high`."""
+    known: dict[int, bool] = {}
+    for term in terms(s.value for s in nest.stores):
+        if not isinstance(term, Apply):
+            continue
+        border = _border(term, axis)
+        if border is not None and not low < border < high:
+            known[id(term)] = (high <= border) == (term.op == "lt")
+        for name, short in (ALL, ANY):
+            if term.op == name:
+                given = [known.get(id(arg)) for arg in term.args]
+                if short in given:
+                    known[id(term)] = short
+                elif None not in given:
+                    known[id(term)] = not short
+    return known
+
+
+def _conditions(nest: Nest) -> list[Term]:
+    """What decides between reads of memory."""
+    found: list[Term] = []
+    for term in terms(s.value for s in nest.stores):
+        if isinstance(term, Load) and term.valid is not None:
+            found.append(term.valid)
+    return terms(iter(found))
+
+
+def _border(term: Term, axis: Axis) -> int | None:
+    """The first turn in which `variable + a < b` fails, or `variable + a >= b` holds; None for other terms."""
+    if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
+        return None
+    place, bound = term.args
+    if not isinstance(place, Place) or not isinstance(bound, Const) or not isinstance(place.index, Expr):
+        return None
+    if place.index.symbols() != {axis.variable} or type(bound.value) is not int:
+        return None
+    if any(monomial not in ((), (axis.variable,)) for monomial in place.index.poly):
+        return None
+    if place.index.poly.get((axis.variable,)) != 1:
+        return None
+    return int(bound.value - place.index.poly.get((), 0))

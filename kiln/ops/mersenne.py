@@ -1,0 +1,106 @@
+"""Masks of eager's numbers, drawn faster than eager draws them: one call of `kiln::bernoulli` for each.
+
+Torch's generator on the CPU gives one number after the other. Here the words that a mask needs are made many at
+once from the state that torch shows, and the state is moved on by as many: what is drawn later is eager's too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kiln import _mersenne
+from kiln.base.graph import Graph, Node, TensorSpec, mapped, retarget
+from kiln.ops.fake import make
+from kiln.ops.table import aten, rule
+
+BITS = 53  # of a number that is compared with the chance of a one
+STATE_BYTES = 5056  # of the state whose order `_mersenne.c` knows
+CPU = torch.device("cpu")
+
+library = torch.library.Library("kiln", "FRAGMENT")
+library.define(
+    "bernoulli(SymInt[] size, SymInt[] stride, float p) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
+
+
+def bernoulli(size: Any, stride: Any, p: float) -> torch.Tensor:
+    """True with the chance `p`, where `Tensor.bernoulli_(p)` on a tensor of these strides would give ones."""
+    generator = torch.default_generator
+    state = generator.get_state()
+    if state.numel() != STATE_BYTES or not 0 <= p <= 1:
+        return torch.empty_strided(size, stride).bernoulli_(p).to(torch.bool)
+    out = torch.empty_strided(size, stride, dtype=torch.bool)
+    _mersenne.bernoulli(state.data_ptr(), out.numel(), math.ceil(math.ldexp(p, BITS)), out.data_ptr())
+    generator.set_state(state)
+    return out
+
+
+library.impl("bernoulli", bernoulli, "CompositeExplicitAutograd")
+own_bernoulli = torch.ops.kiln.bernoulli.default
+
+
+@rule(own_bernoulli)
+def _own_bernoulli(size: Any, stride: Any, p: float) -> Any:
+    return make(size, stride, torch.bool, CPU)
+
+
+def quicken(graph: Graph) -> Graph:
+    """The graph with its masks from torch's default generator drawn by `kiln::bernoulli`, in place."""
+    if not any(_is_mask(node) for node in graph.nodes):
+        return graph
+    replaced: dict[Node, Any] = {}
+    nodes: list[Node] = []
+    unread = {node for node, users in graph.users().items() if not users}
+    for node in graph.nodes:
+        node.args = mapped(node.args, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
+        node.kwargs = mapped(node.kwargs, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
+        if _is_mask(node):
+            nodes += _drawn(graph, node)
+            replaced[node] = nodes[-1]
+        else:
+            nodes.append(node)
+    graph.nodes = nodes
+    graph.outputs = retarget(graph.outputs, replaced)
+    graph.drop_unused(keep=unread.__contains__)  # what was drawn into
+    return graph
+
+
+def _drawn(graph: Graph, node: Node) -> list[Node]:
+    spec: TensorSpec = node.spec
+    bits = replace(spec, dtype=torch.bool, offset=0)
+    chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    mask = graph.call(own_bernoulli, (list(spec.shape), list(spec.stride), chance), spec=bits, like=node)
+    made = [mask]
+    if spec.dtype is not torch.bool:
+        wanted = replace(spec, offset=0)
+        made.append(
+            graph.call(aten._to_copy.default, (mask,), {"dtype": spec.dtype}, spec=wanted, like=node)
+        )
+    del graph.nodes[-len(made) :]
+    return made
+
+
+def _is_mask(node: Node) -> bool:
+    if node.op is not aten.bernoulli.p or node.kwargs.get("generator") is not None:
+        return False
+    spec: TensorSpec = node.spec
+    chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    return spec.device.type == "cpu" and type(chance) is float and _is_dense(spec)
+
+
+def _is_dense(spec: TensorSpec) -> bool:
+    """Whether the elements fill their memory, each at one place: they are drawn in the order of memory."""
+    if not all(type(n) is int for n in (*spec.shape, *spec.stride)):
+        return False
+    step = 1
+    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
+        if size != 1:
+            if stride != step:
+                return False
+            step *= size
+    return True

@@ -1,0 +1,105 @@
+"""Programs of other people's models in small, each of which once gave another result than eager."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kiln
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    kiln.reset()
+    with kiln.config.patch(strict=True):
+        yield
+
+
+def trained(model, x):
+    """Results, and gradients of their sum, after the same seed."""
+    torch.manual_seed(0)
+    out = model(x)
+    out.sum().backward()
+    return [out, *[p.grad for p in model.parameters()], *model.buffers()]
+
+
+@pytest.mark.parametrize("size", [(4, 3, 16, 16), (2, 3, 7, 9), (3, 3, 2, 2)], ids=str)
+def test_gradients_behind_a_normalised_batch_are_eagers_to_the_last_bit(size):
+    # The bias of a convolution before the norm has no gradient but for rounding.
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False),
+        nn.LeakyReLU(0.2), nn.Conv2d(8, 4, 1),
+    )  # fmt: skip
+    other, x = copy.deepcopy(model), torch.randn(size) * 3 + 1
+    expected, found = trained(model, x), trained(kiln.compile(other), x)
+    for a, b in zip(expected[:9], found[:9], strict=True):
+        assert torch.equal(a, b)
+    torch.testing.assert_close(found[9:], expected[9:])
+
+
+def test_rows_are_normalised_as_eager_does():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    other, x = copy.deepcopy(model), torch.randn(5, 6)
+    for a, b in zip(trained(model, x), trained(kiln.compile(other), x), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+
+
+def draws(x, w):
+    a = F.dropout(x, 0.3)
+    b = torch.randn_like(x)
+    c = F.dropout(torch.relu(a @ w), 0.5)
+    d = F.dropout2d(c.view(2, 4, 4, 8).contiguous(memory_format=torch.channels_last), 0.4)
+    e = torch.bernoulli(torch.full((5,), 0.3))
+    return a + b, c, torch.rand(3), d, e, F.alpha_dropout(c, 0.2), F.dropout(d, 0.25), F.dropout(a.double(), 0.1), torch.randperm(5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_draws_are_eagers_in_eagers_order(grad):
+    x, w = torch.randn(32, 8), torch.randn(8, 8)
+    ends = []
+    for f in (draws, kiln.compile(draws)):
+        torch.manual_seed(3)
+        given = [t.clone().requires_grad_(grad) for t in (x, w)]
+        out = f(*given)
+        ends.append([*out, torch.rand(2)])
+        if grad:
+            sum(t.sum() for t in out if t.requires_grad).backward()
+            ends[-1] += [t.grad for t in given]
+    torch.testing.assert_close(ends[1], ends[0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 311, 312, 313, 1000, 5003])
+@pytest.mark.parametrize("p", [0.0, 0.1, 1 / 3, 0.9, 1.0])
+def test_masks_and_what_is_drawn_after_them(count, p):
+    ends = []
+    for mask in (lambda: torch.empty(count).bernoulli_(p).bool(), lambda: torch.ops.kiln.bernoulli([count], [1], p)):
+        torch.manual_seed(5)
+        torch.rand(count % 7)
+        ends.append([mask(), torch.rand(3), mask(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("function", [nn.ReLU(), nn.LeakyReLU(0.1), nn.SiLU(), nn.Sigmoid(), nn.Hardtanh(), nn.GELU()], ids=str)
+def test_a_function_of_a_convolution_and_something_added(function):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+        def forward(self, x):
+            return function(self.conv(x) + x)
+
+    block, x = Block().eval(), torch.randn(2, 8, 6, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(kiln.compile(block)(x), block(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_product_added_rounds_once():
+    a, b, c = torch.randn(3, 1000)
+    assert torch.equal(kiln.compile(lambda a, b, c: torch.addcmul(a, b, c, value=0.5) * 1.0)(a, b, c), torch.addcmul(a, b, c, value=0.5))
