@@ -1,24 +1,27 @@
 from collections.abc import Callable
 from typing import Any
 
-class Kernel:
-    __name__: str
-    owner: Any
-    def __init__(
-        self,
-        stages: tuple[tuple[int, int, float], ...],
-        owner: Any,
-        make: Callable[..., Any],
-        outputs: tuple[tuple[Any, dict[str, Any]], ...],
-        name: str,
-        inputs: int,
-        order: tuple[int, ...],
-        sizes: int,
-        moving: bool,
-        grain: float,
-    ) -> None: ...
-    def __call__(self, *arguments: Any) -> tuple[Any, ...]: ...
+def set_torch(offset: int, type: type, *addresses: int) -> None: ...
+def trim() -> None: ...
+def set_limit(bytes: int, /) -> None: ...
+def memory() -> tuple[int, int]: ...
 
-def set_torch(
-    offset: int, data_pointer: int, parallel: int, max_threads: int, thread_number: int, team_size: int
-) -> None: ...
+class Plan:
+    owner: Any
+    pure: bool
+    def __new__(
+        cls,
+        steps: tuple[tuple[Any, ...], ...],
+        lodged: tuple[tuple[int, Any], ...],
+        outputs: tuple[tuple[str, Any], ...],
+        symbols: tuple[tuple[int, int], ...],
+        constants: tuple[Any, ...],
+        inputs: int,
+        slots: int,
+        arena: int,
+        numbers: tuple[tuple[int, ...], tuple[Any, ...]] | None,
+        resolve: Callable[[tuple[Any, ...]], Any] | None,
+        owner: Any,
+        grain: float,
+    ) -> Plan: ...
+    def __call__(self, *values: Any) -> tuple[Any, ...]: ...

@@ -10,8 +10,8 @@ from torch import fx
 
 from kiln import _hook
 from kiln.base import log, records
-from kiln.base.dump import NOWHERE, Dump
 from kiln.base.collecting import uncollected
+from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx

@@ -30,10 +30,11 @@ def version(asked: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print it.")]
+
+
 @app.callback()
-def main(
-    shown: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print it.")] = False,
-) -> None:
+def main(shown: Version = False) -> None:
     """Kiln compiles ordinary PyTorch programs."""
 
 

@@ -38,7 +38,7 @@ class CapturedModule(GraphModule):
     def code(self) -> str:
         """The Python code of the graph."""
         self.write()
-        return self._code
+        return str(self._code)
 
 
 def _written_first(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finis
 
 
 def gives_results(joint: Joint) -> bool:
-    """Whether the captured graph returns the results of the traced one, in order, and does nothing besides."""
+    """Whether the captured graph returns the results of the traced one, in order, and does no more."""
     places = [output.index for output in joint.outputs if isinstance(output, Fresh)]
     as_they_are = places == list(range(joint.results)) and joint.nest == tuple(range(len(joint.outputs)))
     return as_they_are and len(places) == len(joint.outputs) and not joint.mutated and not joint.effects

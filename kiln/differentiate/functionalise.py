@@ -248,6 +248,7 @@ class Functionaliser:
             given = parent.memory.root.made.op in (INPUT, CONSTANT)
             if not given or parent.memory.written or self.current(parent).spec.offset != parent.spec.offset:
                 new = self._moved[node] = self.take(self.current(parent), step, parent.spec)
+                self._dirty = True
                 self._places[node] = Place(new, node.spec, parent, step)
                 return
         self._places[node] = Place(self._keep(node), node.spec, parent, step)

@@ -34,7 +34,7 @@ def callable_for(
     """The function that stands for the captured graph `module`: takes its inputs and gives its outputs.
 
     The forward is compiled now, the backward when it first runs. Where there is none, `compile_held` compiles
-    the graph, if given: it learns which inputs are tensors that the module holds and the graph does not write.
+    the graph, if given: it learns which inputs are tensors that the module holds and the graph leaves alone.
     """
     attributes = _attributes(module, joint)
     primals = _picker(joint, attributes, len([n for n in module.graph.nodes if n.op == "placeholder"]))

@@ -234,7 +234,9 @@ def symbol_values(joint: Joint) -> Callable[[tuple[Any, ...]], dict[Symbol, Any]
     """A function from the primals to the values of all symbols; None when there are no symbols."""
     bound = bindings(joint.graph)
     order = {node: i for i, node in enumerate(joint.graph.inputs)}
-    places = [(s, order[n], what, dim) for s, (n, what, dim) in bound.items() if order[n] < len(joint.primals)]
+    places = [
+        (s, order[n], what, dim) for s, (n, what, dim) in bound.items() if order[n] < len(joint.primals)
+    ]
     if not places:
         return None
 

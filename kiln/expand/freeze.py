@@ -38,29 +38,28 @@ def freeze(graph: Graph, held: Collection[int]) -> Frozen | None:
 
     The layers that it packs and the layouts that it chooses are those of `kiln.expand.packed`.
     """
-    fixed = {graph.inputs[i] for i in held}
-    made = packed(graph, known_of(graph, fixed))
-    places = {node: i for i, node in enumerate(made.inputs)}
-    fixed = {node for node, i in places.items() if i in held}
-    known = known_of(made, fixed)
-    once = _worth(made, known, fixed)
-    return None if not once else _split(made, fixed, once, known)
+    made = packed(graph, kept_of(graph, {graph.inputs[i] for i in held}))
+    fixed = {made.inputs[i] for i in held}
+    kept = kept_of(made, fixed)
+    wanted = _wanted(made, kept)
+    return _split(made, fixed, wanted, kept) if wanted else None
 
 
-def known_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:
-    """The nodes whose values are the same in every call, `fixed` inputs among them."""
-    known = set(fixed)
-    for node in graph.nodes:
-        if all(read in known for read in node.inputs()) and is_pure(node):
-            known.add(node)
-    return known
+#: Only these are what their memory says.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def can_watch(tensor: torch.Tensor) -> bool:
+    """Whether a change of a tensor shows: inference tensors count no versions."""
+    plain = type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return plain and not tensor.is_inference() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def is_pure(node: Node) -> bool:
     """Whether a node only computes, and from its arguments alone."""
     op = node.op
     if op is CONSTANT:
-        return isinstance(node.args[0], torch.Tensor)
+        return isinstance(node.args[0], torch.Tensor) and can_watch(node.args[0])
     if op is operator.getitem or op in PURE:
         return True
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or not op._schema.returns:
@@ -83,19 +82,24 @@ def _is_symbolic(value: Any) -> bool:
     return bool(found)
 
 
-def _worth(graph: Graph, known: set[Node], fixed: set[Node]) -> list[Node]:
-    """The known nodes that the rest reads and that are worth keeping, in order."""
+def kept_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:
+    """The nodes whose values are the same in every call and worth their memory; `fixed` ones are."""
     sources: dict[Node, frozenset[Node]] = {node: frozenset([node]) for node in fixed}
     kept: set[Node] = set(fixed)
     shown = _shown(graph)
     for node in graph.nodes:
-        if node not in known or node in shown or any(read not in kept for read in node.inputs()):
+        if node in shown or any(read not in kept for read in node.inputs()) or not is_pure(node):
             continue
-        below = frozenset().union(*[sources[read] for read in node.inputs()])
-        sources[node] = below
+        below = sources[node] = frozenset().union(*[sources[read] for read in node.inputs()])
         limit = max(SMALL, TIMES * sum(nbytes(read.spec) for read in below))
-        if is_view(node) or nbytes(node.spec) <= limit:
+        # What a layer takes packed stands for what was kept already.
+        if is_view(node) or node.op in PURE or nbytes(node.spec) <= limit:
             kept.add(node)
+    return kept
+
+
+def _wanted(graph: Graph, kept: set[Node]) -> list[Node]:
+    """The kept nodes that the rest reads, in order."""
     needed = set(nodes_in(graph.outputs))
     for node in graph.nodes:
         if node not in kept:
@@ -128,10 +132,10 @@ def nbytes(spec: Any) -> int:
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in tensors([spec]))
 
 
-def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], known: set[Node]) -> Frozen:
+def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], kept: set[Node]) -> Frozen:
     """Two graphs over the nodes of one."""
     once = Graph()
-    once.nodes = [node for node in graph.nodes if node in known]
+    once.nodes = [node for node in graph.nodes if node in kept]
     once.outputs = tuple(wanted)
     once.drop_unused()
     used = {read for node in once.nodes for read in node.inputs()}
@@ -157,7 +161,7 @@ def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], known: set[No
         replaced[node] = rest.add(replace(node, args=args, kwargs=kwargs))
     rest.outputs = retarget(graph.outputs, replaced)
     users = graph.users()
-    acting = {replaced.get(node, node) for node in graph.nodes if not users[node] and node not in known}
+    acting = {replaced.get(node, node) for node in graph.nodes if not users[node] and node not in kept}
     rest.drop_unused(keep=acting.__contains__)
     needed = {read for node in rest.nodes for read in node.inputs()} | set(nodes_in(rest.outputs))
     plain = rest.inputs[: len(graph.inputs)]

@@ -29,8 +29,9 @@ NONE = Epilogue()
 
 
 def available() -> bool:
-    """Whether this build of torch has the calls."""
-    return bool(torch.backends.mkldnn.is_available()) and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+    """Whether this build of torch has the calls, and its user has not switched them off."""
+    enabled = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    return bool(enabled) and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
 
 
 def packed_convolution(weight: torch.Tensor, *window_and_size: Any) -> torch.Tensor:

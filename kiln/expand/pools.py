@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,8 +36,8 @@ def pooling(node: Node, item: Node) -> Maker:
     def make(new: Relayout) -> Node:
         x = new.values[node.args[0]]
         spec: TensorSpec = x.spec
-        window = settings(node.args)
-        fits = all(type(n) is int for n in spec.shape) and math.prod(window[0]) <= WINDOW
+        window = Window.of(node.args)
+        fits = all(type(n) is int for n in spec.shape) and math.prod(window.kernel) <= WINDOW
         last = is_channels_last(spec.shape, spec.stride) and not is_contiguous(spec.shape, spec.stride)
         if not fits or not last or spec.dtype is not torch.float32:
             new.values[node] = new.follow(node)
@@ -43,43 +45,47 @@ def pooling(node: Node, item: Node) -> Maker:
             return made
         new.recording.where = node.where
         with new.recording:
-            out = largest(new.fake(x), item.spec.shape[2:], *window)
+            out = window.largest(new.fake(x), item.spec.shape[2:])
         return new.recording.node(out)
 
     return make
 
 
-def settings(args: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Kernel, stride, padding and dilation of a pooling, two numbers each."""
-    _, kernel, stride, padding, dilation, _ = (*args, *(None, [], 0, 1, False)[len(args) - 1 :])
-    both = []
-    for value in (kernel, stride or kernel, padding, dilation):
-        given = [value] if isinstance(value, int) else list(value)
-        both.append((given[0], given[-1]))
-    return tuple(both)
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How a pooling walks over its input, two numbers each."""
 
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
 
-def largest(
-    x: torch.Tensor,
-    out: Sequence[int],
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> torch.Tensor:
-    """The largest elements of windows; those in the padding do not count."""
-    reach = [(out[d] - 1) * stride[d] + dilation[d] * (kernel[d] - 1) + 1 for d in range(2)]
-    after = [max(reach[d] - x.shape[d + 2] - padding[d], 0) for d in range(2)]
-    border = [padding[1], after[1], padding[0], after[0]]
-    if any(border):
-        x = aten.constant_pad_nd.default(x, border, -math.inf)
-    found: torch.Tensor | None = None
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
+    @staticmethod
+    def of(args: Sequence[Any]) -> Window:
+        """The window that the arguments of the op say."""
+        kernel, stride, padding, dilation = (*args, *(None, [], 0, 1)[len(args) - 1 :])[1:5]
+        return Window(pair(kernel), pair(stride or kernel), pair(padding), pair(dilation))
+
+    def largest(self, x: torch.Tensor, out: Sequence[int]) -> torch.Tensor:
+        """The largest elements of windows, of which there are `out`; those in the padding do not count."""
+        steps = list(zip(self.stride, self.dilation, self.kernel, out, strict=True))
+        reach = [(n - 1) * stride + dilation * (kernel - 1) + 1 for stride, dilation, kernel, n in steps]
+        after = [max(reach[d] - x.shape[d + 2] - self.padding[d], 0) for d in range(2)]
+        border = [self.padding[1], after[1], self.padding[0], after[0]]
+        if any(border):
+            x = aten.constant_pad_nd.default(x, border, -math.inf)
+        found: torch.Tensor | None = None
+        for place in itertools.product(*map(range, self.kernel)):
             part = x
-            for d, start in enumerate((i * dilation[0], j * dilation[1])):
-                end = start + (out[d] - 1) * stride[d] + 1
-                part = aten.slice.Tensor(part, d + 2, start, end, stride[d])
+            for d, (stride, dilation, _, n) in enumerate(steps):
+                start = place[d] * dilation
+                part = aten.slice.Tensor(part, d + 2, start, start + (n - 1) * stride + 1, stride)
             found = part if found is None else aten.maximum.default(found, part)
-    assert found is not None
-    return found
+        assert found is not None
+        return found
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """Two numbers of one or two."""
+    given = [value] if isinstance(value, int) else list(value)
+    return given[0], given[-1]

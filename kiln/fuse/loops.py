@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kiln.fuse.products import convolution_backward
 from kiln.fuse.windows import avg_pool, max_pool
 from kiln.ops.expansions.norms import batch_norm, batch_norm_backward, batch_norm_functional
 from kiln.ops.table import aten
@@ -104,6 +105,7 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.max_pool2d_with_indices.default: max_pool,
     aten.avg_pool2d.default: avg_pool,
+    aten.convolution_backward.default: convolution_backward,
     # What `kiln.ops.random` left: those draw eager's numbers.
     aten.bernoulli.p: _eager,
     aten.bernoulli.default: _eager,

@@ -1,12 +1,13 @@
 """Cuts loops where conditions on their places change: borders of padding, seams of joined tensors.
 
-Between two cuts such a condition is known: what is not read there is not asked for, and the rest is read without
-a mask.
+Between two cuts such a condition is known: what is not read there is not asked for, and the rest is read
+without a mask.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,9 +55,7 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     inner = in_line(nest)
     if any(high - low < LINE for low, high in parts[inner]):
         parts[inner] = [(0, inner.size)]
-    count = 1
-    for found in parts.values():
-        count *= len(found)
+    count = math.prod(map(len, parts.values()))
     if count == 1 or count > MOST:
         return [nest]
     regions = itertools.product(*[parts[a] for a in nest.axes])

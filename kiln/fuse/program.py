@@ -89,8 +89,10 @@ class Finishing:
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
                 parts = peeled(nest, groups.scope) if self.cuts.borders else [nest]
-                whole = split(nest, groups.scope, f"k{item.position}", self.cuts) if len(parts) == 1 else Split(parts)
-                steps.append(whole)
+                if len(parts) > 1:
+                    steps.append(Split(parts))
+                    continue
+                steps.append(split(nest, groups.scope, f"k{item.position}", self.cuts))
         return self.launched(steps)
 
     def launched(self, steps: Iterable[Split | Call]) -> list[Step]:

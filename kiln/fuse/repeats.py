@@ -1,10 +1,10 @@
 """Repeats: of many equal blocks in a row a few are fused, and their steps stand for the others.
 
-A block is a stretch of nodes; the next one has the same ops with the same arguments and types, where each node
-that is read lies in the same place of a block, is the same for all blocks, or belongs to one block alone (a
-weight). What was fused for one block is therefore right for another, its nodes put in the place of the first
-one's. Whether the steps of the blocks that were fused do repeat is looked up; where they do not, the whole
-graph is fused.
+A block is a stretch of nodes; the next one has the same ops with the same arguments and types, where each
+node that is read lies in the same place of a block, is the same for all blocks, or belongs to one block alone
+(a weight). What was fused for one block is therefore right for another, its nodes put in the place of the
+first one's. Whether the steps of the blocks that were fused do repeat is looked up; where they do not, the
+whole graph is fused.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def fixed_reads(blocks: Blocks, step: Step) -> set[Node] | None:
 
 
 def complete(graph: Graph, steps: Iterable[Step]) -> bool:
-    """Whether each step reads what earlier ones made, nothing is made twice, and outputs show what is made."""
+    """Whether steps read what earlier ones made, nothing is made twice, and outputs show what is made."""
     made = {*graph.inputs, *(node for node in graph.nodes if node.op is CONSTANT)}
     for step in steps:
         results, reads = nodes_of(step)

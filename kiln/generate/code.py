@@ -173,7 +173,7 @@ class Entries:
         return total
 
 
-def of_any_length(nest: Nest) -> tuple[Nest, dict[Symbol, int]]:
+def of_any_length(nest: Nest) -> tuple[Nest, dict[Any, int]]:
     """A nest of one loop with its length as a size: one function does for all such nests of a stage."""
     if len(nest.axes) != 1 or type(nest.axes[0].size) is not int or nest.axes[0].reduced:
         return nest, {}

@@ -17,6 +17,7 @@ BLOCK = 256  # threads of a block that shares nothing
 LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers
 HELD = 32  # elements of a row that a thread holds in registers
+PACKED = 128  # bytes of a row that a thread holds as they are in memory, where they are too many as floats
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
 
@@ -25,10 +26,10 @@ BUSY = 132 * 1024  # threads that keep a large GPU busy
 class Grid:
     """The shape of a launch: `rows` rows or column groups a block, `team` threads on each.
 
-    Without reduced axes a thread is its own row, of `width` elements. `along`: the team shares a row along the
-    vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced
-    axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements of
-    its row, where that is known and they fit registers; else 0.
+    Without reduced axes a thread is its own row, of `width` elements. `along`: the team shares a row along
+    the vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced
+    axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements
+    of its row, where that is known and they fit registers, else 0; `packed`: they fit as they are in memory.
     """
 
     vector: Axis | None
@@ -37,6 +38,7 @@ class Grid:
     team: int = 1
     along: bool = False
     turns: int = 0
+    packed: bool = False
 
     @property
     def threads(self) -> int:
@@ -70,9 +72,17 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
     turns = -(-chunks // team)
-    if not known or turns > most:
-        team, turns = min(team, LOOPED), 0
-    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns)
+    packed = turns > most
+    if not known or packed and turns * row_bytes(nest, vector, width) > PACKED:
+        team, turns, packed = min(team, LOOPED), 0, False
+    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, packed)
+
+
+def row_bytes(nest: Nest, vector: Axis | None, width: int) -> int:
+    """The bytes that a thread reads in one turn."""
+    found = {(t.buffer, t.index, t.dtype) for t in terms(s.value for s in nest.stores) if isinstance(t, Load)}
+    varying = [d for _, i, d in found if isinstance(i, Expr) and vector and vector.variable in i.symbols()]
+    return sum(d.itemsize for d in varying) * width
 
 
 def width_for(nest: Nest, vector: Axis | None) -> int:

@@ -40,6 +40,8 @@ class GridEmitter(Values):
         self.fn.attributes = "nounwind"
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
+        self.turn: int | None = None  # the one being emitted, where what it reads is held as it is in memory
+        self.held: dict[tuple[int, int], Value] = {}
         self.shared = 0
         self.emit()
 
@@ -248,12 +250,14 @@ class GridEmitter(Values):
             if (turn + 1) * step > total:
                 valid = place < total
                 place = valid.where(place, 0)
-            known, indices = self.turns.setdefault(turn, ({}, {}))
+            known, indices = ({}, {}) if grid.packed else self.turns.setdefault(turn, ({}, {}))
             self.layers.append(known)
             self.indices.append(indices)
+            self.turn = turn if grid.packed else None
             self.place(self.folded(), place)
             carried = body(carried, valid)
             self.pop()
+        self.turn = None
         return carried
 
     def looped_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
@@ -348,21 +352,41 @@ class GridEmitter(Values):
     def through_memory(
         self, values: list[Value], combine: Callable[..., list[Value]], team: int
     ) -> list[Value]:
-        """A team whose threads lie apart: all that they have in shared memory, read by each in order."""
-        fn, grid = self.fn, self.grid
+        """A team whose threads lie apart: halves take over what the others have left in shared memory."""
+        grid = self.grid
         column = self.unsigned(self.thread & grid.rows - 1).to(I64) * grid.width
         memory = [self.shared_memory(v.type.scalar, team * grid.rows * grid.width) for v in values]
-        for m, v in zip(memory, values, strict=True):
-            fn.store(v, fn.at(m, self.mine * (grid.rows * grid.width) + column, v.type))
+
+        def at(thread: Value | int) -> list[Value]:
+            place = column + thread * (grid.rows * grid.width)
+            return [self.fn.at(m, place, v.type) for m, v in zip(memory, values, strict=True)]
+
+        def put(given: list[Value]) -> None:
+            for address, value in zip(at(self.mine), given, strict=True):
+                self.put_shared(address, value)
+
+        def found(thread: Value | int) -> list[Value]:
+            return [self.from_shared(a, v.type) for a, v in zip(at(thread), values, strict=True)]
+
+        put(values)
+        while team > 1:
+            team //= 2
+            self.barrier()
+            with self.branch(self.mine < team):
+                put(combine(found(self.mine), found(self.mine + team)))
         self.barrier()
+        return found(0)
 
-        def turn(i: Value, carried: list[Value]) -> list[Value]:
-            place = i * (grid.rows * grid.width) + column
-            found = [fn.load(fn.at(m, place, v.type), v.type) for m, v in zip(memory, values, strict=True)]
-            return combine(carried, found)
+    def put_shared(self, address: Value, value: Value) -> None:
+        value = value.to(U8) if value.type.kind == "i1" else value
+        align = min(value.type.bits * value.type.width // 8, 16)
+        self.fn.do(f"store {value.type} {value.text}, ptr {address.text}, align {align}")
 
-        first = [fn.load(fn.at(m, column, v.type), v.type) for m, v in zip(memory, values, strict=True)]
-        return fn.loop(1, team, 1, first, turn)
+    def from_shared(self, address: Value, kind: Type) -> Value:
+        memory = (U8 if kind.kind == "i1" else kind).wide(kind.width)
+        align = min(memory.bits * memory.width // 8, 16)
+        value = self.fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
+        return value.to(I1) if kind.kind == "i1" else value
 
     def shared_memory(self, kind: Type, count: int) -> Value:
         """Memory of the block for this many values."""
@@ -414,7 +438,7 @@ class GridEmitter(Values):
             memory = (U8 if stored.kind == "i1" else stored).wide(self.lanes)
             address = fn.at(base, self.index(term.index), stored)
             align = self.granule(term.index) * memory.bits // 8
-            value = fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
+            value = self.held_load(term, memory, address, align)
             return (value.to(I1) if stored.kind == "i1" else value).to(held)
         result = Value(fn, "poison", stored.wide(self.lanes))
         for lane, place in enumerate(self.each_place(term.index, step)):
@@ -425,6 +449,24 @@ class GridEmitter(Values):
             inserted = f"insertelement {result.type} {result.text}, {value.type} {value.text}, i64 {lane}"
             result = fn.emit(inserted, result.type)
         return result.to(held)
+
+    def held_load(self, term: Load, memory: Type, address: Value, align: int) -> Value:
+        """Elements of memory; those that a thread holds for later phases are read once."""
+        fn = self.fn
+        words = I32.wide(memory.bits * memory.width // 32)
+        found = None if self.turn is None else self.held.get((self.turn, id(term)))
+        if found is None:
+            value = fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
+            if self.turn is not None and memory.bits * memory.width >= 64:
+                self.held[self.turn, id(term)] = fn.emit(f"bitcast {memory} {value.text} to {words}", words)
+            return value
+        # What was computed from them would be held in their place if it were seen that they are the same.
+        hidden = Value(fn, "poison", words)
+        for i in range(words.width):
+            word = some_lanes(found, i, 1)
+            moved = fn.emit(f'call i32 asm sideeffect "mov.b32 $0, $1;", "=r,r"(i32 {word.text})', I32)
+            hidden = fn.emit(f"insertelement {words} {hidden.text}, i32 {moved.text}, i64 {i}", words)
+        return fn.emit(f"bitcast {words} {hidden.text} to {memory}", memory)
 
     def each_place(self, index: Any, step: int | None) -> list[Value]:
         """An index in each lane."""

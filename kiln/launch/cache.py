@@ -1,8 +1,8 @@
 """The disk cache: bytes by content key, kept between processes. Knows nothing of what they are.
 
-A file holds a checksum of its key and its bytes: one that is damaged, cut short or of another key is a miss, and
-is removed. Files are written under another name and renamed, so that processes at the same time see whole files
-only. The folder belongs to the user alone. Nothing in it is ever unpickled.
+A file holds a checksum of its key and its bytes: one that is damaged, cut short or of another key is a
+miss, and is removed. Files are written under another name and renamed, so that processes at the same time
+see whole files only. The folder belongs to the user alone. Nothing in it is ever unpickled.
 """
 
 from __future__ import annotations

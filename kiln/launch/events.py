@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from kiln.base.expressions import Expr, Symbol
+from kiln.base.expressions import Symbol
 from kiln.base.fx import bindings
-from kiln.base.graph import CONSTANT, Node, TensorSpec, mapped, nodes_in
+from kiln.base.graph import CONSTANT, Node, mapped, nodes_in
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.launch.shims import Shim, shim_of
@@ -48,6 +48,8 @@ class Events:
     """For a value in the memory of another: that one."""
     numbers: dict[Symbol, Node] = field(default_factory=dict)
     """The inputs that are numbers."""
+    kept: set[Node] = field(default_factory=set)
+    """The owners of memory that is not the plan's: it came from outside, leaves, or other code may hold it."""
 
     def owner(self, node: Node) -> Node:
         """The value in whose memory a value lies."""
@@ -64,13 +66,18 @@ def events_of(program: Program) -> Events:
     made = Events(program)
     made.numbers = {s: node for s, (node, what, _) in bindings(program.graph).items() if not what}
     _find_items(made)
-    for step in program.steps:
+    _list_steps(made)
+    _find_kept(made)
+    return made
+
+
+def _list_steps(made: Events) -> None:
+    for step in made.program.steps:
         if isinstance(step, Launch):
             reads = [made.value(n) for n in step.reads.values()]
             made.listed.append(Event(tuple(dict.fromkeys(reads)), tuple(step.writes.values()), launch=step))
         elif not (step.node.op is operator.getitem and step.node.args[0] in made.items):
             made.listed.append(_call(made, step.node))
-    return made
 
 
 def _find_items(events: Events) -> None:
@@ -128,24 +135,26 @@ def _base(node: Node, made: Node) -> Node | None:
     index = bases[place] if place < len(bases) else None
     if index is None:
         return None
-    base = node.args[index] if index < len(node.args) else node.kwargs.get(node.op._schema.arguments[index].name)
-    return base if type(base) is Node else next(nodes_in(base), None)
+    base = (
+        node.args[index] if index < len(node.args) else node.kwargs.get(node.op._schema.arguments[index].name)
+    )
+    return base if type(base) is Node else next(iter(nodes_in(base)), None)
 
 
 def lodgers(events: Events) -> set[Node]:
-    """The values that may lie in the arena: made by kernels, or by calls that write where they are told to.
-
-    What leaves the graph, and what is given to code that may keep it, has memory of its own.
-    """
-    graph = events.program.graph
-    kept = {events.owner(events.value(n)) for n in _leaving(events)}
-    kept.update(graph.inputs)
-    kept.update(n for n in graph.nodes if n.op is CONSTANT)
+    """The values that may lie in the arena: made by kernels, or by calls that write where they are told."""
     made: set[Node] = set()
     for event in events.listed:
         if event.launch is not None or event.shim is not None and event.shim.writes:
-            made.update(n for n in event.makes if n not in kept and n not in events.owners)
+            made.update(n for n in event.makes if n not in events.kept and n not in events.owners)
     return made
+
+
+def _find_kept(events: Events) -> None:
+    graph = events.program.graph
+    events.kept = {events.owner(events.value(n)) for n in _leaving(events)}
+    events.kept.update(graph.inputs)
+    events.kept.update(n for n in graph.nodes if n.op is CONSTANT)
 
 
 def _leaving(events: Events) -> Iterator[Node]:
@@ -161,7 +170,7 @@ def forgetful(op: Any) -> bool:
 
 
 def last_uses(events: Events) -> tuple[dict[Node, int], dict[Node, int]]:
-    """For each value the last event that reads it, or makes it where none does; and the same for owners of memory."""
+    """The last event that reads a value, or makes it; and the last that needs the memory it owns."""
     last: dict[Node, int] = {}
     for i, event in enumerate(events.listed):
         last.update(dict.fromkeys((*event.makes, *event.reads), i))
@@ -183,11 +192,3 @@ def native_reads(events: Events) -> set[Node]:
         elif event.view is not None and event.node is not None:
             found.add(events.value(event.node.args[0]))
     return found
-
-
-def symbolic(values: Iterable[Any]) -> bool:
-    return any(isinstance(v, Expr) for v in values)
-
-
-def is_tensor(node: Node) -> bool:
-    return isinstance(node.spec, TensorSpec)

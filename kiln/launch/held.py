@@ -12,16 +12,13 @@ import torch
 from kiln._held import Watch
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
-from kiln.base.graph import Graph
+from kiln.base.graph import CONSTANT, Graph
 from kiln.base.options import Settings
-from kiln.expand.freeze import Frozen, freeze
+from kiln.expand.freeze import Frozen, can_watch, freeze
 from kiln.launch.cache import disk
 from kiln.launch.native import set_up
 from kiln.launch.program import compile_graph
 from kiln.launch.tune import Way, choice
-
-#: Only these are what their memory says.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def compile_held(
@@ -50,11 +47,6 @@ def gains(graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], fr
     return choice(str(graph), ways, specs, store, held) == "frozen"
 
 
-def can_watch(tensor: torch.Tensor) -> bool:
-    """Whether a change of a tensor shows: inference tensors count no versions."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_inference()
-
-
 class Held:
     """Runs a frozen graph; what follows from held tensors is computed anew when one of them has changed."""
 
@@ -65,7 +57,9 @@ class Held:
         self.once = runner(frozen.once)
         self.lock = threading.Lock()
         set_up()
-        self.stamp = Watch(tuple(tensors), tuple(map(extent, tensors))).stamp
+        constants = [node.args[0] for node in frozen.once.nodes if node.op is CONSTANT]
+        watched = (*tensors, *constants)
+        self.stamp = Watch(watched, tuple(map(extent, watched))).stamp
         self.state: tuple[int, tuple[Any, ...]] = -1, ()
 
     def run(self, values: list[Any]) -> Sequence[Any]:
@@ -82,14 +76,14 @@ class Held:
         with self.lock:
             if self.state[0] != now:
                 self.state = -1, ()  # what was computed before goes before new memory is taken
-                with torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad():
                     self.state = now, tuple(self.once(list(self.tensors)))
             return self.state
 
 
 def extent(tensor: torch.Tensor) -> int:
     """The bytes of memory from a tensor's first element to its last."""
-    if not tensor.numel():
+    if not tensor.numel() or tensor.device.type != "cpu":  # other memory cannot be looked at
         return 0
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return int((last + 1) * tensor.element_size())

@@ -49,7 +49,9 @@ class Numbers:
 
     def settle(self, lodgings: Sequence[Lodging], graph: Graph) -> Settled:
         """The table for the memory that these need in all."""
-        varying = [v for v in (*self.values, *self.objects, *(one.size for one in lodgings)) if isinstance(v, Expr)]
+        varying = [
+            v for v in (*self.values, *self.objects, *(one.size for one in lodgings)) if isinstance(v, Expr)
+        ]
         if varying or any(isinstance(ahead, Expr) for _, ahead in self._places):
             return self._function(lodgings, graph, varying)
         total = arrange(lodgings)
@@ -86,7 +88,8 @@ class Numbers:
             varying += [ahead] if isinstance(ahead, Expr) else []
         objects = [text(v) for v in self.objects]
         symbols = sorted({s for value in varying for s in value.symbols()}, key=str)
-        lines.append(f"    return ({', '.join(map(str, entries))}{', ' if entries else ''}{total},), ({''.join(f'{o}, ' for o in objects)})")
+        table, others = ("".join(f"{one}, " for one in some) for some in ([*entries, total], objects))
+        lines.append(f"    return ({table}), ({others})")
         head = ["def resolve(_key):", f"    {', '.join(map(str, symbols))}, = _key"]
         space: dict[str, Any] = {"math": math}
         exec("\n".join([*head, *lines]), space)
@@ -107,7 +110,7 @@ class Settled:
 
 
 def _bound(symbols: Sequence[Symbol], graph: Graph) -> tuple[tuple[int, int], ...]:
-    """For each symbol a code and the input: its size in a dimension, -1 the number itself, -2 and less a stride."""
+    """For each symbol an input and what of it: a size by dimension, -1 the number itself, less: a stride."""
     bound, places = bindings(graph), {node: i for i, node in enumerate(graph.inputs)}
     made = []
     for symbol in symbols:

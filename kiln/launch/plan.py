@@ -11,11 +11,12 @@ import torch
 from kiln._launch import Plan
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
-from kiln.fuse.nest import Nest, terms
+from kiln.fuse.nest import Buffer, Kernel, Nest, terms
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
 from kiln.launch.events import Event, Events, events_of, last_uses, lodgers, native_reads
+from kiln.launch.inplace import heirs
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, set_up
 from kiln.launch.numbers import Numbers, Settled
@@ -60,6 +61,10 @@ class Planner:
         self.tensors: list[tuple[int, Any]] = []
         self.steps: list[tuple[Any, ...]] = []
         self.labels: list[str] = []
+        self.fresh: set[Node] = set()
+        """Values in slots whose memory nothing but the plan knows."""
+        self.taken: set[Node] = set()
+        self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
         self.now = 0
 
     def plan(self) -> Plan:
@@ -67,7 +72,9 @@ class Planner:
         for node in graph.inputs:
             self.slot(node)
         constants = [node for node in graph.nodes if node.op is CONSTANT and node in self.last]
-        constants += [n for n in graph.nodes if n.op is CONSTANT and n in graph.outputs and n not in self.last]
+        constants += [
+            n for n in graph.nodes if n.op is CONSTANT and n in graph.outputs and n not in self.last
+        ]
         for node in constants:
             self.slot(node)
         ending: dict[int, list[Node]] = {}
@@ -89,8 +96,8 @@ class Planner:
         settled: Settled = self.numbers.settle(self.lodgings, graph)
         steps, lodged = tuple(self.steps), tuple(self.tensors)
         owner = Description(
-            steps, lodged, outputs, tuple(self.names), tuple(self.lodgings), settled, tuple(self.numbers.values),
-            tuple(made.kernel.name for made in self.code), tuple(self.labels),
+            steps, lodged, outputs, tuple(self.names), tuple(self.lodgings), settled,
+            tuple(self.numbers.values), tuple(made.kernel.name for made in self.code), tuple(self.labels),
             tuple(made.code for made in self.code),
         )  # fmt: skip
         return Plan(
@@ -114,11 +121,22 @@ class Planner:
         self.lodgings.append(lodging)
         return lodging
 
-    def made(self, node: Node) -> None:
-        """Find a home for a value that the next step writes."""
-        if node in self.lodgers:
+    def made(self, node: Node, left: Node | None = None) -> None:
+        """Find a home for a value that the next step writes; `left` is a value whose home it may take."""
+        home = None if left is None else self.homes[left]
+        if isinstance(home, Place) and node in self.lodgers:
+            lodging = self.lodge(node.name, node.spec, self.memory[node])
+            home.lodging.heir, lodging.inherited = lodging, True
+            self.homes[node] = Place(lodging)
+        elif left is not None and type(home) is int:
+            self.homes[node] = home
+            del self.homes[left]
+            self.names[home] = f"{self.names[home]}={node.name}"
+            self.fresh.add(node)
+        elif node in self.lodgers:
             self.homes[node] = Place(self.lodge(node.name, node.spec, self.memory[node]))
         else:
+            self.fresh.add(node)
             self.steps.append(("make", self.slot(node), self.form(node.spec), ()))
 
     def form(self, spec: TensorSpec) -> tuple[int, int, int, int]:
@@ -141,7 +159,8 @@ class Planner:
         found = self.lodged.get(node)
         if found is None:
             found = self.lodged[node] = len(self.tensors)
-            self.tensors.append((self.numbers.place(home.lodging, home.ahead), self.form(self.specs.get(node, node.spec))))
+            place = self.numbers.place(home.lodging, home.ahead)
+            self.tensors.append((place, self.form(self.specs.get(node) or node.spec)))
         return PLACE, found
 
     # Steps
@@ -155,19 +174,51 @@ class Planner:
             self.call(event)
 
     def launch(self, launch: Launch, compiled: Compiled) -> None:
-        for node in launch.writes.values():
-            self.made(node)
+        before = {node: self.address(node) for node in launch.reads.values()}
+        self.taken = set()
+        for buffer, node in launch.writes.items():
+            self.made(node, self.leaving(launch, buffer, node))
         scratch = {buffer: self.lodge(buffer.name, spec, self.now) for buffer, spec in launch.scratch.items()}
-        nodes = {**launch.reads, **launch.writes}
+        reads, writes = launch.reads, launch.writes
         buffers = tuple([
-            (PLACE, self.numbers.place(scratch[b])) if b in scratch else self.address(nodes[b])
+            (PLACE, self.numbers.place(scratch[b])) if b in scratch
+            else self.address(writes[b]) if b in writes else before[reads[b]]
             for b in compiled.buffers
         ])  # fmt: skip
         stages = []
-        for nests, address, tasks in zip(compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True):
+        for nests, address, tasks in zip(
+            compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True
+        ):
             count = max(float(getattr(tasks, "hint", tasks)), 1.0)
             stages.append((address, self.numbers.run((tasks,)), sum(map(work_of, nests)) / count))
         self.steps.append(("launch", tuple(stages), buffers, self.numbers.run(tuple(compiled.sizes)), ()))
+
+    def leaving(self, launch: Launch, buffer: Buffer, node: Node) -> Node | None:
+        """A value that a kernel reads last and in whose memory it may write a result."""
+        pairs = self.heirs.get(launch.kernel)
+        if pairs is None:
+            pairs = self.heirs[launch.kernel] = heirs(launch.kernel)
+        for read in pairs.get(buffer, ()):
+            left = self.events.value(launch.reads[read])
+            if left not in self.taken and self.gives_way(left, node):
+                self.taken.add(left)
+                return left
+        return None
+
+    def gives_way(self, left: Node, node: Node) -> bool:
+        """Whether a value may be overwritten by another: nothing else needs its memory, which is the plan's."""
+        events = self.events
+        if left in events.kept or left in events.owners or self.memory[left] != self.now:
+            return False
+        if sum(events.owner(read) is left for read in events.listed[self.now].reads) != 1:
+            return False
+        mine, its = left.spec, node.spec
+        if (mine.dtype, mine.shape, mine.stride) != (its.dtype, its.shape, its.stride):
+            return False
+        home = self.homes[left]
+        if isinstance(home, Place):
+            return node in self.lodgers
+        return left in self.fresh
 
     def view(self, event: Event) -> None:
         view, node = event.view, event.node
@@ -199,6 +250,7 @@ class Planner:
             words = (("h", (self.tensor(node),)), *words)
         else:
             results, packed = self.results(node)
+            self.fresh.update(event.makes)
             words = (*words, *[("r", i) for i in range(len(node.op._schema.returns))])
         native, work = function(shim.name), work_of_call(node)
         self.steps.append(("call", op, arguments, names, results, packed, native, words, work, ()))
@@ -282,5 +334,3 @@ COSTS = {
     **dict.fromkeys(("sin", "cos", "tan", "pow", "atan2", "asin", "acos", "atan", "fmod", "remainder"), 30.0),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 6.0),
 }
-
-

@@ -1,9 +1,9 @@
 """Eager kernels that have a C entry in torch's library, and how their arguments are passed.
 
-An argument is a word by what the schema says of its type; a list is two, its address and its length. The kinds
-are those that `_run.c` knows: `h` a tensor, `o` a tensor or nothing, `l` tensors, `i` a number, `p` the address of
-numbers, `P` the address of such an address, `n` a constant, `d` and `D` a floating-point number and the address of
-one, `b` bytes, `r` where a result goes.
+An argument is a word by what the schema says of its type; a list is two, its address and its length. The
+kinds are those that `_run.c` knows: `h` a tensor, `o` a tensor or nothing, `l` tensors, `i` a number, `p` the
+address of numbers, `P` the address of such an address, `n` a constant, `d` and `D` a floating-point number
+and the address of one, `b` bytes, `r` where a result goes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def shim_of(node: Node) -> Shim | None:
     specs = [n.spec for n in node.inputs()]
     specs += [node.spec] if isinstance(node.spec, TensorSpec) else list(node.spec)
     plain = all(
-        spec is None or isinstance(spec, TensorSpec) and spec.device.type == "cpu" and not spec.dtype.is_complex
+        spec is None
+        or isinstance(spec, TensorSpec)
+        and spec.device.type == "cpu"
+        and not spec.dtype.is_complex
         for spec in specs
     )
     # Numbers go as floating-point ones, which kernels of integers refuse.
@@ -107,10 +110,21 @@ def words_of(
     return tuple(made) if count <= WORDS and refs <= HELD else None
 
 
+KINDS = {
+    "List[int]": "int[]",
+    "optional[List[int]]": "int[]?",
+    "List[bool]": "bool[]",
+    "List[Tensor]": "Tensor[]",
+    "optional[Tensor]": "Tensor?",
+    "optional[int]": "int?",
+    "optional[float]": "float?",
+}
+"""The types of arguments by shorter names."""
+
+
 def _kind(argument: Any) -> str:
     text = str(argument.type).replace("SymInt", "int").replace("Optional", "optional")
-    return {"List[int]": "int[]", "optional[List[int]]": "int[]?", "List[bool]": "bool[]", "List[Tensor]": "Tensor[]",
-            "optional[Tensor]": "Tensor?", "optional[int]": "int?", "optional[float]": "float?"}.get(text, text)  # fmt: skip
+    return KINDS.get(text, text)
 
 
 def _tensor(value: Any, ref: Any, numbers: Any) -> list[Word] | None:

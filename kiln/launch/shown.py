@@ -80,7 +80,7 @@ def _view(node: Node, base: TensorSpec, shape: tuple[Any, ...]) -> Strided | Non
 
 
 def _regrouped(base: TensorSpec, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of another shape over the same memory: each run of dimensions that lies as one is split anew."""
+    """The strides of another shape over the same memory: dimensions that lie as one are split anew."""
     runs: list[tuple[int, int]] = []
     for n, s in zip(reversed(base.shape), reversed(base.stride), strict=True):
         if n == 1:

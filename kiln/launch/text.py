@@ -65,13 +65,13 @@ class _Text:
     def argument(self, argument: tuple[str, Any]) -> str:
         kind, value = argument
         if kind == "s":
-            return self.plan.names[value]
+            return str(self.plan.names[value])
         if kind == "p":
             return f"arena+{self.number(self.plan.lodged[value][0])}"
         if kind == "c":
             return "?"
         if kind == "o":
-            return repr(value) if isinstance(value, (int, float, bool, str, list, tuple, type(None))) else str(value)
+            return repr(value) if isinstance(value, SHOWN) else str(value)
         inner = ", ".join(map(self.argument, value))
         return f"[{inner}]" if kind == "l" else f"({inner})"
 
@@ -84,7 +84,8 @@ class _Text:
 
     def show(self, step: tuple[Any, ...]) -> str:
         _, slot, source, form, ahead, _ = step
-        return f"{self.plan.names[slot]} = view of {self.plan.names[source]} {self.form(form)} + {self.number(ahead)}"
+        names = self.plan.names
+        return f"{names[slot]} = view of {names[source]} {self.form(form)} + {self.number(ahead)}"
 
     def call(self, step: tuple[Any, ...]) -> str:
         _, _, arguments, names, results, _, native, words, _, _ = step
@@ -99,4 +100,5 @@ class _Text:
         return f"{', '.join(made)} = {way}{next(self.labels)}({', '.join(given)})"
 
 
+SHOWN = (int, float, bool, str, list, tuple, type(None))
 TEXTS = {"launch": _Text.launch, "make": _Text.make, "show": _Text.show, "call": _Text.call}

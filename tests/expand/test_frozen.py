@@ -355,6 +355,42 @@ def test_inference_tensors_are_not_kept():
         assert torch.allclose(seen(x), net(x)) and not torch.equal(before, seen(x))
 
 
+def test_either_way_of_switching_gradients_off():
+    seen = checked(net := block(4, 8, act=nn.ReLU()), x := torch.randn(2, 4, 6, 6))
+    with torch.inference_mode():
+        net[0].weight.data.mul_(2.0)
+        assert torch.allclose(seen.compiled(x), net(x), atol=1e-5)
+    agrees(seen, x)
+
+
+class Quantised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-8, 8, (1024, 1024), dtype=torch.int8))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) / 8)
+
+
+def test_what_takes_much_more_memory_is_computed_in_each_call():
+    seen = checked(Quantised(), torch.randn(4, 1024))
+    assert seen.frozen == [None]
+
+
+def test_a_tensor_of_the_surroundings_may_change():
+    table = torch.arange(6.0)
+
+    class Reads(nn.Module):
+        def forward(self, x):
+            return x + (table * 2).sin()
+
+    compiled = kiln.compile(Reads(), fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(compiled(torch.zeros(6)), (table * 2).sin(), atol=1e-6)
+            table.add_(1)
+
+
 def test_sizes_may_vary():
     compiled = kiln.compile(net := nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)), dynamic=True)
     with torch.no_grad():

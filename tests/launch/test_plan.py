@@ -12,10 +12,10 @@ import torch.nn.functional as F
 import kiln
 from kiln import _launch
 from kiln.base.graph import Graph, TensorSpec
-from kiln.launch.plan import plan_for
-from kiln.launch.program import compile_graph
 from kiln.fuse.program import fuse
 from kiln.generate.code import generate
+from kiln.launch.plan import plan_for
+from kiln.launch.program import compile_graph
 
 from .recording import check, planned, recorded
 
@@ -37,17 +37,20 @@ def test_a_small_program_as_text():
         return torch.softmax(hidden @ w + x, -1)
 
     plan = check(block, rand(4, 8), rand(8, 8), rand(8))
-    assert str(plan) == """\
+    assert (
+        str(plan)
+        == """\
 plan: 5 steps, 4 slots, arena of 256 bytes
          0  addmm: 128 bytes, steps 0 to 1
-       128  mul_2: 128 bytes, steps 1 to 2
-         0  mm: 128 bytes, steps 2 to 3
+         0  mul_2: 128 bytes, steps 1 to 2
+       128  mm: 128 bytes, steps 2 to 3
    0  arena+0 = native addmm(x2, x0, x1); free x2
-   1  k1(arena+0, arena+128): 1 tasks
-   2  arena+0 = native mm(arena+128, x1); free x1
+   1  k1(arena+0, arena+0): 1 tasks
+   2  arena+128 = native mm(arena+0, x1); free x1
    3  div = empty [4, 8] by [8, 1]
-   4  k3(arena+0, x0, div): 4 tasks; free x0
+   4  k3(arena+128, x0, div): 4 tasks; free x0
       return div"""
+    )
     assert not plan.pure
 
 
@@ -72,7 +75,9 @@ def test_the_list_is_emptied_and_values_go_at_their_last_use():
     graph = Graph()
     spec = TensorSpec((16,), (1,), torch.float32, torch.device("cpu"))
     node = graph.input("x", spec)
-    first = graph.call(aten.sort.default, (node,), spec=(spec, TensorSpec((16,), (1,), torch.int64, spec.device)))
+    first = graph.call(
+        aten.sort.default, (node,), spec=(spec, TensorSpec((16,), (1,), torch.int64, spec.device))
+    )
     values = graph.call(operator.getitem, (first, 0), spec=spec)
     out = graph.call(watch, (values,), spec=spec)
     graph.outputs = (out,)
@@ -115,7 +120,9 @@ def test_no_output_lies_in_the_arena():
     spec = TensorSpec((8,), (1,), torch.float32, torch.device("cpu"))
     node = graph.input("x", spec)
     added = graph.call(aten.add.Tensor, (node, 1.0), spec=spec)
-    whole = graph.call(aten.sort.default, (added,), spec=(spec, TensorSpec((8,), (1,), torch.int64, spec.device)))
+    whole = graph.call(
+        aten.sort.default, (added,), spec=(spec, TensorSpec((8,), (1,), torch.int64, spec.device))
+    )
     graph.outputs = (graph.call(operator.getitem, (whole, 0), spec=spec),)
     program = fuse(graph)
     plan = plan_for(program, generate(program.kernels))
@@ -303,3 +310,20 @@ def test_graphs_have_the_same_kernels_in_plans():
     plan = planned(lambda x: torch.softmax(x + 1, -1), rand(4, 8))
     assert plan.owner.kernels == ("k0",)
     assert len(recorded(lambda x: x + 1, rand(3)).nodes) == 1
+
+
+def test_results_take_the_memory_of_values_that_go():
+    image, weight = rand(2, 3, 8, 8), rand(4, 3, 3, 3)
+    plan = check(lambda x, w: torch.relu(F.conv2d(x, w) + 1), image, weight)
+    assert steps(plan) == ["call", "launch"]  # in the memory of the convolution's result
+    plan = check(lambda x: F.softmax(x @ x, -1) @ x, rand(6, 6))
+    assert [one.offset for one in plan.owner.lodgings] == [0, 0]
+
+    # What is read at other places, or once more, is left alone.
+    check(lambda x: (y := x @ x).t() + y, rand(6, 6))
+    check(lambda x: ((y := x @ x) + 1) @ y, rand(6, 6))
+    check(lambda x: (y := x @ x) - y.amax(0), rand(6, 6))
+    check(lambda x: ((y := x @ x) - y.amax(1), y[1:] * 2), rand(6, 6))
+    check(lambda x: (torch.relu(y := x @ x), y.view(4, 9).sum(0)), rand(6, 6))
+    check(lambda x: torch.cat([(y := x @ x) * 2, y.flip(0)]) @ x, rand(6, 6))
+    check(lambda x: ((y := x @ x)[:3] + y[3:]) @ x, rand(6, 6))

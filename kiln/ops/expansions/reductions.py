@@ -94,7 +94,7 @@ def var(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = 
     return _moments(x, dims, correction, keepdim)[0]
 
 
-def _spread(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
+def _or_none(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
     """A variance that is 0 for equal numbers, though their mean was rounded: the gradient of its root asks."""
     if not x.numel() or x.dtype not in FLOATS:
         return found
@@ -106,14 +106,14 @@ def _spread(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
 @expansion(aten.std.correction)
 @in_wide
 def std(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.sqrt(_spread(x, dims, _moments(x, dims, correction, keepdim)[0], keepdim))
+    return torch.sqrt(_or_none(x, dims, _moments(x, dims, correction, keepdim)[0], keepdim))
 
 
 @expansion(aten.std_mean.correction)
 @in_wide
 def std_mean(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     spread, middle = _moments(x, dims, correction, keepdim)
-    return torch.sqrt(_spread(x, dims, spread, keepdim)), middle
+    return torch.sqrt(_or_none(x, dims, spread, keepdim)), middle
 
 
 def _with_place(x: Tensor, value: Any, place: Any, dim: int, keepdim: bool) -> Any:

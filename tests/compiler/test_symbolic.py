@@ -1,0 +1,194 @@
+"""Symbolic sizes: one compiled function for all sizes, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kiln
+from kiln.base import records
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SIZES = (5, 2, 3, 4, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 65, 100, 257, 1001)
+#: Those that stand for themselves: what is empty and what is broadcast.
+SPECIAL = (0, 1)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    return torch.linspace(-2, 2, count).sin().reshape(shape) if count else torch.zeros(shape)
+
+
+class Block(nn.Module):
+    """A small transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.last(x))))
+
+
+class Convolutional(nn.Module):
+    """A small convolutional network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 8, 3, stride=2, padding=1, groups=8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(F.relu(self.norm(self.first(x))), 2)
+        return self.head(F.adaptive_avg_pool2d(F.relu(self.second(x)), 1).flatten(1))
+
+
+Case = tuple[Callable[..., Any], Callable[[int], tuple[torch.Tensor, ...]]]
+CASES: dict[str, Case] = {
+    "pointwise": (lambda x, y: F.gelu(x * 2 + y.sin()) / 3, lambda n: (randn(n, 7), randn(n, 7))),
+    "broadcast": (lambda x, y: x * y + y[:, :1], lambda n: (randn(n, 1, 5), randn(3, n, 1).transpose(0, 1))),
+    "row sums": (lambda x: (x.sum(1), x.amax(-1), x.var(-1)), lambda n: (randn(9, n),)),
+    "column sums": (lambda x: (x.sum(0), x.mean(0) * 2, x.prod(0)), lambda n: (randn(n, 9),)),
+    "split sums": (lambda x: (x.sum(), (x * x).mean(), x.sum((0, 2))), lambda n: (randn(n, 40, 33),)),
+    "softmax": (lambda x: x.softmax(-1) * x.log_softmax(0), lambda n: (randn(6, n),)),
+    "norms": (lambda x, w: F.layer_norm(x, (x.shape[-1],), w) + F.rms_norm(x, (x.shape[-1],), w),
+              lambda n: (randn(4, n), randn(n) + 3)),
+    "cross entropy": (lambda x, t: F.cross_entropy(x, t), lambda n: (randn(n, 11), torch.arange(n) % 11)),
+    "cat": (lambda x, y: torch.cat([x, y * 2, x[:2]]).relu(), lambda n: (randn(n, 3), randn(n + 1, 3))),
+    "pad": (lambda x: F.pad(x, (1, x.shape[1] // 2)) * 2, lambda n: (randn(3, n),)),
+    "slice": (lambda x: x[x.shape[0] // 2 :, 1:-1] + x[0, 2:], lambda n: (randn(n, 8),)),
+    "view": (lambda x: (x.view(-1, 4) + 1).t().reshape(x.shape[0], -1), lambda n: (randn(n, 6, 2),)),
+    "embedding": (lambda i, w: F.embedding(i, w) * 2, lambda n: (torch.arange(2 * n).view(2, n) % 7, randn(7, 5))),
+    "pooling": (lambda x: F.avg_pool1d(F.max_pool1d(x, 2, 1), 2, 1), lambda n: (randn(2, 3, n + 3),)),
+    "matmul": (lambda x, y: F.relu(x @ y) + 1, lambda n: (randn(n, 6), randn(6, n))),
+    "number": (lambda x: F.mse_loss(x, x.detach() * 0.5) * (1 / x.shape[0]), lambda n: (randn(n, 3),)),
+    "stepped": (lambda x: x.flatten() * 2, lambda n: (randn(2 * n, 5)[::2],)),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2) + 1, lambda n: (randn(2, 3, n),)),
+    "halves": (lambda x: F.glu(x), lambda n: (randn(3, 2 * n),)),
+    "replicate": (lambda x: F.pad(x, (1, 1), mode="replicate") * 2, lambda n: (randn(1, 3, n),)),
+}  # fmt: skip
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
+
+
+def check(eager: Callable[..., Any], compiled: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> None:
+    """Results, layouts and gradients are eager's."""
+    runs = []
+    for function in (eager, compiled):
+        args = [x.detach().requires_grad_() if x.is_floating_point() else x for x in given]
+        held = list(getattr(function, "parameters", list)())
+        outs = leaves(function(*args))
+        wanted = [x for x in (*args, *held) if x.requires_grad]
+        grads = torch.autograd.grad(outs, wanted, [torch.ones_like(o) for o in outs], allow_unused=True)
+        runs.append((outs, grads))
+    for theirs, mine in zip(*[[*outs, *grads] for outs, grads in runs], strict=True):
+        assert (theirs is None) == (mine is None)
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, equal_nan=True)
+            assert mine.stride() == theirs.stride() or not mine.numel()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_function_for_all_sizes(name: str) -> None:
+    function, make = CASES[name]
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in SIZES:
+            check(function, compiled, make(n))
+    assert len(log.graphs) == 1 and not log.fallbacks
+
+
+@pytest.mark.parametrize("name", ["pointwise", "row sums", "column sums", "softmax", "cat", "pad", "matmul", "embedding"])
+def test_sizes_that_turn_out_to_vary(name: str) -> None:
+    function, make = CASES[name]
+    kiln.reset()
+    compiled = kiln.compile(function, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in SIZES[:8]:
+            check(function, compiled, make(n))
+    assert len(log.graphs) == 2 and not log.fallbacks
+
+
+@pytest.mark.parametrize("name", ["pointwise", "broadcast", "column sums", "view", "matmul", "number", "embedding"])
+def test_nothing_and_one(name: str) -> None:
+    function, make = CASES[name]
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with kiln.config.patch(strict=True):
+        for n in (7, *SPECIAL, 9):
+            check(function, compiled, make(n))
+
+
+@pytest.mark.parametrize("model,shape", [(Block(), lambda n: (2, n, 16)), (Convolutional(), lambda n: (2, 3, n + 5, n + 4))],
+                         ids=["transformer", "convolutions"])  # fmt: skip
+def test_models(model: nn.Module, shape: Callable[[int], tuple[int, ...]]) -> None:
+    twin = copy.deepcopy(model)
+    kiln.reset()
+    compiled = kiln.compile(twin, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in SIZES[:12]:
+            check(model, compiled, (randn(*shape(n)),))
+    assert len(log.graphs) <= 2 and not log.fallbacks
+
+
+def sized(n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.long)
+
+
+#: Arguments that a function takes, and others that eager refuses, or takes in another way.
+REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] = {
+    "gather": (lambda x, i: torch.gather(x, 0, i) + 1, (randn(5, 6), sized(12).view(3, 4)), (randn(5, 3), sized(27).view(3, 9))),
+    "scatter": (lambda x, i, s: x.scatter(0, i, s) + 1, (randn(5, 6), sized(12).view(3, 4), randn(3, 5)),
+                (randn(5, 3), sized(27).view(3, 9), randn(3, 9))),
+    "scatter from less": (lambda x, i, s: x.scatter_add(0, i, s) + 1, (randn(5, 6), sized(12).view(3, 4), randn(3, 5)),
+                          (randn(5, 6), sized(12).view(3, 4), randn(3, 2))),
+    "index_add": (lambda x, i, s: x.index_add(0, i, s) + 1, (randn(5, 6), sized(3), randn(3, 6)), (randn(5, 6), sized(4), randn(3, 6))),
+    "index_copy": (lambda x, i, s: x.index_copy(0, i, s) + 1, (randn(5, 6), sized(3), randn(3, 6)), (randn(5, 6), sized(4), randn(3, 6))),
+    "index_put": (lambda x, i, s: torch.index_put(x, (i,), s), (randn(5, 6), sized(4), randn(4, 6)), (randn(5, 6), sized(4), randn(3, 6))),
+    "two indices": (lambda x, i, j: x[i, j] + 1, (randn(5, 6), sized(4), sized(4)), (randn(5, 6), sized(4), sized(3))),
+    "slice_scatter": (lambda x, s: torch.slice_scatter(x, s, 0, 1, 4) + 1, (randn(5, 6), randn(3, 6)), (randn(3, 6), randn(3, 6))),
+    "where": (lambda b, x, y: torch.where(b > 0, x, y), (randn(5, 6), randn(5, 6), randn(6)), (randn(5, 6), randn(5, 6), randn(7))),
+    "cat": (lambda x, y: torch.cat([x, y]) + 1, (randn(5, 6), randn(3, 6)), (randn(5, 3), randn(3, 9))),
+    "matmul": (lambda x, y: x @ y + 1, (randn(5, 6), randn(6, 3)), (randn(5, 3), randn(9, 3))),
+    "cross entropy": (F.cross_entropy, (randn(5, 6), sized(5)), (randn(5, 3), sized(7))),
+    "layer norm": (lambda x, w: F.layer_norm(x, (x.shape[-1],), w), (randn(5, 6), randn(6)), (randn(5, 3), randn(9))),
+    "select": (lambda x: x[3] + 1, (randn(5, 6),), (randn(3, 6),)),
+    "view": (lambda x: x.view(3, -1) + 1, (randn(6, 6),), (randn(5, 5),)),
+    "halves": (F.glu, (randn(6, 6),), (randn(5, 5),)),
+    "chunk": (lambda x: x.chunk(3)[2] + 1, (randn(6, 6),), (randn(2, 5),)),
+    "diagonal": (lambda x: x.diagonal(2) + 1, (randn(6, 6),), (randn(9, 3),)),
+    "unfold": (lambda x: x.unfold(0, 4, 1) + 1, (randn(6, 6),), (randn(3, 3),)),
+    "group norm": (lambda x: F.group_norm(x, 4), (randn(2, 8, 6),), (randn(2, 6, 3),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_that_eager_refuses(name: str) -> None:
+    """A kernel for all sizes is not called with those that do not fit each other."""
+    function, fitting, others = REFUSED[name]
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True)
+    torch.testing.assert_close(compiled(*fitting), function(*fitting))
+    outcomes = []
+    for call in (function, compiled):
+        try:
+            outcomes.append(call(*others))
+        except Exception as error:
+            outcomes.append(type(error))
+    if isinstance(outcomes[0], torch.Tensor):
+        torch.testing.assert_close(outcomes[1], outcomes[0])
+    else:
+        assert outcomes[1] is outcomes[0]
