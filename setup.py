@@ -13,7 +13,7 @@ HOOK = Extension(
 
 LAUNCH = Extension(
     "kiln._launch",
-    sources=["kiln/_launch.c", "kiln/_arena.c", "kiln/_plan.c", "kiln/_run.c"],
+    sources=["kiln/_launch.c", "kiln/_arena.c", "kiln/_call.c", "kiln/_plan.c", "kiln/_run.c"],
     depends=["kiln/_launch.h"],
     extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
 )

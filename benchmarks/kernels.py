@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
-from kiln.fuse.program import Call, Launch, fuse
+from kiln.fuse.program import fuse
+from kiln.fuse.steps import Call, Launch
 from kiln.generate.code import Compiled, generate
 from kiln.generate.cpu import compile_text
 from kiln.launch.native import set_up
@@ -168,23 +169,23 @@ def add_row(n: int) -> Any:
 @case
 def gelu(n: int) -> Any:
     r, c = rows(n, 2)
-    return (lambda a, b: F.gelu(a + b)), (torch.randn(r, c), torch.randn(c))
+    return (lambda a, b: functional.gelu(a + b)), (torch.randn(r, c), torch.randn(c))
 
 
 @case
 def gelu_residual(n: int) -> Any:
     r, c = rows(n, 3)
-    return (lambda a, b, x: F.gelu(a + b) + x), (torch.randn(r, c), torch.randn(c), torch.randn(r, c))
+    return (lambda a, b, x: functional.gelu(a + b) + x), (torch.randn(r, c), torch.randn(c), torch.randn(r, c))
 
 
 @case
 def gelu_tanh(n: int) -> Any:
-    return (lambda a: F.gelu(a, approximate="tanh")), (torch.randn(*rows(n, 2)),)
+    return (lambda a: functional.gelu(a, approximate="tanh")), (torch.randn(*rows(n, 2)),)
 
 
 @case
 def silu_mul(n: int) -> Any:
-    return (lambda a, b: F.silu(a) * b), (torch.randn(*rows(n, 3)), torch.randn(*rows(n, 3)))
+    return (lambda a, b: functional.silu(a) * b), (torch.randn(*rows(n, 3)), torch.randn(*rows(n, 3)))
 
 
 @case
@@ -240,25 +241,25 @@ def mean_square(n: int) -> Any:
 
 @case
 def softmax(n: int) -> Any:
-    return (lambda a: F.softmax(a, -1)), (torch.randn(*rows(n, 2)),)
+    return (lambda a: functional.softmax(a, -1)), (torch.randn(*rows(n, 2)),)
 
 
 @case
 def softmax_128(n: int) -> Any:
-    return (lambda a: F.softmax(a, -1)), (torch.randn(*rows(n, 2, 128)),)
+    return (lambda a: functional.softmax(a, -1)), (torch.randn(*rows(n, 2, 128)),)
 
 
 @case
 def layer_norm(n: int) -> Any:
     r, c = rows(n, 2, 768)
-    return (lambda a, w, b: F.layer_norm(a, (c,), w, b)), (torch.randn(r, c), torch.randn(c), torch.randn(c))
+    return (lambda a, w, b: functional.layer_norm(a, (c,), w, b)), (torch.randn(r, c), torch.randn(c), torch.randn(c))
 
 
 @case
 def layer_norm_residual(n: int) -> Any:
     r, c = rows(n, 3, 768)
     args = (torch.randn(r, c), torch.randn(r, c), torch.randn(c), torch.randn(c))
-    return (lambda a, x, w, b: F.layer_norm(a + x, (c,), w, b)), args
+    return (lambda a, x, w, b: functional.layer_norm(a + x, (c,), w, b)), args
 
 
 @case
@@ -280,13 +281,13 @@ def layer_norm_backward(n: int) -> Any:
 def batch_norm_training(n: int) -> Any:
     side = max(int((floats(n, 2) / (8 * 64)) ** 0.5), 1)
     args = (torch.randn(8, 64, side, side), torch.randn(64), torch.randn(64))
-    return (lambda x, w, b: F.batch_norm(x, None, None, w, b, True)), args
+    return (lambda x, w, b: functional.batch_norm(x, None, None, w, b, True)), args
 
 
 @case
 def cross_entropy(n: int) -> Any:
     r, c = rows(n, 1, 30522)
-    return F.cross_entropy, (torch.randn(r, c), torch.randint(0, c, (r,)))
+    return functional.cross_entropy, (torch.randn(r, c), torch.randint(0, c, (r,)))
 
 
 @case
@@ -295,7 +296,7 @@ def cross_entropy_backward(n: int) -> Any:
 
     def gradient(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         places = torch.arange(c)
-        return (F.softmax(x, -1) - (places == target[:, None]).to(torch.float32)) / r
+        return (functional.softmax(x, -1) - (places == target[:, None]).to(torch.float32)) / r
 
     return gradient, (torch.randn(r, c), torch.randint(0, c, (r,)))
 
@@ -346,7 +347,7 @@ def rope(n: int) -> Any:
 @case
 def embedding(n: int) -> Any:
     r, c = rows(n, 2)
-    return (lambda t, i: F.embedding(i, t)), (torch.randn(r, c), torch.randperm(r))
+    return (lambda t, i: functional.embedding(i, t)), (torch.randn(r, c), torch.randperm(r))
 
 
 @case

@@ -164,4 +164,29 @@ Layout *layout_new(PyObject *given, const Plan *);
 void layout_forget(Tensor *tensors, int count);
 PyObject *plan_call(PyObject *, PyObject *const *, size_t, PyObject *);
 
+/* A call of a plan */
+
+static const double RELEASE_WORK = 200000.0; /* operations worth more than letting go of the GIL */
+
+typedef struct {
+    PyObject *object; /* a tensor, or another value of Python's */
+    Tensor handle;    /* a tensor that Python does not know, in place of an object */
+} Value;
+
+typedef struct {
+    Plan *plan;
+    Layout *layout;
+    Block *block;
+    Value *slots;
+    Tensor *tensors; /* those in the arena that were asked for */
+} Run;
+
+PyObject *failed(const char *what);
+void drop(Value *);
+Tensor tensor_in(const Value *);
+Tensor tensor_at(Run *, Ref);
+PyObject *built(Run *, const Argument *);
+Tensor empty(const Run *, const Form *);
+int call(Run *, const Step *);
+
 #endif

@@ -22,6 +22,8 @@ from tests.observe import Same, tensors_of
 
 EAGER = os.environ.get("KILN_COURSE_EAGER") == "1"
 BACKEND = os.environ.get("KILN_COURSE_BACKEND", "")
+#: What backends that differentiate leave to run as captured: reasons that the documentation lists.
+LEFT = ("global-state", "inner-leaf", "backward: one of the variables needed") if BACKEND else ()
 
 if EAGER:
 
@@ -212,7 +214,8 @@ def same_as_eager(f: Callable[..., Any], *args: Any, how: How | None = None, **k
         with collected() as log:
             got.append(run_once(compiled, *call, how))
         r.found += log.breaks
-        assert not log.fallbacks, f"fell back to eager: {log.fallbacks}"
+        fallbacks = [f for f in log.fallbacks if not f.error.startswith(LEFT)]
+        assert not fallbacks, f"fell back to eager: {fallbacks}"
         if number and not how.recompiles:
             assert len(backend.modules) == before, f"the second call recompiled: {reasons(log)}"
     same = Same()
@@ -315,7 +318,8 @@ class Watch:
         expected = run_once(self.function, *expected_args, how)
         with collected() as log:
             got = run_once(self.compiled, *call, how)
-        assert not log.fallbacks, f"fell back to eager: {log.fallbacks}"
+        fallbacks = [f for f in log.fallbacks if not f.error.startswith(LEFT)]
+        assert not fallbacks, f"fell back to eager: {fallbacks}"
         self.breaks, self.reasons = self.breaks + list(log.breaks), reasons(log)
         self.recompiles += len(log.recompiles)
         same = Same()

@@ -1,15 +1,15 @@
 """The cost model of fusion: when loops make a value anew, and when it is kept in memory.
 
-A value that several kernels need costs, kept, one write of its bytes and one read in each of them; made anew,
-in each of them, what it is computed from is read and its functions run. Loops are bound by memory as long as a
-function costs a cycle or so for a vector, so what counts is bytes, up to a number of functions:
+A value that several kernels need costs, kept, one write of its bytes and one read in each of them; made
+anew, in each of them, what it is computed from is read and its functions run. Loops are bound by memory as
+long as a function costs a cycle or so for a vector, so what counts is bytes, up to a number of functions:
 
   - what is much smaller than the loops that read it comes out of the cache either way: it is made anew up to
     CHEAP functions, and saves a kernel;
   - what one node alone reads is made there up to SLIGHT functions: nothing is computed twice;
   - what several read is made anew where that reads no more bytes than the value has (a mask of what is read
-    anyway, a normalised value of statistics and its source) and computes at most SLIGHT functions, none of them
-    COSTLY; then its write is saved and nothing is lost;
+    anyway, a normalised value of statistics and its source) and computes at most SLIGHT functions, none of
+    them COSTLY; then its write is saved and nothing is lost;
   - everything else is kept.
 
 What comes after a fold in the same row is not recomputed at all: loops go over the row again, and values of
@@ -32,8 +32,8 @@ MUCH_SMALLER = 4
 
 #: Functions that cost more than a few instructions.
 COSTLY = frozenset({
-    "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "tan", "asin", "acos",
-    "atan", "atan2", "pow", "fmod", "remainder", "div_floor", "uniform_0", "uniform_1",
+    "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "tan", "asin",
+    "acos", "atan", "atan2", "pow", "fmod", "remainder", "div_floor", "uniform_0", "uniform_1",
 })  # fmt: skip
 
 
@@ -61,5 +61,6 @@ def reads_no_more(node: Node, made_of: list[Term], read: list[Node]) -> bool:
             return False
         if isinstance(term, (Load, Place)) and term.places:
             return False
-    traffic = sum(elements(n) * n.spec.dtype.itemsize for n in read)
-    return 4 * traffic <= 5 * elements(node) * node.spec.dtype.itemsize
+    traffic: int = sum(elements(n) * n.spec.dtype.itemsize for n in read)
+    own: int = elements(node) * node.spec.dtype.itemsize
+    return 4 * traffic <= 5 * own

@@ -192,7 +192,7 @@ class Groups:
         return found
 
     def cost(self, group: Group, node: Node) -> int:
-        """How many terms of data a member's element is made of; those of places alone cost next to nothing."""
+        """How many terms of data a member's element is made of; those of places alone cost little."""
         known = group.costs.get(node)
         if known is None:
             known = group.costs[node] = len(of_data(terms([self.natural(group, node)[1]])))

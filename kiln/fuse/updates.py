@@ -1,4 +1,4 @@
-"""Updates of few places in a large value: added to what is there, and in its own memory where nobody minds."""
+"""Updates of few places in a large value: added to what is there, in its own memory where nobody minds."""
 
 from __future__ import annotations
 

@@ -1,19 +1,22 @@
 """Pooling for loop nests: windows are views, what they give is folded over them.
 
-Largest values and means of windows are several times faster this way than eager's kernels, which go through them
-element by element. Left to eager's kernels: gradients of overlapping windows, which are sums over scattered
-places; three dimensions; half types, whose sums eager rounds in ways of its own; channels that lie together,
-where eager's kernels run in vectors.
+Largest values and means of windows are several times faster this way than eager's kernels, which go through
+them element by element. Left to eager's kernels: gradients of overlapping windows, which are sums over
+scattered places; three dimensions; half types, whose sums eager rounds in ways of its own; channels that lie
+together, where eager's kernels run in vectors.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
 from kiln.ops.table import aten
+
+FEW = 16  # places of a window that are added one by one
 
 
 def pair(value: Any) -> tuple[int, int] | None:
@@ -42,7 +45,8 @@ class Windows:
 
     def count(self, dim: int, ceil: bool) -> int:
         """How many windows there are; one that starts in the padding after the end does not count."""
-        size, stride, padding = self.x.shape[dim - 2], self.stride[dim], self.padding[dim]
+        size: int = self.x.shape[dim - 2]
+        stride, padding = self.stride[dim], self.padding[dim]
         room = size + 2 * padding - self.reach(dim)
         count = (-(-room // stride) if ceil else room // stride) + 1
         return count - 1 if ceil and (count - 1) * stride >= size + padding else count
@@ -71,9 +75,10 @@ class Windows:
 
 
 def max_pool(
-    x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
-) -> Any:
-    """The largest of each window and its place; of several NaN the first one's, where eager gives the last."""
+    x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:  # fmt: skip
+    """The largest of each window and its place: of several NaN the first one's, eager gives the last."""
     windows = Windows(x, kernel, stride, padding, dilation, ceil_mode)
     if not windows.known:
         return NotImplemented
@@ -93,7 +98,9 @@ def avg_pool(
     windows = Windows(x, kernel, stride, padding, 1, ceil_mode)
     if not windows.known:
         return NotImplemented
-    total = windows.values(0.0).sum(-1)
+    values = windows.values(0.0)
+    # One after the other, as eager adds them: what cancels later shows the order.
+    total = functools.reduce(torch.add, values.unbind(-1)) if values.shape[-1] <= FEW else values.sum(-1)
     if divisor_override:
         return total / float(divisor_override)
     counts = [_counted(windows, d, count_include_pad) for d in range(2)]

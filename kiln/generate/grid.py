@@ -13,6 +13,7 @@ from kiln.generate.lanes import hint, vector_axis
 WIDEST = 16  # bytes of one access
 MOST_BYTES = 32  # of the largest type in one thread's elements
 WARP = 32
+SQUARE = 32  # elements along each side of what a block turns
 BLOCK = 256  # threads of a block that shares nothing
 LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers
@@ -30,6 +31,7 @@ class Grid:
     the vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced
     axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements
     of its row, where that is known and they fit registers, else 0; `packed`: they fit as they are in memory.
+    `across`: some memory runs along that axis; blocks take squares of it and the vector axis, and turn them.
     """
 
     vector: Axis | None
@@ -39,6 +41,7 @@ class Grid:
     along: bool = False
     turns: int = 0
     packed: bool = False
+    across: Axis | None = None
 
     @property
     def threads(self) -> int:
@@ -50,7 +53,8 @@ def laid(nest: Nest) -> Grid:
     vector = vector_axis(nest)
     width = width_for(nest, vector)
     if not nest.reduced:
-        return Grid(vector, width, BLOCK)
+        other = axis_across(nest, vector)
+        return Grid(vector, width, BLOCK) if other is None else Grid(vector, 1, BLOCK, across=other)
     if vector is None or vector.reduced:
         return along_rows(nest, vector, width)
     columns = -(-extent(vector) // width)
@@ -60,6 +64,29 @@ def laid(nest: Nest) -> Grid:
     while team < LARGEST // rows and blocks * rows * team < BUSY:
         team *= 2
     return Grid(vector, width, rows, max(min(team, power_of_two(reduced_extent(nest)) // 4), 1))
+
+
+def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:
+    """Another axis than the vector axis that some memory is read along."""
+    if vector is None or extent(vector) < SQUARE // 2:
+        return None
+    for term in terms(s.value for s in nest.stores):
+        if isinstance(term, Load):
+            for axis in nest.axes:
+                if axis is not vector and extent(axis) >= SQUARE // 2 and turns(term, vector, axis):
+                    return axis
+    return None
+
+
+def turns(load: Load, vector: Axis, other: Axis) -> bool:
+    """Whether memory is read along `other` while threads are along `vector`."""
+    if load.valid is not None or load.places or not isinstance(load.index, Expr) or vector.low or other.low:
+        return False
+    poly = load.index.poly
+    mixed = [m for m in poly if len(m) > 1 or not isinstance(m[0] if m else other.variable, Symbol)]
+    linear = not any(axis.variable in part.symbols() for m in mixed for part in m for axis in (other,))
+    apart = [m for m in poly if any(vector.variable in part.symbols() for part in m)]
+    return linear and poly.get((other.variable,)) == 1 and bool(apart) and poly.get((vector.variable,)) != 1
 
 
 def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:

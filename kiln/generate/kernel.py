@@ -47,7 +47,6 @@ LONGEST_KEPT = 8192
 
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
-ROWS = 1024  # elements of short rows that one task takes
 
 
 class Emitter(Tiles):
@@ -55,7 +54,7 @@ class Emitter(Tiles):
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
         super().__init__(nest, width, schedule)
-        self.crossing = crossing(nest, width)
+        self.crossing = crossing(nest, width, schedule.tile)
         if self.crossing is not None:
             self.vector, self.width = self.crossing.along, width
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
@@ -93,7 +92,7 @@ class Emitter(Tiles):
         if not others or axis is not last:
             return 1
         row = math.prod([hint(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
-        return max(min(ROWS // max(row, 1), hint(axis.size)), 1)
+        return max(min(self.schedule.rows // max(row, 1), hint(axis.size)), 1)
 
     def turns(self, axis: Axis) -> Any:
         """How many tasks an axis makes."""
@@ -191,7 +190,7 @@ class Emitter(Tiles):
         self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body,
         folds: Sequence[Fold] = (), factor: int = 1,
     ) -> list[Value]:  # fmt: skip
-        """A loop along the vector axis, `factor` vectors a turn, then one, and a rest under a mask or in scalars.
+        """A loop along the vector axis, `factor` vectors a turn, then one, the rest by a mask or in scalars.
 
         What `folds` carry is a vector; in wide turns each lane of several vectors carries for itself.
         """

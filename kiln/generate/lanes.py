@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kiln.base.symbols import Expr, Symbol
+from kiln.base.symbols import Expr
 from kiln.fuse.nest import (
     Apply,
     Axis,
@@ -122,7 +122,8 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
         taken = functions + sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
         return taken / lanes_along(axis, width)
 
-    ordered = sorted(able[::-1], key=cost)
+    able.reverse()
+    ordered = sorted(able, key=cost)
     return ordered[min(rank, len(ordered) - 1)]
 
 

@@ -1,6 +1,8 @@
-"""Pieces of a loop in which conditions on its variable are decided: a concatenation reads one part in each."""
+"""Pieces of a loop in which conditions are decided: a concatenation reads one of its parts in each."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
@@ -17,7 +19,7 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     found = {border for term in _conditions(nest) if (border := _border(term, axis)) is not None}
     inside = sorted(b for b in found if 0 < b < axis.size)
     edges = [0, *inside, axis.size]
-    if len(edges) - 1 > MOST or any(b - a < shortest for a, b in zip(edges, edges[1:], strict=False)):
+    if len(edges) - 1 > MOST or any(b - a < shortest for a, b in pairwise(edges)):
         return []
     return inside
 
@@ -51,7 +53,7 @@ def _conditions(nest: Nest) -> list[Term]:
 
 
 def _border(term: Term, axis: Axis) -> int | None:
-    """The first turn in which `variable + a < b` fails, or `variable + a >= b` holds; None for other terms."""
+    """The first turn in which `variable + a < b` fails or `variable + a >= b` holds; None for others."""
     if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
         return None
     place, bound = term.args

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Apply, Axis, Const, Fold, Load, Nest, Store, Term
+from kiln.fuse.nest import Apply, Axis, Const, Fold, Load, Nest, Store, Term, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import WARP, Grid, extent, laid, whole
+from kiln.generate.grid import SQUARE, WARP, Grid, extent, laid, turns, whole
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
@@ -21,6 +21,7 @@ from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, 
 
 #: Turns of a loop over memory that are written out, so that several reads are under way.
 UNROLLED = 4
+SHIFT = SQUARE.bit_length() - 1
 #: What a fault is called where a kernel ends with one.
 FAULTS = {
     OUTSIDE: "index out of bounds", OUT_OF_BOUNDS: "index out of bounds", DIVIDED_BY_ZERO: "division by zero",
@@ -77,11 +78,18 @@ class GridEmitter(Values):
     def blocks(self) -> Any:
         """The number of blocks, in terms of the sizes."""
         grid, count = self.grid, self.count()
+        if grid.across is not None:
+            return count
         return (count + (grid.rows - 1)) // grid.rows if not self.nest.reduced or grid.along else count
 
     def count(self) -> Any:
         """How many rows there are, or elements by the width; for column groups, blocks."""
         grid, count = self.grid, 1
+        if grid.across is not None and grid.vector is not None:
+            for axis in self.nest.axes:
+                tiled = axis in (grid.across, grid.vector)
+                count = count * ((axis.size + (SQUARE - 1)) // SQUARE if tiled else axis.size)
+            return count
         for axis in self.outer():
             count = count * (axis.size - axis.low)
         if grid.along or grid.vector is None:
@@ -134,6 +142,9 @@ class GridEmitter(Values):
 
     def each(self) -> None:
         """A thread for `width` elements."""
+        if self.grid.across is not None:
+            self.squares(self.grid.across)
+            return
         task = self.number(self.block, self.grid.rows, self.thread)
         with self.branch(task < self.index(self.count())):
             if self.vector is None:
@@ -153,6 +164,51 @@ class GridEmitter(Values):
         self.lanes = width
         self.store_all()
         self.lanes = 1
+
+    def squares(self, other: Axis) -> None:
+        """A block for a square of two axes: what lies along the other one is read along it, and turned."""
+        fn, vector = self.fn, self.vector
+        assert vector is not None
+        column, row = (self.unsigned(part).to(I64) for part in (self.thread & SQUARE - 1, self.thread >> SHIFT))
+        tiles = [self.index((axis.size + (SQUARE - 1)) // SQUARE) for axis in (other, vector)]
+        rest = self.unsigned(self.block).to(I64)
+        across, along = rest / tiles[1] % tiles[0] * SQUARE, rest % tiles[1] * SQUARE
+        self.place([a for a in self.outer() if a is not other], rest / tiles[1] / tiles[0])
+        loads = terms(s.value for s in self.nest.stores)
+        turned = {id(t): t for t in loads if isinstance(t, Load) and turns(t, vector, other)}
+        memory = {
+            key: self.shared_memory(TYPES[t.dtype], SQUARE * (SQUARE + 1)) for key, t in turned.items()
+        }
+        step = self.grid.rows // SQUARE
+        for turn in range(0, SQUARE, step):
+            self.push()
+            self.inside(vector, along + row + turn)
+            self.inside(other, across + column)
+            for key, term in turned.items():
+                stored = TYPES[term.dtype]
+                value = fn.load(fn.at(self.pointers[term.buffer], self.index(term.index), stored), stored)
+                fn.store(value, fn.at(memory[key], (row + turn) * (SQUARE + 1) + column, stored))
+            self.pop()
+        self.barrier()
+        for turn in range(0, SQUARE, step):
+            self.push()
+            valid = [self.inside(vector, along + column), self.inside(other, across + row + turn)]
+            for key, term in turned.items():
+                stored = TYPES[term.dtype]
+                value = fn.load(fn.at(memory[key], column * (SQUARE + 1) + row + turn, stored), stored)
+                self.layers[-1][key] = value.to(compute_type(stored))
+            with self.only_if(valid[0]), self.only_if(valid[1]):
+                self.store_all()
+            self.pop()
+
+    def inside(self, axis: Axis, place: Value) -> Value | None:
+        """Let a loop variable be at a place, or at the first where that is outside; whether it is not."""
+        self.variables[axis.variable] = place
+        if isinstance(axis.size, int) and axis.size % SQUARE == 0:
+            return None
+        valid = place < self.index(axis.size)
+        self.variables[axis.variable] = valid.where(place, 0)
+        return valid
 
     def store_all(self) -> None:
         for store in self.nest.stores:
@@ -276,14 +332,14 @@ class GridEmitter(Values):
             self.pop()
             return results
 
-        def turns(place: Value, values: list[Value]) -> list[Value]:
+        def several(place: Value, values: list[Value]) -> list[Value]:
             for i in range(UNROLLED):
                 values = turn(place + i * step, values)
             return values
 
         end, first = self.index(count), self.mine * each
         whole_turns = end / (step * UNROLLED) * (step * UNROLLED)
-        carried = fn.loop(first, whole_turns, step * UNROLLED, carried, turns)
+        carried = fn.loop(first, whole_turns, step * UNROLLED, carried, several)
         return fn.loop(first + whole_turns, end, step, carried, turn)
 
     def folded(self) -> list[Axis]:

@@ -26,6 +26,12 @@ class Schedule:
     columns: int = 8
     """Vectors of columns that are folded at once."""
 
+    rows: int = 1024
+    """Elements of short rows that one task takes."""
+
+    tile: int = 0
+    """The side of squares in which transposes go; 0 where the sizes say."""
+
     axis: int = 0
     """Which axis runs in vectors: the cheapest to read and write along, the second, …"""
 
@@ -51,7 +57,7 @@ def alternatives() -> Iterator[Schedule]:
     yield USUAL
     for name, values in (
         ("stretch", (2, 4)), ("narrower", (1,)), ("chunk", (1024, 16384, 65536)), ("vectors", (1, 2, 8)),
-        ("columns", (1, 4, 16)), ("axis", (1,)),
+        ("columns", (1, 4, 16)), ("rows", (256, 4096)), ("tile", (16, 64, 256)), ("axis", (1,)),
     ):  # fmt: skip
         for value in values:
             yield replace(USUAL, **{name: value})
@@ -63,5 +69,5 @@ def schedule_of(data: Any) -> Schedule | None:
     if not isinstance(data, dict) or data.keys() != names or not all(type(v) is int for v in data.values()):
         return None
     made = Schedule(**data)
-    counts = (made.chunk, made.stretch, made.vectors, made.columns)
-    return made if min(counts) > 0 and min(made.narrower, made.axis) >= 0 else None
+    counts = (made.chunk, made.stretch, made.vectors, made.columns, made.rows)
+    return made if min(counts) > 0 and min(made.narrower, made.axis, made.tile) >= 0 else None

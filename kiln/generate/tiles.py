@@ -1,4 +1,4 @@
-"""Transposes through tiles: squares of what lies along another axis than vectors run are turned in registers."""
+"""Transposes through tiles: squares of what lies along another axis than vectors are turned in registers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,22 @@ class Crossing:
     along: Axis
     across: Axis
     loads: tuple[Load, ...]
+    tile: int = 0
 
     @property
     def block(self) -> int:
-        """Turns of `across` in one task."""
+        """Turns of `across` in one task: `tile`, where that is not 0."""
+        if self.tile:
+            return self.tile
         return BLOCK if hint(self.across.size) * hint(self.along.size) > CACHED else FEW
 
 
-def crossing(nest: Nest, width: int) -> Crossing | None:
+def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
     """The axes of a nest without folds that some loads run along one of and all stores along the other."""
     if nest.reduced or len(nest.axes) < 2 or width < 4:
         return None
-    loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load) and isinstance(t.index, Expr)]
+    computed = terms(s.value for s in nest.stores)
+    loads = [t for t in computed if isinstance(t, Load) and isinstance(t.index, Expr)]
     long = [a for a in nest.axes if hint(a.size) >= width]
     for along in long:
         if any(not isinstance(s.index, Expr) or access_cost(s.index, along) != 1 for s in nest.stores):
@@ -48,7 +52,7 @@ def crossing(nest: Nest, width: int) -> Crossing | None:
         for across in long:
             found = [load for load in loads if _crosses(load, along, across)]
             if across is not along and found:
-                return Crossing(along, across, tuple(found))
+                return Crossing(along, across, tuple(found), tile)
     return None
 
 
@@ -56,15 +60,13 @@ def _crosses(load: Load, along: Axis, across: Axis) -> bool:
     """Whether elements of a load lie side by side along `across`, and far from each other along `along`."""
     if load.places or load.valid is not None or load.dtype.itemsize < 4:
         return False
-    linear = [load.index.poly.get((axis.variable,)) for axis in (along, across)]
+    variables = (along.variable, across.variable)
     for monomial in load.index.poly:
-        if len(monomial) > 1 and any(axis.variable in atom.symbols() for atom in monomial for axis in (along, across)):
-            return False
-        if len(monomial) == 1 and any(
-            axis.variable in monomial[0].symbols() and monomial[0] is not axis.variable for axis in (along, across)
-        ):
-            return False
-    return linear[1] == 1 and linear[0] is not None and abs(linear[0]) > 4
+        if len(monomial) != 1 or monomial[0] not in variables:
+            if any(v in atom.symbols() for atom in monomial for v in variables):
+                return False
+    far, near = (load.index.poly.get((variable,)) for variable in variables)
+    return near == 1 and far is not None and abs(far) > 4
 
 
 def turned(rows: list[Value]) -> list[Value]:

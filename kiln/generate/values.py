@@ -258,7 +258,8 @@ class Values:
                 fn.store(value, address)
             else:
                 value = value.to(memory)
-                fn.call(f"llvm.masked.store.{value.type.suffix}.p0", VOID_TYPE, value, address, align, self.live)
+                name = f"llvm.masked.store.{value.type.suffix}.p0"
+                fn.call(name, VOID_TYPE, value, address, align, self.live)
             return
         value = value.to(memory) if stored.kind == "i1" else value
         places = self.lanes_of(store.index)
@@ -268,7 +269,8 @@ class Values:
             f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
         )
         live = fn.constant(1, I1.wide(lanes)) if self.live is None else self.live
-        fn.call(f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0", VOID_TYPE, value, pointers, align, live)
+        name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
+        fn.call(name, VOID_TYPE, value, pointers, align, live)
 
     # Indices
 

@@ -49,7 +49,7 @@ class Events:
     numbers: dict[Symbol, Node] = field(default_factory=dict)
     """The inputs that are numbers."""
     kept: set[Node] = field(default_factory=set)
-    """The owners of memory that is not the plan's: it came from outside, leaves, or other code may hold it."""
+    """The owners of memory that is not the plan's: of inputs, of outputs, of what other code may hold."""
 
     def owner(self, node: Node) -> Node:
         """The value in whose memory a value lies."""
@@ -105,7 +105,7 @@ def _find_items(events: Events) -> None:
 def _call(events: Events, node: Node) -> Event:
     given = (node.args, node.kwargs)
     reads = dict.fromkeys(events.value(n) for n in node.inputs())
-    for leaf in _symbols(given):
+    for leaf in _symbols(given) if events.numbers else ():
         if leaf in events.numbers:
             reads[events.numbers[leaf]] = None
     makes = tuple(events.items[node].values()) if node in events.items else (node,)

@@ -1,15 +1,15 @@
-"""Kernels that may write where they read: results that can take the memory of a value that nobody needs again.
+"""Kernels that may write where they read: results that can take the memory of a value that has been used up.
 
 Each element of such a result lies where an element of the value lies that is read for it, in the same turn of
-the loops, and read nowhere later. The store needs what is loaded there, so no order of the instructions can put
-it first, whatever the code takes for granted about memory that does not overlap.
+the loops, and read nowhere later. The store needs what is loaded there, so no order of instructions puts it
+first, whatever the code takes for granted about memory that does not overlap.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from kiln.fuse.nest import Buffer, Fold, Kernel, Load, Nest, Store, terms
+from kiln.fuse.nest import Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
 
 
 def heirs(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
@@ -28,30 +28,46 @@ def heirs(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
         if len(places) != 1 or written in loads or places[0][2].kept:
             continue
         number, nest, store = places[0]
-        found[written] = [
-            read
-            for read, uses in loads.items()
-            if read not in stores and read.dtype == written.dtype and _follows(number, nest, store, uses)
-        ]
+        read = [b for b in loads if b not in stores and b.dtype == written.dtype]
+        found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
+        if found[written]:
+            used, later = _direct(store.value), _later(nest, store)
+            found[written] = [b for b in found[written] if b in used and b not in later]
     return found
 
 
-def _follows(number: int, nest: Nest, store: Store, uses: list[tuple[int, Nest, Load]]) -> bool:
-    """Whether a store comes after all loads of a buffer, element by element."""
-    here = [load for stage, where, load in uses if where is nest]
-    if not here or any(where is not nest and stage >= number for stage, where, _ in uses):
-        return False
-    if any(load.index != store.index or load.valid is not None or load.places for load in here):
-        return False
-    if not set(map(id, here)) <= set(map(id, terms([store.value]))):
-        return False
-    for other in nest.stores:
-        if other.phase > store.phase and _reads(other.value, here):
-            return False
-    folds = [term for term in terms(s.value for s in nest.stores) if isinstance(term, Fold)]
-    return not any(fold.phase > store.phase and _reads(fold, here) for fold in folds)
+def _lies_as(number: int, nest: Nest, store: Store, uses: list[tuple[int, Nest, Load]]) -> bool:
+    """Whether a buffer is loaded where a store writes, if not in a stage before it."""
+    return any(where is nest for _, where, _ in uses) and all(
+        load.index == store.index and load.valid is None and not load.places
+        if where is nest
+        else stage < number
+        for stage, where, load in uses
+    )
 
 
-def _reads(term: object, loads: list[Load]) -> bool:
-    wanted = set(map(id, loads))
-    return any(id(one) in wanted for one in terms([term]))  # type: ignore[list-item]
+def _later(nest: Nest, store: Store) -> set[Buffer]:
+    """The buffers that may be loaded after a store: in later phases, or in its own for what follows it."""
+    place = nest.stores.index(store)
+    after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) > (store.phase, place)]
+    folds = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Fold) and t.phase >= store.phase]
+    return _loads([*after, *folds])
+
+
+def _loads(roots: list[Term]) -> set[Buffer]:
+    return {term.buffer for term in terms(roots) if isinstance(term, Load)}
+
+
+def _direct(root: Term) -> set[Buffer]:
+    """The buffers that are loaded for a value in its own phase."""
+    found, seen, todo = set[Buffer](), set[int](), [root]
+    while todo:
+        term = todo.pop()
+        if id(term) in seen:
+            continue
+        seen.add(id(term))
+        if isinstance(term, Load):
+            found.add(term.buffer)
+        if not isinstance(term, Fold):
+            todo += children(term)
+    return found

@@ -64,6 +64,7 @@ class Planner:
         self.fresh: set[Node] = set()
         """Values in slots whose memory nothing but the plan knows."""
         self.taken: set[Node] = set()
+        self.works: dict[int, float] = {}
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
         self.now = 0
 
@@ -190,8 +191,14 @@ class Planner:
             compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True
         ):
             count = max(float(getattr(tasks, "hint", tasks)), 1.0)
-            stages.append((address, self.numbers.run((tasks,)), sum(map(work_of, nests)) / count))
+            stages.append((address, self.numbers.run((tasks,)), self.work(nests) / count))
         self.steps.append(("launch", tuple(stages), buffers, self.numbers.run(tuple(compiled.sizes)), ()))
+
+    def work(self, nests: Sequence[Nest]) -> float:
+        known = self.works.get(id(nests))
+        if known is None:
+            known = self.works[id(nests)] = sum(map(work_of, nests))
+        return known
 
     def leaving(self, launch: Launch, buffer: Buffer, node: Node) -> Node | None:
         """A value that a kernel reads last and in whose memory it may write a result."""
@@ -206,7 +213,7 @@ class Planner:
         return None
 
     def gives_way(self, left: Node, node: Node) -> bool:
-        """Whether a value may be overwritten by another: nothing else needs its memory, which is the plan's."""
+        """Whether a value may be overwritten by another: nothing else needs its memory, and that is ours."""
         events = self.events
         if left in events.kept or left in events.owners or self.memory[left] != self.now:
             return False

@@ -1,8 +1,8 @@
 """Eager kernels that have a C entry in torch's library, and how their arguments are passed.
 
 An argument is a word by what the schema says of its type; a list is two, its address and its length. The
-kinds are those that `_run.c` knows: `h` a tensor, `o` a tensor or nothing, `l` tensors, `i` a number, `p` the
-address of numbers, `P` the address of such an address, `n` a constant, `d` and `D` a floating-point number
+kinds are those that `_call.c` knows: `h` a tensor, `o` a tensor or nothing, `l` tensors, `i` a number, `p`
+the address of numbers, `P` the address of such an address, `n` a constant, `d` and `D` a real number
 and the address of one, `b` bytes, `r` where a result goes.
 """
 
@@ -24,7 +24,7 @@ from kiln.launch.native import function
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 
 Word: TypeAlias = "tuple[str, Any]"
-WORDS, HELD = 24, 64  # as in _run.c
+WORDS, HELD = 24, 64  # as in _call.c
 
 
 @dataclass(frozen=True, slots=True)

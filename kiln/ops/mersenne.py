@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,14 +31,35 @@ library.define(
 
 def bernoulli(size: Any, stride: Any, p: float) -> torch.Tensor:
     """True with the chance `p`, where `Tensor.bernoulli_(p)` on a tensor of these strides would give ones."""
+    if not 0 <= p <= 1 or not draws_as_eager():
+        return torch.empty_strided(size, stride).bernoulli_(p).to(torch.bool)
+    return _drawn_at_once(size, stride, p)
+
+
+def _drawn_at_once(size: Any, stride: Any, p: float) -> torch.Tensor:
     generator = torch.default_generator
     state = generator.get_state()
-    if state.numel() != STATE_BYTES or not 0 <= p <= 1:
-        return torch.empty_strided(size, stride).bernoulli_(p).to(torch.bool)
     out = torch.empty_strided(size, stride, dtype=torch.bool)
     _mersenne.bernoulli(state.data_ptr(), out.numel(), math.ceil(math.ldexp(p, BITS)), out.data_ptr())
     generator.set_state(state)
     return out
+
+
+@cache
+def draws_as_eager() -> bool:
+    """Whether torch draws masks from this generator here: on some processors it takes those of a library."""
+    before = torch.get_rng_state()
+    if before.numel() != STATE_BYTES:
+        return False
+    drawn, states = [], []
+    try:
+        for draw in (_drawn_at_once, lambda size, stride, p: torch.empty(size).bernoulli_(p).to(torch.bool)):
+            torch.set_rng_state(before)
+            drawn.append(draw((64,), (1,), 0.5))
+            states.append(torch.get_rng_state())
+    finally:
+        torch.set_rng_state(before)
+    return bool(torch.equal(*drawn) and torch.equal(*states))
 
 
 library.impl("bernoulli", bernoulli, "CompositeExplicitAutograd")

@@ -43,7 +43,43 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "an index within a part": ([plain(6, 3), plain(6, 3)], ["v0 = torch.cat([a0[torch.arange(6) - 3], a1]) * 2"]),
     "a division within a part": ([plain(6, dtype="i64"), plain(3, dtype="i64")],
                                  ["v0 = torch.cat([a0 // (a0.abs() + 1), a1 % (a1.abs() + 2)]) + 1"]),
+    "one place of an argument with gaps": ([plain(1, 1, dtype="i32", layout="padded")], ["a0.flatten()[:1].fill_(2)", "v0 = a0 + 1"]),
+    "as_strided of a view that starts later": ([plain(3, 4)], ["v0 = a0 * 1", "v0[1:].as_strided((2,), (1,), 0).mul_(2)", "v1 = v0 + 1"]),
+    "as_strided of a value": ([plain(100, 33, dtype="bf16", grad=True)], ["v0 = (a0 != a0).as_strided((2,), (1,))", "v1 = v0 + 2"]),
+    "a row of an expanded argument": ([plain(3, 4, layout="expanded")], ["a0[0].add_(1)", "v0 = a0 * 2"]),
+    "a row of an expanded value": ([plain(1, 4)], ["v0 = a0 * 2", "v0.expand(3, 4)[0].mul_(3)", "v1 = v0 + 1"]),
+    "windows that overlap": ([plain(3, 4)], ["a0.unfold(0, 2, 1)[0].add_(1)", "v0 = a0 * 1"]),
+    "a product of an argument that starts later": ([plain(2, 2, 64, layout="inner step", grad=True)],
+                                                   ["v0 = torch.matmul(a0, a0.transpose(-1, -2))"]),
+    "deviation of equal halves": ([plain(3, 100, 3, dtype="bf16", layout="padded", grad=True)],
+                                  ["v0 = (a0 * a0 + 1).rsqrt()", "v1 = v0.std(2, keepdim=True)"]),
+    "a sixth in double precision": ([plain(17, dtype="f64", grad=True)], ["v0 = F.hardsigmoid(a0)"]),
+    "halves that are compared": ([plain(4, 1, 100, dtype="f16", grad=True)],
+                                 ["v0 = torch.add(a0, a0, alpha=2).sin()", "v1 = v0.scatter_reduce(0, torch.arange(4).view(-1, 1, 1).expand(4, 1, 100).flip(0), v0, 'amax')"]),
+    "strides of two dtypes": ([plain(16, 8, layout="transposed"), plain(16, 8, dtype="f16", grad=True)], ["v0 = torch.xlogy(a0, a1.abs() + 1)"]),
+    "a loss of two dtypes": ([plain(3), plain(3)], ["v0 = F.mse_loss(a0.bfloat16(), a1)"]),
+    "a sum of negative zeros": ([plain(3, 1, grad=True), plain(3, 8)], ["v0 = (a0 * 0).trunc().sum(-1)", "v1 = torch.atan2(v0, v0)", "v2 = -(a1 * a1 * 0)", "v3 = torch.atan2(v2.sum(1), v2.sum(1)) + v1"]),
 }  # fmt: skip
+
+
+#: The same for inputs of two sizes, the second of which the first one's kernels serve.
+RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
+    "strides that vary": ([plain(2, 3, layout="stepped", grad=True)], [plain(16, 16, layout="stepped", grad=True)], ["v0 = a0.flatten() * 2"]),
+    "a view whose sizes are known together": ([plain(1, 3, 100, grad=True)], [plain(1, 6, 50, grad=True)], ["v0 = a0.view(6, 5, 2, 5) * 2"]),
+    "a number made of sizes": ([plain(3, grad=True)], [plain(40, grad=True)], ["v0 = F.mse_loss(a0, a0.detach() * 0.5)"]),
+    "a border of sizes": ([plain(1, 1, 17, grad=True)], [plain(1, 1, 9, grad=True)], ["v0 = F.pad(a0, (1, 1, 1, 1), mode='circular')"]),
+    "sizes that an argument had": ([plain(1, 33, 4, layout="inner step", grad=True)], [plain(1, 7, 4, layout="inner step", grad=True)],
+                                   ["v0 = F.layer_norm(torch.minimum(a0, a0.long()), (4,))"]),
+    "halves of sizes": ([plain(4, 6, grad=True)], [plain(3, 8, grad=True)], ["v0 = F.glu(a0)"]),
+    "sizes that are asked for": ([plain(5, 4, 4, grad=True)], [plain(3, 2, 2, grad=True)], ["v0 = F.interpolate(a0, scale_factor=2)"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_program_of_two_sizes(name: str) -> None:
+    first, second, lines = RESIZED[name]
+    outputs = [lines[-1].split(" = ")[0]]
+    check(Program(first, lines, outputs), Program(second, lines, outputs))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

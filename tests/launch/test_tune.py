@@ -44,7 +44,7 @@ def close(got, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("schedule", [*alternatives(), Schedule(1, 1024, 4, 2, 4, 1)], ids=str)
+@pytest.mark.parametrize("schedule", [*alternatives(), Schedule(1, 1024, 4, 2, 4, 256, 16, 1)], ids=str)
 def test_any_schedule_gives_the_same(schedule):
     program = fuse(expand(recorded(mixed, *INPUTS), "prims", FOR_LOOPS))
     compiled = generate(program.kernels, None, schedules=dict.fromkeys(program.kernels, schedule))

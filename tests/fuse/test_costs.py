@@ -1,0 +1,120 @@
+"""What is made anew and what is kept; updates in place; pooling and convolutions that are loops or products."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kiln.expand.expand import expand
+from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.program import fuse
+from kiln.fuse.steps import Call, Launch
+from tests.fuse.test_kernels import check, rand, recorded
+
+aten = torch.ops.aten
+
+
+def steps(function, *inputs):
+    """The names of eager calls that are no views, and the shapes that kernels write beside their scratch."""
+    program = fuse(expand(recorded(function, *inputs), "prims", FOR_LOOPS))
+    ops = [step.node.op for step in program.steps if isinstance(step, Call)]
+    own = [op for op in ops if isinstance(op, torch._ops.OpOverload) and not op.is_view]
+    calls = [op._schema.name.removeprefix("aten::") for op in own]
+    written = [n.spec.shape for step in program.steps if isinstance(step, Launch) for n in step.writes.values()]
+    return calls, sorted(map(tuple, written))
+
+
+def test_a_normalised_value_is_made_anew_by_each_kernel_that_reads_it():
+    def backward(grad, x, mean, scale, weight):
+        return aten.native_layer_norm_backward(grad, x, [64], mean, scale, weight, weight, [True, True, True])
+
+    inputs = rand(300, 64), rand(300, 64), rand(300, 1), rand(300, 1), rand(64)
+    assert steps(backward, *inputs) == ([], [(64,), (64,), (300, 64)])
+    check(backward, *inputs, rtol=1e-4, atol=1e-4)
+
+
+def test_costly_values_are_kept():
+    def twice(x, y):
+        e = x.exp()
+        return (e * y).sum(0), (e - y).sum(1)
+
+    _, written = steps(twice, rand(300, 64), rand(300, 64))
+    assert (300, 64) in written
+    check(twice, rand(300, 64), rand(300, 64), rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_added_to_a_gradient_in_place():
+    def gradient(hidden, table_grad, places, rows):
+        other = torch.mm(table_grad.t(), hidden)
+        return aten.embedding_dense_backward(rows, places, 40, -1, False) + other
+
+    inputs = rand(7, 8), rand(7, 40), torch.tensor([1, 5, 1, 39, 0, 0, 2]), rand(7, 8)
+    calls, written = steps(gradient, *inputs)
+    assert (calls, written) == (["mm", "index_put_"], [])
+    check(gradient, *inputs)
+
+
+def test_what_is_read_later_is_not_changed_in_place():
+    def both(x, places, rows):
+        base = torch.mm(x, x)
+        changed = aten.index_put(base, [places], rows, True)
+        return changed, base * 2
+
+    calls, _ = steps(both, rand(8, 8), torch.tensor([1, 5, 1]), rand(3, 8))
+    assert calls == ["mm", "index_put"]
+    check(both, rand(8, 8), torch.tensor([1, 5, 1]), rand(3, 8))
+    check(lambda x, i, r: aten.index_put(x, [i], r, True), rand(8, 8), torch.tensor([1, 5]), rand(2, 8))
+
+
+POOLS = {
+    "plain": dict(kernel_size=2),
+    "padded": dict(kernel_size=3, stride=2, padding=1),
+    "uneven": dict(kernel_size=(3, 2), stride=(1, 2), padding=(1, 0)),
+    "rounded up": dict(kernel_size=3, stride=2, ceil_mode=True),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("shape", [(2, 3, 20, 31), (3, 17, 40)])
+def test_pooling_is_one_kernel(name, shape):
+    x = rand(*shape)
+    check(lambda a: F.max_pool2d(a, **POOLS[name], return_indices=True), x, kernels=1)
+    assert steps(lambda a: F.avg_pool2d(a, **POOLS[name]), x)[0] == []
+    check(lambda a: F.avg_pool2d(a, **POOLS[name]), x)
+    check(lambda a: F.avg_pool2d(a, **POOLS[name], count_include_pad=False), x)
+    check(lambda a: F.avg_pool2d(a, **POOLS[name], divisor_override=5), x)
+
+
+def test_windows_at_the_edges():
+    x = rand(1, 2, 9, 9)
+    x[0, 0, :3, :3], x[0, 1, 4, 4] = -float("inf"), float("nan")
+    check(lambda a: F.max_pool2d(a, 3, 2, 1, return_indices=True), x, kernels=1)
+    check(lambda a: F.max_pool2d(a, 3, 1, 1, 2, return_indices=True), x, kernels=1)
+    calls, _ = steps(lambda a: F.max_pool2d(a, 2), x.to(memory_format=torch.channels_last))
+    assert calls == ["max_pool2d_with_indices"]
+
+
+def backward_of(stride, padding, groups, mask):
+    def backward(grad, x, weight):
+        sizes = [stride] * 2, [padding] * 2, [1, 1]
+        out = aten.convolution_backward(grad, x, weight, [weight.shape[0]], *sizes, False, [0, 0], groups, mask)
+        return tuple(part for part, wanted in zip(out, mask, strict=True) if wanted)
+
+    return backward
+
+
+def test_gradients_of_convolutions_of_one_place_are_products():
+    backward = backward_of(1, 0, 1, [True, True, True])
+    inputs = rand(1, 24, 9, 10), rand(1, 16, 9, 10), rand(24, 16, 1, 1)
+    assert steps(backward, *inputs)[0] == ["mm", "mm"]
+    check(backward, *inputs, rtol=1e-4, atol=1e-4)
+    several = rand(2, 24, 9, 10), rand(2, 16, 9, 10), rand(24, 16, 1, 1)
+    assert steps(backward, *several)[0] == ["convolution_backward"]
+
+
+@pytest.mark.parametrize(("side", "step", "padding"), [(15, 1, 1), (15, 1, 0), (14, 1, 2), (520, 2, 1), (519, 2, 0)])
+def test_gradients_of_convolutions_of_one_channel_are_loops(side, step, padding):
+    backward = backward_of(step, padding, 3, [True, False, False])
+    out = (side + 2 * padding - 3) // step + 1
+    inputs = rand(1, 3, out, out), rand(1, 3, side, side), rand(3, 1, 3, 3)
+    assert steps(backward, *inputs)[0] == []
+    check(backward, *inputs, rtol=1e-4, atol=1e-4)
