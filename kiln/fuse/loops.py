@@ -61,9 +61,9 @@ def _eager(*args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-# Gradients of normalised batches cancel: the last bits of eager's sums become leading digits of what is left, and
-# results near eager's need those bits. The backward adds in float32 by eight lanes of each plane: sums in another
-# order, or in float64, give gradients that differ from eager's by more than a thousandth in a U-Net.
+# Gradients of normalised batches cancel: the last bits of eager's sums become leading digits of what is left,
+# and results near eager's need those bits. The backward adds in float32, by eight lanes of each plane: sums in
+# another order, or in float64, give gradients that differ from eager's by more than a thousandth in a U-Net.
 
 
 def _in_single(x: torch.Tensor) -> bool:

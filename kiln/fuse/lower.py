@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,6 +32,9 @@ JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round",
 
 #: Functions that raise for integers when the second operand is 0.
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
+
+#: Functions of integers that indices may be made of.
+INDEXED: dict[str, Callable[[Any, Any], Any]] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 Lowering: TypeAlias = "Callable[[Terms, Node, Coords, Term | None, Read], Term]"
 LOWER: dict[str, Lowering] = {}
@@ -88,8 +92,16 @@ class Terms:
     def load(self, buffer: Buffer, index: Any, dtype: torch.dtype, valid: Term | None) -> Term:
         return self.make(Load, buffer, index, dtype, valid, self.places(index))  # type: ignore[no-any-return]
 
-    def computed(self, term: Term, size: Any, valid: Term | None, wraps: bool = True) -> Symbol:
-        """The symbol that stands for a value used as an index into `size` places; 0 where not `valid`."""
+    def computed(self, term: Term, size: Any, valid: Term | None, wraps: bool = True) -> Any:
+        """What stands for a value used as an index into `size` places; 0 where not `valid`.
+
+        A symbol whose value is checked, or the index itself where it is one of loops and always inside.
+        """
+        place = self.as_index(term)
+        if place is not None and type(size) is int:
+            low, high = self.scope.bounds(place)
+            if 0 <= low and high < size:
+                return place
         term = self.guarded(term, valid, 0)
         key = ("computed", id(term), _key(size), wraps)
         known = self._known.get(key)
@@ -98,6 +110,17 @@ class Terms:
             symbol = Symbol(self.scope, f"at{len(self._computed)}", 0, "", 0, max(high, 0))
             known = self._known[key] = self._computed[symbol] = Computed(symbol, term, size, wraps)
         return known.symbol  # type: ignore[no-any-return]
+
+    def as_index(self, term: Term) -> Any:
+        """An integer term that is a function of loops alone, as an index; None for others."""
+        if isinstance(term, Place):
+            return None if term.places else term.index
+        if isinstance(term, Const):
+            return term.value if type(term.value) is int else None
+        if not isinstance(term, Apply) or term.dtype is not torch.int64 or term.op not in INDEXED:
+            return None
+        parts = [self.as_index(arg) for arg in term.args]
+        return None if None in parts else INDEXED[term.op](*parts)
 
     def guarded(self, term: Term, valid: Term | None, harmless: int) -> Term:
         """A value, or a harmless one where it is not valid: there it must raise nothing."""

@@ -18,6 +18,7 @@ TYPES: dict[torch.dtype, Type] = {
 Scalar = Callable[..., Value]
 U32, U64 = Type("i32", signed=False), Type("i64", signed=False)
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32
+LOW_HALF = 0xFFFFFFFF
 
 
 def _either(float_form: Scalar, integer_form: Scalar) -> Scalar:
@@ -139,6 +140,21 @@ def _rest(a: Value, b: Value) -> Value:
     return a % (b.compare("eq", -1).where(1, b) if a.type.signed else b)
 
 
+def _halves(x: Value) -> tuple[Value, Value]:
+    """The high and the low 32 bits of x times MULTIPLIER."""
+    width = x.type.width
+    if width % 2:
+        product = x.to(U64) * MULTIPLIER
+        return (product >> 32).to(U32), product.to(U32)
+    # Processors multiply every second lane to 64 bits: lanes are taken in pairs and not spread and packed.
+    wide = U64.wide(width // 2)
+    pairs = x.fn.emit(f"bitcast {x.type} {x.text} to {wide}", wide)
+    even, odd = (pairs & LOW_HALF) * MULTIPLIER, (pairs >> 32) * MULTIPLIER
+    high, low = (even >> 32) | (odd & ~LOW_HALF), (even & LOW_HALF) | (odd << 32)
+    back = [x.fn.emit(f"bitcast {wide} {half.text} to {x.type}", x.type) for half in (high, low)]
+    return back[0], back[1]
+
+
 def _uniform(word: int) -> Scalar:
     """A number in [0, 1) of a seed and a place: half of Philox 2x32-10, as `kiln.ops.random` defines it."""
 
@@ -147,8 +163,8 @@ def _uniform(word: int) -> Scalar:
         left = place.to(U32)
         right = left.like((place >> 32).to(U32)) ^ left.like((seed >> 32).to(U32))
         for _ in range(ROUNDS):
-            product = left.to(U64) * MULTIPLIER
-            left, right = (product >> 32).to(U32) ^ left.like(key) ^ right, product.to(U32)
+            high, low = _halves(left)
+            left, right = high ^ left.like(key) ^ right, low
             key = key + KEY_STEP
         return ((left, right)[word] >> 8).to(I32).to(F32) * 2.0**-24
 

@@ -1,7 +1,7 @@
 """Masks of eager's numbers, drawn faster than eager draws them: one call of `kiln::bernoulli` for each.
 
-Torch's generator on the CPU gives one number after the other. Here the words that a mask needs are made many at
-once from the state that torch shows, and the state is moved on by as many: what is drawn later is eager's too.
+Torch's generator on the CPU gives one number after the other. Here the words that a mask needs are made many
+at once from the state that torch shows, and the state moves on by as many: what is drawn later is eager's too.
 """
 
 from __future__ import annotations
@@ -78,9 +78,12 @@ def quicken(graph: Graph) -> Graph:
     replaced: dict[Node, Any] = {}
     nodes: list[Node] = []
     unread = {node for node, users in graph.users().items() if not users}
+
+    def value(leaf: Any) -> Any:
+        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
+
     for node in graph.nodes:
-        node.args = mapped(node.args, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
-        node.kwargs = mapped(node.kwargs, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
+        node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
         if _is_mask(node):
             nodes += _drawn(graph, node)
             replaced[node] = nodes[-1]
@@ -100,9 +103,7 @@ def _drawn(graph: Graph, node: Node) -> list[Node]:
     made = [mask]
     if spec.dtype is not torch.bool:
         wanted = replace(spec, offset=0)
-        made.append(
-            graph.call(aten._to_copy.default, (mask,), {"dtype": spec.dtype}, spec=wanted, like=node)
-        )
+        made.append(graph.call(aten._to_copy.default, (mask,), {"dtype": spec.dtype}, spec=wanted, like=node))
     del graph.nodes[-len(made) :]
     return made
 

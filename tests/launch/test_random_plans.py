@@ -55,9 +55,9 @@ def program(seed):
     return run, (lines, outputs)
 
 
-@pytest.mark.parametrize("seed", range(0, 60, 10))
+@pytest.mark.parametrize("seed", range(0, 24, 8))
 def test_random_plans(seed):
-    for one in range(seed, seed + 10):
+    for one in range(seed, seed + 8):
         function, text = program(one)
         a, b = (torch.randn(N, N, generator=torch.Generator().manual_seed(one + i)) for i in (1, 2))
         try:

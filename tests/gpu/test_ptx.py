@@ -1,0 +1,127 @@
+"""What PTX says, without a GPU: accesses of 16 bytes, no memory of threads, shuffles, LLVM's verifier."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kiln.generate.grid import laid
+from kiln.generate.nvptx import VERSIONS
+
+from .emitted import device_of, kernels_of
+from .programs import FOLDS, INTEGERS, POINTWISE
+
+HALF = torch.bfloat16
+
+
+def count(pattern, text):
+    return len(re.findall(pattern, text))
+
+
+def grid_of(f, *inputs):
+    (kernel,) = kernels_of(f, *inputs)
+    return laid(kernel.nests[0])
+
+
+@pytest.mark.parametrize("name", [*POINTWISE, *FOLDS, *INTEGERS])
+def test_every_program_becomes_ptx(name):
+    f, *makers = {**POINTWISE, **FOLDS, **INTEGERS}[name]
+    made = device_of(f, *[make("cpu", HALF) for make in makers])
+    assert made.starts and ".entry" in made.text and ".local" not in made.text
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (HALF, 8), (torch.float64, 2)])
+def test_16_bytes_at_once(dtype, width):
+    x = torch.randn(64, 256).to(dtype)
+    made = device_of(lambda a, b: a * b + 1, x, x.clone())
+    assert count(r"ld\.global\.nc\.v[24]\.b(32|64)", made.text) == 2 and count(r"st\.global\.v[24]", made.text) == 1
+    assert grid_of(lambda a, b: a * b + 1, x, x.clone()).width == width
+    assert "ld.param.b32" not in made.text  # sizes are numbers in the code
+
+
+def test_what_is_not_aligned_is_read_in_elements():
+    x = torch.randn(64, 256)
+    made = device_of(lambda a: a * 2, x, aligned=False)
+    assert not count(r"ld\.global\S*\.v", made.text) and count(r"ld\.global\.nc\.b32", made.text) == 4
+
+
+def test_odd_rows_are_read_in_elements_but_whole_tensors_are_not():
+    x = torch.randn(13, 77)
+    assert grid_of(lambda a, b: a + b, x, torch.randn(77)).width == 1
+    assert grid_of(lambda a: a + 1, torch.randn(13, 76)).width == 4
+
+
+def test_half_types_compute_in_f32_and_are_rounded_once():
+    text = device_of(lambda a: (a + 1) * a - 2, torch.randn(64, 256).to(HALF)).text
+    assert count(r"cvt\.rn\.bf16x2\.f32", text) == 4 and not count(r"(add|mul|sub)\S*\.bf16", text)
+
+
+def test_a_row_is_read_once_and_shared_by_shuffles():
+    made = device_of(lambda a: a.softmax(-1), torch.randn(8192, 1024))
+    (start,), text = made.starts[0], made.text
+    assert count(r"ld\.global\.nc\.v4", text) == 8 == count(r"st\.global\.v4", text)
+    assert "shfl.sync.bfly" in text and "bar.sync" not in text  # a warp for each row
+    assert (start.threads, start.blocks) == (128, 2048)
+
+
+def test_long_rows_take_a_block_and_shared_memory():
+    grid = grid_of(lambda a: a.softmax(-1), torch.randn(1024, 8192))
+    assert (grid.team, grid.rows, grid.turns) == (256, 1, 8)
+    text = device_of(lambda a: a.softmax(-1), torch.randn(1024, 8192)).text
+    assert count(r"bar\.sync", text) == 2 and count(r"ld\.global\.nc\.v4", text) == 8
+
+
+def test_rows_that_are_too_long_as_floats_are_held_as_they_are():
+    grid = grid_of(lambda a: a.softmax(-1), torch.randn(256, 50304).to(HALF))
+    assert grid.packed and grid.turns == 7
+    assert grid_of(lambda a: a.softmax(-1), torch.randn(256, 200_000).to(HALF)).turns == 0
+
+
+def test_columns_are_folded_side_by_side():
+    (kernel,) = kernels_of(lambda a: a.sum(0), torch.randn(20_000, 768))
+    partial, final = (laid(nest) for nest in kernel.nests)
+    assert len(kernel.stages) == 2 and not partial.along and partial.width == 4 and partial.rows == 32
+    assert final.threads == 1024
+    text = device_of(lambda a: a.sum(0), torch.randn(20_000, 768)).text
+    assert count(r"ld\.shared\.v4", text) and count(r"ld\.global\.nc\.v4", text)
+
+
+def test_what_is_transposed_is_turned_in_shared_memory():
+    made = device_of(lambda a: a.t().contiguous(), torch.randn(256, 512))
+    assert made.starts[0][0].blocks == 8 * 16 and "ld.shared" in made.text and "bar.sync" in made.text
+
+
+def test_sizes_that_vary_are_parameters():
+    made = device_of(lambda a: F.gelu(a) + a.shape[0], torch.randn(33, 64), dynamic=True)
+    (start,) = made.starts[0]
+    assert "s0" in str(start.blocks) and any(str(g) == "s0" for g in start.given)
+    assert count(r"ld\.global\.nc\.v4", made.text) or count(r"ld\.global\.nc\.b32", made.text)
+
+
+def test_indices_outside_end_the_program_of_the_device():
+    text = device_of(lambda i, w: F.embedding(i, w), torch.randint(0, 9, (64,)), torch.randn(9, 64)).text
+    assert "call.uni __assertfail" in text and count(r"ld\.global\.nc\.v4", text) == 1
+
+
+def test_functions_use_the_hardware():
+    text = device_of(lambda a: F.gelu(a) + a.sigmoid(), torch.randn(64, 256)).text
+    assert "ex2.approx.ftz.f32" in text and "rcp.approx" in text and "div.rn" not in text
+    assert count(r"fma\.rn\.f32", text) < 4 * 20
+
+
+def test_divisions_of_indices_are_of_32_bits():
+    text = device_of(lambda a, b: a + b, torch.randn(30, 7, 64), torch.randn(30, 1, 64)).text
+    assert not count(r"(div|rem|mul\.hi)\.[su]64", text)
+
+
+def test_equal_nests_share_a_function():
+    def f(a, b):
+        return a.sum(0) * 2, b.sum(0) * 2
+
+    made = device_of(f, torch.randn(64, 96), torch.randn(64, 96))
+    assert len({start.function for starts in made.starts for start in starts}) == 1
+
+
+def test_every_architecture_has_a_version():
+    assert {(8, 0), (9, 0)} <= VERSIONS.keys()
