@@ -10,7 +10,7 @@ NATIVE := setup.py $(wildcard kiln/*.c kiln/*.h)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install develop build demo test test-ops fuzz smoke lint types pytest bench clean
+.PHONY: help install develop build demo test test-ops fuzz test-gpu smoke lint types pytest bench clean
 
 help:
 	@echo "demo: compile a small model and show what happened    test: lint, types, all tests    smoke: tests of seconds"
@@ -59,6 +59,12 @@ test-ops: develop
 # Random tensor programs, compiled to native code and compared with eager.
 fuzz: develop
 	KILN_FUZZ=$(or $(PROGRAMS),20000) $(BIN)/python -m pytest tests/fuse/test_random.py $(ARGS)
+
+# On a machine with a GPU: values and gradients beside eager's, then the speed of kernels.
+test-gpu: develop
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no GPU here'"
+	$(BIN)/python -m pytest -n $(JOBS) tests/gpu $(ARGS)
+	$(BIN)/python benchmarks/gpu.py
 
 smoke: develop
 	$(BIN)/python -m pytest -m smoke $(ARGS)

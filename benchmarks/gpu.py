@@ -7,7 +7,7 @@ import sys
 import time
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 import kiln
 from kiln.launch import device as launching
@@ -20,27 +20,23 @@ def rms_norm(x, w):
 
 
 def cross_entropy(x, i):
-    return F.cross_entropy(x.float(), i)
-
-
-def grad_of_norm(x, w, b, g):
-    return torch.autograd.grad(F.layer_norm(x, (x.shape[-1],), w, b), (x, w, b), g)
+    return functional.cross_entropy(x.float(), i)
 
 
 #: name: function, width of a row, how many tensors of the first's size move, further inputs by width.
 KERNELS = {
     "add f32": (lambda x: x + 1, 4096, 2, torch.float32, ()),
-    "gelu bf16": (F.gelu, 4096, 2, torch.bfloat16, ()),
-    "gelu tanh bf16": (lambda x: F.gelu(x, approximate="tanh"), 4096, 2, torch.bfloat16, ()),
-    "silu mul bf16": (lambda x, y: F.silu(x) * y, 4096, 3, torch.bfloat16, ("same",)),
-    "silu mul f32": (lambda x, y: F.silu(x) * y, 4096, 3, torch.float32, ("same",)),
-    "bias gelu bf16": (lambda x, b: F.gelu(x + b), 3072, 2, torch.bfloat16, ("row",)),
+    "gelu bf16": (functional.gelu, 4096, 2, torch.bfloat16, ()),
+    "gelu tanh bf16": (lambda x: functional.gelu(x, approximate="tanh"), 4096, 2, torch.bfloat16, ()),
+    "silu mul bf16": (lambda x, y: functional.silu(x) * y, 4096, 3, torch.bfloat16, ("same",)),
+    "silu mul f32": (lambda x, y: functional.silu(x) * y, 4096, 3, torch.float32, ("same",)),
+    "bias gelu bf16": (lambda x, b: functional.gelu(x + b), 3072, 2, torch.bfloat16, ("row",)),
     "softmax 1024 bf16": (lambda x: x.softmax(-1), 1024, 2, torch.bfloat16, ()),
     "softmax 4096 f32": (lambda x: x.softmax(-1), 4096, 2, torch.float32, ()),
     "softmax 32768 bf16": (lambda x: x.softmax(-1), 32768, 2, torch.bfloat16, ()),
     "softmax 50304 bf16": (lambda x: x.softmax(-1), 50304, 2, torch.bfloat16, ()),
-    "layer norm 768 bf16": (lambda x, w, b: F.layer_norm(x, (768,), w, b), 768, 2, torch.bfloat16, ("row", "row")),
-    "layer norm 4096 f32": (lambda x, w, b: F.layer_norm(x, (4096,), w, b), 4096, 2, torch.float32, ("row", "row")),
+    "layer norm 768 bf16": (lambda x, w, b: functional.layer_norm(x, (768,), w, b), 768, 2, torch.bfloat16, ("row", "row")),
+    "layer norm 4096 f32": (lambda x, w, b: functional.layer_norm(x, (4096,), w, b), 4096, 2, torch.float32, ("row", "row")),
     "rms norm 4096 bf16": (rms_norm, 4096, 2, torch.bfloat16, ("row",)),
     "rms norm 8192 bf16": (rms_norm, 8192, 2, torch.bfloat16, ("row",)),
     "sum of rows f32": (lambda x: x.sum(-1), 4096, 1, torch.float32, ()),
@@ -74,57 +70,68 @@ def copied():
     return 2 * source.nbytes / timed(lambda: target.copy_(source)) / 1e6
 
 
+def inputs(width, dtype, more):
+    """The first input, of the size that is measured, and what else a kernel takes."""
+    rows = (MEGABYTES << 20) // dtype.itemsize // width
+    x = torch.randn(rows, width, device="cuda").to(dtype)
+    others = {
+        "same": lambda: torch.randn_like(x),
+        "row": lambda: torch.randn(width, device="cuda").to(dtype),
+        "places": lambda: torch.randint(0, width, (rows,), device="cuda"),
+    }
+    return [x, *[others[kind]() for kind in more]]
+
+
+class Clock:
+    """What LLVM and the driver take."""
+
+    def __init__(self):
+        self.seconds = {"LLVM": 0.0, "driver": 0.0}
+        generate, load = launching.generate, launching.Loaded.__init__
+
+        def generated(*args, **kwargs):
+            return self.noted("LLVM", lambda: generate(*args, **kwargs))
+
+        def loaded(module, *args):
+            return self.noted("driver", lambda: load(module, *args))
+
+        launching.generate, launching.Loaded.__init__ = generated, loaded
+
+    def noted(self, name, f):
+        start = time.perf_counter()
+        result = f()
+        self.seconds[name] += time.perf_counter() - start
+        return result
+
+    def reset(self):
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+
+def measure(name, clock, copy):
+    f, width, moved, dtype, more = KERNELS[name]
+    given = inputs(width, dtype, more)
+    clock.reset()
+    kiln.reset()
+    start = time.perf_counter()
+    g = kiln.compile(f, fullgraph=True)
+    g(*given)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    mine, eager = timed(lambda: g(*given)), timed(lambda: f(*given))
+    rate = moved * given[0].nbytes / mine / 1e6
+    times = ", ".join(f"{k} {v * 1e3:5.1f}" for k, v in clock.seconds.items())
+    print(
+        f"{name:28}{rate:8.0f} GB/s {rate / copy:6.2f} of copy, {eager / mine:6.2f} x eager;"
+        f" first call {first * 1e3:6.1f} ms, {times}"
+    )
+
+
 def main():
     print(torch.__version__, torch.cuda.get_device_name(), MEGABYTES, "MB")
-    copy = copied()
+    copy, clock = copied(), Clock()
     print(f"{'device copy':28}{copy:8.0f} GB/s")
-    seconds = []
-    whole_linked = launching.generate
-
-    def noted(*args, **kwargs):
-        start = time.perf_counter()
-        made = whole_linked(*args, **kwargs)
-        seconds.append(time.perf_counter() - start)
-        return made
-
-    loads = []
-    loaded = launching.Loaded.__init__
-
-    def load(self, text, device):
-        start = time.perf_counter()
-        loaded(self, text, device)
-        loads.append(time.perf_counter() - start)
-
-    launching.generate, launching.Loaded.__init__ = noted, load
-    for name, (f, width, moved, dtype, more) in KERNELS.items():
-        rows = (MEGABYTES << 20) // dtype.itemsize // width
-        x = torch.randn(rows, width, device="cuda").to(dtype)
-        given = [x]
-        for kind in more:
-            if kind == "same":
-                given.append(torch.randn_like(x))
-            elif kind == "row":
-                given.append(torch.randn(width, device="cuda").to(dtype))
-            else:
-                given.append(torch.randint(0, width, (rows,), device="cuda"))
-        seconds.clear()
-        loads.clear()
-        kiln.reset()
-        start = time.perf_counter()
-        try:
-            g = kiln.compile(f, fullgraph=True)
-            g(*given)
-            torch.cuda.synchronize()
-            first = time.perf_counter() - start
-            mine, eager = timed(lambda: g(*given)), timed(lambda: f(*given))
-        except Exception as error:
-            print(f"{name:28} {type(error).__name__}: {str(error)[:150]}")
-            continue
-        rate = moved * x.nbytes / mine / 1e6
-        print(
-            f"{name:28}{rate:8.0f} GB/s {rate / copy:6.2f} of copy, {eager / mine:6.2f} x eager;"
-            f" first call {first * 1e3:6.1f} ms, LLVM {sum(seconds) * 1e3:5.1f}, driver {sum(loads) * 1e3:5.1f}"
-        )
+    for name in KERNELS:
+        measure(name, clock, copy)
     small = torch.randn(1024, device="cuda")
     g = kiln.compile(lambda x: x * 2 + 1, fullgraph=True)
     g(small)

@@ -24,7 +24,6 @@ from kiln.fuse.program import fuse
 from kiln.fuse.steps import Call, Launch
 from kiln.generate.code import Compiled, generate
 from kiln.generate.cpu import compile_text
-from kiln.launch.native import set_up
 from kiln.launch.program import compile_graph
 from kiln.ops.fake import fake_like
 from kiln.ops.record import Recording
@@ -77,7 +76,6 @@ class Kernels:
     """The kernels of a function over inputs, with outputs that are kept."""
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> None:
-        set_up()
         self.graph = recorded(function, *inputs)
         self.program = fuse(expand(self.graph, "prims", FOR_LOOPS))
         self.calls = [s.node for s in self.program.steps if isinstance(s, Call) and not s.node.op.is_view]

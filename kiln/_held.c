@@ -6,10 +6,12 @@
 #include <string.h>
 
 typedef int32_t (*DataPointer)(void *tensor, void **address);
+typedef int64_t (*Version)(const void *tensor);
 
 /* Found by launch/native.py in torch's own libraries. */
 static struct {
     DataPointer data_pointer;
+    Version version;   /* NULL where there is none: then the attribute is read */
     Py_ssize_t offset; /* of the tensor's handle in its Python object */
 } torch;
 
@@ -51,15 +53,25 @@ words_of(const char *data, int64_t bytes)
     return words;
 }
 
-/* Looks at one tensor; 1 when it has changed, -1 with an exception set. */
-static int
-look(Seen *seen)
+/* The version of a tensor; -1 with an exception set. */
+static int64_t
+version_of(PyObject *tensor)
 {
-    PyObject *version = PyObject_GetAttr(seen->tensor, version_name);
+    if (torch.version != NULL)
+        return torch.version((char *)tensor + torch.offset);
+    PyObject *version = PyObject_GetAttr(tensor, version_name);
     if (version == NULL)
         return -1;
     int64_t number = PyLong_AsLongLong(version);
     Py_DECREF(version);
+    return number;
+}
+
+/* Looks at one tensor; 1 when it has changed, -1 with an exception set. */
+static int
+look(Seen *seen)
+{
+    int64_t number = version_of(seen->tensor);
     if (number == -1 && PyErr_Occurred())
         return -1;
     void *data = NULL;
@@ -166,15 +178,16 @@ static PyTypeObject WatchType = {
 static PyObject *
 set_torch(PyObject *module, PyObject *args)
 {
-    unsigned long long data_pointer;
-    if (!PyArg_ParseTuple(args, "nK:set_torch", &torch.offset, &data_pointer))
+    unsigned long long data_pointer, version;
+    if (!PyArg_ParseTuple(args, "nKK:set_torch", &torch.offset, &data_pointer, &version))
         return NULL;
     torch.data_pointer = (DataPointer)(uintptr_t)data_pointer;
+    torch.version = (Version)(uintptr_t)version;
     Py_RETURN_NONE;
 }
 
 static PyMethodDef functions[] = {
-    {"set_torch", set_torch, METH_VARARGS, "set_torch(offset, data_pointer): addresses in torch's libraries"},
+    {"set_torch", set_torch, METH_VARARGS, "set_torch(offset, data_pointer, version): addresses in torch's libraries"},
     {NULL},
 };
 

@@ -14,8 +14,9 @@ from kiln.launch import held
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def seen(monkeypatch, tmp_path):
     """The settings of each graph that was compiled."""
+    monkeypatch.setenv("KILN_CACHE_DIR", str(tmp_path / "cache"))
     found, compile_graph = [], compiler.compile_graph
 
     def watched(graph, settings, *rest, **named):

@@ -15,9 +15,9 @@ from kiln.ops.levels import VIEW, name_of
 ROUNDED_ONCE = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "abs", "reciprocal", "rsqrt"})
 CHOICES = frozenset({
     "relu", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where", "threshold",
-    "threshold_backward", "hardtanh", "eq", "ne", "lt", "le", "gt", "ge", "sign", "isnan", "isinf", "floor", "ceil", "trunc",
-    "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and", "logical_or", "logical_not",
-    "logical_xor", "masked_fill", "fill", "tril", "triu",
+    "threshold_backward", "hardtanh", "eq", "ne", "lt", "le", "gt", "ge", "sign", "isnan", "isinf",
+    "floor", "ceil", "trunc", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_and",
+    "logical_or", "logical_not", "logical_xor", "masked_fill", "fill", "tril", "triu",
 })  # fmt: skip
 MOVES = frozenset({
     "_to_copy", "clone", "copy", "full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full",

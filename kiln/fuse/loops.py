@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kiln.fuse.products import convolution_backward
+from kiln.fuse.running import RUNNING
 from kiln.fuse.windows import avg_pool, max_pool
 from kiln.ops.expansions.norms import batch_norm, batch_norm_backward, batch_norm_functional
 from kiln.ops.table import aten
@@ -62,7 +63,7 @@ def _eager(*args: Any, **kwargs: Any) -> Any:
 
 
 # Gradients of normalised batches cancel: the last bits of eager's sums become leading digits of what is left,
-# and results near eager's need those bits. The backward adds in float32, by eight lanes of each plane: sums in
+# and results near eager's need those bits. The backward adds in float32 by eight lanes of each plane: sums in
 # another order, or in float64, give gradients that differ from eager's by more than a thousandth in a U-Net.
 
 
@@ -106,6 +107,7 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices.default: max_pool,
     aten.avg_pool2d.default: avg_pool,
     aten.convolution_backward.default: convolution_backward,
+    **RUNNING,
     # What `kiln.ops.random` left: those draw eager's numbers.
     aten.bernoulli.p: _eager,
     aten.bernoulli.default: _eager,

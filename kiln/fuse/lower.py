@@ -34,7 +34,7 @@ JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round",
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
 
 #: Functions of integers that indices may be made of.
-INDEXED: dict[str, Callable[[Any, Any], Any]] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+INDEXED: dict[str, Callable[..., Any]] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 Lowering: TypeAlias = "Callable[[Terms, Node, Coords, Term | None, Read], Term]"
 LOWER: dict[str, Lowering] = {}
@@ -70,11 +70,15 @@ class Terms:
         """Values as they would lie in memory: what jumps between two of them is asked of those."""
         if self.rounds or any(isinstance(a, Const) and a.value == 0 for a in args):
             return args
-        return tuple([
-            self.make(Apply, "convert", (a,), a.dtype)
-            if a.dtype in HALVES and isinstance(a, (Apply, Fold)) and getattr(a, "op", "") != "convert" else a
-            for a in args
-        ])  # fmt: skip
+        return tuple(map(self._rounded, args))
+
+    def _rounded(self, term: Term) -> Term:
+        if isinstance(term, Apply) and term.op == "convert":
+            inner = self._rounded(term.args[0])
+            return term if inner is term.args[0] else self.make(Apply, "convert", (inner,), term.dtype)
+        if term.dtype not in HALVES or not isinstance(term, (Apply, Fold)):
+            return term
+        return self.make(Apply, "convert", (term,), term.dtype)  # type: ignore[no-any-return]
 
     def const(self, value: Any, dtype: torch.dtype) -> Term:
         if dtype.is_floating_point and not isinstance(value, float) and not hasattr(value, "scope"):
@@ -100,7 +104,7 @@ class Terms:
         place = self.as_index(term)
         if place is not None and type(size) is int:
             low, high = self.scope.bounds(place)
-            if 0 <= low and high < size:
+            if low >= 0 and high < size:
                 return place
         term = self.guarded(term, valid, 0)
         key = ("computed", id(term), _key(size), wraps)

@@ -212,7 +212,7 @@ def _scope_of(graph: Graph) -> Scope:
         if isinstance(node.spec, Expr):
             return node.spec.scope  # type: ignore[no-any-return]
         if isinstance(node.spec, TensorSpec):
-            for n in node.spec.shape:
+            for n in (*node.spec.shape, *node.spec.stride):
                 if isinstance(n, Expr):
                     return n.scope  # type: ignore[no-any-return]
     return Scope()

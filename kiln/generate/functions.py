@@ -21,6 +21,10 @@ ROUNDER_32, ROUNDER_64 = 1.5 * 2.0**23, 1.5 * 2.0**52  # adding one rounds to an
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/2
 _EXP_32 = (0.49999993099904772, 0.16666514762697297, 0.041668442668280431, 0.0083694173284948848,
            0.0013813975148197035)  # fmt: skip
+# The same, to one place more: the coefficients of the library that torch's vector kernels call
+_EXP_EAGER = (0.5, 0.1666666716337204, 0.041666485369205475, 0.0083333607763051987, 0.0013930435525253415,
+              0.00019852761761285365)  # fmt: skip
+LN2_EAGER = (0.693145751953125, 1.428606765330187e-06)  # ln(2), in two parts
 _EXP_64 = (0.49999999999998149, 0.16666666666607007, 0.041666666668259964, 0.0083333333731625674,
            0.0013888888492310566, 0.00019841181830208358, 2.4801947143003822e-5, 2.7636538426424112e-6,
            2.7474571391534382e-7)  # fmt: skip
@@ -437,8 +441,19 @@ def sigmoid(x: Value) -> Value:
     own = own_function("sigmoid", x)
     if own is not None:
         return own(x)
+    if x.type.kind == "f32":
+        return 1.0 / (_exp_as_eager(-x) + 1.0)
     e = apply("exp", -absolute(x))
     return (x < 0.0).where(e, 1.0) / (e + 1.0)
+
+
+def _exp_as_eager(x: Value) -> Value:
+    """The exponential in eager's sigmoid, to the bit: gradients that cancel behind it show its last ones."""
+    x = _at_least(at_most(x, 100.0), -104.0)
+    rounded = fma(x, 1 / LN2, ROUNDER_32)
+    n = rounded - ROUNDER_32
+    r = fma(n, -LN2_EAGER[1], fma(n, -LN2_EAGER[0], x))
+    return _scaled_32(fma(polynomial(r, _EXP_EAGER), r * r, r) + 1.0, rounded)
 
 
 def round_even(x: Value) -> Value:

@@ -109,7 +109,7 @@ def row_bytes(nest: Nest, vector: Axis | None, width: int) -> int:
     """The bytes that a thread reads in one turn."""
     found = {(t.buffer, t.index, t.dtype) for t in terms(s.value for s in nest.stores) if isinstance(t, Load)}
     varying = [d for _, i, d in found if isinstance(i, Expr) and vector and vector.variable in i.symbols()]
-    return sum(d.itemsize for d in varying) * width
+    return width * sum(int(d.itemsize) for d in varying)
 
 
 def width_for(nest: Nest, vector: Axis | None) -> int:

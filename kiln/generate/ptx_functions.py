@@ -11,9 +11,9 @@ from kiln.generate.lanes import lanes
 from kiln.generate.llvm import Value
 
 # -log2(erfc(x)) / x on 0 <= x <= 4.3, for least absolute error of erfc; grows without end beyond
-_ERFC = (1.627907028466312, 0.9184483787143083, 0.14826620032980398, -0.027573991047924656, -0.0003822098614101877,
-         0.0026190715917704904, -0.001086700693647956, 0.00024974984926620593, -3.273920715956846e-05,
-         1.9093162370966422e-06)  # fmt: skip
+_ERFC = (1.627907028466312, 0.9184483787143083, 0.14826620032980398, -0.027573991047924656,
+         -0.0003822098614101877, 0.0026190715917704904, -0.001086700693647956, 0.00024974984926620593,
+         -3.273920715956846e-05, 1.9093162370966422e-06)  # fmt: skip
 LOG2_E = 1.44269502162933349609375  # as f32
 
 
@@ -107,7 +107,8 @@ def minimum(a: Value, b: Value) -> Value:
 
 
 OWN: dict[str, Callable[..., Value]] = {
-    "exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf, "maximum": maximum, "minimum": minimum,
+    "exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf, "maximum": maximum,
+    "minimum": minimum,
 }  # fmt: skip
 #: Functions with 1 added.
 AND_ONE: dict[str, Callable[[Value], Value]] = {"erf": erf_and_one, "tanh": tanh_and_one}

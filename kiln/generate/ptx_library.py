@@ -204,8 +204,8 @@ def fmod(x: Value, y: Value) -> Value:
 
 
 LIBRARY: dict[str, Callable[..., Value]] = {
-    "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "tanh": tanh, "sin": sin, "cos": cos,
-    "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)),
+    "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "tanh": tanh, "sin": sin,
+    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)),
 }  # fmt: skip
 
 

@@ -150,9 +150,8 @@ def _halves(x: Value) -> tuple[Value, Value]:
     wide = U64.wide(width // 2)
     pairs = x.fn.emit(f"bitcast {x.type} {x.text} to {wide}", wide)
     even, odd = (pairs & LOW_HALF) * MULTIPLIER, (pairs >> 32) * MULTIPLIER
-    high, low = (even >> 32) | (odd & ~LOW_HALF), (even & LOW_HALF) | (odd << 32)
-    back = [x.fn.emit(f"bitcast {wide} {half.text} to {x.type}", x.type) for half in (high, low)]
-    return back[0], back[1]
+    high = (even >> 32) | (odd & ~LOW_HALF)
+    return x.fn.emit(f"bitcast {wide} {high.text} to {x.type}", x.type), x * MULTIPLIER
 
 
 def _uniform(word: int) -> Scalar:

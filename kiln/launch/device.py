@@ -29,9 +29,7 @@ class Prepared:
         self.outputs = list(step.writes.values())
         made: list[TensorSpec] = [n.spec for n in self.outputs]
         self.specs = made + [replace(spec, device=device) for spec in step.scratch.values()]
-        self.places: dict[Any, int] = {
-            b: i for i, b in enumerate([*step.reads, *step.writes, *step.scratch])
-        }
+        self.places: dict[Any, int] = {b: i for i, b in enumerate([*step.reads, *step.writes, *step.scratch])}
 
     def sizes(self, starts: Sequence[Started]) -> list[Any]:
         """The sizes that functions are given, once each."""
@@ -110,4 +108,3 @@ def linked(program: Program, device: torch.device) -> Graph:
             known[node] = graph.add(Node(node.op, args, kwargs, node.spec, graph.name(node.name)))
     graph.outputs = mapped(program.graph.outputs, value)
     return graph.check()
-

@@ -25,6 +25,8 @@ WRAPS = (
     "_Z16THPVariable_WrapN2at10TensorBaseE",
     "_Z16THPVariable_WrapRKN2at10TensorBaseE",
 )
+#: A tensor's version; takes the address of the tensor.
+VERSION = "_ZNK2at10TensorBase8_versionEv"
 POOL = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
 
 #: Machines on which one call of many words and numbers serves for all C functions; see `_launch.h`.
@@ -56,7 +58,7 @@ def set_up() -> None:
     pool = [0] * len(POOL) if threads is None else [_address(threads, name) for name in POOL]
     found = [_address(library, name) for name in FUNCTIONS]
     _launch.set_torch(offset, torch.Tensor, *found, _address(python, wrap), *pool)
-    _held.set_torch(offset, found[0])
+    _held.set_torch(offset, found[0], _address(library, VERSION) if hasattr(library, VERSION) else 0)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Masks of eager's numbers, drawn faster than eager draws them: one call of `kiln::bernoulli` for each.
 
 Torch's generator on the CPU gives one number after the other. Here the words that a mask needs are made many
-at once from the state that torch shows, and the state moves on by as many: what is drawn later is eager's too.
+at once from the state that torch shows, and the state moves on by as many: later draws are eager's too.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _batch_norm_with_update(
 
 @rule(aten._batch_norm_with_update_functional.default)
 def _batch_norm_with_update_functional(
-    x: torch.Tensor, weight: Any, bias: Any, mean: torch.Tensor, var: torch.Tensor, momentum: float, eps: float
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
 ) -> Any:
     out = _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps)
     return out if out is NotImplemented else (*out, _similar(mean), _similar(var))
@@ -211,7 +211,7 @@ def _batch_norm_by_cudnn(
 
 
 @rule(aten.cudnn_batch_norm_backward.default)
-def _batch_norm_by_cudnn_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+def _batch_norm_by_cudnn_backward(x: torch.Tensor, grad: torch.Tensor, weight: Any, *rest: Any) -> Any:
     return _batch_norm_backward(grad, x, weight, [True, True, True])
 
 

@@ -5,9 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from kiln.expand.expand import expand
+from kiln.fuse.calls import CALLED
+from kiln.fuse.folds import FOLDS
 from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.lower import LOWER
 from kiln.fuse.program import fuse
 from kiln.fuse.steps import Call, Launch
+from kiln.fuse.views import VIEWS
+from kiln.ops.levels import KERNELS, PRIMITIVES, name_of
 from tests.fuse.test_kernels import check, rand, recorded
 
 aten = torch.ops.aten
@@ -118,3 +123,27 @@ def test_gradients_of_convolutions_of_one_channel_are_loops(side, step, padding)
     inputs = rand(1, 3, out, out), rand(1, 3, side, side), rand(3, 1, 3, 3)
     assert steps(backward, *inputs)[0] == []
     check(backward, *inputs, rtol=1e-4, atol=1e-4)
+
+
+def test_every_primitive_is_lowered_or_says_why_not():
+    lowered = {*LOWER, *VIEWS, *FOLDS, *map(name_of, FOR_LOOPS)}
+    assert PRIMITIVES.keys() - lowered <= CALLED.keys()
+    assert CALLED.keys() <= PRIMITIVES.keys() | KERNELS.keys()
+
+
+RUNNING = {
+    "sums": lambda a: a.cumsum(0),
+    "sums of more": lambda a: (a * 2).cumsum(0, dtype=torch.float64) + 1,
+    "products": lambda a: a.cumprod(0),
+    "largest": lambda a: a.cummax(0),
+    "logarithms": lambda a: a.logcumsumexp(0),
+}
+
+
+@pytest.mark.parametrize("name", RUNNING)
+def test_running_values_go_along_the_last_dimension(name):
+    program = fuse(expand(recorded(RUNNING[name], rand(64, 100)), "prims", FOR_LOOPS))
+    dims = [s.node.args[1] for s in program.steps if isinstance(s, Call) and "cum" in str(s.node.op)]
+    assert dims == [1]
+    check(RUNNING[name], rand(64, 100))
+    check(RUNNING[name], rand(6, 5))

@@ -91,7 +91,10 @@ INTEGERS = {
 
 FOLDS = {
     **{f"sum of {n}": (lambda a: a.sum(-1), normal(37, n)) for n in (1, 3, 8, 33, 64, 1000, 4096, 50257)},
-    **{f"softmax of {n}": (lambda a: a.softmax(-1), normal(37, n)) for n in (2, 7, 64, 1000, 1024, 4096, 50304)},
+    **{
+        f"softmax of {n}": (lambda a: a.softmax(-1), normal(37, n))
+        for n in (2, 7, 64, 1000, 1024, 4096, 50304)
+    },
     "sum of all": (lambda a: a.sum(), normal(1234, 567)),
     "mean of all": (lambda a: a.mean(), normal(4096, 1024)),
     "columns": (lambda a: a.sum(0), normal(1000, 768)),

@@ -35,7 +35,10 @@ def test_every_program_becomes_ptx(name):
 def test_16_bytes_at_once(dtype, width):
     x = torch.randn(64, 256).to(dtype)
     made = device_of(lambda a, b: a * b + 1, x, x.clone())
-    assert count(r"ld\.global\.nc\.v[24]\.b(32|64)", made.text) == 2 and count(r"st\.global\.v[24]", made.text) == 1
+    assert (
+        count(r"ld\.global\.nc\.v[24]\.b(32|64)", made.text) == 2
+        and count(r"st\.global\.v[24]", made.text) == 1
+    )
     assert grid_of(lambda a, b: a * b + 1, x, x.clone()).width == width
     assert "ld.param.b32" not in made.text  # sizes are numbers in the code
 

@@ -45,7 +45,9 @@ def near(got, eager, exact, name):
     scale = exact.abs().max().item()
     mine, theirs = ((x.double() - exact).abs().max().item() for x in (got, eager))
     bound = 2 * theirs + 4 * unit * scale
-    assert mine <= bound or theirs != theirs, f"{name}: error {mine:.3g}, eager's {theirs:.3g}, scale {scale:.3g}"
+    assert mine <= bound or theirs != theirs, (
+        f"{name}: error {mine:.3g}, eager's {theirs:.3g}, scale {scale:.3g}"
+    )
 
 
 def in_double(inputs):
@@ -78,7 +80,17 @@ def test_integers(name, started):
     assert sum(started)
 
 
-DOUBLE = ("add", "broadcast", "odd rows", "choices", "sum of 1000", "columns", "statistics", "layer norm", "middle")
+DOUBLE = (
+    "add",
+    "broadcast",
+    "odd rows",
+    "choices",
+    "sum of 1000",
+    "columns",
+    "statistics",
+    "layer norm",
+    "middle",
+)
 
 
 @pytest.mark.parametrize("name", DOUBLE)
@@ -204,4 +216,6 @@ def test_models(name, dtype, started):
     got, eager = step(compiled), step(model)
     assert sum(started)
     for g, e in zip(got, eager, strict=True):
-        assert (g - e).norm() <= (1e-4 if dtype is torch.float32 else 0.05) * e.norm() + 1e-6, (g - e).norm() / e.norm()
+        assert (g - e).norm() <= (1e-4 if dtype is torch.float32 else 0.05) * e.norm() + 1e-6, (
+            g - e
+        ).norm() / e.norm()

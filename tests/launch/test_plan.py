@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kiln
-from kiln import _launch
+from kiln import _launch, compiler
 from kiln.base.graph import Graph, TensorSpec
 from kiln.fuse.program import fuse
 from kiln.generate.code import generate
@@ -327,3 +327,18 @@ def test_results_take_the_memory_of_values_that_go():
     check(lambda x: (torch.relu(y := x @ x), y.view(4, 9).sum(0)), rand(6, 6))
     check(lambda x: torch.cat([(y := x @ x) * 2, y.flip(0)]) @ x, rand(6, 6))
     check(lambda x: ((y := x @ x)[:3] + y[3:]) @ x, rand(6, 6))
+
+
+def test_nothing_stands_between_the_guards_and_kernels():
+    built = []
+
+    def backend(module, examples):
+        built.append(compiler.kiln(module, examples))
+        return built[-1]
+
+    a, b = rand(8), rand(8)
+    direct = kiln.compile(lambda x, y: torch.relu(x + y) * 2, backend=backend, fullgraph=True)
+    torch.testing.assert_close(direct(a, b), torch.relu(a + b) * 2)
+    written = kiln.compile(lambda x, y: x.add_(y) * 2, backend=backend, fullgraph=True)
+    torch.testing.assert_close(written(a.clone(), b), (a + b) * 2)
+    assert [type(one) is _launch.Plan for one in built] == [True, False]

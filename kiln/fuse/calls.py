@@ -1,0 +1,40 @@
+"""Primitives and kernels that stay calls of eager's kernels though they could be loops, and why."""
+
+from __future__ import annotations
+
+#: By the name of the op. What is not here and not lowered is a library's work: products, convolutions,
+#: attention, sorting, transforms, linear algebra.
+CALLED: dict[str, str] = {
+    "cumsum": "each value waits for the one before; see running.py for what is done about other dimensions",
+    "cumprod": "the same",
+    "cummax": "the same",
+    "cummin": "the same",
+    "logcumsumexp": "the same",
+    "index_put": "updates of few rows, in place where nobody reads the old value (updates.py)",
+    "scatter": "places may repeat: eager's order decides; in place where nobody reads the old value",
+    "scatter_add": "places may repeat: eager's order of sums; in place where nobody reads the old value",
+    "scatter_reduce": "the same",
+    "rand": "eager's numbers in eager's order, unless random numbers are our own",
+    "randn": "the same",
+    "max_pool2d_with_indices_backward": "sums over scattered places; cheap beside the forward",
+    "avg_pool2d_backward": "windows that overlap are sums over scattered places",
+    "max_pool3d_with_indices": "rare",
+    "avg_pool3d": "rare",
+    "adaptive_max_pool2d": "windows of several sizes",
+    "upsample_linear1d": "reads at computed places for each result: eager's kernel keeps those of a row",
+    "upsample_bilinear2d": "the same",
+    "upsample_trilinear3d": "the same",
+    "upsample_bicubic2d": "the same, sixteen reads",
+    "grid_sampler_2d": "the same, with places that are data",
+    "im2col": "a copy, for products that read it",
+    "col2im": "sums over scattered places",
+    "_embedding_bag": "rows of varying number for each sum",
+    "searchsorted": "a search for each element: branches that no vector takes together",
+    "bucketize": "the same",
+    "masked_select": "how many there are is data",
+    "nonzero": "the same",
+    "masked_scatter": "each value waits for the count of those before",
+    "digamma": "rare; the C library has none",
+    "erfinv": "rare; the C library has none",
+    "nextafter": "rare",
+}

@@ -1,0 +1,214 @@
+"""Values and memory in a GPU kernel: accesses of 16 bytes, elements that a thread holds, faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kiln.fuse.nest import Apply, Const, Load, Nest, Store, Term
+from kiln.generate.functions import compute_type
+from kiln.generate.grid import Grid, laid, whole
+from kiln.generate.lanes import lanes as some_lanes
+from kiln.generate.llvm import I1, I32, I64, PTR, U8, VOID, Type, Value
+from kiln.generate.ptx_functions import AND_ONE, OWN, exp_of_small
+from kiln.generate.scalar import TYPES
+from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
+
+#: What a fault is called where a kernel ends with one.
+FAULTS = {
+    OUTSIDE: "index out of bounds", OUT_OF_BOUNDS: "index out of bounds", DIVIDED_BY_ZERO: "division by zero",
+}  # fmt: skip
+
+
+class DeviceValues(Values):
+    """A kernel under construction, over the buffers and sizes of a nest."""
+
+    def __init__(self, nest: Nest, aligned: bool = True) -> None:
+        super().__init__(nest, 1)
+        self.grid: Grid = laid(nest)
+        self.aligned = aligned
+        self.vector, self.width = self.grid.vector, self.grid.width
+        self.module.own = OWN
+        self.fn.convention = "ptx_kernel "
+        self.fn.attributes = "nounwind"
+        self.conditions: list[Value] = []  # under which what is stored is stored
+        self.turn: int | None = None  # the one being emitted, where what it reads is held as it is in memory
+        self.held: dict[tuple[int, int], Value] = {}
+
+    def unsigned(self, value: Value) -> Value:
+        """The same bits, never negative."""
+        return Value(self.fn, value.text, replace(value.type, signed=False))
+
+    @contextmanager
+    def only_if(self, condition: Value | None) -> Iterator[None]:
+        """Store nothing where this does not hold."""
+        if condition is not None:
+            self.conditions.append(condition)
+        yield
+        if condition is not None:
+            self.conditions.pop()
+
+    @contextmanager
+    def branch(self, condition: Value) -> Iterator[None]:
+        """What is emitted runs where this holds."""
+        fn = self.fn
+        inside, after = fn.label("then"), fn.label("after")
+        fn.branch(condition, inside, after)
+        fn.start(inside)
+        self.push()
+        yield
+        self.pop()
+        fn.jump(after)
+        fn.start(after)
+
+    # Values
+
+    def compute(self, term: Term) -> Value:
+        """A value; sums with 1, quotients by what is one for all elements, and some powers cost less."""
+        if not isinstance(term, Apply) or not self.in_f32(term):
+            return super().compute(term)
+        if term.op == "add":
+            for known, other in (term.args, term.args[::-1]):
+                if isinstance(known, Apply) and known.op in AND_ONE and is_one(other) and self.in_f32(known):
+                    return AND_ONE[known.op](self.value(known.args[0]))
+        if term.op == "exp" and is_below_largest(term.args[0]):
+            return exp_of_small(self.value(term.args[0]))
+        if term.op == "div":
+            above, below = (self.value(a) for a in term.args)
+            if below.type.width < above.type.width:
+                return above * (1.0 / below)
+        return super().compute(term)
+
+    def in_f32(self, term: Apply) -> bool:
+        return compute_type(TYPES[term.dtype]).kind == "f32" and len(term.args) <= 2
+
+    # Memory
+
+    def load(self, term: Load) -> Value:
+        fn, base, stored = self.fn, self.pointers[term.buffer], TYPES[term.dtype]
+        held = compute_type(stored)
+        self.bind(term.places)
+        mask = None if term.valid is None else self.value(term.valid)
+        step = self.stride(term.index)
+        one = self.lanes == 1 or step == 0
+        if one and (mask is None or mask.type.width == 1):
+            place = self.index(term.index)
+            place = place if mask is None else mask.where(place, 0)
+            return fn.load(fn.at(base, place, stored), stored).to(held)
+        if step == 1 and mask is None:
+            memory = (U8 if stored.kind == "i1" else stored).wide(self.lanes)
+            address = fn.at(base, self.index(term.index), stored)
+            align = self.granule(term.index) * memory.bits // 8
+            value = self.held_load(term, memory, address, align)
+            return (value.to(I1) if stored.kind == "i1" else value).to(held)
+        result = Value(fn, "poison", stored.wide(self.lanes))
+        for lane, place in enumerate(self.each_place(term.index, step)):
+            if mask is not None:
+                valid = mask if mask.type.width == 1 else some_lanes(mask, lane, 1)
+                place = valid.where(place, 0)
+            value = fn.load(fn.at(base, place, stored), stored)
+            inserted = f"insertelement {result.type} {result.text}, {value.type} {value.text}, i64 {lane}"
+            result = fn.emit(inserted, result.type)
+        return result.to(held)
+
+    def held_load(self, term: Load, memory: Type, address: Value, align: int) -> Value:
+        """Elements of memory; those that a thread holds for later phases are read once."""
+        fn = self.fn
+        words = I32.wide(memory.bits * memory.width // 32)
+        found = None if self.turn is None else self.held.get((self.turn, id(term)))
+        if found is None:
+            value = fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
+            if self.turn is not None and memory.bits * memory.width >= 64:
+                self.held[self.turn, id(term)] = fn.emit(f"bitcast {memory} {value.text} to {words}", words)
+            return value
+        # What was computed from them would be held in their place if it were seen that they are the same.
+        hidden = Value(fn, "poison", words)
+        for i in range(words.width):
+            word = some_lanes(found, i, 1)
+            moved = fn.emit(f'call i32 asm sideeffect "mov.b32 $0, $1;", "=r,r"(i32 {word.text})', I32)
+            hidden = fn.emit(f"insertelement {words} {hidden.text}, i32 {moved.text}, i64 {i}", words)
+        return fn.emit(f"bitcast {words} {hidden.text} to {memory}", memory)
+
+    def each_place(self, index: Any, step: int | None) -> list[Value]:
+        """An index in each lane."""
+        if step is not None:
+            first = self.index(index)
+            return [first + lane * step if lane and step else first for lane in range(self.lanes)]
+        places = self.lanes_of(index)
+        if places.type.width == 1:
+            return [places] * self.lanes
+        return [some_lanes(places, lane, 1) for lane in range(self.lanes)]
+
+    def granule(self, index: Any) -> int:
+        """How many elements an index is always a multiple of, up to the lanes."""
+        many = self.lanes if self.aligned else 1
+        assert self.vector is not None
+        while many > 1 and not whole(index, many, self.vector.variable):
+            many //= 2
+        return many
+
+    def store(self, store: Store) -> None:
+        value = self.value(store.value)
+        index, step = store.index, self.stride(store.index)
+        places = None
+        if self.lanes > 1 and step != 1:
+            places = self.each_place(index, step)
+        else:
+            self.index(index)
+        if not self.conditions:
+            self.written(store, value, places)
+            return
+        condition = self.conditions[0]
+        for other in self.conditions[1:]:
+            condition = condition & other
+        with self.branch(condition):
+            self.written(store, value, places)
+
+    def written(self, store: Store, value: Value, places: list[Value] | None) -> None:
+        fn, stored = self.fn, TYPES[store.buffer.dtype]
+        base = self.pointers[store.buffer]
+        value = value.to(stored)
+        if self.lanes == 1:
+            fn.store(value, fn.at(base, self.index(store.index), stored))
+            return
+        value = value if value.type.width > 1 else value.splat(self.lanes)
+        if places is None:
+            value = value.to(U8) if stored.kind == "i1" else value
+            address = fn.at(base, self.index(store.index), stored)
+            align = self.granule(store.index) * value.type.bits // 8
+            fn.do(f"store {value.type} {value.text}, ptr {address.text}, align {align}")
+            return
+        for lane, place in enumerate(places):
+            fn.store(some_lanes(value, lane, 1), fn.at(base, place, stored))
+
+    # Faults
+
+    def report(self, wrong: Value, fault: int) -> None:
+        """What eager kernels do with an index outside of its range: end the program of the device."""
+        fn = self.fn
+        if wrong.type.width > 1:
+            wrong = fn.call(f"llvm.vector.reduce.or.v{wrong.type.width}i1", I1, wrong)
+        with self.branch(wrong):
+            parts = [self.text(FAULTS[fault]), self.text("kiln"), fn.constant(0, I32), self.text("kernel")]
+            fn.call("__assertfail", VOID, *parts, fn.constant(1, I64))
+
+    def text(self, words: str) -> Value:
+        """A text in the memory of the device."""
+        name = f"@{NAME}_text{len(self.module.memory)}"
+        self.module.memory.append(f'{name} = internal constant [{len(words) + 1} x i8] c"{words}\\00"')
+        return Value(self.fn, name, PTR)
+
+    def nonzero(self, divisor: Value) -> Value:
+        """A divisor of integers, with 1 in place of 0: eager kernels report nothing here."""
+        return divisor.compare("eq", 0).where(1, divisor)
+
+
+def is_below_largest(term: Term) -> bool:
+    """Whether a value is one less the largest of its row: its power matters where it is near 0."""
+    return isinstance(term, Apply) and term.op == "sub" and getattr(term.args[1], "kind", "") == "amax"
+
+
+def is_one(term: Term) -> bool:
+    return isinstance(term, Const) and type(term.value) is float and term.value == 1.0
