@@ -76,6 +76,8 @@ bench: develop
 	$(BIN)/python benchmarks/capture.py
 	$(BIN)/python benchmarks/differentiate.py
 	$(BIN)/python benchmarks/fake.py
+	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/compile_time.py
 
 clean:
 	rm -rf .venv build *.egg-info kiln/*.so

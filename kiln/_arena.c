@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { LINE = 64, MAPPED = 1 << 20, HUGE_PAGE = 2 << 20 };
+enum { LINE = 64, PAGE = 4096, MAPPED = 1 << 20, LARGE = 4 << 20 };
 
 static Block *idle;
 static uint64_t made;
@@ -27,13 +27,13 @@ block_new(size_t size)
     Block *block = malloc(sizeof(Block));
     if (block == NULL)
         return NULL;
-    size_t page = size >= MAPPED ? HUGE_PAGE : LINE;
+    size_t page = size >= MAPPED ? PAGE : LINE;
     *block = (Block){NULL, NULL, (size + page - 1) / page * page, ++made};
     if (block->size >= MAPPED) {
         block->memory = mmap(NULL, block->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (block->memory == MAP_FAILED)
             block->memory = NULL;
-        else
+        else if (size >= LARGE)
             madvise(block->memory, block->size, MADV_HUGEPAGE);
     } else
         block->memory = aligned_alloc(LINE, block->size);

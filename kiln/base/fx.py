@@ -31,7 +31,7 @@ _numbers = count()
 
 
 def bindings(graph: Graph) -> dict[Symbol, tuple[Node, str, int]]:
-    """For each symbol the input that it is of: "size" or "stride" and the dimension, "" for the number itself."""
+    """For each symbol its input, and "size" or "stride" with the dimension, or "" for the number itself."""
     found: dict[Symbol, tuple[Node, str, int]] = {}
     for node in graph.inputs:
         if isinstance(node.spec, Symbol):

@@ -23,7 +23,6 @@ from kiln.ops.record import Recording, fake_of, spec_of
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
 
-
 #: Views whose elements are not those of memory as they are there.
 OTHER_ELEMENTS = frozenset({
     aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default,
@@ -131,7 +130,7 @@ class Functionaliser:
         return whole if step.item is None else self.item(whole, step.item)
 
     def from_start(self, value: Node) -> Node:
-        """`value` where memory starts: an op may give a tensor that starts later, as what it read did, or not."""
+        """`value` where memory starts: an op may give a tensor that starts as late as what it read."""
         return value if value.spec.offset == 0 else self.emit(aten.clone.default, (value,), {})
 
     def shifted(self, args: tuple[Any, ...], have: TensorSpec, seen: TensorSpec) -> tuple[Any, ...]:
@@ -142,7 +141,8 @@ class Functionaliser:
         shape = tuple(map(wrap, have.shape))
         last = offset + sum([(n - 1) * s for n, s in zip(size, stride, strict=True)])
         dense = same_strides(have, seen) and is_dense(shape, tuple(map(wrap, have.stride)))
-        if not dense or hinted(offset) < 0 or hinted(last) >= math.prod(map(hinted, have.shape)) + hinted(have.offset):
+        end = math.prod(map(hinted, have.shape)) + hinted(have.offset)
+        if not dense or hinted(offset) < 0 or hinted(last) >= end:
             raise Break("as-strided", "as_strided looks at memory that was laid out anew", "use indexing")
         return size, stride, offset
 
@@ -254,10 +254,11 @@ class Functionaliser:
         self._places[node] = Place(self._keep(node), node.spec, parent, step)
 
     def _over_memory(self, parent: Place, node: Node) -> tuple[Place, Step]:
-        """The tensor that as_strided views, with the step: that of the whole memory, whatever it was called on."""
+        """What as_strided views, with the step: the tensor of the whole memory, whatever it was called on."""
         given = dict(zip(("size", "stride", "storage_offset"), node.args[1:], strict=False)) | node.kwargs
         offset = given.get("storage_offset")
-        step = Step(node.op, (given["size"], given["stride"], parent.spec.offset if offset is None else offset), {})
+        offset = parent.spec.offset if offset is None else offset
+        step = Step(node.op, (given["size"], given["stride"], offset), {})
         root = parent.memory.root
         return (parent, step) if any(s.op in OTHER_ELEMENTS for s in parent.steps()) else (root, step)
 
@@ -298,7 +299,7 @@ class Functionaliser:
         value = self.cast(value, place.spec)
         path: list[tuple[Place, Node]] = []
         if any(map(overlaps, place.above())):
-            # Elements of what is viewed share places: a new value for all of them does not say which was written.
+            # Elements of what is viewed share places: a new value for all does not say which was written.
             path.append((place, value))
             place, value = memory.root, self.put(place, value)
         while place.parent is not None and place.step is not None:

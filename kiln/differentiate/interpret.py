@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from kiln.base.errors import Break
+from kiln.differentiate import masks
 
 
 def fetch(module: Any, path: str) -> Any:
@@ -106,8 +108,8 @@ SCALED: dict[str, Callable[..., Any]] = {
     "addcdiv": lambda a, b, *, value: value * a / b,
 }
 
-#: What runs in a trace in place of functions that read the contents of tensors.
-STAND_INS: dict[Any, Any] = {torch.tensor: joined}
+#: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them.
+STAND_INS: dict[Any, Any] = {torch.tensor: joined, functional.scaled_dot_product_attention: masks.attention}
 
 
 def interpret(

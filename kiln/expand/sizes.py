@@ -11,7 +11,8 @@ from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 
 def determined(graph: Graph) -> Graph:
     """The graph with a number for each size that what was learnt since determines: no input need bind it."""
-    sizes = [n for node in graph.inputs if isinstance(node.spec, TensorSpec) for n in (*node.spec.shape, *node.spec.stride)]
+    specs = [node.spec for node in graph.inputs if isinstance(node.spec, TensorSpec)]
+    sizes = [n for spec in specs for n in (*spec.shape, *spec.stride)]
     scope = next((n.scope for n in sizes if isinstance(n, Expr)), None)
     if scope is None or not scope.settles:
         return graph
@@ -22,17 +23,17 @@ def determined(graph: Graph) -> Graph:
             return known[value]
         return value.scope.determined(value) if isinstance(value, Expr) else value
 
-    def spec(value: Any) -> Any:
+    def typed(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             shape, stride = (tuple([leaf(n) for n in numbers]) for numbers in (value.shape, value.stride))
             return replace(value, shape=shape, stride=stride, offset=leaf(value.offset))
-        return type(value)([spec(v) for v in value]) if isinstance(value, (tuple, list)) else value
+        return type(value)([typed(v) for v in value]) if isinstance(value, (tuple, list)) else value
 
     for node in graph.inputs:
-        known[node] = made.input(node.name, spec(node.spec), node.backward)
+        known[node] = made.input(node.name, typed(node.spec), node.backward)
     for node in graph.nodes:
         args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
-        copy = replace(node, args=args, kwargs=mapped(node.kwargs, leaf), spec=spec(node.spec), name=made.name(node.name))
-        known[node] = made.add(copy)
+        kwargs, name = mapped(node.kwargs, leaf), made.name(node.name)
+        known[node] = made.add(replace(node, args=args, kwargs=kwargs, spec=typed(node.spec), name=name))
     made.outputs = mapped(graph.outputs, leaf)
     return made.check()

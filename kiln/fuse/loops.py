@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ def _in_single(x: torch.Tensor) -> bool:
 def _batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    if training and _in_single(x) and x.dim() == 2:
+    if training and _in_single(x) and math.prod(x.shape[2:]) == 1:
         return NotImplemented  # eager adds row by row, with products that are not rounded
     return batch_norm(x, weight, bias, mean, var, training, momentum, eps)
 
@@ -82,7 +83,7 @@ def _batch_norm(
 def _batch_norm_functional(
     x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    if training and _in_single(x) and x.dim() == 2:
+    if training and _in_single(x) and math.prod(x.shape[2:]) == 1:
         return NotImplemented
     return batch_norm_functional(x, weight, bias, mean, var, training, momentum, eps)
 

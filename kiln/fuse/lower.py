@@ -27,8 +27,8 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 SUMS = frozenset({"add", "sub"})
 
 #: Functions that jump: two values that are nearly the same give another result.
-JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round", "trunc", "frac", "sign", "div_floor",
-                   "div_trunc", "fmod", "remainder"})  # fmt: skip
+JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round", "trunc", "frac", "sign",
+                   "div_floor", "div_trunc", "fmod", "remainder"})  # fmt: skip
 
 #: Functions that raise for integers when the second operand is 0.
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})

@@ -442,7 +442,9 @@ def sigmoid(x: Value) -> Value:
     if own is not None:
         return own(x)
     if x.type.kind == "f32":
-        return 1.0 / (_exp_as_eager(-x) + 1.0)
+        tiny = x < -87.0  # where the exponential of -x would overflow
+        e = _exp_as_eager(tiny.where(x, -x))
+        return tiny.where(e, 1.0 / (e + 1.0))
     e = apply("exp", -absolute(x))
     return (x < 0.0).where(e, 1.0) / (e + 1.0)
 

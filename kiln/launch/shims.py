@@ -67,6 +67,7 @@ SHIMS: dict[Any, Shim] = {
     aten.avg_pool2d_backward.default: Shim("aoti_torch_cpu_avg_pool2d_backward"),
     aten._adaptive_avg_pool2d.default: Shim("aoti_torch_cpu__adaptive_avg_pool2d"),
     aten._adaptive_avg_pool2d_backward.default: Shim("aoti_torch_cpu__adaptive_avg_pool2d_backward"),
+    aten.cat.default: Shim("aoti_torch_cpu_cat"),
     **_packed_layers(),
 }
 

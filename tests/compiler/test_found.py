@@ -42,12 +42,27 @@ def test_gradients_behind_a_normalised_batch_are_eagers_to_the_last_bit(size):
     torch.testing.assert_close(found[9:], expected[9:])
 
 
-def test_rows_are_normalised_as_eager_does():
+@pytest.mark.parametrize("norm", [
+    nn.BatchNorm1d(8), nn.Sequential(nn.Unflatten(1, (8, 1, 1)), nn.BatchNorm2d(8), nn.Flatten()),
+], ids=["rows", "maps of one place"])  # fmt: skip
+def test_samples_without_places_are_normalised_as_eager_does(norm):
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 2))
     other, x = copy.deepcopy(model), torch.randn(5, 6)
     for a, b in zip(trained(model, x), trained(kiln.compile(other), x), strict=True):
         torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+
+
+def test_sigmoid_is_eagers_to_the_last_bit():
+    x = torch.randn(4096) * 10  # whole vectors: eager takes another function for the rest
+    assert torch.equal(kiln.compile(torch.sigmoid)(x), torch.sigmoid(x))
+
+
+def test_means_of_windows_are_eagers_to_the_last_bit():
+    x = torch.randn(4, 16, 10, 10)
+    for pool in (nn.AvgPool2d(2), nn.AvgPool2d(3, 2, 1), nn.AvgPool2d(2, 1, ceil_mode=True)):
+        f = lambda x: pool(x * 2)  # noqa: E731, B023
+        assert torch.equal(kiln.compile(f)(x), f(x))
 
 
 def draws(x, w):

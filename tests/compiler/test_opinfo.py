@@ -15,7 +15,16 @@ import pytest
 import kiln
 from tests.compiler.nearness import Nearness
 from tests.differentiate.samples import (
-    ALL, BREAKS, OPS, SOMETIMES, UNDEFINED, Found, Outcome, check_op, compare, outcome,
+    ALL,
+    BREAKS,
+    OPS,
+    SOMETIMES,
+    UNDEFINED,
+    Found,
+    Outcome,
+    check_op,
+    compare,
+    outcome,
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")

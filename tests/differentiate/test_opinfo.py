@@ -12,7 +12,16 @@ import pytest
 
 import kiln
 from tests.differentiate.samples import (
-    ALL, BREAKS, FALLBACKS, OPS, SOMETIMES, UNDEFINED, Found, Outcome, check_op, compare,
+    ALL,
+    BREAKS,
+    FALLBACKS,
+    OPS,
+    SOMETIMES,
+    UNDEFINED,
+    Found,
+    Outcome,
+    check_op,
+    compare,
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -137,6 +137,8 @@ ELSEWHERE = {
     "aten.new_empty_strided.default": "no values",
     "aten.rand_like.default": "random", "aten.bernoulli.p": "random", "aten.uniform.default": "random",
     "aten.normal_functional.default": "random", "aten.native_dropout.default": "random",
+    "aten._batch_norm_with_update_functional.default": "of GPUs, in tests/gpu",
+    "aten.cudnn_batch_norm_backward.default": "of GPUs, in tests/gpu",
     "aten.lift.default": "recorded as the literal that it lifts",
     "aten.lift_fresh.default": "recorded as the literal that it lifts",
 }  # fmt: skip

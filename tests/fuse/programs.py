@@ -29,7 +29,7 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
     (14, ("{t} + {t}", "{t} - {f}", "{t} * {t}", "{t} + {n}", "{t} * {n}", "{n} - {t}", "{f} / ({f}.abs() + 1)", "torch.add({t}, {t}, alpha=2)",
           "{f} * {f} + {f}", "torch.lerp({f}, {f}, 0.25)", "{f} ** 2", "torch.addcmul({f}, {f}, {f}, value=0.5)", "-{f}")),
     (10, ("{f}.sin()", "{f}.exp()", "({f}.abs() + 0.5).log()", "{f}.tanh()", "F.gelu({f})", "F.silu({f})", "F.softplus({f})", "torch.sigmoid({f})",
-          "{f}.erf()", "({f} * {f} + 1).rsqrt()", "{f}.abs().sqrt()", "torch.atan2({f}, {f})", "{f}.expm1()", "{f}.abs().log1p()", "{f}.cos()",
+          "{f}.erf()", "({f} * {f} + 1).rsqrt()", "{f}.abs().sqrt()", "torch.atan2({x}, {x})", "{f}.expm1()", "{f}.abs().log1p()", "{f}.cos()",
           "torch.exp2({f})", "({f}.abs() + 0.25).reciprocal()", "({f}.abs() + 0.5).pow({f})", "({f}.abs() + 0.5) ** 1.5", "{f}.atan()",
           "F.mish({f})", "F.elu({f})", "F.logsigmoid({f})", "torch.hypot({f}, {f})", "{f}.tan().clamp(-3, 3)", "({f} / 8).asin()",
           "torch.logaddexp({f}, {f})", "{f}.sinh()", "torch.xlogy({f}, {f}.abs() + 1)")),

@@ -174,6 +174,8 @@ def test_convolutions_pools_and_attention_are_native():
     q = rand(2, 4, 16, 8)
     plan = check(lambda q: F.scaled_dot_product_attention(q * 2, q, q + 1) * 3, q)
     assert [bool(step[6]) for step in plan.owner.steps if step[0] == "call"] == [True]
+    plan = check(lambda empty, a: torch.cat([empty, a * 2], -2), torch.empty(0), q)
+    assert [bool(step[6]) for step in plan.owner.steps if step[0] == "call"] == [True]
     integers = torch.arange(12).view(3, 4)
     plan = check(lambda a: torch.mm(a, a.t()) + 1, integers)
     assert [bool(step[6]) for step in plan.owner.steps if step[0] == "call"] == [False]

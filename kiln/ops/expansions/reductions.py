@@ -95,7 +95,7 @@ def var(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = 
 
 
 def _or_none(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
-    """A variance that is 0 for equal numbers, though their mean was rounded: the gradient of its root asks."""
+    """A variance that is 0 for equal numbers, though their mean was rounded: its root's gradient asks."""
     if not x.numel() or x.dtype not in FLOATS:
         return found
     dims = [] if dims is None else dims
