@@ -30,6 +30,7 @@ from kiln.ops.record import Recording
 
 MB = 1 << 20
 GOAL = 0.8  # of a copy's bandwidth
+ENTRY = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2)  # as generate/code.py writes it
 
 #: One thread's share of the tasks of a stage.
 SHARE = """
@@ -99,7 +100,7 @@ class Kernels:
             if key not in self.memory:
                 spec: TensorSpec = key.spec if isinstance(key, Node) else launch.scratch[buffer]
                 storage = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
-                self.memory[key] = torch.zeros(storage, dtype=spec.dtype)
+                self.memory[key] = torch.empty(storage, dtype=spec.dtype).fill_(1)
         pointers = [self.memory[owners.get(b, b)].data_ptr() for b in made.buffers]
         buffers = (ctypes.c_void_p * len(pointers))(*pointers)
         status, sizes = ctypes.c_int64(0), (ctypes.c_int64 * 1)(0)
@@ -119,7 +120,10 @@ class Kernels:
 
     def run(self, threads: int) -> None:
         for job in self.jobs:
-            self.parallel(self.share, job, threads if job[4] > 1 else 1, 0)
+            if threads > 1 and job[4] > 1:
+                self.parallel(self.share, job, threads, 0)
+            else:
+                ENTRY(job[0])(job[1], job[2], job[3], 0, job[4])
 
 
 Case = Callable[[int], "tuple[Callable[..., Any], tuple[torch.Tensor, ...]]"]

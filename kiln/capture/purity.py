@@ -50,6 +50,9 @@ OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"}
 DROPPED_MODULES = frozenset({"logging", "warnings"})
 
 
+#: Torch's own compiler, once used, has every new module noted for itself: programs see nothing of it.
+DROPPED_FUNCTIONS = frozenset({("torch._dynamo.mutation_guard", "tag")})
+
 #: Function transforms: they switch torch's dispatch while they run their function.
 TRANSFORMS = frozenset(
     {"torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap"}
@@ -82,7 +85,7 @@ def python_policy_of(module: str, name: str) -> str:
         "multiprocessing",
     ):
         return "break"
-    if root in DROPPED_MODULES:
+    if root in DROPPED_MODULES or (module, name) in DROPPED_FUNCTIONS:
         return "dropped"
     return "inline"
 

@@ -56,7 +56,11 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
     Where results must be `exact`, every function rounds its result to its dtype.
     """
     graph = updated(graph, exact)
-    steps = fuse_repeats(graph, lambda part: Finishing(Fuser(part, exact, fusing.largest).run(), fusing.cuts).steps())
+
+    def steps_of(part: Graph) -> list[Step]:
+        return Finishing(Fuser(part, exact, fusing.largest).run(), fusing.cuts).steps()
+
+    steps = fuse_repeats(graph, steps_of)
     return Program(graph, [*steps, *left_over(graph, steps)])
 
 

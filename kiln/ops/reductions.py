@@ -24,17 +24,23 @@ def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any
 
 @rule(aten.var.correction, aten.std.correction)
 def _spread(x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    if x.dtype.is_complex or not x.is_floating_point():
-        return NotImplemented
+    if x.dtype not in FLOATS:
+        return _no_spread(x)
     return _reduce(x, dims or None, keepdim, x.dtype)
+
+
+def _no_spread(x: torch.Tensor) -> Any:
+    if x.dtype not in COMPLEX:
+        raise Mismatch("integers have no variance")
+    return NotImplemented
 
 
 @rule(aten.var_mean.correction, aten.std_mean.correction)
 def _spread_and_mean(
     x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
-    if x.dtype.is_complex or not x.is_floating_point():
-        return NotImplemented
+    if x.dtype not in FLOATS:
+        return _no_spread(x)
     return _reduce(x, dims or None, keepdim, x.dtype), _reduce(x, dims or None, keepdim, x.dtype)
 
 
