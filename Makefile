@@ -54,7 +54,7 @@ pytest: develop
 test-ops: develop
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
 	KILN_ALL_SAMPLES=1 $(BIN)/python -m pytest -n $(JOBS) tests/ops/test_rules_opinfo.py \
-		tests/differentiate/test_opinfo.py tests/differentiate/test_modules.py $(ARGS)
+		tests/differentiate/test_opinfo.py tests/differentiate/test_modules.py tests/compiler $(ARGS)
 
 # Random tensor programs, compiled to native code and compared with eager.
 fuzz: develop

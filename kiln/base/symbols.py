@@ -327,12 +327,12 @@ class Scope:
         return self.simplify(changed) if changed is not value else changed
 
     def determined(self, value: Value) -> Value:
-        """`value` with numbers for the symbols that are known to be one; others stay, whatever they equal."""
+        """`value` with a number, or the one name, for symbols that are known to be that; other ones stay."""
         if not isinstance(value, Expr) or not self._solved:
             return value
         if value.op is SYMBOL:
             known = self.simplify(value)
-            return value if isinstance(known, Expr) else known
+            return value if isinstance(known, Expr) and known.op is not SYMBOL else known
         if value.op is SUM:
             parts: list[Value] = []
             for monomial, n in value.poly.items():

@@ -41,7 +41,7 @@ def freeze(graph: Graph, held: Collection[int]) -> Frozen | None:
     made = packed(graph, kept_of(graph, {graph.inputs[i] for i in held}))
     fixed = {made.inputs[i] for i in held}
     kept = kept_of(made, fixed)
-    wanted = _wanted(made, kept)
+    wanted = [node for node in _wanted(made, kept) if _shows(node) not in fixed]
     return _split(made, fixed, wanted, kept) if wanted else None
 
 
@@ -107,6 +107,13 @@ def _wanted(graph: Graph, kept: set[Node]) -> list[Node]:
     # Constants are at hand in either part, and a tuple is no value that a graph takes.
     wanted = [n for n in graph.nodes if n in kept and n in needed and n.op is not CONSTANT]
     return [n for n in wanted if isinstance(n.spec, TensorSpec)]
+
+
+def _shows(node: Node) -> Node:
+    """The node whose memory a chain of views shows: taking a view again costs nothing."""
+    while is_view(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _shown(graph: Graph) -> set[Node]:

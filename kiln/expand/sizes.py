@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kiln.base.expressions import Expr
+from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 
 
 def determined(graph: Graph) -> Graph:
-    """The graph with a number for each size that what was learnt since determines: no input need bind it."""
+    """The graph with a number for each size that is known by now, and one symbol for those known to be equal."""
     specs = [node.spec for node in graph.inputs if isinstance(node.spec, TensorSpec)]
     sizes = [n for spec in specs for n in (*spec.shape, *spec.stride)]
     scope = next((n.scope for n in sizes if isinstance(n, Expr)), None)
@@ -27,6 +27,9 @@ def determined(graph: Graph) -> Graph:
         if isinstance(value, TensorSpec):
             shape, stride = (tuple([leaf(n) for n in numbers]) for numbers in (value.shape, value.stride))
             return replace(value, shape=shape, stride=stride, offset=leaf(value.offset))
+        if isinstance(value, Symbol):
+            known = leaf(value)
+            return known if isinstance(known, Symbol) else value
         return type(value)([typed(v) for v in value]) if isinstance(value, (tuple, list)) else value
 
     for node in graph.inputs:

@@ -25,6 +25,9 @@ from kiln.base.errors import KilnError
 MAGIC = b"kiln cache 1\n"
 SUFFIX = ".kiln"
 PARTIAL = ".part"
+#: Seconds between two looks at what all files take: with many of them a look takes long.
+PAUSE = 60
+MARK = "looked"
 #: Seconds after which a file that was never finished is taken away.
 ABANDONED = 3600
 OFF = ("0", "false", "no", "off")
@@ -69,7 +72,7 @@ class Entry:
 
 
 class Cache:
-    """The files of one folder; together they take `limit` bytes at most, the least lately used ones go."""
+    """The files of one folder; when they take more than `limit` bytes, the least lately used ones go."""
 
     def __init__(self, place: Path, limit: int, create: bool = False) -> None:
         self.folder, self.limit = place, limit
@@ -100,7 +103,8 @@ class Cache:
             with os.fdopen(handle, "wb") as file:
                 file.write(held)
             os.replace(partial, self.path(key))
-            self.evict()
+            if self.is_due():
+                self.evict()
         except OSError as error:
             log.warn_once(("cache", "write"), f"the disk cache is not written: {error}")
             if partial is not None:
@@ -126,6 +130,15 @@ class Cache:
                 with suppress(OSError):
                     if file.name.endswith((SUFFIX, PARTIAL)) and file.is_file(follow_symlinks=False):
                         yield file, file.stat(follow_symlinks=False)
+
+    def is_due(self) -> bool:
+        """Whether nobody has looked for a while at what the files take; now somebody does."""
+        mark = self.folder / MARK
+        with suppress(OSError):
+            if time.time() - mark.stat().st_mtime < PAUSE:
+                return False
+        mark.touch(mode=0o600)
+        return True
 
     def evict(self) -> None:
         """Remove what is over the limit, and what was left unfinished long ago."""

@@ -75,10 +75,11 @@ f = kiln.compile(lambda x: x.sin().exp().tanh() * x.cos() + x.atan())
 x = torch.randn(1 << 21)
 f(x)
 def spent():
-    return sum(int(open(f"/proc/self/task/{{t}}/stat").read().rsplit(") ", 1)[1].split()[11]) > 0 for t in os.listdir("/proc/self/task"))
-for _ in range(40):
+    return {{t: int(open(f"/proc/self/task/{{t}}/stat").read().rsplit(") ", 1)[1].split()[11]) for t in os.listdir("/proc/self/task")}}
+before = spent()
+for _ in range(60):
     f(x)
-print(spent())
+print(sum(time > before.get(t, 0) for t, time in spent().items()))
 """
 
 

@@ -52,6 +52,7 @@ NO_GRAPH = {"broadcast_shapes"}
 #: Ops that end the graph on some samples only.
 SOMETIMES = {
     "__getitem__": {"data-dependent"},  # by a mask
+    "cov": {"data-dependent"},  # whether weights are negative is asked of their values
     "repeat_interleave": {"data-dependent"},  # repeats given as a tensor
 }
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import kiln
 from kiln.base.graph import label
+from kiln.expand import packed
 from kiln.launch import held
 
 FREEZE = held.freeze
@@ -37,6 +38,19 @@ class Seen:
 
     def node(self, name):
         return next(node for node in self.frozen[-1].rest.nodes if label(node.op) == name)
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch):
+    monkeypatch.setattr(packed, "WEIGHT", 0)
+
+
+def test_small_weights_stay_as_they_are(monkeypatch):
+    monkeypatch.undo()
+    seen = Seen(nn.Linear(64, 64))
+    agrees(seen, torch.randn(8, 64))
+    assert seen.frozen == [None]
+    assert checked(nn.Linear(512, 512), torch.randn(8, 512)).calls() == ["_linear_pointwise"]
 
 
 VIEWS = {"permute", "view", "t", "getitem", "transpose", "slice"}
@@ -136,7 +150,7 @@ def test_linear_forms():
         "_linear_pointwise"
     ]
     # One row is bound by reading the weight: nothing is packed.
-    assert checked(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), torch.randn(1, 16)).frozen[-1].rest.nodes
+    assert checked(nn.Sequential(nn.Linear(16, 8), nn.ReLU()), torch.randn(1, 16)).frozen == [None]
 
 
 class Turned(nn.Module):

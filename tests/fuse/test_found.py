@@ -57,6 +57,8 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "halves that are compared": ([plain(4, 1, 100, dtype="f16", grad=True)],
                                  ["v0 = torch.add(a0, a0, alpha=2).sin()", "v1 = v0.scatter_reduce(0, torch.arange(4).view(-1, 1, 1).expand(4, 1, 100).flip(0), v0, 'amax')"]),
     "strides of two dtypes": ([plain(16, 8, layout="transposed"), plain(16, 8, dtype="f16", grad=True)], ["v0 = torch.xlogy(a0, a1.abs() + 1)"]),
+    "a loss of nothing": ([plain(1, 0, grad=True)], ["v0 = F.mse_loss(a0, a0.detach() * 0.5)"]),
+    "a loss of two half dtypes": ([plain(3, grad=True), plain(3)], ["v0 = F.binary_cross_entropy_with_logits(a0.half(), a1.bfloat16().sigmoid())"]),
     "a loss of two dtypes": ([plain(3), plain(3)], ["v0 = F.mse_loss(a0.bfloat16(), a1)"]),
     "a sum of negative zeros": ([plain(3, 1, grad=True), plain(3, 8)], ["v0 = (a0 * 0).trunc().sum(-1)", "v1 = torch.atan2(v0, v0)", "v2 = -(a1 * a1 * 0)", "v3 = torch.atan2(v2.sum(1), v2.sum(1)) + v1"]),
 }  # fmt: skip
@@ -70,6 +72,8 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
     "a border of sizes": ([plain(1, 1, 17, grad=True)], [plain(1, 1, 9, grad=True)], ["v0 = F.pad(a0, (1, 1, 1, 1), mode='circular')"]),
     "sizes that an argument had": ([plain(1, 33, 4, layout="inner step", grad=True)], [plain(1, 7, 4, layout="inner step", grad=True)],
                                    ["v0 = F.layer_norm(torch.minimum(a0, a0.long()), (4,))"]),
+    "sizes that are one": ([plain(16, 1, 3, grad=True), plain(16, 3, 3, dtype="u8")], [plain(40, 1, 3, grad=True), plain(40, 3, 3, dtype="u8")],
+                           ["v0 = a1.float() * a1 + a0"]),
     "halves of sizes": ([plain(4, 6, grad=True)], [plain(3, 8, grad=True)], ["v0 = F.glu(a0)"]),
     "sizes that are asked for": ([plain(5, 4, 4, grad=True)], [plain(3, 2, 2, grad=True)], ["v0 = F.interpolate(a0, scale_factor=2)"]),
 }  # fmt: skip

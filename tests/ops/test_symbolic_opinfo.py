@@ -24,7 +24,7 @@ SPECIALISES = frozenset(
     """
     _chunk_cat _segment_reduce _unsafe_masked_index _unsafe_masked_index_put_accumulate
     _upsample_bilinear2d_aa addbmm addr alias_copy aminmax as_strided_copy block_diag broadcast_to chunk
-    cross diag diag_embed diagflat diagonal_copy dist dsplit expand expand_copy fft.fft fft.fft2
+    corrcoef cov cross diag diag_embed diagflat diagonal_copy dist dsplit expand expand_copy fft.fft fft.fft2
     fft.fftn fft.hfft fft.hfft2 fft.hfftn fft.ifft fft.ifft2 fft.ifftn fft.ihfft fft.ihfft2 fft.ihfftn
     fft.irfft fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn geqrf gradient grid_sampler_2d
     grid_sampler_3d histogram histogramdd hsplit isin kron linalg.cholesky linalg.cholesky_ex

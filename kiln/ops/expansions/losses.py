@@ -23,7 +23,7 @@ def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
 @of_one_dtype
 @in_wide
 def mse_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tensor:
-    return (x - y) * (2 / x.numel() if reduction == MEAN else 2) * grad
+    return (x - y) * (2 / x.numel() if reduction == MEAN and x.numel() else 2) * grad
 
 
 @expansion(aten.smooth_l1_loss.default)
@@ -77,6 +77,7 @@ def soft_margin_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int
 
 
 @expansion(aten.binary_cross_entropy.default)
+@of_one_dtype
 @in_wide
 def binary_cross_entropy(x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN) -> Tensor:
     loss = (y - 1) * torch.clamp(torch.log1p(-x), min=-100) - y * torch.clamp(torch.log(x), min=-100)
@@ -84,6 +85,7 @@ def binary_cross_entropy(x: Tensor, y: Tensor, weight: Tensor | None = None, red
 
 
 @expansion(aten.binary_cross_entropy_backward.default)
+@of_one_dtype
 @in_wide
 def binary_cross_entropy_backward(
     grad: Tensor, x: Tensor, y: Tensor, weight: Tensor | None = None, reduction: int = MEAN
@@ -93,6 +95,7 @@ def binary_cross_entropy_backward(
 
 
 @expansion(aten.binary_cross_entropy_with_logits.default)
+@of_one_dtype
 @in_wide
 def binary_cross_entropy_with_logits(
     x: Tensor,
