@@ -10,7 +10,7 @@ from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 
 
 def determined(graph: Graph) -> Graph:
-    """The graph with a number for each size that is known by now, and one symbol for those known to be equal."""
+    """The graph with a number for each size that is known by now, one symbol for those known to be equal."""
     specs = [node.spec for node in graph.inputs if isinstance(node.spec, TensorSpec)]
     sizes = [n for spec in specs for n in (*spec.shape, *spec.stride)]
     scope = next((n.scope for n in sizes if isinstance(n, Expr)), None)
