@@ -102,10 +102,9 @@ def _add(matcher: Matcher, chain: Chain, node: Node) -> bool:
 
 def _function(make: Callable[[Node], Epilogue | None]) -> Callable[[Matcher, Chain, Node], bool]:
     def step(matcher: Matcher, chain: Chain, node: Node) -> bool:
-        epilogue = make(node) if chain.epilogue == NONE else None
+        # After a sum oneDNN's call takes none of these functions.
+        epilogue = make(node) if chain.open else None
         if epilogue is None or node.args[0] is not chain.last:
-            return False
-        if chain.other is not None and epilogue.name not in AFTER_SUM:
             return False
         chain.epilogue = epilogue
         return True
@@ -121,20 +120,9 @@ def _view(matcher: Matcher, chain: Chain, node: Node) -> bool:
     return True
 
 
-def _bounds(node: Node) -> Epilogue | None:
-    low, high = (argument(node, i, name) for i, name in ((1, "min"), (2, "max")))
-    fits = isinstance(low, (int, float)) and isinstance(high, (int, float))
-    return Epilogue("hardtanh", (float(low), float(high))) if fits else None
-
-
-def _hardtanh(node: Node) -> Epilogue:
-    given = [*node.args[1:3], *(-1.0, 1.0)[len(node.args) - 1 :]]
-    return Epilogue("hardtanh", (float(given[0]), float(given[1])))
-
-
-def _leaky(node: Node) -> Epilogue:
+def _leaky(node: Node) -> Epilogue | None:
     slope = argument(node, 1, "negative_slope")
-    return Epilogue("leaky_relu", (0.01 if slope is None else float(slope),))
+    return None if slope == 0 else Epilogue("leaky_relu", (0.01 if slope is None else float(slope),))
 
 
 def _gelu(node: Node) -> Epilogue:
@@ -146,23 +134,16 @@ def argument(node: Node, place: int, name: str) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
-#: What an epilogue is made of, by op.
+#: What an epilogue is made of, by op. Those that clamp (relu, hardtanh, hardsigmoid) are not among them: oneDNN's
+#: make a bound of NaN, and as loops in place they cost nothing that could be measured.
 FUNCTIONS: dict[Any, Callable[[Node], Epilogue | None]] = {
-    aten.relu.default: lambda node: Epilogue("relu"),
-    aten.relu6.default: lambda node: Epilogue("hardtanh", (0.0, 6.0)),
-    aten.hardtanh.default: _hardtanh,
-    aten.clamp.default: _bounds,
     aten.silu.default: lambda node: Epilogue("swish"),
     aten.gelu.default: _gelu,
     aten.sigmoid.default: lambda node: Epilogue("sigmoid"),
     aten.tanh.default: lambda node: Epilogue("tanh"),
     aten.hardswish.default: lambda node: Epilogue("hardswish"),
-    aten.hardsigmoid.default: lambda node: Epilogue("hardsigmoid"),
     aten.leaky_relu.default: _leaky,
 }
-
-#: What oneDNN's call takes after a sum.
-AFTER_SUM = frozenset({"relu"})
 
 #: How a chain grows, by the op that comes next.
 STEPS: dict[Any, Callable[[Matcher, Chain, Node], bool]] = {

@@ -2,6 +2,7 @@
 
 import copy
 from unittest import mock
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -94,9 +95,9 @@ def block(cin=8, cout=16, k=3, act=None, **conv):
 
 
 def test_convolution_norm_and_function_are_one_call():
-    seen = checked(block(padding=1, act=nn.ReLU()), torch.randn(2, 8, 9, 9))
+    seen = checked(block(padding=1, act=nn.SiLU()), torch.randn(2, 8, 9, 9))
     assert seen.calls() == ["clone", "_convolution_pointwise", "clone"]
-    assert "relu" in seen.node("_convolution_pointwise").args
+    assert "swish" in seen.node("_convolution_pointwise").args
 
 
 def test_between_convolutions_values_stay_channels_last():
@@ -120,7 +121,7 @@ def test_residual_is_added_in_the_call():
     seen = checked(
         Residual(block(8, 8, padding=1, act=nn.ReLU()), block(8, 8, padding=1)), torch.randn(1, 8, 10, 10)
     )
-    assert seen.calls() == ["clone", "_convolution_pointwise", "_convolution_pointwise", "clone"]
+    assert seen.calls() == ["clone", "_convolution_pointwise", "relu", "_convolution_pointwise", "relu", "clone"]
     assert [str(n.op) for n in seen.frozen[-1].rest.nodes if "pointwise" in label(n.op)] == [
         "mkldnn._convolution_pointwise.default", "mkldnn._convolution_pointwise.binary",
     ]  # fmt: skip
@@ -128,20 +129,30 @@ def test_residual_is_added_in_the_call():
 
 def test_inverted_residual():
     inner = nn.Sequential(
-        block(8, 32, 1, act=nn.ReLU6()), block(32, 32, padding=1, groups=32, act=nn.ReLU6()), block(32, 8, 1)
+        block(8, 32, 1, act=nn.Hardswish()), block(32, 32, padding=1, groups=32, act=nn.SiLU()), block(32, 8, 1)
     )
     seen = checked(Residual(inner, nn.Identity(), act=False), torch.randn(1, 8, 14, 14))
     assert seen.calls() == ["clone", "_linear_pointwise", "_convolution_pointwise", "_linear_pointwise", "clone"]
     assert str([n for n in seen.frozen[-1].rest.nodes if "linear" in label(n.op)][1].op).endswith("binary")
 
 
-@pytest.mark.parametrize("act", [nn.ReLU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.Tanh(), nn.Sigmoid(),
-                                 nn.Hardswish(), nn.Hardsigmoid(), nn.LeakyReLU(0.2), nn.ReLU6()], ids=repr)  # fmt: skip
-def test_linear_with_a_function(act):
-    seen = checked(nn.Sequential(nn.Linear(24, 40), act), torch.randn(2, 6, 24))
-    assert seen.calls() == ["_linear_pointwise"]
-    convolved = checked(nn.Sequential(nn.Conv2d(3, 8, 3), act), torch.randn(2, 3, 8, 8))
-    assert convolved.calls() == ["clone", "_convolution_pointwise", "clone"]
+TAKEN = [nn.GELU(), nn.GELU(approximate="tanh"), nn.SiLU(), nn.Tanh(), nn.Sigmoid(), nn.Hardswish(), nn.LeakyReLU(0.2)]
+CLAMPING = [nn.ReLU(), nn.ReLU6(), nn.Hardsigmoid(), nn.Hardtanh(), nn.LeakyReLU(0.0)]
+
+
+@pytest.mark.parametrize("act", [*TAKEN, *CLAMPING], ids=repr)
+def test_layer_with_a_function(act):
+    own = [] if act in TAKEN else [ANY]
+    seen = checked(linear := nn.Sequential(nn.Linear(24, 40), act), torch.randn(2, 6, 24))
+    assert seen.calls() == ["_linear_pointwise", *own]
+    convolved = checked(conv := nn.Sequential(nn.Conv2d(3, 8, 3), act), torch.randn(2, 3, 8, 8))
+    assert convolved.calls() == ["clone", "_convolution_pointwise", *own, "clone"]
+    for special in (torch.nan, torch.inf, -torch.inf):
+        rows, image = torch.randn(2, 6, 24), torch.randn(2, 3, 8, 8)
+        rows[0, 1, 2] = image[1, 1, 2, 2] = special
+        with torch.no_grad():
+            for module, found, x in ((linear, seen, rows), (conv, convolved, image)):
+                torch.testing.assert_close(found(x), module(x), equal_nan=True)
 
 
 def test_linear_forms():
