@@ -134,8 +134,8 @@ def argument(node: Node, place: int, name: str) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
-#: What an epilogue is made of, by op. Those that clamp (relu, hardtanh, hardsigmoid) are not among them: oneDNN's
-#: make a bound of NaN, and as loops in place they cost nothing that could be measured.
+#: What an epilogue is made of, by op. Those that clamp (relu, hardtanh, hardsigmoid) are not among them:
+#: oneDNN's make a bound of NaN, and as loops in place they cost nothing that could be measured.
 FUNCTIONS: dict[Any, Callable[[Node], Epilogue | None]] = {
     aten.silu.default: lambda node: Epilogue("swish"),
     aten.gelu.default: _gelu,
