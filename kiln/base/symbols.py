@@ -288,11 +288,21 @@ class Scope:
             a, b = chosen.args
             self._limit(sub(mul(answer, b), a))
             self._limit(sub(a, add(mul(answer, b), b - 1)))
+        self._recompose(chosen)
         facts, self._facts = self._facts, set()
         for fact in facts:
             self.learn(self._simple_condition(fact))
         self._version += 1
         self._answers.clear()
+
+    def _recompose(self, part: Expr) -> None:
+        """Where the quotient and the remainder of a number are known, so is the number."""
+        if part.op not in (FLOORDIV, MOD):
+            return
+        a, b = part.args
+        known = {p.op: answer for p, answer in self._solved.items() if p.args == part.args}
+        if type(b) is int and FLOORDIV in known and MOD in known:
+            self._solve(sub(a, add(mul(known[FLOORDIV], b), known[MOD])))
 
     def simplify(self, value: Value) -> Value:
         """`value` with what was learnt put in: an int once it is determined."""

@@ -344,7 +344,8 @@ class Functionaliser:
         value = self.laid(value, spec)
         if value.spec.stride == spec.stride:
             return value
-        value = self.from_start(value)
+        # A copy that starts where memory starts may lie otherwise than what was copied.
+        value = self.laid(self.from_start(value), spec)
         layout = list(spec.shape), list(spec.stride), value.spec.offset
         own = TensorSpec(spec.shape, spec.stride, spec.dtype, spec.device, value.spec.offset)
         return self.emit(aten.as_strided.default, (value, *layout), {}, own)

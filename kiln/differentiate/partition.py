@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from kiln.base.graph import CONSTANT, INPUT, Node, nodes_in
 from kiln.differentiate.flow import ENDLESS, cheapest
 from kiln.differentiate.halves import Halves, Parts
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.kinds import is_mask, kind, nbytes, work
+
+aten = torch.ops.aten
+EQUALITIES = frozenset({aten.eq.Tensor, aten.ne.Tensor})
 
 RELUCTANT = 1 << 44
 """Added to the price of what is better not kept: somebody else may write to it, or its region forbids it."""
@@ -43,6 +48,7 @@ class Plan(Parts):
         super().__init__(joint)
         self.wanted = self._wanted()
         self.inner, self.outer, self.anchors = self._regions()
+        self.compared = self._compared()
 
     def _wanted(self) -> dict[Node, None]:
         """The forward values that backward nodes and gradients read."""
@@ -69,6 +75,23 @@ class Plan(Parts):
         inner = {n for n in self.forward if n.region is not None and self.bases[n] not in shown}
         leaving = {node for node in shown if node.region is not None}
         return inner, outer, outer | leaving
+
+    def _compared(self) -> set[Node]:
+        """The forward values that the backward half looks up in what was made of them, as the largest.
+
+        Computed again in another kernel a value may differ in its last bit, and would not be found.
+        """
+        found: set[Node] = set()
+        asked = [node for node in self.backward if node.op in EQUALITIES]
+        if not asked:
+            return found
+        places = {node: i for i, node in enumerate((*self.graph.inputs, *self.graph.nodes))}
+        for node in asked:
+            sides = [self.bases[read] for read in node.inputs()]
+            for a, b in (sides, sides[::-1]) if len(sides) == 2 else ():
+                if a.op is not INPUT and not a.backward and a is not b and _made_of(b, a, places):
+                    found.add(a)
+        return found
 
     # Choosing
 
@@ -138,6 +161,8 @@ class Plan(Parts):
             return False
         if node in self.anchors:
             return node in again
+        if node in self.compared:
+            return node.region is not None
         return known.cheap or node.region is not None or node in again
 
     def _prices(self, order: Sequence[Node], free: bool) -> list[int]:
@@ -163,3 +188,16 @@ class Plan(Parts):
 
     def _bytes(self, node: Node) -> int:
         return 0 if node.op is INPUT else nbytes(node.spec)
+
+
+def _made_of(value: Node, source: Node, places: dict[Node, int]) -> bool:
+    """Whether `source` went into `value`."""
+    seen, todo = {value}, [value]
+    while todo:
+        for read in todo.pop().inputs():
+            if read is source:
+                return True
+            if read not in seen and places[read] > places[source]:
+                seen.add(read)
+                todo.append(read)
+    return False

@@ -84,7 +84,7 @@ class Expander:
         if function is None:
             return None
         try:
-            key = op, _key(node.args), _key(tuple(node.kwargs.items()))
+            key = op, _key(node.args), _key(tuple(node.kwargs.items())), _key(node.spec)
             if key in self._templates:
                 return self._templates[key]
         except TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ import torch
 from kiln.base.graph import Node, Spec, TensorSpec
 from kiln.ops.fake import FakeTensor
 from kiln.ops.record import Recording, spec_of
+from kiln.ops.table import aten
 
 
 def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> Any:
     """Nodes for what an expansion gave: of the type `spec`, and none of `inputs` itself.
 
-    Strides other than the op's are mended by a copy. Where the op's are those of no dense tensor (a view of
-    broadcast memory), the strides of the expansion stay.
+    Strides other than the op's are mended by a copy: what reads the op relies on them. Where the op's are
+    those of a tensor whose elements share places (a view of broadcast memory), the expansion's stay.
     """
     if isinstance(spec, (tuple, list)):
         if len(out) != len(spec):
@@ -31,12 +33,15 @@ def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> A
     shape, stride = settled(spec.shape), settled(spec.stride)
     if settled(found.shape) != shape or found.dtype is not spec.dtype or found.device != spec.device:
         raise ValueError(f"{found} on {found.device} in place of {spec} on {spec.device}")
-    if found.stride != stride and _differ(settled(found.stride), stride, shape):
+    moved = found.stride != stride and _differ(settled(found.stride), stride, shape)
+    if moved:
         out = restride(out, shape, stride)
     node = recording.node(out)
-    if node in inputs:
-        node = recording.node(out.clone())
-    return node
+    gaps = moved and _differ(settled(spec_of(out).stride), stride, shape) and _apart(shape, stride)
+    if gaps:
+        own = replace(node.spec, stride=stride, offset=0)
+        return recording.graph.call(aten.clone.default, (node,), spec=own)
+    return recording.node(out.clone()) if node in inputs else node
 
 
 def settled(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -49,6 +54,16 @@ def _differ(found: tuple[Any, ...], wanted: tuple[Any, ...], shape: tuple[Any, .
     if 0 in shape:
         return False
     return any(n != 1 and a != b for n, a, b in zip(shape, found, wanted, strict=True))
+
+
+def _apart(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> bool:
+    """Whether each element has a place of its own, by what the sizes were when traced."""
+    reach = 1
+    for s, n in sorted((_rank(s), _rank(n)) for s, n in zip(stride, shape, strict=True) if _rank(n) > 1):
+        if s < reach:
+            return False
+        reach += (n - 1) * s
+    return True
 
 
 def restride(x: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:

@@ -224,7 +224,8 @@ def _clamp(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
     value = read(x, coords, valid)
     for bound, name in ((low, "maximum"), (high, "minimum")):
         if bound is not None:
-            value = terms.apply(name, dtype, value, terms.const(bound, dtype))
+            # Of zeros with two signs the second stays: that is x.
+            value = terms.apply(name, dtype, terms.const(bound, dtype), value)
     return value
 
 

@@ -21,6 +21,9 @@ from kiln.ops.aliases import bases_in
 #: The namespaces whose ops keep nothing of what they are given.
 FORGETFUL = frozenset({"aten", "prims", "mkl", "mkldnn", "onednn", "quantized"})
 
+#: Ops that are given strides for the memory of their first argument.
+STRIDES = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
+
 
 @dataclass(eq=False, slots=True)
 class Event:
@@ -184,11 +187,11 @@ def last_uses(events: Events) -> tuple[dict[Node, int], dict[Node, int]]:
 
 
 def native_reads(events: Events) -> set[Node]:
-    """The values whose layout is taken for granted: kernels and views read them."""
+    """The values whose layout is taken for granted: kernels and views read them, or as_strided."""
     found: set[Node] = set()
     for event in events.listed:
         if event.launch is not None:
             found.update(event.reads)
-        elif event.view is not None and event.node is not None:
+        elif event.node is not None and (event.view is not None or event.node.op in STRIDES):
             found.add(events.value(event.node.args[0]))
     return found

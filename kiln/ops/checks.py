@@ -44,13 +44,14 @@ def _multinomial(x: torch.Tensor, samples: int, replacement: bool = False, **_: 
 def _slice_scatter(
     x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
-    if x.dim():
-        size = list(x.shape)
-        dim = wrap_dim(dim, len(size))
-        first, last = within(start, end, size[dim])
-        size[dim] = (max(last - first, 0) + step - 1) // step
-        if list(source.shape) != size:
-            raise Mismatch("the source has another shape than the slice")
+    if not x.dim():
+        raise Mismatch("a number has no slices")
+    size = list(x.shape)
+    dim = wrap_dim(dim, len(size))
+    first, last = within(start, end, size[dim])
+    size[dim] = (max(last - first, 0) + step - 1) // step
+    if list(source.shape) != size:
+        raise Mismatch("the source has another shape than the slice")
     return NotImplemented
 
 

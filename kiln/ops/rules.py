@@ -9,6 +9,7 @@ from kiln.ops import (
     indexing,
     linear,
     lists,
+    moving,
     network,
     pointwise,
     pooling,
@@ -20,8 +21,8 @@ from kiln.ops.symint import specialised
 from kiln.ops.table import RULES, aten
 
 FAMILIES = (
-    attention, checks, factories, indexing, linear, lists, network, pointwise, pooling, random, reductions,
-    views,
+    attention, checks, factories, indexing, linear, lists, moving, network, pointwise, pooling, random,
+    reductions, views,
 )  # fmt: skip
 
 #: Native code that knows no symbolic sizes asks these: the sizes become constants.

@@ -300,3 +300,13 @@ def test_simplified_expressions_keep_their_value(seed: int) -> None:
                 found = simple.evaluate(given) if isinstance(simple, Expr) else simple
                 assert found == expr.evaluate(given), (str(expr), str(simple), scope.text(), values)
 
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_quotient_and_a_remainder_say_the_number(turned):
+    scope = Scope()
+    n, m = scope.symbol(6), scope.symbol(3)
+    facts = [eq(n // 2, m), eq(n % 2, 0)]
+    for fact in facts[::-1] if turned else facts:
+        assert scope.decide(fact)
+    assert scope.known(eq(n, 2 * m)) and scope.simplify(n - 2 * m) == 0
+    assert scope.decide(eq(m, 3)) and scope.simplify(n) == 6

@@ -118,3 +118,89 @@ def test_a_function_of_a_convolution_and_something_added(function):
 def test_a_product_added_rounds_once():
     a, b, c = torch.randn(3, 1000)
     assert torch.equal(kiln.compile(lambda a, b, c: torch.addcmul(a, b, c, value=0.5) * 1.0)(a, b, c), torch.addcmul(a, b, c, value=0.5))
+
+
+LAYOUTS = {
+    "channels last": lambda: torch.randn(2, 8, 4, 6).contiguous(memory_format=torch.channels_last),
+    "one image": lambda: torch.randn(1, 8, 4, 6).contiguous(memory_format=torch.channels_last),
+    "volumes": lambda: torch.randn(2, 8, 4, 6, 4).contiguous(memory_format=torch.channels_last_3d),
+    "permuted": lambda: torch.randn(4, 2, 6, 8).permute(1, 3, 0, 2),
+    "stepped": lambda: torch.randn(2, 8, 4, 12)[..., ::2],
+}
+MOVING = {
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "channel_shuffle": lambda x: torch.native_channel_shuffle(x, 2),
+    "roll": lambda x: x.roll(1, 0),
+    "roll of channels": lambda x: x.roll(3, 1),
+    "roll by a whole size": lambda x: x.roll(4, 2),
+    "roll over two": lambda x: x.roll((1, -2), (1, 3)),
+    "roll of everything": lambda x: x.roll(5),
+    "flip": lambda x: x.flip(1, 2),
+    "rot90": lambda x: x.rot90(1, [2, 3]),
+    "reflect": lambda x: F.pad(x, (1, 2) * (x.dim() - 2), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 2) * (x.dim() - 2), mode="replicate"),
+    "circular": lambda x: F.pad(x, (1, 2) * (x.dim() - 2), mode="circular"),
+    "upsample": lambda x: F.interpolate(x, scale_factor=2),
+    "rrelu": F.rrelu,
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["plain", "symbolic"])
+def test_strides_of_what_is_moved(name, dynamic):
+    f, met = MOVING[name], 0
+    compiled = kiln.compile(lambda x: f(x), dynamic=dynamic)
+    for layout, make in LAYOUTS.items():
+        x = make()
+        if layout == "volumes" and name in ("pixel_shuffle", "pixel_unshuffle"):
+            continue
+        out, wanted = compiled(x), f(x)
+        assert torch.equal(out, wanted), layout
+        assert out.stride() == wanted.stride(), layout
+        met += 1
+    assert met >= 4
+
+
+def test_a_size_known_by_its_half():
+    def f(x):
+        return torch.copysign(F.glu(x * 2, 2), x)
+
+    compiled = kiln.compile(f, dynamic=True)
+    x, y = (torch.linspace(-1, 1, 136).view(17, 4, 2).requires_grad_() for _ in range(2))
+    for g, given in ((compiled, x), (f, y)):
+        g(given).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    with pytest.raises(RuntimeError, match="must be even"):
+        compiled(torch.randn(17, 4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 64, 67])
+def test_clamped_zeros_keep_their_sign(dtype, count):
+    def f(x):
+        given = x.relu(), x.clamp(min=0), x.clamp(min=-0.0), x.clamp(max=0), x.clamp(0, 6), F.relu6(x), F.hardtanh(x, -1, 0)
+        return [torch.copysign(torch.full_like(x, 2), y) for y in given]
+
+    x = torch.tensor([-0.0, 0.0, -1.0, 1.0], dtype=dtype).repeat(count)
+    assert all(torch.equal(a, b) for a, b in zip(kiln.compile(f)(x), f(x), strict=True))
+
+
+@pytest.mark.parametrize("reduced", ["amax", "max", "norm", "scatter_reduce"])
+def test_the_largest_is_found_again_by_its_gradient(reduced):
+    def f(x):
+        y = (torch.addcmul(x, x, x, value=0.5) + 3).erf()
+        places = torch.arange(x.shape[1]).flip(0).expand(x.shape)
+        return {
+            "amax": lambda: y.amax(1),
+            "max": lambda: y.max(),
+            "norm": lambda: y.norm(float("inf"), 1),
+            "scatter_reduce": lambda: y.scatter_reduce(1, places, y, "amax"),
+        }[reduced]()
+
+    torch.manual_seed(0)
+    x = (torch.randn(64, 5) * 2).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    for g, given in ((kiln.compile(f), x), (f, y)):
+        g(given).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)

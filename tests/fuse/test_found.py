@@ -39,6 +39,12 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "alpha of booleans": ([plain(3, 2)], ["v0 = a0 > 0", "v1 = torch.add(v0, ~v0, alpha=2)"]),
     "copy into a layout with gaps": ([plain(8, 2, 16, dtype="f64", layout="padded"), plain(8, 2, 16, grad=True)],
                                      ["a0.copy_(a1)", "v0 = torch.minimum(a1, a0)"]),
+    "a product of what was copied into gaps": ([plain(17, 5, 1, layout="padded")],
+                                               ["v0 = a0.div_(a0.abs() + 1)", "v1 = torch.matmul(v0, v0.transpose(-1, -2))"]),
+    "a product of rows written in gaps": ([plain(3, 4, 2, layout="inner step", grad=True), plain(3, 4, 2, layout="padded")],
+                                          ["a1[:1].mul_(2)", "v0 = F.linear(a1 * a0, a1[0])", "v1 = torch.baddbmm(v0[:1, :1], a1.transpose(1, 2), a1)"]),
+    "a part of an argument with gaps": ([plain(2, 1, 1, layout="padded")], ["a0.view(-1)[1:].sub_(1)", "v0 = a0 * 2"]),
+    "a part of more with gaps": ([plain(3, 5, 1, layout="padded")], ["a0.view(-1)[1:].sub_(1)", "v0 = torch.matmul(a0, a0.transpose(-1, -2))"]),
     "log_sigmoid is contiguous": ([plain(16, 3, 64, layout="transposed")], ["v0 = F.logsigmoid(a0).atan()"]),
     "an index within a part": ([plain(6, 3), plain(6, 3)], ["v0 = torch.cat([a0[torch.arange(6) - 3], a1]) * 2"]),
     "a division within a part": ([plain(6, dtype="i64"), plain(3, dtype="i64")],
@@ -58,9 +64,11 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
                                  ["v0 = torch.add(a0, a0, alpha=2).sin()", "v1 = v0.scatter_reduce(0, torch.arange(4).view(-1, 1, 1).expand(4, 1, 100).flip(0), v0, 'amax')"]),
     "strides of two dtypes": ([plain(16, 8, layout="transposed"), plain(16, 8, dtype="f16", grad=True)], ["v0 = torch.xlogy(a0, a1.abs() + 1)"]),
     "a loss of nothing": ([plain(1, 0, grad=True)], ["v0 = F.mse_loss(a0, a0.detach() * 0.5)"]),
-    "a loss of two half dtypes": ([plain(3, grad=True), plain(3)], ["v0 = F.binary_cross_entropy_with_logits(a0.half(), a1.bfloat16().sigmoid())"]),
+    "a loss of two half dtypes": ([plain(3, dtype="f16", grad=True), plain(3)], ["v0 = F.binary_cross_entropy_with_logits(a0, a1.bfloat16().clamp(0, 1))"]),
     "a loss of two dtypes": ([plain(3), plain(3)], ["v0 = F.mse_loss(a0.bfloat16(), a1)"]),
     "a sum of negative zeros": ([plain(3, 1, grad=True), plain(3, 8)], ["v0 = (a0 * 0).trunc().sum(-1)", "v1 = torch.atan2(v0, v0)", "v2 = -(a1 * a1 * 0)", "v3 = torch.atan2(v2.sum(1), v2.sum(1)) + v1"]),
+    "channels last, shuffled": ([plain(8, 8, 1, 17, layout="channels last", grad=True)], ["v0 = F.pixel_shuffle(a0, 2)"]),
+    "channels last, rolled": ([plain(3, 8, 5, 4, layout="channels last")], ["v0 = a0.roll(1, 0)"]),
 }  # fmt: skip
 
 
@@ -76,6 +84,7 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
                            ["v0 = a1.float() * a1 + a0"]),
     "halves of sizes": ([plain(4, 6, grad=True)], [plain(3, 8, grad=True)], ["v0 = F.glu(a0)"]),
     "sizes that are asked for": ([plain(5, 4, 4, grad=True)], [plain(3, 2, 2, grad=True)], ["v0 = F.interpolate(a0, scale_factor=2)"]),
+    "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),
 }  # fmt: skip
 
 

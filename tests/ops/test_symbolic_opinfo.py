@@ -35,13 +35,13 @@ SPECIALISES = frozenset(
     linalg.svdvals linalg.tensorinv linalg.tensorsolve lu lu_solve lu_unpack mode narrow_copy
     native_layer_norm nn.functional.adaptive_max_pool3d nn.functional.bilinear
     nn.functional.channel_shuffle nn.functional.embedding_bag nn.functional.fractional_max_pool2d
-    nn.functional.fractional_max_pool3d nn.functional.grid_sample nn.functional.group_norm
+    nn.functional.fractional_max_pool3d nn.functional.glu nn.functional.grid_sample nn.functional.group_norm
     nn.functional.interpolate nn.functional.layer_norm nn.functional.linear_cross_entropy
     nn.functional.max_pool1d nn.functional.max_unpool1d nn.functional.max_unpool2d
     nn.functional.max_unpool3d nn.functional.multi_head_attention_forward
     nn.functional.multi_margin_loss nn.functional.multilabel_margin_loss nn.functional.pdist
     nn.functional.unfold nn.functional.upsample_bilinear nn.functional.upsample_nearest norm normal
-    ormqr pca_lowrank permute_copy pinverse qr reshape reshape_as rot90 split split_with_sizes
+    ormqr pca_lowrank permute_copy pinverse qr reshape reshape_as rot90 slice_scatter split split_with_sizes
     split_with_sizes_copy squeeze_copy stft svd_lowrank t_copy take take_along_dim transpose_copy
     triangular_solve unbind unbind_copy unflatten unfold_copy unsafe_chunk unsafe_split unsqueeze_copy
     view view_as view_as_complex view_copy vsplit
