@@ -119,12 +119,16 @@ empty(const Run *run, const Form *form)
 
 /* Eager kernels */
 
-/* Whether elements lie elsewhere than the plan has it. */
+/* Whether elements lie elsewhere than the plan has it, or are of another dtype. */
 static int
 lies_elsewhere(const Run *run, Tensor tensor, const Form *form)
 {
     const int64_t *shape = run->layout->numbers + form->shape, *stride = run->layout->numbers + form->stride;
-    int64_t rank, *sizes, *strides, elsewhere = 0;
+    int64_t rank, *sizes, *strides;
+    int32_t dtype;
+    if (torch.dtype(tensor, &dtype))
+        return 0;
+    int elsewhere = dtype != form->dtype;
     if (torch.dim(tensor, &rank) || rank != form->rank || torch.sizes(tensor, &sizes) || torch.strides(tensor, &strides))
         return 0;
     for (int i = 0; i < rank; i++) {
@@ -132,7 +136,7 @@ lies_elsewhere(const Run *run, Tensor tensor, const Form *form)
             return 0;
         elsewhere |= sizes[i] != 1 && strides[i] != stride[i];
     }
-    return (int)elsewhere;
+    return elsewhere;
 }
 
 /* A result of an eager kernel as the plan has it: where it lies otherwise, or where an eager kernel gave back what

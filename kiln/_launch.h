@@ -25,6 +25,7 @@ typedef struct {
     int32_t (*strides)(Tensor, int64_t **);
     int32_t (*storage_offset)(Tensor, int64_t *);
     int32_t (*dim)(Tensor, int64_t *);
+    int32_t (*dtype)(Tensor, int32_t *);
     int32_t (*empty)(int64_t rank, const int64_t *, const int64_t *, int32_t dtype, int32_t device, int32_t index,
                      Tensor *);
     int32_t (*from_memory)(void *, int64_t rank, const int64_t *, const int64_t *, int64_t offset, int32_t dtype,

@@ -204,3 +204,14 @@ def test_the_largest_is_found_again_by_its_gradient(reduced):
     for g, given in ((kiln.compile(f), x), (f, y)):
         g(given).sum().backward()
     torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("loss", [F.smooth_l1_loss, F.mse_loss, F.soft_margin_loss, F.huber_loss])
+@pytest.mark.parametrize(("of", "wanted"), [(torch.half, torch.float), (torch.float, torch.half), (torch.float, torch.double)])
+def test_an_eager_kernel_may_give_another_dtype_than_was_foreseen(loss, of, wanted):
+    torch.manual_seed(0)
+    x, y, target = torch.randn(7).to(of), torch.randn(7).to(of), torch.randn(7).to(wanted)
+    y.copy_(x)
+    for f, given in ((kiln.compile(lambda a, b: loss(a, b)), x), (loss, y)):
+        f(given.requires_grad_(), target).backward()
+    torch.testing.assert_close(x.grad, y.grad)
