@@ -58,6 +58,8 @@ def show(as_json: AsJson = False) -> None:
         typer.echo(json.dumps(facts))
         return
     table = Table(show_header=False, box=None)
+    table.add_column()
+    table.add_column(overflow="fold")
     table.add_row("folder", facts["folder"] if facts["on"] else f"{facts['folder']} (off: KILN_CACHE)")
     table.add_row("entries", str(facts["entries"]))
     table.add_row("size", f"{_size(facts['bytes'])} of at most {_size(facts['limit'])}")

@@ -47,8 +47,8 @@ def test_show_says_where_it_is_and_what_it_takes(folder):
     cache = filled(folder)
     full = asked("cache", "show")
     assert full["entries"] == 2 and full["bytes"] == sum(entry.size for entry in cache.entries())
-    text = kiln("cache", "show").stdout.replace("\n", "")
-    assert str(folder) in text and "4.0 KiB of at most 1.0 GiB" in text
+    text = "".join(kiln("cache", "show").stdout.split())
+    assert str(folder) in text and "4.0KiBofatmost1.0GiB" in text
 
 
 def test_show_says_that_it_is_off(folder, monkeypatch):
