@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import fuse
@@ -25,8 +25,7 @@ from kiln.fuse.steps import Call, Launch
 from kiln.generate.code import Compiled, generate
 from kiln.generate.cpu import compile_text
 from kiln.launch.program import compile_graph
-from kiln.ops.fake import fake_like
-from kiln.ops.record import Recording
+from kiln.ops.record import recorded
 
 MB = 1 << 20
 GOAL = 0.8  # of a copy's bandwidth
@@ -59,18 +58,6 @@ define void @share(ptr %job) {
   ret void
 }
 """
-
-
-def recorded(function: Callable[..., Any], *inputs: torch.Tensor) -> Graph:
-    """The aten graph of a function of tensors."""
-    recording, fakes = Recording(), [fake_like(x) for x in inputs]
-    for i, fake in enumerate(fakes):
-        recording.input(f"x{i}", fake)
-    with torch.no_grad(), recording:
-        out = function(*fakes)
-    outputs = out if isinstance(out, tuple) else (out,)
-    recording.graph.outputs = tuple(recording.node(o) for o in outputs)
-    return recording.graph
 
 
 class Kernels:

@@ -106,6 +106,11 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 @lru_cache(4096)
+def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument of a node, given by place or by name; `default` where it is not given."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+
+
 def identifier(wanted: str) -> str:
     """`wanted` as the name of a variable that hides nothing of Python's."""
     text = re.sub(r"\W", "_", wanted) or "value"
@@ -273,6 +278,29 @@ def retarget(outputs: Sequence[Any], replaced: dict[Node, Any]) -> tuple[Any, ..
     """A nest with nodes replaced by others."""
     return tuple([mapped(out, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
                   for out in outputs])  # fmt: skip
+
+
+def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], Any] | None]) -> Graph:
+    """The graph, changed in place, with other nodes where `instead` gives some and the value of theirs."""
+    replaced: dict[Node, Any] = {}
+    nodes: list[Node] = []
+    unread = {node for node, users in graph.users().items() if not users}
+
+    def value(leaf: Any) -> Any:
+        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
+
+    for node in graph.nodes:
+        node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+        found = instead(node)
+        if found is None:
+            nodes.append(node)
+        else:
+            nodes += found[0]
+            replaced[node] = found[1]
+    graph.nodes = nodes
+    graph.outputs = retarget(graph.outputs, replaced)
+    graph.drop_unused(keep=unread.__contains__)  # what was read by nobody was called for what it does
+    return graph
 
 
 def tensors(specs: Iterable[Spec]) -> Iterator[TensorSpec]:

@@ -316,13 +316,7 @@ class Scope:
 
     def _rebuilt(self, value: Expr) -> Value:
         if value.op is SUM:
-            parts: list[Value] = []
-            for monomial, n in value.poly.items():
-                product: Value = n
-                for part in monomial:
-                    product = mul(product, self.simplify(part))
-                parts.append(product)
-            out = total(parts)
+            out = _with_parts(value, self.simplify)
             return from_poly(self, without_quotients(out.poly)) if isinstance(out, Expr) else out
         if value in self._solved:
             return self._solved[value]
@@ -344,13 +338,7 @@ class Scope:
             known = self.simplify(value)
             return value if isinstance(known, Expr) and known.op is not SYMBOL else known
         if value.op is SUM:
-            parts: list[Value] = []
-            for monomial, n in value.poly.items():
-                product: Value = n
-                for part in monomial:
-                    product = mul(product, self.determined(part))
-                parts.append(product)
-            return total(parts)
+            return _with_parts(value, self.determined)
         args = [self.determined(arg) for arg in value.args]
         same = all(new is old for new, old in zip(args, value.args, strict=True))
         return value if same else apply(value.op, args, self)
@@ -488,3 +476,14 @@ def _parts(monomial: Monomial) -> set[Expr]:
             found.add(part)
             work += [p for m in part.poly for p in m] if part.op is SUM else part.args
     return found
+
+
+def _with_parts(value: Expr, change: Callable[[Any], Value]) -> Value:
+    """A sum of products with each factor changed."""
+    parts: list[Value] = []
+    for monomial, n in value.poly.items():
+        product: Value = n
+        for part in monomial:
+            product = mul(product, change(part))
+        parts.append(product)
+    return total(parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
+from kiln.base.collecting import uncollected
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.graph import Node
@@ -43,18 +43,6 @@ def trace(module: fx.GraphModule, examples: Sequence[Any]) -> Joint:
         except Overlap as found:
             groups = found.groups
         return Tracer(module, examples, groups).run()
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Keep Python from looking for cycles among the many objects that live as long as the trace."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

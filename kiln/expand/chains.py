@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec, argument
 from kiln.expand.onednn import NONE, Epilogue
 from kiln.ops.table import aten
 
@@ -127,11 +127,6 @@ def _leaky(node: Node) -> Epilogue | None:
 
 def _gelu(node: Node) -> Epilogue:
     return Epilogue("gelu", (), node.kwargs.get("approximate", "none"))
-
-
-def argument(node: Node, place: int, name: str) -> Any:
-    """An argument by place or name; None where it is not given."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 #: What an epilogue is made of, by op. Those that clamp (relu, hardtanh, hardsigmoid) are not among them:

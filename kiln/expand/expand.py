@@ -16,10 +16,9 @@ from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, label, mapp
 from kiln.expand.check import check
 from kiln.expand.fit import fit
 from kiln.ops.expansions.all import EXPANSIONS
-from kiln.ops.fake import FakeTensor, make
 from kiln.ops.layout import COMPLEX
 from kiln.ops.levels import CORE, LEVELS, name_of
-from kiln.ops.record import Recording
+from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import wrap
 from kiln.ops.table import COMPLEX_TOO
 
@@ -128,7 +127,7 @@ def _record(function: Expansion, node: Node) -> Graph | None:
             return wrap(leaf) if hasattr(leaf, "scope") else leaf
         if not isinstance(leaf.spec, TensorSpec):
             raise TypeError(f"{leaf.name} is no tensor")
-        fake = _fake(leaf.spec)
+        fake = fake_of(leaf.spec)
         recording.input(leaf.name, fake)
         return fake
 
@@ -144,12 +143,6 @@ def _record(function: Expansion, node: Node) -> Graph | None:
     recording.graph.outputs = (fitted,)
     recording.graph.drop_unused()
     return recording.graph
-
-
-def _fake(spec: TensorSpec) -> FakeTensor:
-    """A fake of this type, its symbolic sizes being torch's."""
-    shape, stride = [wrap(n) for n in spec.shape], [wrap(n) for n in spec.stride]
-    return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
 
 
 def _copy(graph: Graph, node: Node, values: dict[Node, Any]) -> Node:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec, argument
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
-from kiln.fuse.views import Coords, argument, broadcast, from_front, shape_of, supported
+from kiln.fuse.views import Coords, broadcast, from_front, shape_of, supported
 from kiln.ops.levels import BINARY, TERNARY, UNARY, name_of
 
 Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"

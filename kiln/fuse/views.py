@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec
+from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec, argument
 from kiln.base.symbols import Expr, lt
 from kiln.ops.levels import name_of
 
@@ -37,10 +37,6 @@ def view(name: str) -> Callable[[Callable[[Node, Coords], Coords]], Callable[[No
         return function
 
     return declare
-
-
-def argument(node: Node, place: int, name: str, default: Any) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
 def from_front(place: Any, extent: Any) -> Any:

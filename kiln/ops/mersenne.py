@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kiln import _mersenne
-from kiln.base.graph import Graph, Node, TensorSpec, mapped, retarget
+from kiln.base.graph import Graph, Node, TensorSpec, substituted
 from kiln.ops.fake import make
 from kiln.ops.table import aten, rule
 
@@ -75,24 +75,12 @@ def quicken(graph: Graph) -> Graph:
     """The graph with its masks from torch's default generator drawn by `kiln::bernoulli`, in place."""
     if not any(_is_mask(node) for node in graph.nodes):
         return graph
-    replaced: dict[Node, Any] = {}
-    nodes: list[Node] = []
-    unread = {node for node, users in graph.users().items() if not users}
 
-    def value(leaf: Any) -> Any:
-        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
+    def instead(node: Node) -> tuple[list[Node], Node] | None:
+        drawn = _drawn(graph, node) if _is_mask(node) else None
+        return None if drawn is None else (drawn, drawn[-1])
 
-    for node in graph.nodes:
-        node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
-        if _is_mask(node):
-            nodes += _drawn(graph, node)
-            replaced[node] = nodes[-1]
-        else:
-            nodes.append(node)
-    graph.nodes = nodes
-    graph.outputs = retarget(graph.outputs, replaced)
-    graph.drop_unused(keep=unread.__contains__)  # what was drawn into
-    return graph
+    return substituted(graph, instead)
 
 
 def _drawn(graph: Graph, node: Node) -> list[Node]:

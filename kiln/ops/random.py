@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kiln.base.graph import Graph, Node, TensorSpec, mapped, retarget
+from kiln.base.graph import Graph, Node, TensorSpec, substituted
 from kiln.ops.fake import FakeTensor, make
 from kiln.ops.mersenne import quicken
 from kiln.ops.table import aten, rule
@@ -188,24 +188,18 @@ def draw(graph: Graph, which: str) -> Graph:
     seed_of = {
         node: Node(operator.getitem, (every, i), {}, spec, graph.name("seed")) for i, node in enumerate(drawn)
     }
-    unread = {node for node, users in graph.users().items() if not users}
-    replaced: dict[Node, Any] = {}
-    nodes = [every, *seed_of.values()]
 
-    def value(leaf: Any) -> Any:
-        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
+    def instead(node: Node) -> tuple[list[Node], Any] | None:
+        if node not in seed_of:
+            return None
+        drawing = Drawing(graph, seed_of[node], node)
+        result = table[node.op](drawing)
+        return drawing.made, result
 
-    for node in graph.nodes:
-        node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
-        if node in seed_of:
-            drawing = Drawing(graph, seed_of[node], node)
-            replaced[node] = table[node.op](drawing)
-            nodes += drawing.made
-        else:
-            nodes.append(node)
-    graph.nodes = nodes
-    graph.outputs = retarget(graph.outputs, replaced)
-    graph.drop_unused(keep=unread.__contains__)  # what was drawn into
+    substituted(graph, instead)
+    used = {read for node in graph.nodes for read in node.inputs()}
+    seeds = [seed for seed in seed_of.values() if seed in used]
+    graph.nodes = [*([every] if seeds else ()), *seeds, *graph.nodes]
     return graph
 
 

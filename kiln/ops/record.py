@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.graph import Graph, Node, TensorSpec, label
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
-from kiln.ops.fake import FakeTensor, dispatch, make
+from kiln.ops.fake import FakeTensor, dispatch, fake_like, make
 from kiln.ops.meta import DECOMPOSES, MUTATING
 from kiln.ops.symint import expr_of, wrap
 from kiln.ops.table import RULES, aten
@@ -206,3 +206,15 @@ class Recording(TorchDispatchMode):
 
 def _spec_of_any(real: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(real.shape), real.stride(), real.dtype, real.device, real.storage_offset())
+
+
+def recorded(function: Callable[..., Any], *inputs: torch.Tensor) -> Graph:
+    """The aten graph of a function of tensors, without gradients, over types like those of `inputs`."""
+    recording, fakes = Recording(), [fake_like(x) for x in inputs]
+    for i, fake in enumerate(fakes):
+        recording.input(f"x{i}", fake)
+    with torch.no_grad(), recording:
+        out = function(*fakes)
+    outputs = out if isinstance(out, tuple) else (out,)
+    recording.graph.outputs = tuple([recording.node(o) for o in outputs])
+    return recording.graph

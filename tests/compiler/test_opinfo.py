@@ -17,7 +17,9 @@ from tests.compiler.nearness import Nearness
 from tests.differentiate.samples import (
     ALL,
     BREAKS,
+    EXCEPTIONS,
     OPS,
+    RESTRIDED,
     SOMETIMES,
     UNDEFINED,
     Found,
@@ -29,14 +31,6 @@ from tests.differentiate.samples import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = None if ALL else 1
-
-#: Ops whose gradients have other strides than eager's, and why.
-RESTRIDED: dict[str, str] = {"ormqr": "the formula of the gradient runs out of place on fakes"}
-
-#: Ops that do not hold, and why.
-EXCEPTIONS: dict[str, str] = {
-    "linalg.eig": "eager looks at the values of the gradient, and raises when it depends on the phase of the eigenvectors",
-}
 
 
 def check(name: str) -> Found:

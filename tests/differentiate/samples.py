@@ -72,6 +72,14 @@ class Outcome:
     inputs: Any = None
     random: bool = False
 
+#: Ops whose gradients have other strides than eager's, and why.
+RESTRIDED: dict[str, str] = {"ormqr": "the formula of the gradient runs out of place on fakes"}
+
+#: Ops that do not hold, and why.
+EXCEPTIONS: dict[str, str] = {
+    "linalg.eig": "eager looks at the values of the gradient, and raises when it depends on the phase of the eigenvectors",
+}
+
 
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):

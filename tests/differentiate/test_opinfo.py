@@ -14,8 +14,10 @@ import kiln
 from tests.differentiate.samples import (
     ALL,
     BREAKS,
+    EXCEPTIONS,
     FALLBACKS,
     OPS,
+    RESTRIDED,
     SOMETIMES,
     UNDEFINED,
     Found,
@@ -26,15 +28,6 @@ from tests.differentiate.samples import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = None if ALL else 2
-
-#: Ops whose gradients have other strides than eager's, and why.
-RESTRIDED: dict[str, str] = {"ormqr": "the formula of the gradient runs out of place on fakes"}
-
-#: Ops that do not hold, and why.
-EXCEPTIONS: dict[str, str] = {
-    "linalg.eig": "eager looks at the values of the gradient, and raises when it depends on the phase of the eigenvectors",
-}
-
 
 
 def check(name: str) -> Found:

@@ -13,7 +13,8 @@ from kiln.fuse.program import fuse
 from kiln.fuse.steps import Call, Launch
 from kiln.fuse.views import VIEWS
 from kiln.ops.levels import KERNELS, PRIMITIVES, name_of
-from tests.fuse.test_kernels import check, rand, recorded
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import calls_of, check, rand
 
 aten = torch.ops.aten
 
@@ -21,11 +22,8 @@ aten = torch.ops.aten
 def steps(function, *inputs):
     """The names of eager calls that are no views, and the shapes that kernels write beside their scratch."""
     program = fuse(expand(recorded(function, *inputs), "prims", FOR_LOOPS))
-    ops = [step.node.op for step in program.steps if isinstance(step, Call)]
-    own = [op for op in ops if isinstance(op, torch._ops.OpOverload) and not op.is_view]
-    calls = [op._schema.name.removeprefix("aten::") for op in own]
     written = [n.spec.shape for step in program.steps if isinstance(step, Launch) for n in step.writes.values()]
-    return calls, sorted(map(tuple, written))
+    return calls_of(program), sorted(map(tuple, written))
 
 
 def test_a_normalised_value_is_made_anew_by_each_kernel_that_reads_it():

@@ -8,22 +8,16 @@ from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import Call, fuse
 from kiln.launch.program import compile_graph
-from kiln.ops.fake import fake_like
-from kiln.ops.record import Recording
+from kiln.ops.record import recorded
 
 aten = torch.ops.aten
 
 
-def recorded(function, *inputs):
-    """The aten graph of a function of tensors."""
-    recording, fakes = Recording(), [fake_like(x) for x in inputs]
-    for i, fake in enumerate(fakes):
-        recording.input(f"x{i}", fake)
-    with torch.no_grad(), recording:
-        out = function(*fakes)
-    outputs = out if isinstance(out, tuple) else (out,)
-    recording.graph.outputs = tuple(recording.node(o) for o in outputs)
-    return recording.graph
+def calls_of(program):
+    """The names of the ops that stay calls of eager kernels and are no views."""
+    called = [step.node.op for step in program.steps if isinstance(step, Call)]
+    own = [op for op in called if isinstance(op, torch._ops.OpOverload) and not op.is_view]
+    return [op._schema.name.removeprefix("aten::") for op in own]
 
 
 def check(function, *inputs, kernels=None, nests=None, calls=(), rtol=1e-5, atol=1e-5):

@@ -8,7 +8,8 @@ from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Load, terms
 from kiln.fuse.program import fuse
-from tests.fuse.test_kernels import check, recorded
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import check
 
 
 def last(*shape):

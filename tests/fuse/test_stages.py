@@ -8,9 +8,10 @@ from torch import nn
 import kiln
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
-from kiln.fuse.program import Call, fuse
+from kiln.fuse.program import fuse
 from kiln.launch.program import compile_graph
-from tests.fuse.test_kernels import check, rand, recorded
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import calls_of, check, rand
 
 aten = torch.ops.aten
 
@@ -18,10 +19,7 @@ aten = torch.ops.aten
 def stages(function, *inputs):
     """The number of nests in each stage of each kernel, and the ops that stay calls and are no views."""
     program = fuse(expand(recorded(function, *inputs), "prims", FOR_LOOPS))
-    called = [step.node.op for step in program.steps if isinstance(step, Call)]
-    own = [op for op in called if isinstance(op, torch._ops.OpOverload) and not op.is_view]
-    named = [op._schema.name.removeprefix("aten::") for op in own]
-    return [[len(stage) for stage in kernel.stages] for kernel in program.kernels], named
+    return [[len(stage) for stage in kernel.stages] for kernel in program.kernels], calls_of(program)
 
 
 def test_cross_entropy_is_one_kernel():

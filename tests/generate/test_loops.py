@@ -10,7 +10,8 @@ from kiln.fuse.program import fuse
 from kiln.generate.kernel import Emitter
 from kiln.generate.pieces import borders
 from kiln.generate.tiles import crossing
-from tests.fuse.test_kernels import check, rand, recorded
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import check, rand
 
 LENGTHS = [1, 3, 15, 16, 17, 63, 64, 65, 100, 1003]
 

@@ -3,20 +3,7 @@
 import torch
 
 from kiln.launch.program import compile_graph
-from kiln.ops.fake import fake_like
-from kiln.ops.record import Recording
-
-
-def recorded(function, *inputs):
-    """The aten graph of a function of tensors."""
-    recording, fakes = Recording(), [fake_like(x) for x in inputs]
-    for i, fake in enumerate(fakes):
-        recording.input(f"x{i}", fake)
-    with torch.no_grad(), recording:
-        out = function(*fakes)
-    outputs = out if isinstance(out, tuple) else (out,)
-    recording.graph.outputs = tuple(recording.node(o) for o in outputs)
-    return recording.graph
+from kiln.ops.record import recorded
 
 
 def planned(function, *inputs):

@@ -16,8 +16,9 @@ from kiln.fuse.program import fuse
 from kiln.generate.code import generate
 from kiln.launch.plan import plan_for
 from kiln.launch.program import compile_graph
+from kiln.ops.record import recorded
 
-from .recording import check, planned, recorded
+from .recording import check, planned
 
 aten = torch.ops.aten
 

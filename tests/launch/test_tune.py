@@ -17,7 +17,7 @@ from kiln.generate.schedule import USUAL, Schedule, alternatives
 from kiln.launch import tune
 from kiln.launch.cache import Cache, folder
 from kiln.launch.plan import plan_for
-from tests.fuse.test_kernels import recorded
+from kiln.ops.record import recorded
 
 
 @pytest.fixture(autouse=True)
