@@ -14,6 +14,10 @@ static PyMethodDef hook_methods[] = {
     {"resume", hook_resume, METH_NOARGS, "Ends what the last pause() began."},
     {"depth", hook_depth, METH_NOARGS, "(enters, pauses) of this thread and the number of threads that entered."},
     {"skip", hook_skip, METH_O, "Frames of this code object are left alone."},
+    {"hide", hook_hide, METH_VARARGS,
+     "hide(code, how): keeps its frames out of tracebacks, as HIDDEN, INNER or GENERATED says."},
+    {"then", hook_then, METH_O, "What a miss gives for the region to run on the arguments of the call."},
+    {"set_marker", hook_set_marker, METH_O, "Sets marker(region) -> end(), called around runs of regions; or None."},
     {"forget", hook_forget, METH_O, "The callback is asked about this code object again."},
     {NULL},
 };
@@ -32,6 +36,7 @@ static const struct {
     const char *name;
     long value;
 } constants[] = {
+    CONSTANT(HIDDEN), CONSTANT(INNER), CONSTANT(GENERATED),
     CONSTANT(FETCH_ARG), CONSTANT(FETCH_CONST), CONSTANT(FETCH_ATTR), CONSTANT(FETCH_DICT), CONSTANT(FETCH_KEY),
     CONSTANT(FETCH_ITEM), CONSTANT(FETCH_CELL), CONSTANT(FETCH_CLOSURE), CONSTANT(FETCH_CALL),
     CONSTANT(CHECK_TYPE), CONSTANT(CHECK_IS), CONSTANT(CHECK_EQUALS), CONSTANT(CHECK_LENGTH), CONSTANT(CHECK_KEYS),

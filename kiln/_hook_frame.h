@@ -20,6 +20,7 @@ typedef struct Runner {
 /* What is known of a code object. */
 typedef struct {
     int skipped;
+    enum { SHOWN, HIDDEN, INNER, GENERATED } shown; /* in tracebacks; see hook_hide */
     PyObject *region; /* a weak reference to the region that ran last */
 } CodeState;
 
@@ -53,6 +54,37 @@ static CodeState *code_state(PyCodeObject *code, bool make)
         }
     }
     return state;
+}
+
+/* Whether an entry of a traceback stands for no line of the program. */
+static bool is_inner(PyTracebackObject *entry)
+{
+    PyCodeObject *code = PyFrame_GetCode(entry->tb_frame);
+    CodeState *state = code_state(code, false);
+    bool inner = state != NULL && (state->shown == HIDDEN || (state->shown == INNER && entry->tb_next != NULL));
+    if (state != NULL && state->shown == GENERATED) {
+        int line, column, last, end;
+        inner = PyCode_Addr2Location(code, entry->tb_lasti, &line, &column, &last, &end) && column == 0 && end == 0;
+    }
+    Py_DECREF(code);
+    return inner;
+}
+
+/* Takes out of the traceback of the current exception what stands for no line of the program. */
+static void clean_traceback(void)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    for (PyObject **link = &trace; *link != NULL && PyTraceBack_Check(*link);) {
+        PyTracebackObject *entry = (PyTracebackObject *)*link;
+        if (is_inner(entry)) {
+            PyObject *next = Py_XNewRef((PyObject *)entry->tb_next);
+            Py_SETREF(*link, next);
+        }
+        else
+            link = (PyObject **)&entry->tb_next;
+    }
+    PyErr_Restore(type, value, trace);
 }
 
 /* Calls the function itself, which the hook would otherwise turn into a region again. */
@@ -169,6 +201,9 @@ static PyObject *make_trampoline(Region *region)
         runner->region = region;
         runner->code = replaced;
         region->runner = runner;
+        CodeState *state = code_state((PyCodeObject *)replaced, true);
+        if (state != NULL)
+            state->shown = HIDDEN;
     }
     Py_XDECREF(runner);
     Py_XDECREF(method);
@@ -344,6 +379,21 @@ static PyObject *set_skipped(PyObject *code, int skipped)
 static PyObject *hook_skip(PyObject *module, PyObject *code)
 {
     return set_skipped(code, 1);
+}
+
+/* HIDDEN never shows in tracebacks, INNER only where it raised itself, GENERATED where an instruction has columns of
+   the program's source. */
+static PyObject *hook_hide(PyObject *module, PyObject *args)
+{
+    PyObject *code;
+    int shown;
+    if (!PyArg_ParseTuple(args, "O!i:hide", &PyCode_Type, &code, &shown))
+        return NULL;
+    CodeState *state = code_state((PyCodeObject *)code, true);
+    if (state == NULL)
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    state->shown = shown;
+    Py_RETURN_NONE;
 }
 
 static PyObject *hook_forget(PyObject *module, PyObject *code)

@@ -31,6 +31,10 @@ static PyTypeObject Entry_Type, Region_Type;
 
 static PyObject *call_alone(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *names);
 static void forget_region(Region *region);
+static void clean_traceback(void);
+
+/* marker(region) is called before an entry runs and gives what is called after it; NULL while no profile is on. */
+static PyObject *marker;
 
 static void Entry_dealloc(Entry *self)
 {
@@ -187,6 +191,35 @@ static void keep_spare(Region *self, PyObject **slot)
     }
 }
 
+static PyObject *run_marked(Region *self, PyObject *run, PyObject *const *argv, Py_ssize_t argc)
+{
+    PyObject *now = Py_NewRef(marker), *end = PyObject_CallOneArg(now, (PyObject *)self);
+    Py_DECREF(now);
+    if (end == NULL)
+        return NULL;
+    PyObject *result = PyObject_Vectorcall(run, argv, argc, NULL), *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_XDECREF(PyObject_CallNoArgs(end));
+    Py_DECREF(end);
+    if (type != NULL || PyErr_Occurred() == NULL)
+        PyErr_Restore(type, value, trace);
+    else
+        Py_CLEAR(result);
+    return result;
+}
+
+static PyObject *run_entry(Region *self, Entry *entry, PyObject *const *argv, Py_ssize_t argc)
+{
+    PyObject *run = Py_NewRef(entry->run);
+    PyObject *result = marker == NULL ? PyObject_Vectorcall(run, argv, argc, NULL) : run_marked(self, run, argv, argc);
+    Py_DECREF(run);
+    if (result == NULL)
+        clean_traceback();
+    return result;
+}
+
+/* Compiles, and runs what the miss gave by then(); another answer is the result of the call itself. A debugger does
+   not follow into the compiler. */
 static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc)
 {
     PyObject *tuple = PyTuple_New(argc);
@@ -194,9 +227,22 @@ static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc)
         return NULL;
     for (Py_ssize_t i = 0; i < argc; i++)
         PyTuple_SET_ITEM(tuple, i, Py_NewRef(argv[i]));
+    PyThreadState *thread = PyThreadState_Get();
+    Py_tracefunc trace = thread->c_tracefunc;
+    PyObject *traced = Py_XNewRef(thread->c_traceobj);
+    if (trace != NULL)
+        PyEval_SetTrace(NULL, NULL);
     PyObject *args[] = {(PyObject *)self, tuple};
     PyObject *result = PyObject_Vectorcall(self->miss, args, 2, NULL);
+    if (trace != NULL)
+        PyEval_SetTrace(trace, traced);
+    Py_XDECREF(traced);
     Py_DECREF(tuple);
+    if (result != NULL && Py_IS_TYPE(result, &Entry_Type)) {
+        Entry *entry = (Entry *)result;
+        result = run_entry(self, entry, argv, argc);
+        Py_DECREF(entry);
+    }
     return result;
 }
 
@@ -236,9 +282,7 @@ static PyObject *region_run(Region *self, PyObject *const *argv, Py_ssize_t argc
     int error = 0;
     Entry *entry = find_entry(self, argv, argc, &error);
     if (entry != NULL) {
-        PyObject *run = Py_NewRef(entry->run);
-        PyObject *result = PyObject_Vectorcall(run, argv, argc, NULL);
-        Py_DECREF(run);
+        PyObject *result = run_entry(self, entry, argv, argc);
         Py_DECREF(entry);
         return result;
     }
@@ -283,6 +327,29 @@ static PyObject *Region_call_original(Region *self, PyObject *const *args, Py_ss
     return call_alone(self->function, args, nargs, names);
 }
 
+static Entry *entry_new(PyObject *guards, PyObject *run, PyObject *info)
+{
+    Entry *entry = PyObject_GC_New(Entry, &Entry_Type);
+    if (entry == NULL)
+        return NULL;
+    entry->guards = (Guards *)Py_XNewRef(guards);
+    entry->run = Py_NewRef(run);
+    entry->info = Py_NewRef(info);
+    PyObject_GC_Track(entry);
+    return entry;
+}
+
+static PyObject *hook_then(PyObject *module, PyObject *run)
+{
+    return (PyObject *)entry_new(NULL, run, Py_None);
+}
+
+static PyObject *hook_set_marker(PyObject *module, PyObject *given)
+{
+    Py_XSETREF(marker, given == Py_None ? NULL : Py_NewRef(given));
+    Py_RETURN_NONE;
+}
+
 static PyObject *Region_add(Region *self, PyObject *args)
 {
     PyObject *guards, *run, *info = Py_None;
@@ -296,13 +363,9 @@ static PyObject *Region_add(Region *self, PyObject *args)
         self->entries = entries;
         self->capacity = capacity;
     }
-    Entry *entry = PyObject_GC_New(Entry, &Entry_Type);
+    Entry *entry = entry_new(guards, run, info);
     if (entry == NULL)
         return NULL;
-    entry->guards = (Guards *)Py_NewRef(guards);
-    entry->run = Py_NewRef(run);
-    entry->info = Py_NewRef(info);
-    PyObject_GC_Track(entry);
     memmove(self->entries + 1, self->entries, self->count * sizeof *self->entries);
     self->entries[0] = entry;
     self->count++;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,11 +16,17 @@ from kiln.base import live, log, options, records
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
-from kiln.capture import nested
+from kiln.base.places import places_of
+from kiln.bytecode.beside import beside
+from kiln.capture import nested, runtime, state
 from kiln.capture.finish import Captured
+from kiln.capture.frame import place_at
+from kiln.capture.hidden import hide
 from kiln.capture.module import CapturedModule
 from kiln.capture.run import capture
+from kiln.capture.told import operations
 from kiln.capture.varying import Dynamic
+from kiln.check.failures import failure
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
 
@@ -42,6 +49,12 @@ class Entry:
 
     guards: tuple[Any, ...]
     built: Any
+    places: Mapping[Any, Any] = field(default_factory=dict)
+    """For guards the code and the instruction that asked for them."""
+
+    def place(self, guard: Any) -> Place | None:
+        at = self.places.get(guard)
+        return None if at is None else place_at(*at)
 
 
 #: Methods that reading an attribute runs: the code and the guards of a region read attributes themselves.
@@ -62,6 +75,8 @@ def frame_region(function: types.FunctionType, family: Family) -> Any:
 
 
 nested.install(frame_region)
+hide(nested, runtime, state)
+_hook.hide(runtime.make_error.__code__, _hook.HIDDEN)
 
 
 class BackendRaised(Exception):
@@ -108,17 +123,14 @@ def resumed_region(function: types.FunctionType, family: Family) -> Any:
 
 
 def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
-    """No entry holds: capture, add an entry, run it."""
+    """No entry holds: capture, add an entry, and have the region run it."""
     function = region.function
     _hook.pause()
     try:
         run = find_run(region, function, argv, family)
     finally:
         _hook.resume()
-    if run is None:
-        with nested.hook(on=False):
-            return nested.original(function, argv)
-    return run(*argv)
+    return _hook.then(nested.eager(function) if run is None else run)
 
 
 def find_run(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
@@ -136,14 +148,16 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     stance = options.stance()
     if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
         return None  # a functorch transform runs its function on tensors of its own
-    reasons = tuple(why(entry, argv) for entry in entries)
+    failures = tuple([found for entry in entries if (found := failed_guard(entry, argv)) is not None])
+    reasons = tuple(map(str, failures)) or ("the guards hold now",) * bool(entries)
     if stance == "fail_on_recompile":
         raise RecompileError(
             f"{name} would be compiled again: {'; '.join(reasons) or 'it has not been compiled yet'}"
         )
     if entries:
-        records.emit(records.RecompileRecord(name, reasons))
-        if len(entries) >= asked.setting("cache_limit"):
+        limited = len(entries) >= asked.setting("cache_limit")
+        records.emit(records.RecompileRecord(name, reasons, defined(function), failures, limited))
+        if limited:
             region.limit_hit = True
             log.warn_once(("cache_limit", id(region)),
                           f"{name} was compiled {len(entries)} times and runs eagerly from now on; "
@@ -159,11 +173,14 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     elif region in family.first:
         known.append(family.first[region])
     try:
-        captured = capture(function, argv, compiler_for(asked, name, function),
-                           lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
-                           lambda target: nested.in_python(target, family),
-                           getattr(asked.backend, "specialises", True),
-                           seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
+        with records.timed("capture", name) as time:
+            captured = capture(function, argv, compiler_for(asked, name, function),
+                               lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
+                               lambda target: nested.in_python(target, family),
+                               getattr(asked.backend, "specialises", True),
+                               seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
+            if captured.graph is not None:
+                time.graph = captured.graph.meta["name"]
     except Skip as e:
         return skip(region, name, e, family)
     except BackendRaised as e:
@@ -202,13 +219,13 @@ def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any
             changes["mode"] = asked.mode
         if asked.fullgraph:
             changes["strict"] = True
-        graph.meta["name"] = name
+        graph.meta["name"] = made = records.unique(name)
         if log.wants("graph"):
-            log.say("graph", f"{name} captured\n{graph.code.strip()}")
+            log.say("graph", f"{made} captured\n{graph.code.strip()}")
         if not getattr(asked.backend, "reads_graph", False):
             graph.write()
         try:
-            with options.config.patch(**changes):
+            with options.config.patch(**changes), records.timed("backend", made):
                 built = asked.backend(graph, inputs)
         except Exception as e:
             raise BackendRaised(e) from e
@@ -221,22 +238,48 @@ def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any
 
 
 def install(region: Any, captured: Captured, name: str) -> Any:
+    made = "" if captured.graph is None else captured.graph.meta["name"]
+    with records.timed("guards", made or name):
+        built = captured.guards.build()
+    entry = Entry(captured.guards.guards, built, captured.guards.places)
+    told(region.function, captured, entry, made, name)
+    region.add(built, captured.run, entry)
+    return captured.run
+
+
+def told(function: types.FunctionType, captured: Captured, entry: Entry, made: str, name: str) -> None:
+    """Leave the records of a capture."""
+    listening = records.listening()
     if captured.graph is not None:
-        code = region.function.__code__
-        start = Place(code.co_filename, code.co_firstlineno, region.function.__qualname__)
-        records.emit(
-            records.GraphRecord(
-                name, captured.graph, captured.ops, captured.inputs, start, name, captured.guards.guards
-            )
-        )
+        all_ops = operations(captured.graph) if listening else ()
+        guarded = tuple([(str(guard), entry.place(guard)) for guard in entry.guards]) if listening else ()
+        records.emit(records.GraphRecord(
+            made, captured.graph, captured.ops, captured.inputs, started(function, captured.graph), name,
+            entry.guards, captured.end, all_ops, guarded,
+        ))  # fmt: skip
+        if log.wants("guards"):
+            log.say("guards", "\n  ".join([made, *map(str, entry.guards)]))
     if captured.reason is not None and captured.reason.kind != "raises":
         reason = captured.reason
-        records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name))
-    for code in (captured.code, *captured.continued):
+        records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name, made))
+    records.emit(records.ResidualRecord(name, captured.code, function.__code__))
+    if log.wants("code"):
+        log.say("code", f"{name}\n{beside(function.__code__, captured.code)}")
+    for code in captured.continued:
         records.emit(records.ResidualRecord(name, code))
-    built = captured.guards.build()
-    region.add(built, captured.run, Entry(captured.guards.guards, built))
-    return captured.run
+
+
+def started(function: types.FunctionType, graph: torch.fx.GraphModule) -> Place:
+    """Where a graph begins: at its first op's line in the frame, or where the function is defined."""
+    for node in graph.graph.nodes:
+        if node.op.startswith("call") and node.meta.get("stack_trace"):
+            return replace(places_of(node.meta["stack_trace"])[0], function=function.__qualname__)
+    return defined(function)
+
+
+def defined(function: types.FunctionType) -> Place:
+    code = function.__code__
+    return Place(code.co_filename, code.co_firstlineno, function.__qualname__)
 
 
 def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
@@ -259,6 +302,10 @@ def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
     region.enabled = False
 
 
-def why(entry: Any, argv: tuple[Any, ...]) -> str:
+def failed_guard(entry: Any, argv: tuple[Any, ...]) -> records.Failure | None:
+    """Why an entry does not hold; None where it does by now."""
     index = entry.guards.failing(argv)
-    return str(entry.info.guards[index].why(argv)) if index >= 0 else "the guards hold now"
+    if index < 0:
+        return None
+    guard = entry.info.guards[index]
+    return failure(guard, argv, entry.info.place(guard))

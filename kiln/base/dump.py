@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from kiln.base import log
+from kiln.base import log, records
+
+ASSEMBLY = "s"
+"""The ending of a text that is shown in files alone: making it means to compile once more."""
 
 _folders: Counter[str] = Counter()
 """How many graphs were dumped to each folder."""
@@ -39,21 +42,34 @@ class Dump:
     half: str = ""
     _numbers: count[int] = field(default_factory=count)
 
+    @property
+    def title(self) -> str:
+        """What the graph, or the half of it, is called."""
+        return " ".join(filter(None, (self.name, self.half)))
+
     def of(self, half: str) -> Dump:
         """The dump of a half of the graph: forward, backward or inference."""
         return Dump(self.name, self.folder, half, self._numbers)
 
     def show(self, topic: str, stage: str, ending: str, text: Callable[[], str]) -> None:
-        """Log a result under a topic and write its file, where asked for."""
-        if self.folder is not None or log.wants(topic):
-            self._written(topic, stage, ending, text())
+        """Log a result under a topic, write its file and leave a record, where asked for."""
+        listened = ending != ASSEMBLY and bool(self.name) and records.listening()
+        if self.folder is None and not listened and not log.wants(topic):
+            return
+        written = text()
+        if listened:
+            records.emit(records.TextRecord(self.name, self.half, stage, ending, written))
+        self._written(topic, stage, ending, written)
 
     def revised(self, topic: str, stage: str, ending: str, text: Callable[[], str]) -> Revision | None:
         """Show a result; gives the edited one where there is one."""
         if self.folder is None:
             self.show(topic, stage, ending, text)
             return None
-        return self._written(topic, stage, ending, text())
+        written = text()
+        if records.listening():
+            records.emit(records.TextRecord(self.name, self.half, stage, ending, written))
+        return self._written(topic, stage, ending, written)
 
     def _written(self, topic: str, stage: str, ending: str, text: str) -> Revision | None:
         title = "_".join(filter(None, (self.half, stage)))
@@ -86,7 +102,7 @@ def dump_for(name: str, folder: str) -> Dump:
     with _lock:
         number = _folders[folder]
         _folders[folder] += 1
-    plain = re.sub(r"\W+", "_", name.rpartition("<locals>.")[2]).strip("_")
+    plain = re.sub(r"\W+", "_", name.partition("#")[0].rpartition("<locals>.")[2]).strip("_")
     return Dump(name, Path(folder).expanduser() / f"{number:03}_{plain or 'graph'}")
 
 

@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the user's source something happened."""
+    """Where in the user's source something happened; `column` and `width` say which part of `text` it is."""
 
     file: str
     line: int
     function: str
     text: str = ""
+    column: int = 0
+    width: int = 0
+
+    @property
+    def caret(self) -> str:
+        """Carets to put below the text; nothing where the part is not known."""
+        return " " * self.column + "^" * self.width if self.width else ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")

@@ -7,6 +7,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from types import FunctionType
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from kiln.base import profiling
 from kiln.base.errors import Bug
 from kiln.base.expressions import CALLS, SUM, Expr, Symbol
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, show
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, label, mapped, nodes_in, show
+from kiln.base.tracebacks import retold
 
 aten = torch.ops.aten
 
@@ -157,15 +160,29 @@ class _Module:
 # As a Python function
 
 
-def runner(graph: Graph) -> Callable[[list[Any]], tuple[Any, ...]]:
+def runner(graph: Graph, title: str = "") -> Callable[[list[Any]], tuple[Any, ...]]:
     """A function of a list with the inputs' values that gives the outputs; it empties the list.
 
     Every value, inputs included, is let go after its last use: what the caller does not hold is freed.
+    `title` is what the graph is called in profiles.
     """
-    text = _Text(graph)
+    made: list[Callable[[list[Any]], tuple[Any, ...]]] = []
+
+    def marked(values: list[Any]) -> tuple[Any, ...]:
+        if not made:
+            made.append(_function(graph, mark=profiling.record_function))
+        with profiling.record_function(f"kiln.graph {title}".rstrip()):
+            return made[0](values)
+
+    return _function(graph, marked=marked, active=profiling.active)
+
+
+def _function(graph: Graph, **given: Any) -> FunctionType:
+    """The function of a graph; with `mark`, a range around each call."""
+    text = _Text(graph, given)
     source = text.source()
     filename = f"<kiln graph {next(_numbers)}>"
-    space: dict[str, Any] = {"math": math, **text.constants}
+    space: dict[str, Any] = {"math": math, "_told": partial(retold, text.places), **text.constants}
     exec(compile(source, filename, "exec"), space)
     function: FunctionType = space["run"]
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
@@ -173,12 +190,23 @@ def runner(graph: Graph) -> Callable[[list[Any]], tuple[Any, ...]]:
     return function
 
 
+UNMARKED = frozenset({CONSTANT, operator.getitem})
+
+
+def title_of(node: Node) -> str:
+    """What a call is named in a profile."""
+    ours = type(node.op).__module__.startswith("kiln.")
+    return f"{'kiln.kernel' if ours else 'kiln.call'} {label(node.op)}"
+
+
 class _Text:
     """The text of a graph's function, and the objects it names."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, given: dict[str, Any]) -> None:
         self.graph = graph
-        self.constants: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {f"_{name}": value for name, value in given.items()}
+        self.places: dict[int, str] = {}
+        """For lines of the text the place of their node in the program."""
         self.names: dict[Node, str] = {}
         self._known: dict[Any, str] = {}
         self._sizes: dict[Expr, str] = {}
@@ -189,6 +217,9 @@ class _Text:
         for i, node in enumerate((*graph.inputs, *graph.nodes)):
             names[node] = f"_v{i}"
         lines = ["def run(values):"]
+        marks = "_mark" in self.constants
+        if not marks:
+            lines += ["    if _active:", "        return _marked(values)"]
         if graph.inputs:
             lines.append(f"    {', '.join(names[n] for n in graph.inputs)}, = values")
         lines.append("    values.clear()")
@@ -198,7 +229,9 @@ class _Text:
         if dead:
             lines.append(f"    del {', '.join(dead)}")
         for node in graph.nodes:
-            lines.append(f"    {names[node]} = {self._call(node)}")
+            mark = f"with _mark({title_of(node)!r}): " if marks and node.op not in UNMARKED else ""
+            lines.append(f"    {mark}{names[node]} = {self._call(node)}")
+            self.places[len(lines) + 1] = node.where
             done = [names[read] for read in dict.fromkeys(node.inputs()) if last[read] is node]
             if node not in last:
                 done.append(names[node])
@@ -206,7 +239,9 @@ class _Text:
                 lines.append(f"    del {', '.join(done)}")
         results = "".join(f"{self._argument(out)}, " for out in graph.outputs)
         lines.append(f"    return ({results})")
-        return "\n".join(lines) + "\n"
+        body = [f"    {line}" for line in lines[1:]]
+        ending = ["    except BaseException as error:", "        _told(error)", "        raise"]
+        return "\n".join([lines[0], "    try:", *body, *ending]) + "\n"
 
     def _last_uses(self) -> dict[Node, Any]:
         last: dict[Node, Any] = {}

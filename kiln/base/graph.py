@@ -230,7 +230,7 @@ class Graph:
         inputs = ", ".join(f"{node.name}: {show_spec(node.spec)!r}" for node in self.inputs)
         lines = [f"def graph({inputs}):"]
         for node in self.nodes:
-            lines.append(f"    {node.name} = {_call(node)}  # {show_spec(node.spec)}")
+            lines.append(f"    {node.name} = {call_text(node)}  # {show_spec(node.spec)}")
         lines.append(f"    return ({', '.join(map(show, self.outputs))}{',' * (len(self.outputs) == 1)})")
         return "\n".join(lines)
 
@@ -264,7 +264,8 @@ def show_spec(spec: Spec) -> str:
     return getattr(spec, "__name__", None) or str(spec)
 
 
-def _call(node: Node) -> str:
+def call_text(node: Node) -> str:
+    """The call of a node as Python source."""
     if node.op is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"
     if node.op is CONSTANT:

@@ -8,17 +8,17 @@ import threading
 
 logger = logging.getLogger("kiln")
 
-TOPICS = (
-    "breaks", "code", "fallbacks", "graph", "graphs", "guards", "kernels", "loops", "plan", "recompiles",
-    "times",
-)  # fmt: skip
+TOPICS = ("breaks", "cache", "code", "graph", "guards", "kernels", "llvm", "plan", "recompiles", "time")
+#: Other names of topics.
+ALSO = {"fallbacks": "breaks", "graphs": "graph", "loops": "kernels", "times": "time"}
 
 _said: set[object] = set()
 _lock = threading.Lock()
 
 
 def _chosen(text: str) -> frozenset[str]:
-    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    asked = [name.strip() for name in text.split(",") if name.strip()]
+    names = frozenset(ALSO.get(name, name) for name in asked)
     if "all" in names:
         return frozenset(TOPICS)
     strange = names - frozenset(TOPICS)
@@ -29,7 +29,7 @@ def _chosen(text: str) -> frozenset[str]:
 
 
 topics = _chosen(os.environ.get("KILN_LOG", ""))
-"""The topics that KILN_LOG asks for, e.g. KILN_LOG=graphs,breaks."""
+"""The topics that KILN_LOG asks for, e.g. KILN_LOG=graph,breaks."""
 
 if topics:
     logger.setLevel(logging.INFO)

@@ -119,6 +119,11 @@ class Settings:
         return "eager" if self.exact else self.random
 
     @property
+    def records(self) -> bool:
+        """Whether programs on a GPU are replayed as CUDA graphs."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
+    @property
     def tunes(self) -> bool:
         """Whether variants of kernels are timed."""
         return self.mode.startswith("max-autotune")

@@ -1,4 +1,8 @@
-"""Records: what capture did, for people and tests. Stages emit them; `collect` and `log` keep them."""
+"""Records: what the stages did, for people and tests. Stages emit them; `collect` and `log` keep them.
+
+What costs something to make (an op's place in the source, a kernel's loops, a plan's steps) is made only
+while somebody collects: stages ask `listening`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,74 @@ from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from dis import Bytecode
-from types import CodeType
-from typing import Any
+from time import perf_counter
+from types import CodeType, TracebackType
+from typing import Any, TypeAlias
 
 from kiln.base import log as lines
 from kiln.base.errors import Place
+from kiln.base.places import user_place
 
 KEPT = 256
 """How many records of each kind the process-wide log keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One node of a captured graph; `places` is the program's stack at it, outermost first."""
+
+    name: str
+    op: str
+    kind: str = "call"
+    """ "input", "attribute" (a tensor that the graph holds), "call" or "output"."""
+    inputs: tuple[str, ...] = ()
+    spec: str = ""
+    """Dtype and shape of the result: "float32[2, 3]"."""
+    places: tuple[Place, ...] = ()
+    module: str = ""
+    """The path of the module whose forward it belongs to: "encoder.layers.0"."""
+
+    @property
+    def place(self) -> Place | None:
+        """The line of the program that it stands on, not one within torch's own code."""
+        return user_place(self.places)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One operation that a kernel computes; `origin` names the node of the captured graph it comes from."""
+
+    op: str
+    origin: str = ""
+    place: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a plan: "kernel" (`name` is its record's), "native" or "python" call, or "view"."""
+
+    kind: str
+    name: str
+    origin: str = ""
+    place: Place | None = None
+    bytes: int = 0
+    """What is alive after it, beside the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A guard that did not hold: what it is about, the value then and now, the line that read it."""
+
+    guard: str
+    source: str
+    old: str
+    new: str
+    place: Place | None = None
+    advice: str = ""
+    """What ends it: a change of the program, or a mark."""
+
+    def __str__(self) -> str:
+        return self.guard
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +87,26 @@ class GraphRecord:
     """A graph was captured and handed to the backend; `guards` are those of its entry, each with a `str`."""
 
     name: str
+    """Unique in the process: the region's, with a number from the second graph of that name on."""
     graph: Any
     ops: int
     inputs: int
     start: Place | None
     region: str
     guards: tuple[Any, ...] = ()
+    end: Place | None = None
+    operations: tuple[Op, ...] = ()
+    """Inputs, attributes, calls and output in order; empty where nobody listened."""
+    guarded: tuple[tuple[str, Place | None], ...] = ()
+    """The guards in words, each with the line that asked for it; empty where nobody listened."""
 
     def light(self) -> GraphRecord:
         """The record without what keeps the user's objects alive."""
-        return replace(self, graph=None, guards=())
+        return replace(self, graph=None, guards=(), operations=(), guarded=())
+
+    def __str__(self) -> str:
+        to = f" to line {self.end.line}" if self.end else ""
+        return f"{self.name}: {self.ops} ops, {self.inputs} inputs, from {self.start}{to}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +118,8 @@ class BreakRecord:
     why: str
     hint: str
     region: str
-
-    def light(self) -> BreakRecord:
-        return self
+    graph: str = ""
+    """The name of the graph that it ended; "" where nothing was captured before it."""
 
     def __str__(self) -> str:
         where = f" at {self.place}" if self.place else ""
@@ -60,9 +132,11 @@ class RecompileRecord:
 
     region: str
     reasons: tuple[str, ...]
-
-    def light(self) -> RecompileRecord:
-        return self
+    place: Place | None = None
+    """Where the function is defined."""
+    failures: tuple[Failure, ...] = ()
+    limited: bool = False
+    """Whether the cache limit was reached: the function runs eagerly from here on."""
 
     def __str__(self) -> str:
         return f"{self.region}: " + " | ".join(self.reasons)
@@ -70,13 +144,11 @@ class RecompileRecord:
 
 @dataclass(frozen=True, slots=True)
 class FallbackRecord:
-    """The frame was left to Python; `error` says why."""
+    """A frame was left to Python, or a graph to eager; `error` says why, `file` has what a report needs."""
 
     region: str
     error: str
-
-    def light(self) -> FallbackRecord:
-        return self
+    file: str = ""
 
     def __str__(self) -> str:
         return f"{self.region}: {self.error}"
@@ -84,13 +156,17 @@ class FallbackRecord:
 
 @dataclass(frozen=True, slots=True)
 class ResidualRecord:
-    """The bytecode that runs in place of the frame."""
+    """The bytecode that runs in place of the frame; `original` is the frame's own."""
 
     region: str
     code: CodeType | None
+    original: CodeType | None = None
 
     def light(self) -> ResidualRecord:
-        return replace(self, code=None)
+        return replace(self, code=None, original=None)
+
+    def __str__(self) -> str:
+        return f"{self.region}: {self.code.co_qualname if self.code else 'none'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +181,9 @@ class CodeRecord:
     source: str
     seconds: float
 
-    def light(self) -> CodeRecord:
-        return self
-
     def __str__(self) -> str:
         counts = f"{self.kernels} kernels, {self.distinct} distinct, {self.nests} nests"
-        return f"{counts}, {self.source} in {self.seconds * 1000:.0f} ms"
+        return f"code: {counts}, {self.source} in {self.seconds * 1000:.0f} ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +196,173 @@ class TunedRecord:
     best: float
     schedule: str
 
-    def light(self) -> TunedRecord:
-        return self
+    def __str__(self) -> str:
+        gain = f"{self.usual / self.best:.2f} times the usual speed by {self.schedule}"
+        return f"tuned: {self.kernel}: {self.variants} variants, {gain}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """A stage ran: for which graph and half of it, since when (`time.perf_counter`), and for how long.
+
+    Stages contain others: capture contains the backend's, and those their own.
+    """
+
+    graph: str
+    stage: str
+    half: str
+    start: float
+    seconds: float
 
     def __str__(self) -> str:
-        gain = self.usual / self.best
-        return f"{self.kernel}: {self.variants} variants, {gain:.2f} times the usual speed by {self.schedule}"
+        what = " ".join(filter(None, (self.graph, self.half, self.stage)))
+        return f"{what}: {self.seconds * 1000:.1f} ms"
 
 
-Record = (
+@dataclass(frozen=True, slots=True)
+class KernelRecord:
+    """A kernel of a graph: its loops as text, what is fused in it, the bytes that it reads and writes."""
+
+    graph: str
+    half: str
+    """ "forward", "backward" or "inference"."""
+    name: str
+    nest: str
+    fused: tuple[Fused, ...]
+    reads: int
+    writes: int
+    device: str = "cpu"
+    launches: int = 1
+    """How often one call of the graph launches it."""
+    functions: tuple[str, ...] = ()
+    """The functions that are called for it in the text of the half's code."""
+
+    def __str__(self) -> str:
+        ops = ", ".join(one.op for one in self.fused)
+        return f"{self.graph} {self.half} {self.name}: {ops}; reads {self.reads}, writes {self.writes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """How a graph runs: the steps in order, and the memory that they need against what eager would hold."""
+
+    graph: str
+    half: str
+    steps: tuple[Step, ...]
+    arena: int
+    """Bytes of the memory that the plan arranges values in; 0 where a plan has none."""
+    eager: tuple[int, ...]
+    """Bytes alive after each op of the graph if it ran op by op, beside the inputs."""
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at once."""
+        return max((step.bytes for step in self.steps), default=0)
+
+    @property
+    def eager_peak(self) -> int:
+        return max(self.eager, default=0)
+
+    def __str__(self) -> str:
+        memory = f"{self.peak} bytes (eager {self.eager_peak})"
+        return f"{self.graph} {self.half}: {len(self.steps)} steps, {memory}"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of a half as it is computed, in primitives; `step` is the step of the plan that computes it."""
+
+    name: str
+    op: str
+    kind: str
+    """ "input", "constant", "pointwise", "reduction", "view", "call" or "output"."""
+    inputs: tuple[str, ...] = ()
+    spec: str = ""
+    origin: str = ""
+    """The node of the captured graph that it comes from."""
+    step: int = -1
+    call: str = ""
+    """What computes it, as Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lodged:
+    """A value's memory in the arena: from the step that writes it to the last that reads it."""
+
+    name: str
+    bytes: int
+    offset: int
+    """Where it lies; -1 where sizes vary."""
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesRecord:
+    """The values of a graph's half in primitives, and where in the arena they lie."""
+
+    graph: str
+    half: str
+    values: tuple[Value, ...]
+    lodged: tuple[Lodged, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.graph} {self.half}: {len(self.values)} values"
+
+
+@dataclass(frozen=True, slots=True)
+class TextRecord:
+    """What a stage made of a graph, as text; stages are captured, joint, prims, loops, kernels and plan."""
+
+    graph: str
+    half: str
+    stage: str
+    language: str
+    """ "py", "txt", "ll" or "ptx"."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.graph} {self.half} {self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRecord:
+    """The disk cache was asked: a "hit", a "miss", or an entry "written"."""
+
+    event: str
+    key: str
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.event} {self.key[:16]}" + (f", {self.bytes} bytes" if self.bytes else "")
+
+
+Record: TypeAlias = (
     GraphRecord | BreakRecord | RecompileRecord | FallbackRecord | ResidualRecord | CodeRecord | TunedRecord
-)
+    | StageRecord | KernelRecord | PlanRecord | ValuesRecord | TextRecord | CacheRecord
+)  # fmt: skip
+
+#: For each type of record the list of `Records` that holds it, and the topic of KILN_LOG that shows it.
+KINDS: dict[type, str] = {
+    GraphRecord: "graphs", BreakRecord: "breaks", RecompileRecord: "recompiles", FallbackRecord: "fallbacks",
+    ResidualRecord: "residuals", CodeRecord: "codes", TunedRecord: "tuned", StageRecord: "stages",
+    KernelRecord: "kernels", PlanRecord: "plans", ValuesRecord: "values", TextRecord: "texts",
+    CacheRecord: "caches",
+}  # fmt: skip
+TOPICS: dict[type, str] = {
+    GraphRecord: "graph", BreakRecord: "breaks", RecompileRecord: "recompiles", FallbackRecord: "breaks",
+    CodeRecord: "time", TunedRecord: "time", StageRecord: "time", CacheRecord: "cache",
+}  # fmt: skip
+
+#: Records that are not kept for nobody.
+HEAVY = (KernelRecord, PlanRecord, ValuesRecord, TextRecord)
 
 
 class Records:
-    """Records by kind, in order; with `kept`, only the last so many of each, and `totals` counts them all."""
+    """Records by kind, in order; with `kept`, only the last so many of each, and `totals` counts them all.
+
+    As a context manager it collects what happens meanwhile, in all threads.
+    """
 
     def __init__(self, kept: int | None = None) -> None:
         self._kept = kept
@@ -148,6 +373,12 @@ class Records:
         self.residuals: MutableSequence[ResidualRecord] = self._store()
         self.codes: MutableSequence[CodeRecord] = self._store()
         self.tuned: MutableSequence[TunedRecord] = self._store()
+        self.stages: MutableSequence[StageRecord] = self._store()
+        self.kernels: MutableSequence[KernelRecord] = self._store()
+        self.plans: MutableSequence[PlanRecord] = self._store()
+        self.values: MutableSequence[ValuesRecord] = self._store()
+        self.texts: MutableSequence[TextRecord] = self._store()
+        self.caches: MutableSequence[CacheRecord] = self._store()
         self.totals: Counter[str] = Counter()
 
     def _store(self) -> MutableSequence[Any]:
@@ -165,70 +396,58 @@ class Records:
             getattr(self, kind).clear()
         self.totals.clear()
 
+    def copy(self) -> Records:
+        """The records as they are now."""
+        made = Records()
+        with _lock:
+            for kind in KINDS.values():
+                getattr(made, kind).extend(getattr(self, kind))
+            made.totals.update(self.totals)
+        return made
+
+    def __enter__(self) -> Records:
+        global _everywhere
+        with _lock:
+            self.clear()
+            _everywhere = (*_everywhere, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _everywhere
+        with _lock:
+            _everywhere = tuple(one for one in _everywhere if one is not self)
+
     def __repr__(self) -> str:
-        return f"Records({', '.join(f'{kind}={self.totals[kind]}' for kind in KINDS.values())})"
+        counts = [f"{kind}={self.totals[kind]}" for kind in KINDS.values() if self.totals[kind]]
+        return f"Records({', '.join(counts)})"
 
-
-KINDS: dict[type, str] = {
-    GraphRecord: "graphs",
-    BreakRecord: "breaks",
-    RecompileRecord: "recompiles",
-    FallbackRecord: "fallbacks",
-    ResidualRecord: "residuals",
-    CodeRecord: "codes",
-    TunedRecord: "tuned",
-}
 
 log = Records(KEPT)
 """The process-wide log: the last records of each kind, without graphs and code, to keep no model alive."""
 
 _lock = threading.Lock()
 _collectors: ContextVar[tuple[Records, ...]] = ContextVar("kiln_collectors", default=())
+_everywhere: tuple[Records, ...] = ()
+_names: Counter[str] = Counter()
 
 
 def emit(record: Record) -> None:
-    """Hand a record to the collectors of this context and to the log."""
-    for collector in _collectors.get():
+    """Hand a record to the collectors of this context, to those of all threads, and to the log."""
+    for collector in (*_collectors.get(), *_everywhere):
         collector.add(record)
-    with _lock:
-        log.add(record.light())
-    topic = TOPICS[type(record)]
+    if not isinstance(record, HEAVY):
+        with _lock:
+            log.add(record.light() if isinstance(record, (GraphRecord, ResidualRecord)) else record)
+    topic = TOPICS.get(type(record), "")
     if lines.wants(topic):
-        lines.say(topic, text_of(record))
-    if isinstance(record, GraphRecord) and lines.wants("guards"):
-        lines.say("guards", "\n  ".join([record.region, *map(str, record.guards)]))
+        lines.say(topic, str(record))
 
 
-def text_of(record: Record) -> str:
-    """A record as one line of the log."""
-    match record:
-        case GraphRecord():
-            return f"{record.region}: {record.ops} ops, {record.inputs} inputs, from {record.start}"
-        case BreakRecord():
-            return f"{record.region}: {record}"
-        case RecompileRecord():
-            return f"{record.region}: {'; '.join(record.reasons)}"
-        case FallbackRecord():
-            return f"{record.region}: {record.error}"
-        case CodeRecord():
-            return f"code: {record}"
-        case TunedRecord():
-            return f"tuned: {record}"
-        case _:
-            if record.code is None:
-                return f"{record.region}: none"
-            return f"{record.region}: {record.code.co_qualname}\n{Bytecode(record.code).dis()}"
-
-
-TOPICS: dict[type, str] = {
-    GraphRecord: "graphs",
-    BreakRecord: "breaks",
-    RecompileRecord: "recompiles",
-    FallbackRecord: "fallbacks",
-    ResidualRecord: "code",
-    CodeRecord: "times",
-    TunedRecord: "times",
-}
+def listening() -> bool:
+    """Whether somebody collects: records that cost something are worth making."""
+    return bool(_everywhere or _collectors.get())
 
 
 @contextmanager
@@ -240,3 +459,37 @@ def collect() -> Iterator[Records]:
         yield mine
     finally:
         _collectors.reset(token)
+
+
+class timed:  # noqa: N801
+    """Times a stage of a graph: emits its record when the block ends, also by an error."""
+
+    __slots__ = ("_began", "_half", "_stage", "graph")
+
+    def __init__(self, stage: str, graph: str = "", half: str = "") -> None:
+        self._stage, self.graph, self._half = stage, graph, half
+
+    def __enter__(self) -> timed:
+        self._began = perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        began = self._began
+        emit(StageRecord(self.graph, self._stage, self._half, began, perf_counter() - began))
+
+
+def unique(region: str) -> str:
+    """A name for the next graph of a region: no other graph of the process has it."""
+    with _lock:
+        number = _names[region]
+        _names[region] += 1
+    return f"{region}#{number}" if number else region
+
+
+def forget() -> None:
+    """Empty the log, and number graphs from the start again."""
+    with _lock:
+        log.clear()
+        _names.clear()

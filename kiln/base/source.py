@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,47 +55,61 @@ class Const(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Attr(Source):
-    """`getattr(base, name)`, by the generic protocol (slots, getset descriptors, module attributes)."""
+class Step(Source):
+    """A path that goes on from another one, `base`."""
 
     base: Source
-    name: str
+
+    def of(self, value: Any) -> Any:
+        """Where the last step leads from the value at `base`."""
+        raise NotImplementedError
+
+    def after(self, base: Source) -> Step:
+        """The same step after another path."""
+        return type(self)(base, *[getattr(self, name) for name in self.__match_args__[1:]])
 
     def fetch(self, args: Sequence[Any]) -> Any:
-        return getattr(self.base.fetch(args), self.name)
+        return self.of(self.base.fetch(args))
+
+
+@dataclass(frozen=True, slots=True)
+class Attr(Step):
+    """`getattr(base, name)`, by the generic protocol (slots, getset descriptors, module attributes)."""
+
+    name: str
+
+    def of(self, value: Any) -> Any:
+        return getattr(value, self.name)
 
     def __str__(self) -> str:
         return f"{self.base}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
-class DictAttr(Source):
+class DictAttr(Step):
     """`base.__dict__[name]`: an attribute that lives in the instance dict."""
 
-    base: Source
     name: str
 
-    def fetch(self, args: Sequence[Any]) -> Any:
-        return self.base.fetch(args).__dict__[self.name]
+    def of(self, value: Any) -> Any:
+        return value.__dict__[self.name]
 
     def __str__(self) -> str:
         return f"{self.base}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Item(Source):
+class Item(Step):
     """`base[key]` of an exact list, tuple or dict (or a subclass of dict); keys compare by type and value."""
 
-    base: Source
     key: Any
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((Item, self.base, type(self.key), self.key)))
 
-    def fetch(self, args: Sequence[Any]) -> Any:
-        base = self.base.fetch(args)
-        return dict.__getitem__(base, self.key) if isinstance(base, dict) else base[self.key]
+    def of(self, value: Any) -> Any:
+        return dict.__getitem__(value, self.key) if isinstance(value, dict) else value[self.key]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Item) or self._hash != other._hash or type(self.key) is not type(other.key):
@@ -110,28 +125,25 @@ class Item(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class CellContents(Source):
+class CellContents(Step):
     """The contents of the cell `base`."""
 
-    base: Source
-
-    def fetch(self, args: Sequence[Any]) -> Any:
-        return self.base.fetch(args).cell_contents
+    def of(self, value: Any) -> Any:
+        return value.cell_contents
 
     def __str__(self) -> str:
         return f"{self.base}.cell_contents"
 
 
 @dataclass(frozen=True, slots=True)
-class ClosureCell(Source):
+class ClosureCell(Step):
     """The cell `base.__closure__[index]` of a function."""
 
-    base: Source
     index: int
     name: str
 
-    def fetch(self, args: Sequence[Any]) -> Any:
-        return self.base.fetch(args).__closure__[self.index]
+    def of(self, value: Any) -> Any:
+        return value.__closure__[self.index]
 
     def __str__(self) -> str:
         return f"{self.base}.<cell {self.name}>"
@@ -151,16 +163,24 @@ class Global(Source):
         return self.name
 
 
+def readable(text: str) -> str:
+    """A path as one writes it: what a module holds is an attribute of it."""
+    return HELD.sub(r".\1", text)
+
+
+#: The dicts of a module, and a name in one.
+HELD = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
 @dataclass(frozen=True, slots=True)
-class Derived(Source):
+class Derived(Step):
     """What a pure function says of the value at `base`."""
 
-    base: Source
     function: Callable[[Any], Any]
     name: str
 
-    def fetch(self, args: Sequence[Any]) -> Any:
-        return self.function(self.base.fetch(args))
+    def of(self, value: Any) -> Any:
+        return self.function(value)
 
     def __str__(self) -> str:
         return f"{self.base}.<{self.name}>"

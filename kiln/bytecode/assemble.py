@@ -9,6 +9,7 @@ from typing import Any
 
 from kiln.base.errors import Bug
 from kiln.bytecode.decode import Instruction, decode
+from kiln.bytecode.decompile import statement_lines
 from kiln.bytecode.encode import NOWHERE, Position, encode
 from kiln.bytecode.flow import Guarded, Row, deepest, depths
 from kiln.bytecode.versions import COMPARISONS, HERE, JUMPS, KIND, OPERATORS, OPNAME, REAL, SHIFT, Kind
@@ -316,10 +317,12 @@ class Emitter:
         varnames: tuple[str, ...] | None = None,
         cellvars: tuple[str, ...] = (),
         freevars: tuple[str, ...] = (),
+        statements: bool = False,
     ) -> CodeType:
         """The code object; `argnames` names all parameters, keyword-only and starred ones too.
 
-        With cells or free variables it needs fixed slots and `varnames`, the slots that are locals.
+        With cells or free variables it needs fixed slots and `varnames`, the slots that are locals. With
+        `statements` it has a line for each statement and not those of a source.
         """
         slots = self._slots if self._fixed else {n: at for at, n in enumerate(argnames)}
         rows = [self._settle(op, arg, slots) for op, arg in self._rows]
@@ -327,7 +330,10 @@ class Emitter:
             Guarded(start.row, end.row, handler.row, depth, lasti)
             for start, end, handler, depth, lasti in self._guarded
         ]
-        encoded = encode(rows, self._positions, guarded, firstlineno)
+        positions = self._positions
+        if statements:
+            positions = [(line, line, None, None) for line in statement_lines(rows, guarded)]
+        encoded = encode(rows, positions, guarded, firstlineno)
         varnames = tuple(slots) if varnames is None else varnames
         return CodeType(
             argcount, posonlyargcount, kwonlyargcount, len(varnames),

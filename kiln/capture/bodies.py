@@ -27,7 +27,7 @@ class Body(Recorder):
         made = LITERALS.made
         super().__init__()
         LITERALS.made = made
-        self.parent, self.where = parent, parent.where
+        self.parent, self.where, self.within = parent, parent.where, parent.within
         self.dispatch, self.fakes = parent.dispatch, parent.fakes
         self.free: list[FakeTensor] = []
         self.versions: list[tuple[FakeTensor, int]] = []  # inputs, and how often they had been written to

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from kiln import _hook
-from kiln.base.errors import Break, Skip
-from kiln.bytecode import versions
+from kiln.base.errors import Break, Place, Skip
+from kiln.bytecode import decompile, versions
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
 from kiln.bytecode.flow import is_jump, landing, reachable
@@ -43,6 +43,7 @@ class Captured:
     code: types.CodeType
     continued: tuple[types.CodeType, ...]  # the code that goes on after a break, outermost frame first
     reason: Break | None
+    end: Place
 
 
 class Finisher:
@@ -67,7 +68,6 @@ class Finisher:
         self.body(dry, tail)
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
-        e.line(self.root.code.code.co_firstlineno)
         e.raw("RESUME", 0)
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
         start = e.here()
@@ -82,15 +82,19 @@ class Finisher:
             e.store("__out")
         self.body(r, tail)
         e.ret()
-        if call is not None and self.replays():
-            self.replay(e, start, end)
-        code = self.root.code.code
-        built = e.finish(f"<{code.co_name} captured>", code.co_filename, code.co_firstlineno,
-                         len(self.names), self.names,
-                         CO_OPTIMIZED | CO_NEWLOCALS)  # fmt: skip
+        if call is not None:
+            (self.replay if self.replays() else self.retell)(e, start, end)
+        name = self.root.code.code.co_name
+        built = e.finish(f"<{name} captured>", decompile.generated_name(name), 1, len(self.names),
+                         self.names, CO_OPTIMIZED | CO_NEWLOCALS, statements=True)  # fmt: skip
         _hook.skip(built)
+        _hook.hide(built, _hook.INNER)
         run = types.FunctionType(built, self.root.globals)
-        return Captured(None, self.graph, self.ops, self.inputs, run, built, tuple(self.continued), reason)
+        decompile.show(run)
+        counts = self.ops, self.inputs
+        return Captured(
+            None, self.graph, *counts, run, built, tuple(self.continued), reason, self.root.place()
+        )
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
@@ -112,6 +116,24 @@ class Finisher:
             e.load(name)
         e.end_call(len(self.names))
         e.ret()
+
+    def retell(self, e: Emitter, start: Label, end: Label) -> None:
+        """When an op raises at run time the traceback shows the line of the program that it stands on."""
+        assert self.graph is not None
+        places = {node.name: node.meta.get("stack_trace", "") for node in self.graph.graph.nodes}
+        handler = e.label()
+        e.protect(start, end, handler, 0)
+        e.place(handler)
+        e.raw("PUSH_EXC_INFO")
+        e.begin_call()
+        e.const(functools.partial(runtime.retell, places))
+        e.mid_call()
+        e.copy(3)
+        e.end_call(1)
+        e.pop()
+        e.swap(2)
+        e.raw("POP_EXCEPT")
+        e.raw("RERAISE", 0)
 
     def compile_graph(self, outputs: list[FakeTensor], left: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
         graph, inputs = self.m.recorder.finish(outputs)
@@ -238,6 +260,7 @@ class Finisher:
         names = bound(frame, frame.index)
         built = continue_code(code, frame.index, slots(kept), names, epilogues, replace)
         _hook.skip(built)
+        _hook.hide(built, _hook.GENERATED)
         self.continued.insert(0, built)
         target = types.FunctionType(built, frame.globals)
         payload = None if last else frames[k + 1].payload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import types
+from itertools import islice
 from typing import Any
 
 from kiln.base.errors import Break, Place
@@ -108,7 +109,26 @@ class Frame:
 
     def place(self) -> Place:
         """Where in the source this frame stands."""
-        code = self.code.code
-        line = self.code.instructions[self.index].line or code.co_firstlineno
-        text = linecache.getline(code.co_filename, line).strip()
-        return Place(code.co_filename, line, code.co_qualname, text)
+        return place_at(self.code, self.index)
+
+
+def place_at(decoded: Code, index: int) -> Place:
+    """Where in the source an instruction stands."""
+    code, instruction = decoded.code, decoded.instructions[index]
+    line = instruction.line or code.co_firstlineno
+    whole = linecache.getline(code.co_filename, line)
+    part = part_of(code, instruction.offset, whole)
+    return Place(code.co_filename, line, code.co_qualname, whole.strip(), *part)
+
+
+def part_of(code: types.CodeType, offset: int, text: str) -> tuple[int, int]:
+    """The columns of a line, once stripped, that an instruction is made of: where they begin, how many."""
+    positions = next(islice(code.co_positions(), offset // 2, None), None)
+    if positions is None or positions[2] is None or positions[3] is None or not text.strip():
+        return 0, 0
+    first, last, begin, end = positions
+    raw = text.rstrip().encode()
+    end = end if last == first else len(raw)
+    margin = len(text) - len(text.lstrip())
+    start = len(raw[:begin].decode(errors="replace")) - margin
+    return max(start, 0), max(len(raw[begin:end].decode(errors="replace")), 0)

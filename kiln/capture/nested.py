@@ -139,6 +139,16 @@ def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
     return in_python(lambda *argv: original(function, argv), family)
 
 
+def eager(function: types.FunctionType) -> Callable[..., Any]:
+    """The function itself on bound arguments, in Python with all that it calls."""
+
+    def run(*argv: Any) -> Any:
+        with hook(on=False):
+            return original(function, argv)
+
+    return run
+
+
 def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
     """Call the function itself on bound arguments."""
     args, kwargs = unbound(function, argv)

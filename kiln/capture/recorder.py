@@ -108,6 +108,7 @@ class Recorder:
     def __init__(self) -> None:
         self.graph = Graph()
         self.where: Callable[[], str] | None = None
+        self.within: Callable[[], str] | None = None  # the path of the module at work, for those who listen
         self.fakes: dict[int, FakeTensor] = {}
         self.dispatch = FakeMode()
         LITERALS.reset()
@@ -260,6 +261,8 @@ class Recorder:
             node.meta["example_value"] = example
         if self.where is not None:
             node.meta["stack_trace"] = self.where()
+        if self.within is not None:
+            node.meta["module"] = self.within()
         if self._regions:
             node.meta["checkpoint"] = self._regions[-1]
         self._nodes.append(node)

@@ -18,6 +18,7 @@ from kiln.capture.frame import Frame, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
+from kiln.capture.told import listener
 from kiln.capture.varying import STATIC, Dynamic, Varying
 from kiln.capture.world import World
 from kiln.check.torch_guards import GlobalState
@@ -126,6 +127,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     varying.scope.place = machine.place
     machine.room = room
     recorder.where = machine.where
+    recorder.within = listener(machine)
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
     world.guard(GlobalState.now())

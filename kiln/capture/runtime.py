@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import random
 import types
 import warnings
 from collections import OrderedDict, deque
 from typing import Any
+
+from kiln.base.tracebacks import told
 
 
 def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaults: Any, closure: Any,
@@ -194,6 +197,23 @@ def delete_item(space: dict[str, Any], name: str) -> None:
 
 def delete_contents(cell: types.CellType) -> None:
     del cell.cell_contents
+
+
+def retell(places: dict[str, str], error: BaseException) -> None:
+    """Put lines of the program in the place of those of a captured graph's own function in a traceback."""
+    trace = error.__traceback__
+    while trace is not None and not trace.tb_frame.f_code.co_filename.startswith(GRAPHS):
+        trace = trace.tb_next
+    if trace is not None:
+        line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        where = places.get(line.partition("=")[0].partition(":")[0].strip(), "")
+        if where:
+            error.__traceback__ = trace.tb_next
+            told(error, where)
+
+
+GRAPHS = "<eval_with_key>"
+"""What torch.fx calls the files of its functions."""
 
 
 class Tail:

@@ -126,6 +126,8 @@ class World:
         self.recorder = recorder
         self.varying = varying or Varying(STATIC)
         self.guards = GuardSet()
+        self.events: list[Guard | Source] = []  # guards as they came, and paths to what was known by them
+        self.writes = 0  # how often something was written, or something read that had been
         self.unstable = unstable
         self.sources: dict[int, Source] = {}
         self.shadows: dict[int, Shadow] = {}  # by id of the copy
@@ -155,7 +157,9 @@ class World:
     # ------------------------------------------------------------------ reading
 
     def guard(self, guard: Guard) -> None:
-        self.guards.add(guard)
+        self.events.append(guard)
+        frames = self.machine.frames if self.machine is not None else ()
+        self.guards.add(guard, (frames[-1].code, frames[-1].index) if frames else None)
 
     def source(self, value: Any) -> Source | None:
         """The path of an object from outside; None for what was made during capture."""
@@ -200,6 +204,8 @@ class World:
                 self.guard(Is(source, value))
             else:
                 self.guard(SameObject(known, source))
+        else:
+            self.events.append(source)
         shadow = self.shadow_of.get(id(value))
         if shadow is not None:
             return shadow.copy
@@ -551,7 +557,7 @@ class World:
         """A pending write of `owner.name`, or MISSING; a pending deletion comes out as DELETED."""
         overlay = self.instance.get(id(owner))
         if overlay is not None and name in overlay.writes:
-            value = overlay.writes[name]
+            value = self.pending(overlay.writes[name])
             return DELETED if value is MISSING else value
         if self.shadow_of:
             shadow = self.shadow_of.get(id(getattr(owner, "__dict__", None)))
@@ -559,8 +565,15 @@ class World:
                 return shadow.copy.get(name, DELETED)
         return MISSING
 
+    def pending(self, value: Any) -> Any:
+        """A value that was written and is read again; a container may be changed through it."""
+        if type(value) not in CONSTANTS:
+            self.writes += 1
+        return value
+
     def write_slot(self, owner: Any, name: str, value: Any) -> None:
         """Hold back `owner.name = value` (or its deletion, with MISSING) for an object from outside."""
+        self.writes += 1
         shadow = self.shadow_of.get(id(getattr(owner, "__dict__", None)))
         if shadow is not None:
             if value is MISSING:
@@ -577,7 +590,7 @@ class World:
     def read_global(self, namespace: dict[str, Any], name: str) -> Any:
         overlay = self.spaces.get(id(namespace))
         if overlay is not None and name in overlay.writes:
-            value = overlay.writes[name]
+            value = self.pending(overlay.writes[name])
             return DELETED if value is MISSING else value
         if name in namespace:
             return self.outside(namespace[name], Global(Const(namespace, "globals"), name))
@@ -585,6 +598,7 @@ class World:
         return MISSING
 
     def write_global(self, namespace: dict[str, Any], name: str, value: Any) -> None:
+        self.writes += 1
         overlay = self.spaces.setdefault(id(namespace), Overlay(namespace, Const(namespace, "globals")))
         overlay.writes[name] = value
 
@@ -592,7 +606,7 @@ class World:
         """The contents of a cell; MISSING when it is empty."""
         overlay = self.cells.get(id(cell))
         if overlay is not None:
-            return overlay.writes["cell_contents"]
+            return self.pending(overlay.writes["cell_contents"])
         source = self.sources.get(id(cell))
         try:
             value = cell.cell_contents
@@ -603,6 +617,7 @@ class World:
     def write_cell(self, cell: types.CellType, value: Any) -> None:
         source = self.sources.get(id(cell))
         if source is not None:
+            self.writes += 1
             self.cells.setdefault(id(cell), Overlay(cell, source)).writes["cell_contents"] = value
         elif value is MISSING:
             del cell.cell_contents
@@ -706,6 +721,7 @@ class World:
 
     def write_tensor_slot(self, tensor: Any, name: str, value: Any) -> None:
         """Hold back an attribute write on a tensor, from outside or made here."""
+        self.writes += 1
         source = self.sources.get(id(tensor), Const(tensor, "tensor"))
         self.instance.setdefault(id(tensor), Overlay(tensor, source)).writes[name] = value
         self.keep.append(tensor)

@@ -58,6 +58,10 @@ class Guard:
         """Guards with equal keys are the same guard."""
         raise NotImplementedError
 
+    def at(self, source: Source) -> Guard:
+        """The same predicate on the value at another path."""
+        return type(self)(source, *[getattr(self, name) for name in self.__match_args__[1:]])
+
     def holds(self, argv: Sequence[Any]) -> bool:
         try:
             return self.test(self.source.fetch(argv))
@@ -377,6 +381,7 @@ class Custom(Guard):
     """Any predicate on one value, with the text of its failure: for what no other kind can say."""
 
     __slots__ = ("predicate", "text")
+    __match_args__ = ("source", "predicate", "text")
     predicate: Callable[[Any], bool]
     text: str
 

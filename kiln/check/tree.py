@@ -18,9 +18,12 @@ class GuardSet:
 
     def __init__(self) -> None:
         self._guards: dict[object, Guard] = {}
+        self.places: dict[Guard, Any] = {}
+        """Where in the program the read stood that asked for a guard."""
 
-    def add(self, guard: Guard) -> None:
-        self._guards.setdefault(guard.key(), guard)
+    def add(self, guard: Guard, at: Any = None) -> None:
+        if self._guards.setdefault(guard.key(), guard) is guard and at is not None:
+            self.places[guard] = at
 
     @property
     def guards(self) -> tuple[Guard, ...]:

@@ -83,6 +83,13 @@ class Results:
         if any(is_fake(t) and t.retains_grad for t in (*leaves, *tracer.fakes)):
             why = "retain_grad is called on a tensor that is seen outside"
             raise Break("retain-grad", why, "call it outside the compiled function")
+        for leaf in leaves:
+            try:
+                _ = is_fake(leaf) and leaf.grad_fn
+            except RuntimeError:
+                # Eager raises that too, but not before somebody asks for a gradient.
+                why = "an output is one of several views of a tensor that was written to after they were taken"
+                raise Break("write-to-view", why, "return a copy of it") from None
         if not any(primal.requires_grad for primal in tracer.primals):
             if any(is_fake(t) and t.requires_grad for t in leaves):
                 raise inner_leaf()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
+from kiln.base import records
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.graph import Node
+from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
 from kiln.differentiate.engine import gradients
@@ -103,6 +107,8 @@ class Tracer:
         self.before: list[Any] = []
         self._attributes: dict[int, FakeTensor] = {}
         self._alive: list[Any] = []
+        self._origins: list[tuple[int, str]] = []
+        """Where the program stood when autograd's nodes of a number and later ones were made."""
 
     def run(self) -> Joint:
         """The whole."""
@@ -217,6 +223,9 @@ class Tracer:
         """Mark what follows as belonging to a node of the captured graph."""
         meta = node.meta
         self.recording.where = meta.get("stack_trace") or ""
+        if records.listening():
+            self.recording.where = marked(self.recording.where, node.name)
+            self._origins.append((torch._C._autograd._get_sequence_nr(), self.recording.where))  # type: ignore[attr-defined]
         self.recording.region = meta.get("checkpoint")
 
     def refuse_overlap(self, functional: Functionaliser) -> None:
@@ -260,13 +269,21 @@ class Tracer:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(recording)
+            recording.origin = self.origin if self._origins else None
             found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
+            recording.origin = None
         gradients: list[Node | None] = [None] * len(self.primals)
         functional.read(recording.graph.nodes[forward:])
         for i, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
                 gradients[i] = functional.value(recording.node(gradient))
         return tuple(gradients)
+
+    def origin(self) -> str:
+        """Where the op stands whose gradient is being computed."""
+        node = torch._C._current_autograd_node()
+        at = bisect_right(self._origins, node._sequence_nr(), key=itemgetter(0)) if node is not None else 0
+        return self._origins[at - 1][1] if at else ""
 
     def tangent(self, index: int, out: torch.Tensor) -> FakeTensor:
         """A fake gradient of a result: laid out as it where that leaves no holes."""

@@ -39,6 +39,8 @@ def training(
     replay = Replay(module, joint)
     values_of = symbol_values(joint)
     run = entered(forward)
+    if hasattr(forward, "shows"):
+        forward.shows(results)
 
     class Compiled(torch.autograd.Function):
         @staticmethod

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import NUMBERS, channels_last, formatted, is_dense, of_number, row_major
+from kiln.ops.layout import (
+    NUMBERS,
+    channels_last,
+    formatted,
+    is_dense,
+    of_number,
+    preserved,
+    row_major,
+    wrap_dim,
+)
 from kiln.ops.meta import full_device
 from kiln.ops.table import RULES, aten, rule
 
@@ -197,6 +206,13 @@ def _clone(x: torch.Tensor, *, memory_format: Any = None) -> FakeTensor:
     else:
         fake = make(size, formatted(size, stride, memory_format), x.dtype, x.device)
     return fake
+
+
+@rule(aten.flip.default)
+def _flip(x: torch.Tensor, dims: Any) -> Any:
+    if len({wrap_dim(dim, x.dim()) for dim in dims}) != len(dims):
+        return NotImplemented
+    return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
 
 
 @rule(aten._to_copy.default)

@@ -189,6 +189,12 @@ def _to_float(a: Operand, b: Operand) -> Any:
     return over((a, b), dtype)
 
 
+def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> Any:
+    # The meta kernel makes a contiguous result whatever the operands are.
+    dtype = common_dtype(a, b)
+    return over((a, b), dtype) if dtype in INEXACT else NotImplemented
+
+
 def _complex(a: torch.Tensor, b: torch.Tensor) -> Any:
     dtype = a.dtype
     if dtype is not b.dtype or dtype not in FLOATS or dtype is torch.bfloat16:
@@ -417,6 +423,7 @@ declare(_real, "maximum minimum fmax fmin")
 declare(_real, "remainder fmod", "Tensor")
 declare(_to_float, "atan2 special_xlog1py")
 declare(_to_float, "xlogy copysign", "Tensor")
+declare(_log_of_sum, "logaddexp logaddexp2")
 declare(_complex, "complex polar")
 declare(_integral, "bitwise_and bitwise_or bitwise_xor", "Tensor")
 declare(_compare, "eq ne lt le gt ge", "Tensor")

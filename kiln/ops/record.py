@@ -72,6 +72,8 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.graph = graph or Graph()
         self.where = ""
+        self.origin: Callable[[], str] | None = None
+        """Tells for each call of a backward where the forward's is, while somebody listens."""
         self.backward = False
         self.region: int | None = None
         self.fakes: dict[Node, FakeTensor] = {}
@@ -163,7 +165,7 @@ class Recording(TorchDispatchMode):
             {k: argument(v) for k, v in kwargs.items()} if kwargs else {},
             spec_of(out),
             self._name(func),
-            self.where,
+            self.where if self.origin is None else self.origin(),
             self.backward,
             self.region,
         )

@@ -1,0 +1,50 @@
+"""Tracebacks of code that did not run as Python: entries for the lines of the program that it stands for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from types import CodeType, FrameType, FunctionType, TracebackType
+
+from kiln.base.errors import Place
+from kiln.base.places import places_of
+
+
+def told(error: BaseException, where: str) -> None:
+    """Put entries for the stack `where`, as nodes of graphs carry it, before the traceback of an error."""
+    trace = error.__traceback__
+    for place in reversed(places_of(where)):
+        frame = _frame(place)
+        trace = TracebackType(trace, frame, frame.f_lasti, place.line)
+    error.__traceback__ = trace
+
+
+def retold(places: Mapping[int, str], error: BaseException) -> None:
+    """Have the first entry of a traceback show lines of the program: `places` has them by line of a graph."""
+    trace = error.__traceback__
+    if trace is not None and (where := places.get(trace.tb_lineno)):
+        error.__traceback__ = trace.tb_next
+        told(error, where)
+
+
+def _here() -> FrameType:
+    return sys._getframe()
+
+
+@lru_cache(1024)
+def _code(place: Place) -> CodeType:
+    """Code that gives its frame, under the name and at the line of a place."""
+    code = _here.__code__
+    units = len(code.co_code) // 2
+    # Entries of the line table without columns, eight units each; the line is the first one.
+    lines = b"".join(bytes((0x80 | 13 << 3 | min(8, units - at) - 1, 0)) for at in range(0, units, 8))
+    return code.replace(
+        co_filename=place.file, co_name=place.function, co_qualname=place.function,
+        co_firstlineno=place.line, co_linetable=lines,
+    )  # fmt: skip
+
+
+def _frame(place: Place) -> FrameType:
+    made: FrameType = FunctionType(_code(place), {"sys": sys})()
+    return made

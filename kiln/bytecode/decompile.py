@@ -1,0 +1,220 @@
+"""Residual code as text: one line for each statement, for debuggers, tracebacks and people."""
+
+from __future__ import annotations
+
+import linecache
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import CodeType, FunctionType
+from typing import Any
+
+from kiln.bytecode.decode import Instruction, decode
+from kiln.bytecode.flow import Guarded, Row, depths
+
+NULL = "NULL"
+RAISED = "# Where the graph raises, the function runs in Python, so that its handlers see the exception."
+
+_numbers = count()
+
+
+def statement_lines(rows: Sequence[Row], guarded: Sequence[Guarded]) -> list[int]:
+    """A line for each row: the first for what comes before any statement, one more where the stack is empty."""
+    handlers = {g.target for g in guarded}
+    lines, line = [], 1
+    for at, depth in enumerate(depths(rows, guarded)):
+        line += at > 0 and (depth == 0 or at in handlers)
+        lines.append(line)
+    return lines
+
+
+def show(function: FunctionType) -> None:
+    """Have linecache know the text of a function whose code has a name of `generated_name`."""
+    filename = function.__code__.co_filename
+    linecache.cache[filename] = _Lines((0, None, [], filename))
+    linecache.cache[filename].function = weakref.ref(function)
+    weakref.finalize(function, linecache.cache.pop, filename, None)
+
+
+def generated_name(name: str) -> str:
+    """A new name of a file for generated code."""
+    return f"<kiln {name} {next(_numbers)}>"
+
+
+class _Lines(tuple[Any, ...]):
+    """An entry of linecache whose lines are made when somebody reads them."""
+
+    function: Callable[[], FunctionType | None]
+
+    def __getitem__(self, at: Any) -> Any:
+        if at == 2 and (function := self.function()) is not None:
+            return [f"{line}\n" for line in statements(function.__code__)]
+        return super().__getitem__(at)
+
+
+def statements(code: CodeType) -> list[str]:
+    """The text of straight-line code, a statement a line, as `statement_lines` counts them."""
+    parameters = ", ".join(code.co_varnames[: code.co_argcount])
+    lines = {1: f"def {code.co_name.strip('<>').partition(' ')[0]}({parameters}):"}
+    groups: dict[int, list[Instruction]] = {}
+    for instruction in decode(code).instructions:
+        groups.setdefault(instruction.line or 1, []).append(instruction)
+    for line, group in groups.items():
+        if line > 1:
+            lines[line] = "    " + statement(group)
+    return [lines.get(line, "") for line in range(1, max(lines) + 1)]
+
+
+def statement(group: Sequence[Instruction]) -> str:
+    """One statement; instructions that it cannot put into words stand by their names."""
+    if group[0].name == "PUSH_EXC_INFO":
+        return RAISED if group[-1].name == "POP_EXCEPT" else "# Where the graph raises, lines are named."
+    machine = _Machine()
+    for instruction in group:
+        rule = RULES.get(instruction.name)
+        if rule is not None:
+            rule(machine, instruction)
+        elif instruction.name not in SILENT:
+            machine.done.append(f"{instruction.name}({'' if instruction.arg is None else instruction.arg})")
+    return "; ".join([*machine.done, *machine.stack]) or "pass"
+
+
+class _Machine:
+    """The texts of the values on the stack, and of what is done with them."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+        self.done: list[str] = []
+        self.names: tuple[str, ...] = ()
+
+    def pop(self) -> str:
+        return self.stack.pop() if self.stack else "…"
+
+    def take(self, n: int) -> list[str]:
+        return list(reversed([self.pop() for _ in range(n)]))
+
+    def call(self, arguments: Sequence[str]) -> None:
+        callee = self.pop()
+        if callee == NULL:
+            callee = self.pop()
+        elif self.stack and self.stack[-1] == NULL:
+            self.pop()
+        self.stack.append(f"{callee}({', '.join(arguments)})")
+
+
+def named(value: Any) -> str:
+    """A constant in a text: plain values as they are, other objects by their names."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(named, value))}{',' * (len(value) == 1)})"
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) and name.isidentifier() else f"<{type(value).__name__}>"
+
+
+def _load(m: _Machine, i: Instruction) -> None:
+    if i.name == "LOAD_GLOBAL" and i.flag:
+        m.stack.append(NULL)
+    m.stack.append(str(i.value))
+
+
+def _const(m: _Machine, i: Instruction) -> None:
+    m.stack.append(named(i.value))
+
+
+def _attribute(m: _Machine, i: Instruction) -> None:
+    m.stack.append(f"{m.pop()}.{i.value}")
+
+
+def _call(m: _Machine, i: Instruction) -> None:
+    arguments = m.take(i.arg or 0)
+    plain = len(arguments) - len(m.names)
+    m.call([*arguments[:plain], *map("=".join, zip(m.names, arguments[plain:], strict=True))])
+    m.names = ()
+
+
+def _call_ex(m: _Machine, i: Instruction) -> None:
+    keywords = [f"**{m.pop()}"] if (i.arg or 0) & 1 else []
+    m.call([f"*{m.pop()}", *keywords])
+
+
+def _keywords(m: _Machine, i: Instruction) -> None:
+    m.names = tuple(i.value)
+
+
+def _built(opening: str, closing: str) -> Callable[[_Machine, Instruction], None]:
+    def build(m: _Machine, i: Instruction) -> None:
+        parts = m.take(i.arg or 0)
+        comma = "," if opening == "(" and len(parts) == 1 else ""
+        m.stack.append(f"{opening}{', '.join(parts)}{comma}{closing}")
+
+    return build
+
+
+def _map(m: _Machine, i: Instruction) -> None:
+    parts = m.take(2 * (i.arg or 0))
+    m.stack.append(f"{{{', '.join(f'{k}: {v}' for k, v in zip(parts[::2], parts[1::2], strict=True))}}}")
+
+
+def _item(m: _Machine, i: Instruction) -> None:
+    value, key = m.take(2)
+    m.stack.append(f"{value}[{key}]")
+
+
+def _store(m: _Machine, i: Instruction) -> None:
+    m.done.append(f"{i.value} = {m.pop()}")
+
+
+def _store_attribute(m: _Machine, i: Instruction) -> None:
+    value, owner = m.take(2)
+    m.done.append(f"{owner}.{i.value} = {value}")
+
+
+def _store_item(m: _Machine, i: Instruction) -> None:
+    value, owner, key = m.take(3)
+    m.done.append(f"{owner}[{key}] = {value}")
+
+
+def _unpack(m: _Machine, i: Instruction) -> None:
+    value = m.pop()
+    m.stack += [f"{value}[{k}]" for k in reversed(range(i.arg or 0))]
+
+
+def _swap(m: _Machine, i: Instruction) -> None:
+    at = i.arg or 1
+    if len(m.stack) >= at:
+        m.stack[-1], m.stack[-at] = m.stack[-at], m.stack[-1]
+
+
+def _copy(m: _Machine, i: Instruction) -> None:
+    at = i.arg or 1
+    m.stack.append(m.stack[-at] if len(m.stack) >= at else "…")
+
+
+def _drop(m: _Machine, i: Instruction) -> None:
+    m.done.append(m.pop())
+
+
+def _return(m: _Machine, i: Instruction) -> None:
+    m.done.append(f"return {m.pop()}")
+
+
+def _null(m: _Machine, i: Instruction) -> None:
+    m.stack.append(NULL)
+
+
+def _operator(m: _Machine, i: Instruction) -> None:
+    left, right = m.take(2)
+    m.stack.append(f"{left} {i.value} {right}")
+
+
+SILENT = frozenset({"RESUME", "PRECALL", "NOP", "DELETE_FAST"})
+RULES: dict[str, Callable[[_Machine, Instruction], None]] = {
+    "LOAD_FAST": _load, "LOAD_FAST_AND_CLEAR": _load, "LOAD_GLOBAL": _load, "LOAD_CONST": _const,
+    "LOAD_DEREF": _load, "LOAD_CLOSURE": _load, "LOAD_ATTR": _attribute, "PUSH_NULL": _null, "CALL": _call,
+    "CALL_FUNCTION_EX": _call_ex, "KW_NAMES": _keywords, "BUILD_TUPLE": _built("(", ")"),
+    "BUILD_LIST": _built("[", "]"), "BUILD_SET": _built("{", "}"), "BUILD_SLICE": _built("slice(", ")"),
+    "BUILD_MAP": _map, "BINARY_SUBSCR": _item, "STORE_FAST": _store, "STORE_ATTR": _store_attribute,
+    "STORE_SUBSCR": _store_item, "UNPACK_SEQUENCE": _unpack, "SWAP": _swap, "COPY": _copy,
+    "POP_TOP": _drop, "RETURN_VALUE": _return, "BINARY_OP": _operator, "COMPARE_OP": _operator,
+}  # fmt: skip
