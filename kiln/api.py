@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kiln import _hook, _launch, backends, modules, pipeline, redirect
-from kiln.base import dump, live, log, marks, records, strict
+from kiln.base import dump, live, log, marks, strict
+from kiln.base import records as recorded
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
 from kiln.observe.explain import Captured, Explanation
@@ -150,7 +151,7 @@ def reset() -> None:
     """
     live.clear()
     _launch.trim()
-    records.log.clear()
+    recorded.forget()
     log.forget()
     dump.forget()
 
@@ -338,16 +339,24 @@ def _anew(f: Any) -> Any:
 
 def explain(f: Any, **arguments: Any) -> Callable[..., Explanation]:
     """Give a callable that runs `f` freshly compiled and tells what was captured, what broke, and why."""
-    arguments.setdefault("backend", "eager")
     compiled = compile(_anew(f), **arguments)
 
     @functools.wraps(getattr(f, "__wrapped__", f), updated=())
     def explained(*args: Any, **kwargs: Any) -> Explanation:
-        with records.collect() as collected:
+        with recorded.collect() as collected:
             result = compiled(*args, **kwargs)
-        return Explanation.of(collected, result)
+        return Explanation(collected, result)
 
     return explained
+
+
+def records() -> recorded.Records:
+    """The records that compiling left so far: the latest of each kind, without what is costly to make.
+
+    In a with statement, `with kiln.records() as seen:`, it collects in full what happens meanwhile, in all
+    threads.
+    """
+    return recorded.log.copy()
 
 
 def capture(f: Any, *args: Any, **kwargs: Any) -> Captured:
@@ -358,7 +367,7 @@ def capture(f: Any, *args: Any, **kwargs: Any) -> Captured:
         seen.append(list(inputs))
         return backends.eager(graph, inputs)
 
-    with records.collect() as collected:
+    with recorded.collect() as collected:
         result = compile(f, fullgraph=True, backend=keep)(*args, **kwargs)
     return Captured.of(collected, seen, result)
 

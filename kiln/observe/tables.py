@@ -1,0 +1,236 @@
+"""Tables: facts for a person at a terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from kiln.observe.shape import BreakFact, Facts, KernelFact, PlaceFact, RecompileFact
+
+WIDTH = 110
+"""Columns of what is shown where no terminal says how many it has."""
+ROWS = 40
+"""Rows of a table; what is beyond is counted."""
+SHOWN = 8
+"""Values of a history, ops of a kernel."""
+
+
+def counted(n: int, noun: str) -> str:
+    """A count with its noun: "1 graph", "2 graphs"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def summary(facts: Facts) -> str:
+    """One line of counts."""
+    s = facts["summary"]
+    counts = [counted(s["graphs"], "graph"), counted(s["ops"], "op")]
+    if s["outside"]:
+        counts[-1] += f" ({s['share']:.0%} of the operations)"
+    counts.append(counted(s["breaks"], "break"))
+    if s["recompiles"]:
+        counts.append(counted(s["recompiles"], "recompile"))
+    if s["fallbacks"]:
+        counts.append(f"{counted(s['fallbacks'], 'fallback')} to eager")
+    if s["kernels"]:
+        counts.append(counted(s["kernels"], "kernel"))
+    if s["calls"]:
+        counts.append(counted(s["calls"], "call") + " of eager kernels")
+    return ", ".join(counts) + (f"; compiled in {s['seconds']:.2f} s" if s["seconds"] else "")
+
+
+def text(facts: Facts) -> str:
+    """The tables as plain text."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, no_color=True, highlight=False).print(shown(facts))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def shown(facts: Facts) -> RenderableType:
+    """Everything that is known, in sections; a section without content is left out."""
+    parts: list[RenderableType] = [Text(summary(facts), style="bold")]
+    for title, make in SECTIONS.items():
+        content = make(facts)
+        if content:
+            parts += [Text(""), Text(title, style="bold cyan"), *content]
+    return Group(*parts)
+
+
+def graphs(facts: Facts) -> list[RenderableType]:
+    rows = [
+        (g["name"], str(g["ops"]), str(g["inputs"]), located(g["start"]), line_of(g["end"]))
+        for g in facts["graphs"]
+    ]
+    return table(("graph", "ops", "inputs", "from", "to"), rows, right=(1, 2))
+
+
+def breaks(facts: Facts) -> list[RenderableType]:
+    return [Padding(block(lines), (0, 0, 0, 2)) for lines in map(break_lines, facts["breaks"])]
+
+
+def break_lines(fact: BreakFact) -> list[tuple[str, str]]:
+    """One break: kind and place, the line with carets, reason and remedy."""
+    often = f", {fact['count']} times" if fact["count"] > 1 else ""
+    lines = [("bold", f"[{fact['kind']}] {located(fact['place'])} in {function_of(fact)}{often}")]
+    lines += code_lines(fact["place"])
+    lines.append(("", f"reason: {fact['reason']}"))
+    if fact["remedy"]:
+        lines.append(("green", f"remedy: {fact['remedy']}"))
+    return lines
+
+
+def function_of(fact: BreakFact) -> str:
+    return fact["place"]["function"] if fact["place"] else fact["region"]
+
+
+def code_lines(place: PlaceFact | None) -> list[tuple[str, str]]:
+    if place is None or not place["text"]:
+        return []
+    lines = [("", f"    {place['text']}")]
+    if place["width"]:
+        lines.append(("red", "    " + " " * place["column"] + "^" * place["width"]))
+    return lines
+
+
+def recompiles(facts: Facts) -> list[RenderableType]:
+    return [Padding(block(lines), (0, 0, 0, 2)) for lines in map(recompile_lines, facts["recompiles"])]
+
+
+def recompile_lines(fact: RecompileFact) -> list[tuple[str, str]]:
+    """One guard that failed: how often, the values, the line that reads it, the remedy."""
+    lines = [("bold", f"{fact['region']} ({located(fact['function'])}): {counted(fact['count'], 'time')}")]
+    lines.append(("", fact["guard"]))
+    if fact["count"] > 1:
+        values = [fact["changes"][0]["old"], *(change["new"] for change in fact["changes"])]
+        more = " …" if len(values) > SHOWN else ""
+        lines.append(("", f"values: {', '.join(values[:SHOWN])}{more}"))
+    if fact["place"]:
+        lines.append(("", f"read at {located(fact['place'])}"))
+        lines += code_lines(fact["place"])
+    if fact["limited"]:
+        lines.append(("red", "the limit of entries is reached: it runs eagerly from now on"))
+    lines.append(("green", f"remedy: {fact['remedy']}"))
+    return lines
+
+
+def fallbacks(facts: Facts) -> list[RenderableType]:
+    found = []
+    for fact in facts["fallbacks"]:
+        file = f"; attach {fact['file']} to a report" if fact["file"] else ""
+        found.append(Padding(Text(f"{fact['region']}: {fact['error']}{file}"), (0, 0, 0, 2)))
+    return list(found)
+
+
+def stages(facts: Facts) -> list[RenderableType]:
+    own: Counter[str] = Counter()
+    runs: Counter[str] = Counter()
+    for stage in facts["stages"]:
+        own[stage["stage"]] += stage["own"]  # type: ignore[assignment]
+        runs[stage["stage"]] += 1
+    whole = sum(own.values()) or 1.0
+    rows = [
+        (name, str(runs[name]), f"{spent * 1000:.1f} ms", f"{spent / whole:.0%}")
+        for name, spent in own.most_common()
+    ]
+    return table(("stage", "runs", "time", "share"), rows, right=(1, 2, 3))
+
+
+def kernels(facts: Facts) -> list[RenderableType]:
+    rows = [
+        (one["id"], fused_text(one), size(one["reads"]), size(one["writes"]), str(one["launches"]))
+        for one in facts["kernels"]
+    ]
+    return table(("kernel", "fused", "reads", "writes", "launches"), rows, right=(2, 3, 4))
+
+
+def fused_text(kernel: KernelFact) -> str:
+    """The ops of a kernel, with the lines that they stand on."""
+    ops = [f"{one['op']} {line_of(one['place'])}".strip() for one in kernel["fused"]]
+    more = f", … {len(ops) - SHOWN} more" if len(ops) > SHOWN else ""
+    return ", ".join(ops[:SHOWN]) + more
+
+
+def memory(facts: Facts) -> list[RenderableType]:
+    rows = []
+    for plan in facts["plans"]:
+        kinds = Counter(step["kind"] for step in plan["steps"])
+        calls = kinds["native"] + kinds["python"]
+        name = f"{plan['graph']} {plan['half']}"
+        rows.append((name, size(plan["peak"]), size(plan["eager_peak"]), str(kinds["kernel"]), str(calls)))
+    return table(("graph", "planned", "eager", "kernels", "eager calls"), rows, right=(1, 2, 3, 4))
+
+
+def cache(facts: Facts) -> list[RenderableType]:
+    counts = facts["cache"]
+    if not any(counts.values()):
+        return []
+    return [Text(f"  {counts['hits']} found, {counts['misses']} not, {counts['written']} written")]
+
+
+SECTIONS = {
+    "Graphs": graphs,
+    "Breaks": breaks,
+    "Recompiles": recompiles,
+    "Left to eager": fallbacks,
+    "Time by stage": stages,
+    "Kernels": kernels,
+    "Memory beside inputs, at most": memory,
+    "Disk cache": cache,
+}
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[RenderableType]:
+    """Rows below titles; nothing where there are none."""
+    if not rows:
+        return []
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, title in enumerate(titles):
+        made.add_column(title, justify="right" if i in right else "left", overflow="fold")
+    for row in rows[:ROWS]:
+        made.add_row(*map(Text, row))
+    parts: list[RenderableType] = [Padding(made, (0, 0, 0, 2))]
+    if len(rows) > ROWS:
+        parts.append(Text(f"  … and {len(rows) - ROWS} more; --json gives all"))
+    return parts
+
+
+def block(lines: Iterable[tuple[str, str]]) -> Text:
+    """Lines with their styles, the first at the margin."""
+    made = Text()
+    for i, (style, line) in enumerate(lines):
+        made.append(("\n  " if i else "") + line, style=style)
+    return made
+
+
+def located(place: PlaceFact | None) -> str:
+    """A file and a line, the file relative to where we are when it lies below."""
+    if place is None:
+        return "?"
+    here = os.getcwd() + os.sep
+    return f"{place['file'].removeprefix(here)}:{place['line']}"
+
+
+def line_of(place: PlaceFact | None) -> str:
+    return f"{os.path.basename(place['file'])}:{place['line']}" if place else ""
+
+
+def size(count: int) -> str:
+    """A number of bytes for a person."""
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def show(facts: Facts, console: Any = None) -> None:
+    """Print everything."""
+    (console or Console(highlight=False)).print(shown(facts))
