@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 import kiln
-from kiln.launch import device as launching
+from kiln.generate.device import Function
+from kiln.launch import cuda
 
 MEGABYTES = int(sys.argv[1]) if len(sys.argv) > 1 else 256
 
@@ -87,15 +88,15 @@ class Clock:
 
     def __init__(self):
         self.seconds = {"LLVM": 0.0, "driver": 0.0}
-        generate, load = launching.generate, launching.Loaded.__init__
+        ptx, code = Function.ptx, cuda.machine_code
 
-        def generated(*args, **kwargs):
-            return self.noted("LLVM", lambda: generate(*args, **kwargs))
+        def generated(function, capability):
+            return self.noted("LLVM", lambda: ptx(function, capability))
 
-        def loaded(module, *args):
-            return self.noted("driver", lambda: load(module, *args))
+        def coded(*args):
+            return self.noted("driver", lambda: code(*args))
 
-        launching.generate, launching.Loaded.__init__ = generated, loaded
+        Function.ptx, cuda.machine_code = generated, coded
 
     def noted(self, name, f):
         start = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kiln.generate import functions
-from kiln.generate.llvm import F32, I32, Value, fma, literal
+from kiln.generate.llvm import F32, I16, I32, Value, fma, literal
 
 LANES = 16
 STEP = 17 / 64  # between the centres of the pieces of erf; multiples are exact
@@ -33,9 +33,13 @@ _ERF = (
 
 
 def scaled(x: Value, n: Value) -> Value:
-    """x 2^n."""
-    name = f"llvm.ldexp.{x.type.suffix}.{n.type.suffix}"
-    return x.fn.call(name, x.type, x, n)
+    """x 2^n, n a whole number."""
+    fn = x.fn
+    if x.type.width != LANES:
+        whole = (n + functions.ROUNDER_32).bits(I32) - 0x4B400000
+        return fn.call(f"llvm.ldexp.{x.type.suffix}.{whole.type.suffix}", x.type, x, whole)
+    everywhere, rounding = Value(fn, "-1", I16), Value(fn, "4", I32)
+    return fn.call("llvm.x86.avx512.mask.scalef.ps.512", x.type, x, n, x, everywhere, rounding)
 
 
 def erf(x: Value) -> Value:

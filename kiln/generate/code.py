@@ -32,6 +32,8 @@ class Compiled:
     buffers: tuple[Buffer, ...]
     sizes: tuple[Any, ...]
     code: Code
+    names: tuple[str, ...]
+    """The functions of the stages in the text of the module."""
 
 
 class Store(Protocol):
@@ -134,7 +136,7 @@ class Entries:
         """The kernel with its functions in machine code."""
         addresses = tuple([code.address(name) for name in self.names])
         parts = tuple(self.tasks), tuple(self.buffers), tuple(self.sizes)
-        return Compiled(self.kernel, addresses, *parts, code)
+        return Compiled(self.kernel, addresses, *parts, code, tuple(self.names))
 
     def stage(self, nests: Sequence[Nest]) -> Any:
         """Write the entry of a stage: `void (ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`."""

@@ -1,7 +1,8 @@
-"""Kernels to PTX: all nests of a program in one module."""
+"""Kernels for a GPU: each nest that differs from the others is a function in a module of its own."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,25 @@ from kiln.generate.values import NAME
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Function:
+    """A function in LLVM's language, with all that it calls, and the threads of its blocks."""
+
+    name: str
+    text: str
+    threads: int
+
+    def ptx(self, capability: tuple[int, int]) -> str:
+        return ptx(self.text, {self.name: self.threads}, capability)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Started:
-    """A nest as it is started: the name of its function, its blocks and their threads, what it is given.
+    """A nest as it is started: its function, its blocks and their threads, what it is given.
 
     `given` are in the order of the function's parameters: buffers, sizes, and None for what it does not use.
     """
 
-    function: str
+    function: Function
     blocks: Any
     threads: int
     given: tuple[Any, ...]
@@ -28,43 +41,45 @@ class Started:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Device:
-    """The kernels of a program for a GPU: PTX, and for each kernel the functions to start in order."""
+    """The kernels of a program for a GPU: the functions, and for each kernel those to start in order."""
 
-    text: str
+    functions: list[Function]
     starts: list[list[Started]]
 
+    def ptx(self, capability: tuple[int, int]) -> str:
+        """The PTX of all functions."""
+        return "\n".join(function.ptx(capability) for function in self.functions)
 
-def generate(kernels: Sequence[Kernel], capability: tuple[int, int], aligned: bool = True) -> Device:
-    """PTX for kernels; nests that differ in names alone share a function."""
+
+def generate(kernels: Sequence[Kernel], aligned: bool = True) -> Device:
+    """Functions for kernels; nests that differ in names alone share one."""
     writer = Writer(aligned)
-    starts = [[writer.start(nest) for nest in kernel.nests] for kernel in kernels]
-    return Device(writer.ptx(capability) if writer.names else "", starts)
+    made = {kernel: [writer.start(nest) for nest in kernel.nests] for kernel in dict.fromkeys(kernels)}
+    return Device(list(writer.functions.values()), [made[kernel] for kernel in kernels])
 
 
 class Writer:
-    """A module under construction."""
+    """Functions under construction."""
 
     def __init__(self, aligned: bool) -> None:
         self.aligned = aligned
-        self.names: dict[str, str] = {}
-        self.threads: dict[str, int] = {}
-        self.declared: dict[str, str] = {}
+        self.functions: dict[str, Function] = {}
 
     def start(self, nest: Nest) -> Started:
         emitter = GridEmitter(nest, self.aligned)
-        self.declared.update(emitter.module.declarations())
-        name = self.names.setdefault(emitter.module.definitions(), f"nest{len(self.names)}")
-        self.threads[name] = emitter.grid.threads
-        return Started(name, emitter.blocks(), emitter.grid.threads, given(emitter))
+        body = emitter.module.definitions()
+        if body not in self.functions:
+            self.functions[body] = function(body, emitter.module.declarations(), emitter.grid.threads)
+        return Started(self.functions[body], emitter.blocks(), emitter.grid.threads, given(emitter))
 
-    def text(self) -> str:
-        bodies = [text.replace(f"@{NAME}", f"@{name}") for text, name in self.names.items()]
-        functions, called = library(name for name in self.declared if name in LIBRARY)
-        declared = {n: t for n, t in {**self.declared, **called}.items() if n not in LIBRARY}
-        return "\n".join([*declared.values(), functions, *bodies])
 
-    def ptx(self, capability: tuple[int, int]) -> str:
-        return ptx(self.text(), self.threads, capability)
+def function(body: str, declared: dict[str, str], threads: int) -> Function:
+    """A function with what it calls, under a name that follows from its text."""
+    functions, called = library(name for name in declared if name in LIBRARY)
+    outside = {n: t for n, t in {**declared, **called}.items() if n not in LIBRARY}
+    name = f"kiln_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
+    text = "\n".join([*outside.values(), functions, body.replace(f"@{NAME}", f"@{name}")])
+    return Function(name, text, threads)
 
 
 def given(emitter: GridEmitter) -> tuple[Buffer | Any, ...]:

@@ -101,7 +101,12 @@ def _at_least(x: Value, bound: float) -> Value:
 
 
 def _exp_32(x: Value) -> Value:
-    x = _at_least(at_most(x, 89.0), -104.0)
+    return exp_below(at_most(x, 89.0))
+
+
+def exp_below(x: Value) -> Value:
+    """The exponential of f32 up to 89."""
+    x = _at_least(x, -104.0)
     rounded = fma(x, 1 / LN2, ROUNDER_32)
     n = rounded - ROUNDER_32
     r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, x))
@@ -117,10 +122,10 @@ def _exp2_32(x: Value) -> Value:
 
 def _scaled_32(x: Value, rounded: Value) -> Value:
     """x 2^n, n in the low bits of `rounded`, in two steps: overflow and subnormals come out right."""
-    n = rounded.bits(I32) - 0x4B400000
     own = x.fn.module.own.get("scaled")
     if own is not None:
-        return own(x, n)
+        return own(x, rounded - ROUNDER_32)
+    n = rounded.bits(I32) - 0x4B400000
     half = n >> 1
     return x * _power_of_two_32(half) * _power_of_two_32(n - half)
 

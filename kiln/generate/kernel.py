@@ -18,7 +18,6 @@ from kiln.fuse.nest import (
     Place,
     Store,
     Term,
-    children,
     terms,
 )
 from kiln.generate import avx512
@@ -29,11 +28,12 @@ from kiln.generate.lanes import (
     combined,
     first_lane,
     hint,
-    row_terms,
     with_first_lane,
 )
 from kiln.generate.llvm import I64, Value
+from kiln.generate.online import Online
 from kiln.generate.pieces import borders, decided
+from kiln.generate.rows import Rows
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.tiles import Tiles, crossing
@@ -42,14 +42,11 @@ Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
 Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
 
-#: The longest row of values that are kept on the stack when a later phase needs them again.
-LONGEST_KEPT = 8192
-
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
 
 
-class Emitter(Tiles):
+class Emitter(Tiles, Online, Rows):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -247,49 +244,18 @@ class Emitter(Tiles):
             return
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
         self.keep_costly(last)
+        joined = self.online() if self.masks else None
         for phase in range(last + 1):
             self.now = phase
-            here = [f for f in folds if f.phase == phase]
+            here = [f for f in folds if f.phase == phase and (joined is None or f not in joined)]
+            if phase == 0 and joined is not None:
+                self.pass_over(*joined)
             inside = [s for s in stores if s.phase == phase and not s.kept]
             for store in stores:
                 if store.kept and store.phase == phase:
                     self.store(store)
             if here or inside:
                 self.phase(here, inside)
-
-    def keep_costly(self, last: int) -> None:
-        """Find the costly values that several phases need, and memory on the stack for a row of each."""
-        axis = self.vector
-        if axis is None or not axis.reduced or len(self.nest.reduced) > 1 or not isinstance(axis.size, int):
-            return
-        if last == 0 or axis.size > LONGEST_KEPT or self.kept_rows:
-            return
-        phases: dict[int, set[int]] = {}
-        costly: dict[int, Term] = {}
-        for phase in range(last + 1):
-            roots = [f.value for f in self.nest.folds() if f.phase == phase]
-            roots += [s.value for s in self.nest.stores if s.phase == phase and not s.kept]
-            for term in row_terms(roots):
-                if isinstance(term, Apply) and term.op in COSTLY and self.varies(term):
-                    phases.setdefault(id(term), set()).add(phase)
-                    costly[id(term)] = term
-        several = {key: min(found) for key, found in phases.items() if len(found) > 1}
-        below = {id(t) for key in several for t in row_terms(list(children(costly[key])))}
-        for key, first in several.items():
-            if key not in below:
-                kind = compute_type(TYPES[costly[key].dtype])
-                room = -(-axis.size // self.width) * self.width
-                memory = self.fn.at_entry(f"alloca [{room} x {kind}], align 64")
-                self.kept_rows[key] = (first, memory)
-
-    def varies(self, term: Term) -> bool:
-        """Whether a value depends on the vector axis."""
-        assert self.vector is not None
-        return any(
-            isinstance(t.index, Expr) and self.vector.variable in t.index.symbols()
-            for t in row_terms([term])
-            if isinstance(t, (Load, Place))
-        )
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The loops over the reduced axes, once: folds some values, stores others."""

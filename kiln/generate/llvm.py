@@ -109,6 +109,8 @@ class Value:
         if width == 1:
             return self
         wide = self.type.wide(width)
+        if not self.text.startswith("%"):
+            return Value(self.fn, f"splat ({self.type} {self.text})", wide)
         first = self.fn.emit(f"insertelement {wide} poison, {self.type} {self.text}, i64 0", wide)
         return self.fn.emit(
             f"shufflevector {wide} {first.text}, {wide} poison, <{width} x i32> zeroinitializer", wide
@@ -271,8 +273,19 @@ def fma(a: Value, b: Value | Number, c: Value | Number) -> Value:
     return a.intrinsic("fma", b, c)
 
 
+#: Instructions that give the same wherever they stand, as their first word or as the start of what is called.
+PURE = frozenset((
+    "add sub mul and or xor shl ashr lshr sdiv udiv srem urem fadd fsub fmul fdiv fneg icmp fcmp select bitcast "
+    "trunc zext sext fptrunc fpext sitofp uitofp fptosi getelementptr extractelement insertelement shufflevector"
+).split())  # fmt: skip
+IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86", "llvm.assume", "llvm.prefetch")
+
+
 class Function:
-    """The text of one function: emits instructions into the current block."""
+    """The text of one function: emits instructions into the current block.
+
+    A value that was computed before, in this block or in one that always comes before it, is not computed again.
+    """
 
     def __init__(
         self, module: Module, name: str, parameters: Sequence[tuple[str, Type]], result: Type
@@ -282,6 +295,7 @@ class Function:
         self.lines: list[str] = []
         self._first: list[str] = []
         self.block = "entry"
+        self._known: list[dict[str, str]] = [{}]
         self._count = 0
         self.attributes = ""
         self.convention = ""  # how it is called, where not as C does
@@ -291,10 +305,22 @@ class Function:
 
     def emit(self, instruction: str, type: Type) -> Value:
         """The result of an instruction."""
+        pure = instruction[: instruction.find(" ")] in PURE
+        return Value(self, self._computed(instruction) if pure else self._new(instruction), type)
+
+    def _new(self, instruction: str) -> str:
         self._count += 1
         name = f"%v.{self._count}"
         self.lines.append(f"  {name} = {instruction}")
-        return Value(self, name, type)
+        return name
+
+    def _computed(self, instruction: str) -> str:
+        """The name of the result of an instruction that depends on its operands alone."""
+        for known in self._known:
+            if instruction in known:
+                return known[instruction]
+        name = self._known[-1][instruction] = self._new(instruction)
+        return name
 
     def at_entry(self, instruction: str) -> Value:
         """The address that an instruction at the start of the function gives."""
@@ -317,7 +343,10 @@ class Function:
         if result.kind == "void":
             self.do(f"call void @{name}({given})")
             return Value(self, "", VOID)
-        return self.emit(f"call {flags}{result} @{name}({given})", result)
+        call = f"call {flags}{result} @{name}({given})"
+        if name.startswith("llvm.") and not name.startswith(IMPURE_CALLS):
+            return Value(self, self._computed(call), result)
+        return self.emit(call, result)
 
     def at(self, base: Value, index: Value | int, type: Type) -> Value:
         """The address of element `index` of an array of scalars of this type."""
@@ -345,6 +374,7 @@ class Function:
 
     def start(self, block: str) -> None:
         """Go on in a new block; the one before must have ended with a jump."""
+        self._known[-1].clear()  # control may come here without it
         self.lines.append(f"{block}:")
         self.block = block
 
@@ -376,6 +406,7 @@ class Function:
         head, inside, done = self.label("head"), self.label("body"), self.label("done")
         origin = self.block
         self.jump(head)
+        self._known.append({})
         self.start(head)
         i = self.phi(I64)
         phis = [self.phi(v.type) for v in carried]
@@ -390,7 +421,9 @@ class Function:
         for phi, value in zip(phis, results, strict=True):
             phi.arrive(value, self.block)
         self.jump(head)
-        self.start(done)
+        self._known.pop()
+        self.lines.append(f"{done}:")
+        self.block = done
         return list(phis)
 
     def text(self) -> str:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 
 TRIPLE = "nvptx64-nvidia-cuda"
@@ -24,6 +25,11 @@ def target() -> Any:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     return llvm.Target.from_triple(TRIPLE)
+
+
+def depends_on() -> str:
+    """What PTX depends on beside its text and the architecture."""
+    return f"llvmlite {llvmlite.__version__}, LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
 
 
 def machine(capability: tuple[int, int]) -> Any:

@@ -25,6 +25,7 @@ from kiln.generate.lanes import STRIDES, aligned, lanes_along, shuffled, symbols
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.scalar import SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
+from kiln.generate.softmax import bounded
 
 NAME = "kernel"  # of the function that is emitted
 OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
@@ -156,7 +157,8 @@ class Values:
                 given[1] = self.nonzero(given[1])
             if term.op == "convert":
                 return convert(given[0], term.dtype)
-            return SCALARS[term.op](*aligned(given, term.op))
+            found = bounded(term, given)
+            return SCALARS[term.op](*aligned(given, term.op)) if found is None else found
         raise AssertionError(f"a fold is computed before it is read: {term.kind}")
 
     def load(self, term: Load) -> Value:

@@ -1,0 +1,52 @@
+"""Rows that several phases go over: costly values are kept beside them."""
+
+from __future__ import annotations
+
+from kiln.base.symbols import Expr
+from kiln.fuse.costs import COSTLY
+from kiln.fuse.nest import Apply, Load, Place, Term, children
+from kiln.generate.functions import compute_type
+from kiln.generate.lanes import row_terms
+from kiln.generate.scalar import TYPES
+from kiln.generate.values import Values
+
+#: The longest row of values that are kept on the stack when a later phase needs them again.
+LONGEST_KEPT = 4096
+
+
+class Rows(Values):
+    """Says what phases of a nest do for each other."""
+
+    def keep_costly(self, last: int) -> None:
+        """Find the costly values that several phases need, and memory on the stack for a row of each."""
+        axis = self.vector
+        if axis is None or not axis.reduced or len(self.nest.reduced) > 1 or not isinstance(axis.size, int):
+            return
+        if last == 0 or axis.size > LONGEST_KEPT or self.kept_rows:
+            return
+        phases: dict[int, set[int]] = {}
+        costly: dict[int, Term] = {}
+        for phase in range(last + 1):
+            roots = [f.value for f in self.nest.folds() if f.phase == phase]
+            roots += [s.value for s in self.nest.stores if s.phase == phase and not s.kept]
+            for term in row_terms(roots):
+                if isinstance(term, Apply) and term.op in COSTLY and self.varies(term):
+                    phases.setdefault(id(term), set()).add(phase)
+                    costly[id(term)] = term
+        several = {key: min(found) for key, found in phases.items() if len(found) > 1}
+        below = {id(t) for key in several for t in row_terms(list(children(costly[key])))}
+        for key, first in several.items():
+            if key not in below:
+                kind = compute_type(TYPES[costly[key].dtype])
+                room = -(-axis.size // self.width) * self.width
+                memory = self.fn.at_entry(f"alloca [{room} x {kind}], align 64")
+                self.kept_rows[key] = (first, memory)
+
+    def varies(self, term: Term) -> bool:
+        """Whether a value depends on the vector axis."""
+        assert self.vector is not None
+        return any(
+            isinstance(t.index, Expr) and self.vector.variable in t.index.symbols()
+            for t in row_terms([term])
+            if isinstance(t, (Load, Place))
+        )

@@ -1,0 +1,53 @@
+"""What a softmax is in terms: its bounds make exponentials and quotients cheaper."""
+
+from __future__ import annotations
+
+from kiln.fuse.nest import Apply, Fold, Nest, Term
+from kiln.generate import functions
+from kiln.generate.functions import compute_type
+from kiln.generate.llvm import F32, Value, fma
+from kiln.generate.scalar import TYPES
+
+
+def pair(nest: Nest) -> tuple[Fold, Fold] | None:
+    """The first two folds of a nest where they are a largest value and a sum of exponentials below it."""
+    found = [f for f in nest.folds() if f.phase < 2]
+    if len(found) != 2 or any(s.phase < 2 and not s.kept for s in nest.stores):
+        return None
+    top, total = sorted(found, key=lambda f: f.phase)
+    if (top.kind, total.kind, top.phase, total.phase) != ("amax", "sum", 0, 1):
+        return None
+    return (top, total) if subtracted(total.value) is top else None
+
+
+def normalised(term: Apply) -> bool:
+    """Whether a quotient is that of a softmax: its divisor is 1 or more, or no number."""
+    value, total = term.args
+    if not isinstance(total, Fold) or total.kind != "sum" or total.value is not value:
+        return False
+    return subtracted(value) is not None
+
+
+def subtracted(power: Term) -> Fold | None:
+    """The largest value of a row that all of it is less than in an exponential of f32; None for others."""
+    if not isinstance(power, Apply) or power.op != "exp":
+        return None
+    (difference,) = power.args
+    if not isinstance(difference, Apply) or difference.op != "sub":
+        return None
+    value, top = difference.args
+    if not isinstance(top, Fold) or top.kind != "amax" or top.value is not value:
+        return None
+    return top if compute_type(TYPES[value.dtype]) == F32 else None
+
+
+def bounded(term: Apply, given: list[Value]) -> Value | None:
+    """An exponential or a quotient of a softmax in f32; None for other terms."""
+    if term.op == "exp" and subtracted(term) is not None:
+        return functions.exp_below(given[0])
+    if term.op != "div" or not normalised(term):
+        return None
+    value, total = given
+    reciprocal = 1.0 / total
+    near = value * reciprocal
+    return fma(fma(-near, total, value), reciprocal, near)  # what a division would give
