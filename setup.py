@@ -13,13 +13,9 @@ HOOK = Extension(
 
 LAUNCH = Extension(
     "kiln._launch",
-    sources=["kiln/_launch.c", "kiln/_arena.c", "kiln/_call.c", "kiln/_plan.c", "kiln/_run.c"],
+    sources=["kiln/_launch.c", "kiln/_arena.c", "kiln/_call.c", "kiln/_grid.c", "kiln/_plan.c", "kiln/_run.c"],
     depends=["kiln/_launch.h"],
     extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
-)
-
-CUDA = Extension(
-    "kiln._cuda", sources=["kiln/_cuda.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
 )
 
 HELD = Extension(
@@ -32,4 +28,4 @@ MERSENNE = Extension(
     extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
 )
 
-setup(ext_modules=[HOOK, LAUNCH, CUDA, HELD, MERSENNE])
+setup(ext_modules=[HOOK, LAUNCH, HELD, MERSENNE])

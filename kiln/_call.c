@@ -37,8 +37,9 @@ lodge(const Run *run, int index)
     const int64_t *numbers = run->layout->numbers;
     const Form *form = &lodged->form;
     Tensor made = NULL;
+    const Device *device = &run->plan->device;
     if (torch.from_memory(run->block->memory + numbers[lodged->offset], form->rank, numbers + form->shape,
-                          numbers + form->stride, 0, form->dtype, 0, 0, &made, 0, NULL, 0))
+                          numbers + form->stride, 0, form->dtype, device->type, device->index, &made, 0, NULL, 0))
         failed("make a tensor of memory");
     return made;
 }
@@ -112,7 +113,9 @@ empty(const Run *run, const Form *form)
 {
     const int64_t *numbers = run->layout->numbers;
     Tensor made = NULL;
-    if (torch.empty(form->rank, numbers + form->shape, numbers + form->stride, form->dtype, 0, 0, &made))
+    const Device *device = &run->plan->device;
+    if (torch.empty(form->rank, numbers + form->shape, numbers + form->stride, form->dtype, device->type,
+                    device->index, &made))
         failed("make a tensor");
     return made;
 }
@@ -196,9 +199,33 @@ done:
     return status;
 }
 
+/* A result of a C function, as a value. */
+static int
+take(Run *run, const Result *result, Tensor made, int number)
+{
+    bool defined = true;
+    Value *value = result->slot < 0 ? NULL : &run->slots[result->slot];
+    if (number) {
+        if (value != NULL)
+            value->object = PyLong_FromLongLong((int64_t)(intptr_t)made);
+        return value != NULL && value->object == NULL ? -1 : 0;
+    }
+    if (made == NULL)
+        return 0;
+    if (value == NULL || torch.defined(made, &defined) || !defined) {
+        torch.destroy(made);
+        if (value != NULL)
+            value->object = Py_NewRef(Py_None);
+        return 0;
+    }
+    value->handle = made;
+    return settle(run, result, value);
+}
+
 static int
 call_native(Run *run, const Step *step)
 {
+    unsigned numbered = 0; /* results that are numbers, as bits */
     int64_t given[WORDS] = {0}, *numbers = run->layout->numbers;
     double reals[REALS] = {0};
     Tensor held[HELD], made[WORDS] = {0};
@@ -212,10 +239,10 @@ call_native(Run *run, const Step *step)
             value = (int64_t)(uintptr_t)(held + taken);
             for (int k = 0; k < word->count; k++) {
                 held[taken] = tensor_at(run, word->refs[k]);
-                if (held[taken] == NULL && (word->kind != 'o' || PyErr_Occurred())) {
-                    failed("find a tensor");
+                if (held[taken] == NULL && PyErr_Occurred())
                     return -1;
-                }
+                if (held[taken] == NULL && word->kind != 'o') /* None for a tensor: Python knows what is meant */
+                    return call_python(run, step);
                 taken++;
             }
             if (word->kind == 'h')
@@ -242,6 +269,8 @@ call_native(Run *run, const Step *step)
         case 'D':
             value = (int64_t)(uintptr_t)&word->real;
             break;
+        case 'q':
+            numbered |= 1u << word->index; /* fall through */
         case 'r':
             value = (int64_t)(uintptr_t)(made + word->index);
             break;
@@ -265,16 +294,12 @@ call_native(Run *run, const Step *step)
             PyErr_SetString(PyExc_RuntimeError, "an eager kernel failed that works when it is called again");
         return -1;
     }
-    for (int i = 0; i < step->resulted; i++) {
-        const Result *result = &step->results[i];
-        if (result->slot < 0) {
-            if (made[i] != NULL)
-                torch.destroy(made[i]);
-        } else if (made[i] != NULL) {
-            run->slots[result->slot].handle = made[i];
-            if (settle(run, result, &run->slots[result->slot]))
-                status = -1;
-        }
+    for (int i = 0; i < WORDS; i++) {
+        int number = numbered >> i & 1;
+        if (i < step->resulted && take(run, &step->results[i], made[i], number))
+            status = -1;
+        else if (i >= step->resulted && made[i] != NULL && !number)
+            torch.destroy(made[i]);
     }
     return status;
 }

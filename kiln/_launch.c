@@ -4,6 +4,7 @@
 #include <structmember.h>
 
 Torch torch;
+PyObject *marker;
 
 typedef struct {
     Entry entry;
@@ -63,7 +64,7 @@ set_torch(PyObject *module, PyObject *args)
         (void **)&torch.dim, (void **)&torch.dtype, (void **)&torch.empty, (void **)&torch.from_memory, (void **)&torch.view,
         (void **)&torch.copy, (void **)&torch.clone, (void **)&torch.destroy, (void **)&torch.wrap,
         (void **)&torch.parallel, (void **)&torch.max_threads, (void **)&torch.thread_number,
-        (void **)&torch.team_size,
+        (void **)&torch.team_size, (void **)&torch.defined,
     };
     Py_ssize_t count = sizeof(fields) / sizeof(*fields);
     if (PyTuple_GET_SIZE(args) != count + 2)
@@ -78,10 +79,24 @@ set_torch(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *
+set_marker(PyObject *module, PyObject *given)
+{
+    Py_XSETREF(marker, given == Py_None ? NULL : Py_NewRef(given));
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"set_marker", set_marker, METH_O, "set_marker(marker): marker(plan, step) -> end(), called around steps; or None"},
     {"set_torch", set_torch, METH_VARARGS, "set_torch(offset, type, *addresses): what is used of torch's libraries"},
     {"trim", arena_trim, METH_NOARGS, "trim(): gives the memory that no call uses back to the system"},
     {"set_limit", arena_limit, METH_O, "set_limit(bytes): how much memory stays mapped between calls"},
+    {"set_driver", grid_set_driver, METH_VARARGS,
+     "set_driver(stream, launch, current, push, pop, text): addresses in torch and in a GPU's driver"},
+    {"lend", grid_lend, METH_VARARGS, "lend(address, bytes): memory for arenas on the GPU in this thread; 0: torch's"},
+    {"addresses", grid_addresses, METH_VARARGS,
+     "addresses(values, left_out): bytes of where tensors lie, 0 for what is no tensor or is left out"},
+    {"aliases", grid_aliases, METH_O, "aliases(tensors): a tuple of new tensors in the same memory"},
     {"memory", arena_sizes, METH_NOARGS, "memory(): the bytes that are kept between calls, and those in use"},
     {NULL},
 };

@@ -5,6 +5,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -42,6 +43,7 @@ typedef struct {
     Py_ssize_t offset;   /* of the tensor's handle in its Python object */
     PyTypeObject *type;  /* torch.Tensor */
     int ready;
+    int32_t (*defined)(Tensor, bool *);
 } Torch;
 
 extern Torch torch;
@@ -78,6 +80,22 @@ typedef struct {
     double work; /* operations of one task */
 } Stage;
 
+/* A function on a GPU. What its parameters are: a buffer of the step (0, 1, …), the number at a place (-2, -3, …), or
+   nothing (-1). */
+typedef struct {
+    void *function;
+    void *other; /* for buffers that are not aligned; NULL until one is met */
+    unsigned threads;
+    int blocks; /* where their number stands */
+    int given, *parameters;
+} Start;
+
+/* Where the memory of a plan is: torch's numbers for the device, and the driver's context there; type 0: the CPU. */
+typedef struct {
+    int type, index;
+    void *context;
+} Device;
+
 /* An argument of a Python call: an object of the plan or of the layout, a tensor, or a list or tuple of these. */
 typedef struct Argument {
     enum { OBJECT, COMPUTED, TENSOR, LIST, TUPLE } kind;
@@ -105,13 +123,16 @@ typedef struct {
 } Result;
 
 typedef struct {
-    enum { LAUNCH, MAKE, SHOW, CALL } kind;
+    enum { LAUNCH, GRID, MAKE, SHOW, CALL } kind;
     int *drops; /* slots whose values nobody needs after this step */
     int dropped;
     /* LAUNCH */
     Stage *stages;
     Ref *buffers; /* PLACE: the index is the number of an offset in the arena */
     int count, buffered, sizes;
+    /* GRID: with buffers as above */
+    Start *starts;
+    PyObject *unaligned; /* gives the functions for buffers that are not aligned */
     /* MAKE, SHOW */
     int slot, source, offset;
     Form form;
@@ -152,13 +173,20 @@ typedef struct {
     Argument *outputs;
     Ref *symbols; /* kind: a size of an input, by dimension; -1: the input itself; less: a stride */
     PyObject *constants; /* in the slots after the inputs */
+    PyObject *title;     /* of its graph, for people */
+    PyObject *failing;   /* failing(step, error) is told of the exception of a step; or NULL */
     struct Piece *pieces; /* memory of the above */
     int steps_count, lodged_count, outputs_count, symbols_count, inputs, slots, arena;
     double grain;
+    Device device;
     char pure; /* no step calls an eager kernel */
 } Plan;
 
 extern PyTypeObject PlanType, LayoutType;
+
+/* marker(plan, step) is called before a step, and before the first with -1, and gives what is called after it; NULL
+   while no profile is on. */
+extern PyObject *marker;
 
 int run_stages(const Step *, double grain, void **buffers, const int64_t *numbers, int64_t *status);
 Layout *layout_new(PyObject *given, const Plan *);
@@ -180,6 +208,9 @@ typedef struct {
     Block *block;
     Value *slots;
     Tensor *tensors; /* those in the arena that were asked for */
+    Block own;       /* the arena on a GPU */
+    Tensor arena;    /* what owns its memory */
+    void *stream;
 } Run;
 
 PyObject *failed(const char *what);
@@ -189,5 +220,17 @@ Tensor tensor_at(Run *, Ref);
 PyObject *built(Run *, const Argument *);
 Tensor empty(const Run *, const Form *);
 int call(Run *, const Step *);
+Layout *layout_for(Plan *, const Value *slots);
+int addresses_of(Run *, const Step *, void **buffers);
+
+/* Plans on a GPU */
+
+int grid_enter(Run *);
+int grid_start(Run *, const Step *);
+int grid_borrow(Run *, size_t size);
+PyObject *grid_set_driver(PyObject *, PyObject *);
+PyObject *grid_lend(PyObject *, PyObject *);
+PyObject *grid_addresses(PyObject *, PyObject *);
+PyObject *grid_aliases(PyObject *, PyObject *);
 
 #endif

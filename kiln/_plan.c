@@ -105,7 +105,7 @@ take_words(Plan *plan, PyObject *tuple, Step *step)
             if (take_refs(plan, value, &word->refs, &word->count))
                 return -1;
             break;
-        case 'i': case 'p': case 'P': case 'r':
+        case 'i': case 'p': case 'P': case 'q': case 'r':
             word->index = (int)PyLong_AsLong(value);
             break;
         case 'n':
@@ -137,6 +137,27 @@ take_launch(Plan *plan, PyObject *tuple, Step *step)
         if (!PyArg_ParseTuple(PyTuple_GET_ITEM(stages, i), "Kid", &address, &stage->tasks, &stage->work))
             return -1;
         stage->entry = (Entry)(uintptr_t)address;
+    }
+    return 0;
+}
+
+static int
+take_grid(Plan *plan, PyObject *tuple, Step *step)
+{
+    PyObject *starts, *buffers, *drops;
+    const char *kind;
+    if (!PyArg_ParseTuple(tuple, "sOOOO", &kind, &starts, &buffers, &step->unaligned, &drops)
+        || take_refs(plan, buffers, &step->buffers, &step->buffered)
+        || take_ints(plan, drops, &step->drops, &step->dropped) || PARTS(plan, starts, step->starts, step->count))
+        return -1;
+    for (int i = 0; i < step->count; i++) {
+        unsigned long long function;
+        Start *start = &step->starts[i];
+        PyObject *given;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(starts, i), "KIiO", &function, &start->threads, &start->blocks, &given)
+            || take_ints(plan, given, &start->parameters, &start->given))
+            return -1;
+        start->function = (void *)(uintptr_t)function;
     }
     return 0;
 }
@@ -177,6 +198,9 @@ take_step(Plan *plan, PyObject *tuple, Step *step)
     case 'l':
         step->kind = LAUNCH;
         return take_launch(plan, tuple, step);
+    case 'g':
+        step->kind = GRID;
+        return take_grid(plan, tuple, step);
     case 'm':
         step->kind = MAKE;
         if (!PyArg_ParseTuple(tuple, "siOO", &kind, &step->slot, &form, &drops))
@@ -198,19 +222,24 @@ static PyObject *
 plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"steps", "lodged", "outputs", "symbols", "constants", "inputs", "slots",
-                            "arena", "numbers", "resolve", "owner", "grain", NULL};
+                            "arena", "numbers", "resolve", "owner", "grain", "device", NULL};
     PyObject *steps, *lodged, *outputs, *symbols, *constants, *numbers, *resolve, *owner;
     int inputs, slots, arena;
     double grain;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O!iiiOOOd", names, &PyTuple_Type, &steps, &PyTuple_Type,
+    Device device = {0};
+    unsigned long long context = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!O!O!O!iiiOOOd|(iiK)", names, &PyTuple_Type, &steps, &PyTuple_Type,
                                      &lodged, &PyTuple_Type, &outputs, &PyTuple_Type, &symbols, &PyTuple_Type,
-                                     &constants, &inputs, &slots, &arena, &numbers, &resolve, &owner, &grain))
+                                     &constants, &inputs, &slots, &arena, &numbers, &resolve, &owner, &grain,
+                                     &device.type, &device.index, &context))
         return NULL;
     if (!torch.ready)
         return PyErr_Format(PyExc_RuntimeError, "set_torch has not been called");
     Plan *plan = (Plan *)type->tp_alloc(type, 0);
     if (plan == NULL)
         return NULL;
+    device.context = (void *)(uintptr_t)context;
+    plan->device = device;
     plan->call = plan_call;
     plan->inputs = inputs, plan->slots = slots, plan->arena = arena, plan->grain = grain, plan->pure = 1;
     plan->owner = Py_NewRef(owner), plan->resolve = Py_NewRef(resolve), plan->constants = Py_NewRef(constants);
@@ -246,6 +275,7 @@ plan_traverse(Plan *plan, visitproc visit, void *arg)
     Py_VISIT(plan->resolve);
     Py_VISIT(plan->constants);
     Py_VISIT(plan->layouts);
+    Py_VISIT(plan->failing);
     return 0;
 }
 
@@ -258,6 +288,7 @@ plan_clear(Plan *plan)
     Py_CLEAR(plan->resolve);
     Py_CLEAR(plan->layouts);
     Py_CLEAR(plan->fixed);
+    Py_CLEAR(plan->failing);
     return 0;
 }
 
@@ -267,6 +298,7 @@ plan_dealloc(Plan *plan)
     PyObject_GC_UnTrack(plan);
     plan_clear(plan);
     Py_CLEAR(plan->constants);
+    Py_CLEAR(plan->title);
     for (struct Piece *next, *at = plan->pieces; at != NULL; at = next) {
         next = at->next;
         PyMem_Free(at);
@@ -274,9 +306,36 @@ plan_dealloc(Plan *plan)
     Py_TYPE(plan)->tp_free((PyObject *)plan);
 }
 
+/* plan.bytes(values): what the arena takes for inputs of these sizes. */
+static PyObject *
+plan_bytes(Plan *plan, PyObject *values)
+{
+    if (!PyList_CheckExact(values) || PyList_GET_SIZE(values) != plan->inputs)
+        return PyErr_Format(PyExc_TypeError, "bytes takes a list of %d values", plan->inputs);
+    Value *slots = PyMem_Calloc(plan->inputs + 1, sizeof(Value));
+    if (slots == NULL)
+        return PyErr_NoMemory();
+    for (int i = 0; i < plan->inputs; i++)
+        slots[i].object = PyList_GET_ITEM(values, i);
+    Layout *layout = layout_for(plan, slots);
+    PyMem_Free(slots);
+    if (layout == NULL)
+        return NULL;
+    PyObject *bytes = PyLong_FromLongLong(layout->numbers[plan->arena]);
+    Py_DECREF(layout);
+    return bytes;
+}
+
+static PyMethodDef plan_methods[] = {
+    {"bytes", (PyCFunction)plan_bytes, METH_O, "bytes(values): what the arena takes for a list of inputs"},
+    {NULL},
+};
+
 static PyMemberDef plan_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Plan, call), READONLY, NULL},
     {"owner", T_OBJECT, offsetof(Plan, owner), READONLY, "what it was made of"},
+    {"title", T_OBJECT, offsetof(Plan, title), 0, "what its graph is called"},
+    {"failing", T_OBJECT, offsetof(Plan, failing), 0, "failing(step, error): told of the exception of a step; or None"},
     {"pure", T_BOOL, offsetof(Plan, pure), READONLY, "whether it calls kernels of its own alone"},
     {NULL},
 };
@@ -300,6 +359,7 @@ PyTypeObject PlanType = {
     .tp_clear = (inquiry)plan_clear,
     .tp_dealloc = (destructor)plan_dealloc,
     .tp_members = plan_members,
+    .tp_methods = plan_methods,
 };
 
 /* The numbers of one set of sizes: given as (numbers, objects). */

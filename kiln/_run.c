@@ -18,20 +18,29 @@ raise_fault(int64_t status)
         PyErr_SetString(PyExc_RuntimeError, "ZeroDivisionError");
 }
 
-static int
-launch(Run *run, const Step *step)
+/* Where the buffers of a kernel are. */
+int
+addresses_of(Run *run, const Step *step, void **buffers)
 {
-    const int64_t *numbers = run->layout->numbers;
-    void *buffers[step->buffered + 1];
     for (int i = 0; i < step->buffered; i++) {
         Ref ref = step->buffers[i];
         if (ref.kind == PLACE)
-            buffers[i] = run->block->memory + numbers[ref.index];
+            buffers[i] = run->block->memory + run->layout->numbers[ref.index];
         else if (torch.data_pointer(tensor_in(&run->slots[ref.index]), &buffers[i])) {
             failed("tell where a tensor's memory is");
             return -1;
         }
     }
+    return 0;
+}
+
+static int
+launch(Run *run, const Step *step)
+{
+    const int64_t *numbers = run->layout->numbers;
+    void *buffers[step->buffered + 1];
+    if (addresses_of(run, step, buffers))
+        return -1;
     double work = 0;
     for (int i = 0; i < step->count; i++)
         work += step->stages[i].work * (double)numbers[step->stages[i].tasks];
@@ -68,6 +77,8 @@ run_step(Run *run, const Step *step)
     switch (step->kind) {
     case LAUNCH:
         return launch(run, step);
+    case GRID:
+        return grid_start(run, step);
     case MAKE:
         run->slots[step->slot].handle = empty(run, &step->form);
         return run->slots[step->slot].handle == NULL ? -1 : 0;
@@ -78,8 +89,64 @@ run_step(Run *run, const Step *step)
     }
 }
 
+/* Ends a range of the profile; an exception that is on its way stays the one that it is. */
+static void
+finish(PyObject *end)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *done = PyObject_CallNoArgs(end);
+    if (done == NULL)
+        PyErr_WriteUnraisable(end);
+    Py_XDECREF(done);
+    Py_DECREF(end);
+    PyErr_Restore(type, value, trace);
+}
+
+/* Begins a range of the profile: what ends it, or NULL. */
+static PyObject *
+begin(Plan *plan, int step)
+{
+    if (marker == NULL)
+        return NULL;
+    PyObject *now = Py_NewRef(marker), *end = PyObject_CallFunction(now, "Oi", plan, step);
+    if (end == NULL)
+        PyErr_WriteUnraisable(now);
+    else if (end == Py_None) /* nothing to end */
+        Py_CLEAR(end);
+    Py_DECREF(now);
+    return end;
+}
+
+static int
+run_marked(Run *run, int i)
+{
+    PyObject *end = begin(run->plan, i);
+    int status = run_step(run, &run->plan->steps[i]);
+    if (end != NULL)
+        finish(end);
+    return status;
+}
+
+/* Has the exception of a step say which line of the program it comes from. */
+static void
+blame(Plan *plan, int step)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != NULL)
+        PyException_SetTraceback(value, trace);
+    PyObject *done = PyObject_CallFunction(plan->failing, "iO", step, value);
+    if (done == NULL)
+        PyErr_WriteUnraisable(plan->failing);
+    Py_XDECREF(done);
+    Py_XSETREF(trace, PyException_GetTraceback(value));
+    PyErr_Restore(type, value, trace);
+}
+
 /* The layout for the sizes of these inputs; a new reference. */
-static Layout *
+Layout *
 layout_for(Plan *plan, const Value *slots)
 {
     if (plan->fixed != NULL)
@@ -126,7 +193,10 @@ borrow(Run *run, Tensor **own)
     run->tensors = layout->tensors;
     if (size == 0)
         return 0;
-    run->block = block_lease((size_t)size, layout->busy ? 0 : layout->serial);
+    if (!run->plan->device.type)
+        run->block = block_lease((size_t)size, layout->busy ? 0 : layout->serial);
+    else if (grid_borrow(run, (size_t)size))
+        return -1;
     if (run->block == NULL)
         return -1;
     if (layout->busy) {
@@ -154,7 +224,10 @@ give_back(Run *run, Tensor *own)
         PyMem_Free(own);
     } else if (run->tensors == run->layout->tensors)
         run->layout->busy = 0;
-    block_return(run->block);
+    if (run->block != &run->own)
+        block_return(run->block);
+    else if (run->arena != NULL)
+        torch.destroy(run->arena);
 }
 
 /* plan(values), a list that is emptied, or plan(*values). */
@@ -185,13 +258,16 @@ plan_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
     if (list != NULL && PyList_SetSlice(list, 0, given, NULL))
         PyErr_Clear();
     Py_INCREF(plan);
-    Run run = {plan, layout_for(plan, slots), NULL, slots, NULL};
+    Run run = {.plan = plan, .layout = layout_for(plan, slots), .slots = slots};
     Tensor *own = NULL;
     PyObject *result = NULL;
-    int going = run.layout != NULL && !borrow(&run, &own);
+    PyObject *end = begin(plan, -1);
+    int going = run.layout != NULL && (!plan->device.context || !grid_enter(&run)) && !borrow(&run, &own);
     for (int i = 0; going && i < plan->steps_count; i++) {
         const Step *step = &plan->steps[i];
-        going = !run_step(&run, step);
+        going = !(end == NULL ? run_step(&run, step) : run_marked(&run, i));
+        if (!going && plan->failing != NULL && plan->failing != Py_None)
+            blame(plan, i);
         for (int k = 0; going && k < step->dropped; k++)
             drop(&slots[step->drops[k]]);
     }
@@ -204,6 +280,8 @@ plan_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
             } else
                 PyTuple_SET_ITEM(result, i, output);
         }
+    if (end != NULL)
+        finish(end);
     /* The destructors of values may run code of Python's, which may not see an exception that is on its way. */
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);

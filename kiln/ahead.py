@@ -17,6 +17,8 @@ from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx
 from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
+from kiln.capture.hidden import hide
+from kiln.differentiate import finish, results, run, training
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.partition import partition
@@ -27,6 +29,9 @@ from kiln.expand.expand import expand
 from kiln.ops.fake import make
 from kiln.ops.random import draw
 from kiln.ops.symint import wrap
+
+# What stands between the program and its compiled graphs.
+hide(finish, results, run, training)
 
 LEVELS = ("aten", "core", "prims")
 
@@ -105,7 +110,9 @@ def compiled(
     """
     try:
         refuse_effects(module)
-        joint = trace(module, list(examples))
+        name = str(module.meta.get("name", ""))
+        with records.timed("differentiate", name):
+            joint = trace(module, list(examples))
         joint = replace(joint, graph=draw(joint.graph, random), random=random)
         if joint.differentiates:
             dump.show("graph", "joint", "py", lambda: str(joint.graph))
@@ -113,7 +120,8 @@ def compiled(
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None
         if joint.differentiates:
-            halves = partition(joint, config.memory_budget) if parted is None else parted(joint)
+            with records.timed("partition", name):
+                halves = partition(joint, config.memory_budget) if parted is None else parted(joint)
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:

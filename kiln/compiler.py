@@ -56,17 +56,17 @@ kiln.reads_graph = True  # type: ignore[attr-defined]
 
 def native(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Run:
     """Native code for a graph of aten ops; where a stage of ours fails the graph runs op by op."""
-    return _or_op_by_op(graph, settings, partial(compile_graph, graph, settings, dump))
+    return _or_op_by_op(graph, settings, partial(compile_graph, graph, settings, dump), dump.title)
 
 
 def native_held(
     graph: Graph, held: Mapping[int, torch.Tensor], settings: Settings, dump: Dump = NOWHERE
 ) -> Run:
     """Native code for a graph without gradients over held tensors, by position."""
-    return _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held, dump))
+    return _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held, dump), dump.title)
 
 
-def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run]) -> Run:
+def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run], title: str) -> Run:
     try:
         return compile_it()
     except (KeyboardInterrupt, MemoryError):
@@ -80,4 +80,4 @@ def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run]
             ("generate", why),
             f"a graph is not compiled and runs op by op: {why}; set KILN_STRICT=1 to see faults raised",
         )
-        return runner(graph)
+        return runner(graph, title)

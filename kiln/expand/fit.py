@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kiln.base.conditions import eq
 from kiln.base.graph import Node, Spec, TensorSpec
 from kiln.ops.fake import FakeTensor
 from kiln.ops.record import Recording, spec_of
@@ -31,7 +32,7 @@ def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> A
         raise TypeError(f"{type(out).__name__} in place of a tensor")
     found = spec_of(out)
     shape, stride = settled(spec.shape), settled(spec.stride)
-    if settled(found.shape) != shape or found.dtype is not spec.dtype or found.device != spec.device:
+    if not _same(settled(found.shape), shape) or found.dtype is not spec.dtype or found.device != spec.device:
         raise ValueError(f"{found} on {found.device} in place of {spec} on {spec.device}")
     moved = found.stride != stride and _differ(settled(found.stride), stride, shape)
     if moved:
@@ -53,7 +54,18 @@ def _differ(found: tuple[Any, ...], wanted: tuple[Any, ...], shape: tuple[Any, .
     """Whether the strides of dimensions that have more than one place differ."""
     if 0 in shape:
         return False
-    return any(n != 1 and a != b for n, a, b in zip(shape, found, wanted, strict=True))
+    return any(n != 1 and a != b and not _equal(a, b) for n, a, b in zip(shape, found, wanted, strict=True))
+
+
+def _same(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+    return found == wanted or len(found) == len(wanted) and all(map(_equal, found, wanted))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are one: a product may be known to be a number though its factors are not."""
+    if a == b or type(a) is int and type(b) is int:
+        return bool(a == b)
+    return (b if type(a) is int else a).scope.known(eq(a, b)) is True
 
 
 def _apart(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> bool:

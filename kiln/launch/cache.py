@@ -19,7 +19,7 @@ from pathlib import Path
 
 import platformdirs
 
-from kiln.base import log
+from kiln.base import log, records
 from kiln.base.errors import KilnError
 
 MAGIC = b"kiln cache 1\n"
@@ -86,10 +86,12 @@ class Cache:
         try:
             held = read(path)
         except OSError:
+            records.emit(records.CacheRecord("miss", key))
             return None
         data = unsealed(key, held)
         with suppress(OSError):
             os.unlink(path) if data is None else os.utime(path)
+        records.emit(records.CacheRecord("miss" if data is None else "hit", key, len(held)))
         return data
 
     def put(self, key: str, data: bytes) -> None:
@@ -103,6 +105,7 @@ class Cache:
             with os.fdopen(handle, "wb") as file:
                 file.write(held)
             os.replace(partial, self.path(key))
+            records.emit(records.CacheRecord("written", key, len(held)))
             if self.is_due():
                 self.evict()
         except OSError as error:

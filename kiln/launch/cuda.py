@@ -1,21 +1,40 @@
-"""The CUDA driver: loads PTX, found in the process with dlopen."""
+"""The CUDA driver, found in the process with dlopen: makes machine code of PTX and loads it."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 
-from kiln import _cuda
+from kiln import _launch
+from kiln.generate.device import Function
+from kiln.generate.nvptx import depends_on
+from kiln.launch.native import address, library
 
 LOG = 8192  # bytes of what the driver says of a module that it refuses
 ERROR_LOG, ERROR_LOG_BYTES = 5, 6  # names of options of the driver's loader
-#: What the launcher calls.
+PTX = 1  # what the driver's linker is given
+STREAM = "aoti_torch_get_current_cuda_stream"
+#: What the launcher calls, in the order in which it takes them.
 FUNCTIONS = (
     "cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorString",
 )  # fmt: skip
+THREADS = min(os.cpu_count() or 1, 8)
+
+
+class Store(Protocol):
+    """Where machine code is kept between processes."""
+
+    def get(self, key: str) -> bytes | None: ...
+    def put(self, key: str, data: bytes) -> None: ...
 
 
 class DriverError(RuntimeError):
@@ -25,19 +44,9 @@ class DriverError(RuntimeError):
 @functools.cache
 def driver() -> ctypes.CDLL:
     """The driver's library, known to the launcher."""
-    library = ctypes.CDLL("libcuda.so.1")
-    host = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    sample = torch.empty(1)
-    words = range(16, 64, 8)
-    offset = next(o for o in words if ctypes.c_uint64.from_address(id(sample) + o).value == sample._cdata)
-    _cuda.set_driver(
-        offset, _address(host, "aoti_torch_get_data_ptr"), *[_address(library, name) for name in FUNCTIONS]
-    )
-    return library
-
-
-def _address(library: ctypes.CDLL, name: str) -> int:
-    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    found = ctypes.CDLL("libcuda.so.1")
+    _launch.set_driver(address(library("cuda"), STREAM), *[address(found, name) for name in FUNCTIONS])
+    return found
 
 
 def _checked(error: int, what: str) -> None:
@@ -58,32 +67,97 @@ def context(device: int) -> int:
     return made.value or 0
 
 
-class Loaded:
-    """A module in the memory of a device."""
+@contextmanager
+def inside(device: int) -> Iterator[ctypes.CDLL]:
+    """The driver with a device's context in force on this thread."""
+    found, before = driver(), ctypes.c_void_p()
+    _checked(found.cuCtxPushCurrent_v2(ctypes.c_void_p(context(device))), "a device has no context")
+    try:
+        yield found
+    finally:
+        found.cuCtxPopCurrent_v2(ctypes.byref(before))
 
-    def __init__(self, text: str, device: int) -> None:
-        library, before = driver(), ctypes.c_void_p()
-        self._module = ctypes.c_void_p()
-        self._functions: dict[str, int] = {}
-        said = ctypes.create_string_buffer(LOG)
-        options = (ctypes.c_int * 2)(ERROR_LOG, ERROR_LOG_BYTES)
-        values = (ctypes.c_void_p * 2)(ctypes.addressof(said), LOG)
-        _checked(library.cuCtxPushCurrent_v2(ctypes.c_void_p(context(device))), "a device has no context")
+
+class _Options:
+    """Options of the driver under which it says why it refuses a module."""
+
+    def __init__(self) -> None:
+        self.said = ctypes.create_string_buffer(LOG)
+        self.names = (ctypes.c_int * 2)(ERROR_LOG, ERROR_LOG_BYTES)
+        self.values = (ctypes.c_void_p * 2)(ctypes.addressof(self.said), LOG)
+
+    def checked(self, error: int) -> None:
+        why = self.said.value.decode(errors="replace").strip().replace("\n", "; ")
+        _checked(error, f"the driver refuses a module ({why})" if why else "the driver refuses a module")
+
+
+def machine_code(text: str, device: int) -> bytes:
+    """PTX as code of a device."""
+    data, options, state = text.encode() + b"\0", _Options(), ctypes.c_void_p()
+    made, size = ctypes.c_void_p(), ctypes.c_size_t()
+    with inside(device) as cuda:
+        options.checked(cuda.cuLinkCreate_v2(2, options.names, options.values, ctypes.byref(state)))
         try:
-            error = library.cuModuleLoadDataEx(
-                ctypes.byref(self._module), ctypes.c_char_p(text.encode()), 2, options, values
-            )
-            why = said.value.decode(errors="replace").strip().replace("\n", "; ")
-            _checked(error, f"the driver refuses a module ({why})" if why else "the driver refuses a module")
+            given = (ctypes.c_char_p(data), ctypes.c_size_t(len(data)), None, 0, None, None)
+            options.checked(cuda.cuLinkAddData_v2(state, PTX, *given))
+            options.checked(cuda.cuLinkComplete(state, ctypes.byref(made), ctypes.byref(size)))
+            return ctypes.string_at(made, size.value)
         finally:
-            library.cuCtxPopCurrent_v2(ctypes.byref(before))
+            cuda.cuLinkDestroy(state)
 
-    def function(self, name: str) -> int:
-        """The handle of a kernel."""
-        known = self._functions.get(name)
-        if known is None:
-            found = ctypes.c_void_p()
-            error = driver().cuModuleGetFunction(ctypes.byref(found), self._module, name.encode())
-            _checked(error, f"a module has no {name}")
-            known = self._functions[name] = found.value or 0
-        return known
+
+def load(code: bytes, name: str, device: int) -> int:
+    """The handle of a function in a module of machine code or PTX, which stays loaded."""
+    options, module, found = _Options(), ctypes.c_void_p(), ctypes.c_void_p()
+    with inside(device) as cuda:
+        given = (ctypes.c_char_p(code), 2, options.names, options.values)
+        options.checked(cuda.cuModuleLoadDataEx(ctypes.byref(module), *given))
+        error = cuda.cuModuleGetFunction(ctypes.byref(found), module, name.encode())
+        _checked(error, f"a module has no {name}")
+    return found.value or 0
+
+
+@functools.cache
+def version() -> int:
+    """The version of the driver."""
+    found = ctypes.c_int()
+    _checked(driver().cuDriverGetVersion(ctypes.byref(found)), "the driver has no version")
+    return found.value
+
+
+_loaded: dict[tuple[int, str], int] = {}
+"""The functions that are loaded, by device and key of their code."""
+_lock = threading.Lock()
+
+
+def loaded(
+    functions: Sequence[Function], device: int, capability: tuple[int, int], store: Store | None = None
+) -> dict[Function, int]:
+    """The handles of functions on a device; code comes from memory, from disk, or from LLVM and the driver.
+
+    LLVM works on one module at a time, the driver meanwhile on those that are done.
+    """
+    target = f"{depends_on()}, sm_{capability[0]}{capability[1]}, driver {version()}"
+    keys = {f: hashlib.sha256(f"{target}, {f.threads}\n{f.text}".encode()).hexdigest() for f in functions}
+    with _lock, ThreadPoolExecutor(THREADS) as workers:
+        making: dict[Function, Any] = {}
+        for one, key in keys.items():
+            if (device, key) in _loaded:
+                continue
+            kept = store.get(key) if store is not None else None
+            if kept is None:
+                making[one] = workers.submit(_compiled, one.ptx(capability), key, device, store)
+            else:
+                _loaded[device, key] = load(kept, one.name, device)
+        for one, code in making.items():
+            _loaded[device, keys[one]] = load(code.result(), one.name, device)
+        return {one: _loaded[device, key] for one, key in keys.items()}
+
+
+def _compiled(text: str, key: str, device: int, store: Store | None) -> bytes:
+    code = text.encode() + b"\0"  # which the driver's loader takes too
+    with suppress(DriverError):
+        code = machine_code(text, device)
+        if store is not None:
+            store.put(key, code)
+    return code

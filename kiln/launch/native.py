@@ -33,7 +33,8 @@ POOL = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_n
 CALLS_ANY = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 
-def _address(library: ctypes.CDLL, name: str) -> int:
+def address(library: ctypes.CDLL, name: str) -> int:
+    """Where a function of a library is."""
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
@@ -42,35 +43,38 @@ def _folder() -> Path:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(_folder() / "libtorch_cpu.so"))
+def library(name: str = "cpu") -> ctypes.CDLL:
+    """One of torch's own libraries."""
+    return ctypes.CDLL(str(_folder() / f"libtorch_{name}.so"))
 
 
 @functools.cache
 def set_up() -> None:
     """Give the launcher torch's functions: tensors, their memory, and the pool of threads."""
-    library, python = _library(), ctypes.CDLL(str(_folder() / "libtorch_python.so"))
+    host, python = library(), library("python")
     sample = torch.empty(1)
     words = range(16, 64, 8)
     offset = next(o for o in words if ctypes.c_uint64.from_address(id(sample) + o).value == sample._cdata)
     wrap = next(name for name in WRAPS if hasattr(python, name))
     threads = _threads()
-    pool = [0] * len(POOL) if threads is None else [_address(threads, name) for name in POOL]
-    found = [_address(library, name) for name in FUNCTIONS]
-    _launch.set_torch(offset, torch.Tensor, *found, _address(python, wrap), *pool)
-    _held.set_torch(offset, found[0], _address(library, VERSION) if hasattr(library, VERSION) else 0)
+    pool = [0] * len(POOL) if threads is None else [address(threads, name) for name in POOL]
+    found = [address(host, name) for name in FUNCTIONS]
+    defined = address(host, "aoti_torch_is_defined")
+    _launch.set_torch(offset, torch.Tensor, *found, address(python, wrap), *pool, defined)
+    _held.set_torch(offset, found[0], address(host, VERSION) if hasattr(host, VERSION) else 0)
 
 
 @functools.cache
 def function(name: str) -> int:
     """The address of one of torch's C functions; 0 where there is none, or it cannot be called here."""
-    return _address(_library(), name) if CALLS_ANY and hasattr(_library(), name) else 0
+    place = library("cuda" if name.startswith("aoti_torch_cuda") else "cpu")
+    return address(place, name) if CALLS_ANY and hasattr(place, name) else 0
 
 
 @functools.cache
 def dtype_code(dtype: torch.dtype) -> int:
     """The number that torch's C functions have for a dtype."""
-    return int(getattr(_library(), f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")())
+    return int(getattr(library(), f"aoti_torch_dtype_{str(dtype).removeprefix('torch.')}")())
 
 
 def _threads() -> ctypes.CDLL | None:

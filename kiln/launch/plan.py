@@ -21,6 +21,7 @@ from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, set_up
 from kiln.launch.numbers import Numbers, Settled
 from kiln.launch.shims import words_of, work_of_call
+from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
 GRAIN = 60_000.0  # operations worth a thread
@@ -44,8 +45,11 @@ def plan_for(program: Program, compiled: Sequence[Compiled]) -> Plan:
 class Planner:
     """A plan in the making."""
 
-    def __init__(self, program: Program, compiled: Sequence[Compiled]) -> None:
+    def __init__(
+        self, program: Program, compiled: Sequence[Any], device: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
         self.program = program
+        self.device = device  # torch's numbers for it, and the driver's context
         self.events: Events = events_of(program)
         self.compiled = iter(compiled)
         self.code = compiled
@@ -61,6 +65,8 @@ class Planner:
         self.tensors: list[tuple[int, Any]] = []
         self.steps: list[tuple[Any, ...]] = []
         self.labels: list[str] = []
+        self.sources: list[Launch | Node] = []
+        """What kernels and calls come from, in order."""
         self.fresh: set[Node] = set()
         """Values in slots whose memory nothing but the plan knows."""
         self.taken: set[Node] = set()
@@ -99,13 +105,15 @@ class Planner:
         owner = Description(
             steps, lodged, outputs, tuple(self.names), tuple(self.lodgings), settled,
             tuple(self.numbers.values), tuple(made.kernel.name for made in self.code), tuple(self.labels),
-            tuple(made.code for made in self.code),
+            tuple(made.code for made in self.code), tuple(getattr(made, "names", ()) for made in self.code),
         )  # fmt: skip
-        return Plan(
+        plan = Plan(
             steps, lodged, outputs, settled.symbols, tuple([node.args[0] for node in constants]),
             len(graph.inputs), len(self.names), len(self.numbers.values) - 1, settled.fixed, settled.resolve,
-            owner, GRAIN,
+            owner, GRAIN, self.device,
         )  # fmt: skip
+        plan.failing = Sources([step[0] for step in steps], self.sources)
+        return plan
 
     # Homes
 
@@ -174,7 +182,7 @@ class Planner:
         else:
             self.call(event)
 
-    def launch(self, launch: Launch, compiled: Compiled) -> None:
+    def launch(self, launch: Launch, compiled: Any) -> None:
         before = {node: self.address(node) for node in launch.reads.values()}
         self.taken = set()
         for buffer, node in launch.writes.items():
@@ -186,13 +194,18 @@ class Planner:
             else self.address(writes[b]) if b in writes else before[reads[b]]
             for b in compiled.buffers
         ])  # fmt: skip
+        self.sources.append(launch)
+        self.steps.append(self.started(compiled, buffers))
+
+    def started(self, compiled: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The step that runs a kernel."""
         stages = []
         for nests, address, tasks in zip(
             compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True
         ):
             count = max(float(getattr(tasks, "hint", tasks)), 1.0)
             stages.append((address, self.numbers.run((tasks,)), self.work(nests) / count))
-        self.steps.append(("launch", tuple(stages), buffers, self.numbers.run(tuple(compiled.sizes)), ()))
+        return "launch", tuple(stages), buffers, self.numbers.run(tuple(compiled.sizes)), ()
 
     def work(self, nests: Sequence[Nest]) -> float:
         known = self.works.get(id(nests))
@@ -246,6 +259,7 @@ class Planner:
         arguments = tuple([self.argument(a) for a in (*args, *kwargs.values())])
         names = tuple(kwargs) or None
         self.labels.append(label(node.op))
+        self.sources.append(node)
         words = words_of(node, self.tensor, self.numbers.run) if shim is not None else None
         if shim is None or words is None:
             results, packed = self.results(node)
@@ -258,7 +272,8 @@ class Planner:
         else:
             results, packed = self.results(node)
             self.fresh.update(event.makes)
-            words = (*words, *[("r", i) for i in range(len(node.op._schema.returns))])
+            made = enumerate(node.op._schema.returns)
+            words = (*words, *[("q" if str(one.type) == "int" else "r", i) for i, one in made])
         native, work = function(shim.name), work_of_call(node)
         self.steps.append(("call", op, arguments, names, results, packed, native, words, work, ()))
 
@@ -271,7 +286,8 @@ class Planner:
         return tuple([self.result(items[i]) if i in items else (-1, False, None) for i in range(count)]), True
 
     def result(self, node: Node) -> tuple[int, bool, Any]:
-        plain = isinstance(node.spec, TensorSpec) and node.spec.device.type == "cpu" and node in self.native
+        plain = isinstance(node.spec, TensorSpec) and node in self.native
+        plain = plain and (node.spec.device.type == "cpu") == (self.device[0] == 0)
         return self.slot(node), node in self.events.owners, self.form(node.spec) if plain else None
 
     def argument(self, value: Any) -> tuple[str, Any]:

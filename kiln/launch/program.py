@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln._launch import set_limit
+from kiln.base import records
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import Graph, Node, TensorSpec
@@ -27,8 +28,10 @@ from kiln.fuse.views import supported
 from kiln.generate.code import generate
 from kiln.generate.cpu import assembly
 from kiln.launch.cache import disk
-from kiln.launch.device import linked
+from kiln.launch.device import plan_on
+from kiln.launch.graphs import Recorded, can_record
 from kiln.launch.plan import plan_for
+from kiln.launch.told import tell
 from kiln.launch.tune import choice, tuned
 
 aten = torch.ops.aten
@@ -41,21 +44,30 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
     """A program as a plan."""
     store = disk(settings.cache_bytes)
     schedules = tuned(program, store) if settings.tunes else {}
-    compiled = generate(program.kernels, store, partial(revised, dump), schedules)
+    with records.timed("generate", dump.name, dump.half):
+        compiled = generate(program.kernels, store, partial(revised, dump), schedules)
     set_limit(settings.arena_bytes)
-    plan = plan_for(program, compiled)
+    with records.timed("plan", dump.name, dump.half):
+        plan = plan_for(program, compiled)
+    plan.title = dump.title
     dump.show("plan", "plan", "txt", lambda: str(plan))
     return plan
 
 
 def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
-    """A program as calls in order."""
-    return runner(linked(program, device))
+    """A program as a plan that starts kernels on a GPU."""
+    with records.timed("generate", dump.name, dump.half):
+        plan = plan_on(program, device, disk(settings.cache_bytes))
+    plan.title = dump.title
+    dump.show("plan", "plan", "txt", lambda: str(plan))
+    if settings.records and can_record(program):
+        return Recorded(plan, device.index or 0)
+    return plan
 
 
 def revised(dump: Dump, text: str) -> str:
     """The text of a module, shown, or the one of the edited file in its place."""
-    revision = dump.revised("kernels", "kernels", "ll", lambda: text)
+    revision = dump.revised("llvm", "kernels", "ll", lambda: text)
     if revision is not None:
         text = revision.text
     try:
@@ -73,7 +85,7 @@ def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = N
     graph = determined(graph)
     device = device_of(graph)
     if device is None:
-        return runner(graph)
+        return runner(graph, dump.title)
     fusing, link = TARGETS[device.type]
     if settings.tunes and device.type == "cpu":
         untuned = replace(settings, mode="default")
@@ -85,7 +97,11 @@ def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = N
         ways = {name: partial(made, way) for name, way in WAYS.items()}
         specs = [node.spec for node in graph.inputs]
         fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes))]
-    return link(fused(graph, settings, fusing, dump), device, settings, dump)
+    program = fused(graph, settings, fusing, dump)
+    run = link(program, device, settings, dump)
+    if records.listening() and dump is not NOWHERE:
+        tell(program, graph, device, dump, run)
+    return run
 
 
 def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE) -> Program:
@@ -93,12 +109,14 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     given = revisable(graph, dump)
     if settings.exact:
         given = sealed(given)
-    prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
-    program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
+    with records.timed("expand", dump.name, dump.half):
+        prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
+    with records.timed("fuse", dump.name, dump.half):
+        program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
     for step in program.steps:
         if isinstance(step, Call):
             opened(step.node)
-    dump.show("loops", "loops", "txt", lambda: show_kernels(program.kernels))
+    dump.show("kernels", "loops", "txt", lambda: show_kernels(program.kernels))
     return program
 
 

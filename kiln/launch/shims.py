@@ -48,7 +48,7 @@ def _packed_layers() -> dict[Any, Shim]:
 
 
 #: Kernels that fail by sizes and dtypes alone, which were seen when the graph was traced, not by values.
-SHIMS: dict[Any, Shim] = {
+_ON_CPU: dict[Any, Shim] = {
     aten.mm.default: Shim("aoti_torch_cpu_mm_out", True),
     aten.addmm.default: Shim("aoti_torch_cpu_addmm_out", True),
     aten.bmm.default: Shim("aoti_torch_cpu_bmm_out", True),
@@ -70,21 +70,39 @@ SHIMS: dict[Any, Shim] = {
     aten.cat.default: Shim("aoti_torch_cpu_cat"),
     **_packed_layers(),
 }
+_ATTENTIONS = ("flash", "efficient", "cudnn")
+_ON_CUDA: dict[Any, Shim] = {
+    **{
+        op: Shim(shim.name.replace("_cpu_", "_cuda_"), shim.writes)
+        for op, shim in _ON_CPU.items()
+        if op.namespace == "aten" and not op.name().endswith(("_for_cpu", "_for_cpu_backward"))
+    },
+    **{
+        getattr(aten, name).default: Shim(f"aoti_torch_cuda_{name}")
+        for kind in _ATTENTIONS
+        for name in (
+            f"_scaled_dot_product_{kind}_attention",
+            f"_scaled_dot_product_{kind}_attention_backward",
+        )
+    },
+    aten._addmm_activation.default: Shim("aoti_torch_cuda__addmm_activation"),
+}
+#: For each type of device the ops that have a C entry.
+SHIMS: dict[str, dict[Any, Shim]] = {"cpu": _ON_CPU, "cuda": _ON_CUDA}
 
 
 def shim_of(node: Node) -> Shim | None:
     """The C entry for a node, where its op has one that takes such tensors."""
-    found = SHIMS.get(node.op)
+    where = next((n.spec.device.type for n in node.inputs() if isinstance(n.spec, TensorSpec)), "")
+    found = SHIMS.get(where, {}).get(node.op)
     if found is None or not function(found.name):
         return None
     specs = [n.spec for n in node.inputs()]
     specs += [node.spec] if isinstance(node.spec, TensorSpec) else list(node.spec)
     plain = all(
-        spec is None
-        or isinstance(spec, TensorSpec)
-        and spec.device.type == "cpu"
-        and not spec.dtype.is_complex
+        isinstance(spec, TensorSpec) and spec.device.type == where and not spec.dtype.is_complex
         for spec in specs
+        if spec is not None and type(spec) is not int
     )
     # Numbers go as floating-point ones, which kernels of integers refuse.
     return found if plain and specs[0].dtype.is_floating_point else None
@@ -143,7 +161,7 @@ def _tensors(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
 
 
 def _int(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("i", numbers((value,)))]
+    return None if isinstance(value, Node) else [("i", numbers((value,)))]
 
 
 def _maybe_int(value: Any, ref: Any, numbers: Any) -> list[Word] | None:

@@ -23,6 +23,8 @@ class Description:
     kernels: tuple[str, ...]
     labels: tuple[str, ...]
     code: tuple[Any, ...]
+    functions: tuple[tuple[str, ...], ...] = ()
+    """For each kernel its functions in the text of the code."""
 
     def __str__(self) -> str:
         return "\n".join(_Text(self).lines())
@@ -79,6 +81,10 @@ class _Text:
         stages = ", ".join(f"{self.number(tasks)} tasks" for _, tasks, _ in step[1])
         return f"{next(self.kernels)}({', '.join(map(self.buffer, step[2]))}): {stages}"
 
+    def grid(self, step: tuple[Any, ...]) -> str:
+        starts = ", ".join(f"{self.number(blocks)} x {threads}" for _, threads, blocks, _ in step[1])
+        return f"{next(self.kernels)}({', '.join(map(self.buffer, step[2]))}): {starts} threads"
+
     def make(self, step: tuple[Any, ...]) -> str:
         return f"{self.plan.names[step[1]]} = empty {self.form(step[2])}"
 
@@ -101,4 +107,4 @@ class _Text:
 
 
 SHOWN = (int, float, bool, str, list, tuple, type(None))
-TEXTS = {"launch": _Text.launch, "make": _Text.make, "show": _Text.show, "call": _Text.call}
+TEXTS = {"launch": _Text.launch, "grid": _Text.grid, "make": _Text.make, "show": _Text.show, "call": _Text.call}

@@ -1,6 +1,7 @@
 """PTX for what programs do, on a machine without a GPU: the loops are those of the CPU."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import kiln
 from kiln.fuse.program import Fusing
@@ -34,4 +35,5 @@ def kernels_of(f, *inputs, dynamic=None):
 
 def device_of(f, *inputs, dynamic=None, aligned=True):
     """What is started on a GPU for a program, with its PTX."""
-    return generate(kernels_of(f, *inputs, dynamic=dynamic), (9, 0), aligned)
+    made = generate(kernels_of(f, *inputs, dynamic=dynamic), aligned)
+    return SimpleNamespace(text=made.ptx((9, 0)), starts=made.starts)

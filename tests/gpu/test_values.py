@@ -18,13 +18,13 @@ GPU = "cuda:0"
 def started(monkeypatch):
     """How many functions the kernels start that a test makes; each is ours."""
     counts = []
-    prepare = launching.Prepared.kernel
+    made = launching.DevicePlanner.started
 
-    def counted(self, starts, loaded, aligned=True):
-        counts.append(len(starts))
-        return prepare(self, starts, loaded, aligned)
+    def counted(self, compiled, buffers):
+        counts.append(len(compiled.starts))
+        return made(self, compiled, buffers)
 
-    monkeypatch.setattr(launching.Prepared, "kernel", counted)
+    monkeypatch.setattr(launching.DevicePlanner, "started", counted)
     monkeypatch.setenv("KILN_STRICT", "1")
     with kiln.config.patch(strict=True):
         yield counts

@@ -1,0 +1,219 @@
+"""Plans on a GPU as CUDA graphs: recorded once and replayed, in memory that stays where it is.
+
+A recording reads its inputs where they lay when it was made, and is used for calls in which they lie there;
+those that move from call to call are copied to one place. It writes its outputs to places of its own. What a
+caller sees is copied out of there, or is lent: then the recording rests until nobody holds what it lent, and
+another one, or the plan itself, does what is asked for meanwhile. Memory between the steps is shared by all
+recordings for a stream, since they run one after the other.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kiln._launch import Plan, addresses, aliases, lend
+from kiln.base import log
+from kiln.base.collecting import uncollected
+from kiln.fuse.program import Program
+from kiln.fuse.steps import Call
+from kiln.launch.events import forgetful
+
+WARM = 2  # calls before anything is recorded: what is made at first use exists then
+MOST = 8  # recordings of one plan
+AT_ONCE = 2  # recordings of one plan for the same places
+FEWEST = 4  # kernels and calls, below which starting them costs no more than starting a graph
+SMALL = 1 << 20  # bytes of an output that is copied for the caller
+WORD = 8
+
+_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+_lent: dict[int, int] = {}
+"""The addresses of what recordings write, with how many of them do: what takes it finds it there again."""
+_shared: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+"""By device and stream: the stream to record on, and the memory between steps."""
+_lock = threading.Lock()
+
+
+def can_record(program: Program) -> bool:
+    """Whether a graph of a program would do what the program does, each time."""
+    calls = [step.node.op for step in program.steps if isinstance(step, Call)]
+    many = sum(1 for op in calls if op is not operator.getitem) + len(program.steps) - len(calls)
+    return many >= FEWEST and all(op is operator.getitem or forgetful(op) for op in calls)
+
+
+def shared(device: int, stream: int, size: int) -> tuple[Any, torch.Tensor]:
+    """The stream on which to record for a stream, and memory of at least this size."""
+    with _lock:
+        side, memory = _shared.get((device, stream), (None, None))
+        if side is None:
+            side = torch.cuda.Stream(device)
+        if memory is None or memory.nbytes < size:
+            memory = torch.empty(max(size, 1), dtype=torch.uint8, device=f"cuda:{device}")
+        _shared[device, stream] = side, memory
+        return side, memory
+
+
+class Recording:
+    """A graph of one plan for inputs that lie in these places; see `Recorded`."""
+
+    def __init__(self, plan: Plan, values: list[Any], moving: bytes, shown: int, device: int, stream: int) -> None:
+        side, self.scratch = shared(device, stream, plan.bytes(values))
+        self.places = [i for i, moves in enumerate(moving) if moves]
+        given = list(values)
+        for i in self.places:
+            given[i] = torch.empty_strided(
+                values[i].shape, values[i].stride(), dtype=values[i].dtype, device=values[i].device
+            )
+        self.buffers = [given[i] for i in self.places]
+        if any(n > 1 and not s for one in self.buffers for n, s in zip(one.shape, one.stride(), strict=True)):
+            raise RuntimeError("an input that moves lies over itself")
+        self.graph = torch.cuda.CUDAGraph()
+        outputs = self.record(plan, list(given), side)
+        inputs = {id(value): i for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
+        self.passed = [(k, inputs[id(out)]) for k, out in enumerate(outputs) if id(out) in inputs]
+        through = {k for k, _ in self.passed}
+        self.outputs = tuple([None if k in through else out for k, out in enumerate(outputs)])
+        theirs = {key(v) for i, v in enumerate(given) if isinstance(v, torch.Tensor) and not moving[i]}
+        made = [(k, out) for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
+        mine = [(k, out) for k, out in made if key(out) not in theirs]
+        self.copied = [k for k, out in mine if k < shown or shown < 0 and out.nbytes <= SMALL]
+        watched = {key(out): None for k, out in mine if k not in self.copied}
+        watched.update({key(buffer): None for buffer in self.buffers})
+        if len({key(self.outputs[k]) for k in self.copied}) < len(self.copied):
+            raise RuntimeError("outputs share memory")
+        self.watched = [(place, _count(place)) for place in watched]
+        self.addresses = [out.data_ptr() for _, out in mine]
+        for address in self.addresses:
+            _lent[address] = _lent.get(address, 0) + 1
+
+    def record(self, plan: Plan, given: list[Any], side: Any) -> tuple[Any, ...]:
+        side.wait_stream(torch.cuda.current_stream(side.device))
+        with torch.cuda.stream(side), uncollected():
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            lend(self.scratch.data_ptr(), self.scratch.nbytes)
+            try:
+                outputs = plan(given)
+            finally:
+                lend(0, 0)
+                self.graph.capture_end()
+        return outputs
+
+    def __del__(self) -> None:
+        for address in getattr(self, "addresses", ()):
+            _lent[address] -= 1
+            if not _lent[address]:
+                del _lent[address]
+
+    def rests(self) -> bool:
+        """Whether somebody holds what was lent."""
+        return any(_count(place) != count for place, count in self.watched)
+
+    def replay(self, values: list[Any]) -> Sequence[Any]:
+        if self.buffers:
+            torch._foreach_copy_(self.buffers, [values[i] for i in self.places])
+        self.graph.replay()
+        if not self.passed and not self.copied:
+            return aliases(self.outputs)
+        made = list(aliases(self.outputs))
+        for k, i in self.passed:
+            made[k] = values[i]
+        for k in self.copied:
+            made[k] = made[k].clone()
+        return made
+
+
+def key(tensor: torch.Tensor) -> int:
+    """What a tensor shares with those in the same memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Recorded:
+    """Runs a plan by recordings of it: takes a list with the values of the inputs, gives the outputs."""
+
+    def __init__(self, plan: Plan, device: int) -> None:
+        self.plan, self.device = plan, device
+        self.symbols = plan.owner.settled.symbols
+        self.shown = -1
+        self.known: dict[Any, list[Recording]] = {}
+        self.calls, self.made = 0, 0
+        self.moving, self.last, self.from_others = b"", b"", set[int]()
+        self.lock = threading.Lock()
+
+    def shows(self, count: int) -> None:
+        """Say that only the first outputs are for the caller, and others for graphs like this one."""
+        self.shown = count
+
+    def __call__(self, values: list[Any]) -> Sequence[Any]:
+        if self.made > MOST or _capturing():
+            return self.plan(values)
+        with self.lock:
+            stream = _stream(self.device)
+            place = (stream, addresses(values, self.moving), self.sizes(values) if self.symbols else None)
+            found = self.known.get(place)
+            recording = next((one for one in found if not one.rests()), None) if found is not None else None
+            if recording is None and (found is None or len(found) < AT_ONCE):
+                recording = self.recording(values, place)
+            if recording is not None:
+                outputs = recording.replay(values)
+                values.clear()
+                return outputs
+        return self.plan(values)
+
+    def sizes(self, values: list[Any]) -> tuple[Any, ...]:
+        """The sizes, strides and numbers that the plan depends on."""
+        return tuple([
+            values[i] if what == -1 else values[i].size(what) if what >= 0 else values[i].stride(-2 - what)
+            for what, i in self.symbols
+        ])  # fmt: skip
+
+    def recording(self, values: list[Any], place: Any) -> Recording | None:
+        """A new recording for these values; None where there is to be none, or not yet."""
+        now, before = addresses(values, b""), self.last
+        self.last = now
+        self.calls += 1
+        if self.calls <= WARM or len(before) != len(now):
+            return None
+        words = [int.from_bytes(now[k : k + WORD], "little") for k in range(0, len(now), WORD)]
+        if any(words[i] not in _lent for i in self.from_others):
+            return None  # what it comes from was not replayed this time
+        known = self.moving or bytes(len(values))
+        moving = bytes([
+            known[i] or self.moves(value, words[i], before[i * WORD : (i + 1) * WORD])
+            for i, value in enumerate(values)
+        ])  # fmt: skip
+        self.made += 1
+        if self.made > MOST:
+            self.stop(f"places or sizes of inputs changed in more than {MOST} calls")
+            return None
+        if moving != self.moving:
+            self.known.clear()
+            self.moving = moving
+            place = (place[0], addresses(values, moving), place[2])
+        try:
+            made = Recording(self.plan, values, moving, self.shown, self.device, place[0])
+        except RuntimeError as error:
+            self.stop(str(error).partition("\n")[0])
+            return None
+        self.from_others = {i for i, word in enumerate(words) if word in _lent and not moving[i]}
+        self.known.setdefault(place, []).append(made)
+        return made
+
+    def moves(self, value: Any, address: int, before: bytes) -> bool:
+        """Whether a value is elsewhere in each call."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or address in _lent:
+            return False
+        return address != int.from_bytes(before, "little")
+
+    def stop(self, why: str) -> None:
+        """Record nothing more."""
+        self.made = MOST + 1
+        self.known.clear()
+        title = self.plan.title or "a graph"
+        log.warn_once(("graphs", title, why), f"{title} is no longer replayed as a CUDA graph: {why}")

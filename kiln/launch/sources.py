@@ -1,0 +1,59 @@
+"""What the steps of a plan come from: their names in profiles, and the lines of the program in tracebacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kiln.base.graph import CONSTANT, INPUT, Node, label
+from kiln.base.tracebacks import told
+from kiln.fuse.steps import Launch
+from kiln.ops.levels import name_of
+
+SHOWN = 4
+"""How many of the ops of a kernel its name in a profile lists."""
+
+#: What may raise inside a kernel: an index out of range, a division by zero.
+RAISING = frozenset({"index", "gather", "div", "floor_divide", "remainder", "fmod"})
+
+
+class Sources:
+    """For each step of a plan its name, and where in the program it stands."""
+
+    __slots__ = ("names", "places")
+
+    def __init__(self, kinds: Sequence[str], sources: Sequence[Launch | Node]) -> None:
+        given = iter(sources)
+        found = [described(next(given)) if kind in ("launch", "grid", "call") else ("", "") for kind in kinds]
+        self.names, self.places = tuple([name for name, _ in found]), tuple([place for _, place in found])
+
+    def __call__(self, step: int, error: BaseException) -> None:
+        """Put the lines of the program that a step stands for before the error's own traceback."""
+        told(error, self.places[step])
+
+
+def described(source: Launch | Node) -> tuple[str, str]:
+    """The name of a step in a profile, and its place in the program."""
+    if isinstance(source, Node):
+        return f"kiln.call {label(source.op)}", source.where
+    nodes = computed_in(source)
+    ops = list(dict.fromkeys(label(node.op) for node in nodes))
+    more = "+…" if len(ops) > SHOWN else ""
+    suspects = [node for node in nodes if node.where and name_of(node.op) in RAISING] or nodes
+    place = next((node.where for node in suspects if node.where), "")
+    return f"kiln.kernel {source.kernel.name} {'+'.join(ops[:SHOWN])}{more}", place
+
+
+def computed_in(launch: Launch) -> list[Node]:
+    """The nodes between what a kernel reads and what it writes, those that are read first."""
+    seen: set[Any] = set(launch.reads.values())
+    todo, found = list(launch.writes.values()), list[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.op is INPUT or node.op is CONSTANT:
+            continue
+        seen.add(node)
+        found.append(node)
+        todo += node.inputs()
+    found.reverse()
+    return found

@@ -1,0 +1,129 @@
+"""A driver of no GPU: it notes what is started, and runs the loops of each function on the CPU."""
+
+import ctypes
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kiln import _launch
+from kiln.fuse.nest import Buffer, Kernel
+from kiln.fuse.program import Fusing
+from kiln.fuse.split import GRIDS
+from kiln.generate import code
+from kiln.generate.device import generate
+from kiln.launch import program as programs
+from kiln.launch.device import DevicePlanner, OnDevice
+from kiln.launch.native import set_up
+
+WORD, INT = ctypes.c_void_p, ctypes.c_int
+POINTERS = ctypes.POINTER(WORD)
+CONTEXT, STREAM = 0x1000, 0x2000
+REFUSED = 719
+
+
+@dataclass
+class Start:
+    """A start that was noted: the function, blocks, threads, the stream, and the words that it was given."""
+
+    function: object
+    blocks: int
+    threads: int
+    stream: int
+    words: tuple
+
+
+class Driver:
+    """The entry points of the driver; `starts` is what was started, `error` what it answers."""
+
+    def __init__(self):
+        self.starts, self.functions, self.contexts, self.error = [], {}, [CONTEXT], 0
+        kinds = {
+            "stream": (INT, INT, POINTERS),
+            "launch": (INT, WORD, *[ctypes.c_uint] * 7, WORD, POINTERS, WORD),
+            "current": (INT, POINTERS),
+            "push": (INT, WORD),
+            "pop": (INT, POINTERS),
+            "text": (INT, INT, ctypes.POINTER(ctypes.c_char_p)),
+        }
+        self.entries = {name: ctypes.CFUNCTYPE(*kind)(getattr(self, name)) for name, kind in kinds.items()}
+        _launch.set_driver(*[ctypes.cast(entry, WORD).value for entry in self.entries.values()])
+
+    def stream(self, index, found):
+        found[0] = STREAM
+        return 0
+
+    def current(self, found):
+        found[0] = self.contexts[-1]
+        return 0
+
+    def push(self, context):
+        self.contexts.append(context)
+        return 0
+
+    def pop(self, found):
+        self.contexts.pop()
+        return 0
+
+    def text(self, error, found):
+        found[0] = b"an illegal memory access was encountered"
+        return 0
+
+    def launch(self, handle, bx, by, bz, tx, ty, tz, shared, stream, parameters, extra):
+        if self.error:
+            return self.error
+        start, nest = self.functions[handle]
+        given = [g for g in start.given]
+        words = tuple(ctypes.c_uint64.from_address(parameters[i]).value for i in range(len(given)))
+        self.starts.append(Start(start.function, bx, tx, stream, words))
+        assert (self.contexts[-1], by, bz, ty, tz, shared) == (CONTEXT, 1, 1, 1, 1, 0)
+        if nest is not None:
+            self.run(nest, dict(zip(given, words, strict=True)))
+        return 0
+
+    def run(self, nest, given):
+        (made,) = code.generate([Kernel("k", ((nest,),))])
+        assert not made.sizes
+        buffers = (WORD * len(made.buffers))(*[given[b] for b in made.buffers])
+        status = ctypes.c_int64()
+        entry = ctypes.CFUNCTYPE(None, WORD, WORD, WORD, ctypes.c_int64, ctypes.c_int64)(made.addresses[0])
+        entry(ctypes.addressof(buffers), None, ctypes.addressof(status), 0, made.tasks[0])
+        assert not status.value
+
+    def handles(self, starts, nests):
+        """Handles for the functions of a kernel; without nests they run nothing."""
+        found = {}
+        for start, nest in zip(starts, nests, strict=True):
+            found[start.function] = handle = 16 * (len(self.functions) + 1)
+            self.functions[handle] = (start, nest)
+        return found
+
+    def plan(self, program, device, store=None):
+        """The plan of a program in the memory of the CPU whose kernels this driver starts."""
+        set_up()
+        made = generate(program.kernels)
+        kernels = []
+        for kernel, starts in zip(program.kernels, made.starts, strict=True):
+            fixed = all(isinstance(g, Buffer) for start in starts for g in start.given if g is not None)
+            nests = kernel.nests if fixed else [None] * len(starts)
+
+            def find(functions, kernel=kernel, nests=nests):
+                (starts,) = generate([kernel], aligned=False).starts
+                handles = self.handles(starts, nests)
+                return {f: handles[s.function] for f in functions for s in starts if s.function.text == f.text}
+
+            kernels.append(OnDevice(kernel, starts, self.handles(starts, nests), find))
+        return DevicePlanner(program, kernels, (0, 0, CONTEXT)).plan()
+
+
+@contextmanager
+def pretended():
+    """Programs for the CPU become plans that a driver of no GPU starts."""
+    driver, targets = Driver(), dict(programs.TARGETS)
+
+    def link(program, device, settings, dump):
+        return driver.plan(program, device)
+
+    programs.TARGETS["cpu"] = (Fusing(GRIDS), link)
+    try:
+        yield driver
+    finally:
+        programs.TARGETS.update(targets)

@@ -1,0 +1,195 @@
+"""Recordings of plans on a machine without a GPU: a graph stands for what was recorded, and replays it."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+from kiln.launch import graphs, program
+from kiln.launch.graphs import Recorded
+
+from .driver import pretended
+
+
+class Pretended:
+    """Notes recordings and replays; a replay writes into the outputs of the recording, and reads its inputs."""
+
+    def __init__(self, monkeypatch):
+        self.recorded, self.replayed, self.stream, self.runs = 0, 0, 1, []
+        record = self.record
+        monkeypatch.setattr(graphs.Recording, "record", lambda one, plan, given, side: record(one, plan, given))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+        monkeypatch.setattr(graphs, "_stream", lambda device: self.stream)
+        monkeypatch.setattr(graphs, "_capturing", lambda: False)
+        monkeypatch.setattr(graphs, "shared", lambda *_: (None, torch.empty(0)))
+        link = program.TARGETS["cpu"][1]
+
+        def recorded(given, device, settings, dump):
+            run = Recorded(link(given, device, settings, dump), 0)
+            self.runs.append(run)
+            return run
+
+        monkeypatch.setitem(program.TARGETS, "cpu", (program.TARGETS["cpu"][0], recorded))
+
+    def record(self, recording, plan, given):
+        self.recorded += 1
+        held = [x.untyped_storage() if i in recording.places else None for i, x in enumerate(given)]
+        views = [x if isinstance(x, torch.Tensor) else x for x in given]
+        outputs = plan(list(given))
+        inside = {id(x) for x in views}
+
+        def replay():
+            self.replayed += 1
+            assert held is not None
+            for kept, new in zip(outputs, plan(list(views)), strict=True):
+                if isinstance(kept, torch.Tensor) and id(kept) not in inside:
+                    kept.copy_(new)
+
+        recording.graph.replay = replay
+        return outputs
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    kiln.reset()
+    with pretended() as driver:
+        made = Pretended(monkeypatch)
+        made.driver = driver
+        yield made
+    kiln.reset()
+    gc.collect()
+
+
+def f(x, w):
+    return torch.relu(x @ w) @ w
+
+
+X, W = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+
+def compiled(function=f, **options):
+    return kiln.compile(function, fullgraph=True, options={"freeze": False}, **options)
+
+
+def test_after_two_calls_a_plan_is_replayed(gpu):
+    g = compiled()
+    for turn in range(6):
+        torch.testing.assert_close(g(X, W), f(X, W))
+        assert gpu.recorded == (turn >= 2) and gpu.replayed == max(turn - 1, 0)
+
+
+def test_inputs_that_move_are_copied_and_parameters_are_read_where_they_are(gpu):
+    g, kept = compiled(), []
+    for turn in range(6):
+        kept.append(torch.randn(4, 8))
+        torch.testing.assert_close(g(kept[-1], W), f(kept[-1], W))
+        with torch.no_grad():
+            W.mul_(0.9)
+    assert gpu.recorded == 1 and gpu.replayed == 4 and gpu.runs[0].moving == b"\1\0"
+
+
+def test_an_input_that_begins_to_move_is_copied_from_then_on(gpu):
+    g, kept = compiled(), []
+    for _ in range(4):
+        g(X, W)
+    assert gpu.recorded == 1 and gpu.runs[0].moving == b"\0\0"
+    for _ in range(4):
+        kept.append(torch.randn(4, 8))
+        torch.testing.assert_close(g(kept[-1], W), f(kept[-1], W))
+    assert gpu.recorded == 2 and gpu.replayed == 6
+
+
+def test_small_outputs_are_copied_and_stay_what_they_were(gpu):
+    g, results = compiled(), []
+    inputs = [torch.randn(4, 8) for _ in range(6)]
+    results = [g(x, W) for x in inputs]
+    for x, result in zip(inputs, results, strict=True):
+        torch.testing.assert_close(result, f(x, W))
+    assert gpu.recorded == 1
+
+
+def test_large_outputs_are_lent_and_no_recording_writes_what_is_held(gpu, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    g = compiled()
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+    results = [g(x, W) for x in inputs]
+    for x, result in zip(inputs, results, strict=True):
+        torch.testing.assert_close(result, f(x, W))
+    assert gpu.recorded == 2  # one more while the first rests; then the plan itself
+    part = results[2][1:]
+    del result, results
+    torch.testing.assert_close(part, f(inputs[2], W)[1:])  # a view of it holds it too
+    before, out = gpu.replayed, None
+    for x in inputs:
+        out = g(x, W)  # the last result is held while the next is computed
+        torch.testing.assert_close(out, f(x, W))
+    assert gpu.recorded == 2 and gpu.replayed > before
+    torch.testing.assert_close(part, f(inputs[2], W)[1:])
+
+
+def test_each_stream_has_recordings_of_its_own(gpu):
+    g = compiled()
+    for turn in range(8):
+        gpu.stream = 1 + turn % 2
+        torch.testing.assert_close(g(X, W), f(X, W))
+    assert gpu.recorded == 2
+
+
+def test_sizes_that_vary_have_recordings_up_to_a_limit(gpu, caplog):
+    g = compiled(dynamic=True)
+    for rows in range(2, 20):
+        assert g(torch.randn(rows, 8), W).shape == (rows, 8)
+    assert gpu.recorded == graphs.MOST
+    assert sum("no longer replayed" in record.message for record in caplog.records) == 1
+
+
+def test_a_training_step(gpu):
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    g = kiln.compile(model, fullgraph=True)
+    losses, expected = [], []
+    for x in [torch.randn(5, 8) for _ in range(7)]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        expected.append(model(x).square().mean().item())
+        model.zero_grad()
+        out = g(x)
+        loss = out.square().mean()
+        loss.backward()
+        losses.append(loss)
+        for mine, theirs in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(mine.grad, theirs)
+    torch.testing.assert_close(torch.stack(losses), torch.tensor(expected))
+    forward, backward = gpu.runs
+    assert (forward.made, backward.made) == (1, 1)
+    assert sum(backward.moving) == 2, backward.moving  # the batch and the gradient that comes in
+
+
+def test_two_forwards_before_their_backwards(gpu):
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    g = kiln.compile(model, fullgraph=True)
+    for _ in range(6):
+        a, b = torch.randn(5, 8), torch.randn(5, 8)
+        model.zero_grad()
+        (model(a).square().mean() + model(b).square().mean()).backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        (g(a).square().mean() + g(b).square().mean()).backward()
+        for mine, theirs in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(mine.grad, theirs)
+    assert gpu.replayed
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(gpu, caplog, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs.Recording, "record", refuse)
+    g = compiled()
+    for _ in range(5):
+        torch.testing.assert_close(g(X, W), f(X, W))
+    (said,) = [record.message for record in caplog.records if "no longer replayed" in record.message]
+    assert "operation not permitted" in said and "more" not in said
