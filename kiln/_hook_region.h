@@ -243,6 +243,8 @@ static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc)
         result = run_entry(self, entry, argv, argc);
         Py_DECREF(entry);
     }
+    else if (result == NULL)
+        clean_traceback();
     return result;
 }
 

@@ -100,7 +100,7 @@ def original(value: Any) -> Any:
 def call_function(module: torch.nn.Module) -> Callable[..., Any]:
     """The plain function behind `module(...)`, hooks included, to be called with the module first."""
     call: Any = type(module).__call__
-    call = getattr(call, "function", call)  # where all modules are compiled, it is a region over the plain one
+    call = getattr(call, "function", call)  # a region over the plain one, where all modules are compiled
     if isinstance(module, torch.fx.GraphModule):
         # A GraphModule's own __call__ only adds a rewritten traceback around this one.
         call = torch.nn.Module.__call__

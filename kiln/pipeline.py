@@ -7,24 +7,22 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from kiln import _hook
+from kiln import _hook, telling
 from kiln.base import live, log, options, records
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
-from kiln.base.places import places_of
-from kiln.bytecode.beside import beside
+from kiln.base.tracebacks import add_lines
 from kiln.capture import nested, runtime, state
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
 from kiln.capture.hidden import hide
 from kiln.capture.module import CapturedModule
 from kiln.capture.run import capture
-from kiln.capture.told import operations
 from kiln.capture.varying import Dynamic
 from kiln.check.failures import failure
 from kiln.check.shapes import varying
@@ -41,6 +39,7 @@ class Family:
     resumes: dict[Any, Any] = field(default_factory=dict)
     raising: Break | None = None  # where the latest capture saw the program raise
     first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
+    resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
 
 
 @dataclass(eq=False, slots=True)
@@ -93,7 +92,11 @@ def region(function: types.FunctionType, asked: Compile) -> Any:
 
 
 def make_region(function: types.FunctionType, family: Family) -> Any:
-    made = _hook.Region(function, lambda region, argv: miss(region, argv, family))
+    def missed(region: Any, argv: tuple[Any, ...]) -> Any:
+        return miss(region, argv, family)
+
+    _hook.hide(missed.__code__, _hook.HIDDEN)
+    made = _hook.Region(function, missed)
     live.register(made)
     return made
 
@@ -117,7 +120,9 @@ def resumed_region(function: types.FunctionType, family: Family) -> Any:
                 raise Break("capture-raised", seen.why, seen.hint, seen.at)
         return miss(region, argv, family)
 
+    _hook.hide(resumed.__code__, _hook.HIDDEN)
     made = _hook.Region(function, resumed)
+    family.resumed.add(made)
     live.register(made)
     return made
 
@@ -128,6 +133,12 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
     _hook.pause()
     try:
         run = find_run(region, function, argv, family)
+    except (Break, Skip, Specialised, RecompileError) as error:
+        # A refusal is for the program's author: the traceback ends at the line that it is about.
+        error.__traceback__ = None
+        place = getattr(error, "at", None)
+        add_lines(error, () if place is None else (place,))
+        raise
     finally:
         _hook.resume()
     return _hook.then(nested.eager(function) if run is None else run)
@@ -149,20 +160,15 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
         return None  # a functorch transform runs its function on tensors of its own
     failures = tuple([found for entry in entries if (found := failed_guard(entry, argv)) is not None])
-    reasons = tuple(map(str, failures)) or ("the guards hold now",) * bool(entries)
     if stance == "fail_on_recompile":
-        raise RecompileError(
-            f"{name} would be compiled again: {'; '.join(reasons) or 'it has not been compiled yet'}"
-        )
-    if entries:
-        limited = len(entries) >= asked.setting("cache_limit")
-        records.emit(records.RecompileRecord(name, reasons, defined(function), failures, limited))
-        if limited:
-            region.limit_hit = True
-            log.warn_once(("cache_limit", id(region)),
-                          f"{name} was compiled {len(entries)} times and runs eagerly from now on; "
-                          f"the guard that keeps failing: {reasons[0]}")  # fmt: skip
-            return None
+        why = "; ".join(map(str, failures)) or "it has not been compiled yet"
+        raise RecompileError(f"{name} would be compiled again: {why}")
+    limit = asked.setting("cache_limit")
+    if entries and telling.recompiled(
+        function, argv, name, failures, limit, len(entries), region in family.resumed
+    ):
+        region.limit_hit = True
+        return None
     unstable = frozenset(
         str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0
     )
@@ -242,50 +248,16 @@ def install(region: Any, captured: Captured, name: str) -> Any:
     with records.timed("guards", made or name):
         built = captured.guards.build()
     entry = Entry(captured.guards.guards, built, captured.guards.places)
-    told(region.function, captured, entry, made, name)
+    telling.captured_frame(region.function, captured, entry, made, name)
     region.add(built, captured.run, entry)
     return captured.run
-
-
-def told(function: types.FunctionType, captured: Captured, entry: Entry, made: str, name: str) -> None:
-    """Leave the records of a capture."""
-    listening = records.listening()
-    if captured.graph is not None:
-        all_ops = operations(captured.graph) if listening else ()
-        guarded = tuple([(str(guard), entry.place(guard)) for guard in entry.guards]) if listening else ()
-        records.emit(records.GraphRecord(
-            made, captured.graph, captured.ops, captured.inputs, started(function, captured.graph), name,
-            entry.guards, captured.end, all_ops, guarded,
-        ))  # fmt: skip
-        if log.wants("guards"):
-            log.say("guards", "\n  ".join([made, *map(str, entry.guards)]))
-    if captured.reason is not None and captured.reason.kind != "raises":
-        reason = captured.reason
-        records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name, made))
-    records.emit(records.ResidualRecord(name, captured.code, function.__code__))
-    if log.wants("code"):
-        log.say("code", f"{name}\n{beside(function.__code__, captured.code)}")
-    for code in captured.continued:
-        records.emit(records.ResidualRecord(name, code))
-
-
-def started(function: types.FunctionType, graph: torch.fx.GraphModule) -> Place:
-    """Where a graph begins: at its first op's line in the frame, or where the function is defined."""
-    for node in graph.graph.nodes:
-        if node.op.startswith("call") and node.meta.get("stack_trace"):
-            return replace(places_of(node.meta["stack_trace"])[0], function=function.__qualname__)
-    return defined(function)
-
-
-def defined(function: types.FunctionType) -> Place:
-    code = function.__code__
-    return Place(code.co_filename, code.co_firstlineno, function.__qualname__)
 
 
 def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
     if family.options.fullgraph:
         raise error
-    records.emit(records.BreakRecord("skipped", None, error.why, "", name))
+    why = error.broke or Break("skipped", error.why)
+    records.emit(records.BreakRecord(why.kind, why.at, why.why, why.hint, name))
     _hook.skip(region.function.__code__)
     region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry((), None))
     return region.entries[0].run
@@ -295,10 +267,7 @@ def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
     """An internal error: one line, and the function runs eagerly."""
     if asked.fullgraph or options.config.strict:
         raise error
-    records.emit(records.FallbackRecord(name, f"{type(error).__name__}: {error}"))
-    log.warn_once(("fallback", name),
-                  f"{name} runs eagerly after an internal error ({type(error).__name__}: {error}); "
-                  "set KILN_STRICT=1 to see it raised")  # fmt: skip
+    telling.failed(name, error, region.function)
     region.enabled = False
 
 

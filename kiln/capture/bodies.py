@@ -44,7 +44,7 @@ class Body(Recorder):
     def node(self, fake: FakeTensor) -> Node:
         if not super().knows(fake) and self.parent.knows(fake):
             self.free.append(fake)
-            self._bind(fake, self.parameter(fake, "free"))
+            self.bind(fake, self.parameter(fake, "free"))
         return super().node(fake)
 
     def parameter(self, fake: FakeTensor, name: str) -> Node:
@@ -100,7 +100,7 @@ def capture_body(m: Machine, function: Any, args: tuple[Any, ...], kwargs: dict[
     try:
         for fake in pytree.tree_leaves((args, kwargs)):
             if type(fake) is FakeTensor:
-                body._bind(fake, body.parameter(fake, "x"))
+                body.bind(fake, body.parameter(fake, "x"))
         given = {id(fake) for fake in pytree.tree_leaves((args, kwargs))}
         out = m.call(function, args, kwargs)
         m.world.touch_deep(out)

@@ -23,7 +23,7 @@ from kiln import _hook
 from kiln.base import marks
 from kiln.base.errors import Break, Skip
 from kiln.base.source import Attr, Const, DictAttr, Item
-from kiln.capture import attributes, purity, symbolic
+from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import UserError
@@ -338,7 +338,12 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 
 
 def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """An nn.Module: straight to forward when no hook is registered anywhere."""
+    """An nn.Module: what an earlier call of one like it recorded, or else its `__call__`."""
+    return repeated.call(m, module, args, kwargs, lambda: enter_module(m, module, args, kwargs, mode))
+
+
+def enter_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """Interpret a call of a module: straight to forward when no hook is registered anywhere."""
     if "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
         m.native(
             module._infer_parameters, module, args, kwargs

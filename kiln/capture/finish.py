@@ -44,6 +44,7 @@ class Captured:
     continued: tuple[types.CodeType, ...]  # the code that goes on after a break, outermost frame first
     reason: Break | None
     end: Place
+    looped: bool = False  # whether what goes on after the break comes back to it
 
 
 class Finisher:
@@ -230,6 +231,7 @@ class Finisher:
         captured = self.finish(tail, reason)
         if loops(target):
             captured.run = runtime.drive(captured.run)
+            captured.looped = True
         return captured
 
     def continuation(

@@ -57,6 +57,10 @@ class Restart(Exception):
         super().__init__(step)
 
 
+class Differs(Exception):
+    """A call of a module is not the same as an earlier one."""
+
+
 class Unfit(Exception):
     """The program does not go through with symbolic sizes; fixed ones will show why, or do."""
 

@@ -37,6 +37,7 @@ from kiln.capture.frame import (
 )
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.opcodes.all import TABLE
+from kiln.capture.recipes import Call
 from kiln.capture.recorder import Recorder, describe
 from kiln.capture.variables import PASSIVE, read_all
 from kiln.capture.world import MISSING, World
@@ -69,6 +70,7 @@ class Machine:
         )
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
+        self.calls: dict[Any, list[Call] | None] = {}  # those of modules so far, by what they must have in common
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
         self.lines: dict[tuple[Any, int], str] = {}  # code and place in it -> the line, as tracebacks show it
 
@@ -236,7 +238,7 @@ class Machine:
         )
         return Frame(function, values, cells)
 
-    def native(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def native(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run native code of the program; its exceptions are the program's."""
         try:
             return function(*args, **kwargs)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from kiln.base import marks
@@ -90,6 +92,19 @@ class _Row:
 Binding: TypeAlias = Node | _Input | _Part | _Row
 
 
+def whole(binding: Binding | None) -> Node | None:
+    """The node that a tensor comes from."""
+    return binding.whole if isinstance(binding, (_Part, _Row)) else binding if isinstance(binding, Node) else None
+
+
+def moved(binding: Binding, copies: dict[Node, Node]) -> Binding:
+    """What a tensor is in a copy of the nodes."""
+    if isinstance(binding, (_Part, _Row)):
+        return replace(binding, whole=copies[binding.whole])
+    assert isinstance(binding, Node)
+    return copies[binding]
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A state of the recorder that `rollback` returns to."""
@@ -126,7 +141,8 @@ class Recorder:
         self._kept = 0
         self._busy = False
         self._regions: list[int] = []
-        self._region_count = 0
+        self._erased: list[int] = []  # how many nodes were left when one was taken back
+        self.region_count = 0
         self._mode = RecorderMode(self)
 
     # Tensors and their nodes
@@ -148,7 +164,7 @@ class Recorder:
             self.fakes[id(real)] = fake
             self._alive.append(real)
             fake.pinned = True
-            self._bind(fake, _Input(source, real, as_attr))
+            self.bind(fake, _Input(source, real, as_attr))
         return fake
 
     def symbol(self, symbol: Symbol, what: str, owner: Any, dim: int = 0) -> None:
@@ -172,10 +188,11 @@ class Recorder:
         if binding is None:
             raise Bug(f"{fake} was not made by this recorder")
         node = self._materialise(binding, fake)  # type: ignore[arg-type]
-        self._bind(fake, node)
+        self.bind(fake, node)
         return node
 
-    def _bind(self, fake: FakeTensor, binding: Binding) -> None:
+    def bind(self, fake: FakeTensor, binding: Binding) -> None:
+        """Say what a tensor is in the graph."""
         key = id(fake)
         previous = self._bindings.get(key)
         if previous is None:
@@ -300,7 +317,7 @@ class Recorder:
             self._busy = outer
         whole = self.node(fake)
         for i, row in enumerate(rows):
-            self._bind(row, _Row(whole, i))
+            self.bind(row, _Row(whole, i))
         return rows
 
     def declare(
@@ -351,7 +368,7 @@ class Recorder:
         target = self._node(func, args, kwargs)
         node = self._added(target, result if fakes else None)
         for path, fake in fakes:
-            self._bind(fake, _Part(node, path) if path else node)  # type: ignore[arg-type]
+            self.bind(fake, _Part(node, path) if path else node)  # type: ignore[arg-type]
         return result
 
     def _node(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -424,6 +441,7 @@ class Recorder:
         if last is None or "flips" not in last.meta or last.next is not self.graph._root:
             return False
         self._nodes.pop()
+        self._erased.append(len(self._nodes))
         self.graph.erase_node(last)
         return True
 
@@ -437,8 +455,8 @@ class Recorder:
     @contextmanager
     def region(self) -> Iterator[None]:
         """Mark the nodes recorded meanwhile as a region whose values the backward pass computes again."""
-        self._region_count += 1
-        self._regions.append(self._region_count)
+        self.region_count += 1
+        self._regions.append(self.region_count)
         try:
             yield
         finally:
@@ -447,6 +465,94 @@ class Recorder:
     def mode(self) -> RecorderMode:
         """A context in which every torch function that native code calls is recorded."""
         return self._mode
+
+    # Nodes again
+
+    def count(self) -> tuple[int, int]:
+        """How much is recorded now, for `since`."""
+        return len(self._nodes), len(self._erased)
+
+    def since(self, mark: tuple[int, int]) -> list[Node] | None:
+        """The nodes recorded since `mark`; None when one from before was taken back."""
+        count, erased = mark
+        return None if min(self._erased[erased:], default=count) < count else self._nodes[count:]
+
+    def binding(self, fake: FakeTensor) -> Binding | None:
+        """What a tensor is in the graph."""
+        return self._bindings.get(id(fake))
+
+    def nodes_of(self, fakes: Iterable[FakeTensor], others: Iterable[FakeTensor]) -> Iterator[tuple[Node, FakeTensor]]:
+        """The nodes of those of the tensors that have one, and what stands for each in a copy."""
+        for fake, other in zip(fakes, others, strict=True):
+            node = self._bindings.get(id(fake))
+            if isinstance(node, Node):
+                yield node, other
+
+    def copyable(self, nodes: list[Node], own: set[int], known: dict[int, Any]) -> list[Node] | None:
+        """Those of the nodes that each call has its own of; None where one cannot be copied.
+
+        `own` are the ids of tensors for which others stand in a copy, `known` those of tensors from outside.
+        """
+        mine = {node for key in own if isinstance(node := self._bindings.get(key), Node)}
+        numbers = set(self._numbers.values())
+        effects = set(self._results.values())
+        chosen = []
+        for node in nodes:
+            target: Any = node.target
+            if node in effects or getattr(target, "__closure__", None) or isinstance(target, partial):
+                return None
+            if node.op == "get_attr":
+                value = self._attrs[target]
+                fake = self.fakes.get(id(value)) if isinstance(value, torch.Tensor) else None
+                if node in mine:
+                    chosen.append(node)
+                elif fake is None or id(fake) not in known:
+                    return None
+            elif node.op != "placeholder" and node not in mine and node not in numbers:
+                chosen.append(node)
+        return chosen
+
+    def copy(
+        self,
+        nodes: list[Node],
+        stand_ins: dict[Node, FakeTensor],
+        fresh: dict[int, FakeTensor],
+        where: tuple[str, str],
+        paths: dict[str, str],
+    ) -> dict[Node, Node]:
+        """Record the nodes once more, with other tensors in place of some; the copy of each.
+
+        `fresh` are tensors that stand for results, by the ids of those; `where` is how the stack began in
+        the nodes and begins now, `paths` the names of modules that others stand for.
+        """
+        copies: dict[Node, Node] = {}
+
+        def image(node: Node) -> Node:
+            made = copies.get(node)
+            if made is None:
+                fake = stand_ins.get(node)
+                made = copies[node] = node if fake is None else self.node(fake)
+            return made
+
+        before, now = where
+        for node in nodes:
+            last = len(self._nodes)
+            if node.op == "get_attr":
+                made = image(node)
+            else:
+                args, kwargs = map_arg(node.args, image), map_arg(node.kwargs, image)
+                example = node.meta.get("example_value")
+                made = copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
+                self._added(made, fresh.get(id(example), example))
+                if "flips" in node.meta:
+                    made.meta["flips"] = True
+            if len(self._nodes) > last and self.where is not None:
+                trace = node.meta["stack_trace"]
+                made.meta["stack_trace"] = now + trace[len(before) :] if trace.startswith(before) else trace
+                if self.within is not None:
+                    path = node.meta.get("module", "")
+                    made.meta["module"] = paths.get(path, path)
+        return copies
 
     # Marks and the end
 

@@ -74,7 +74,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             dynamic, stop, reason = STATIC, -1, None
         except Restart as again:
             if again.step < 0 or again.step == stop:
-                raise Skip(str(again.reason)) from None
+                raise Skip(str(again.reason), again.reason) from None
             stop, reason = again.step, again.reason
     raise Skip(f"no place to split {function.__qualname__} was found")
 
@@ -155,7 +155,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             if e.kind in WHOLE_FRAME and not fullgraph:
                 frames = machine.broken or []
                 if len(frames) <= 1:
-                    raise Skip(str(e)) from None
+                    raise Skip(str(e), e) from None
                 raise Restart(frames[0].step, e) from None
             if (
                 not fullgraph

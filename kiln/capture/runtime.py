@@ -11,7 +11,8 @@ import warnings
 from collections import OrderedDict, deque
 from typing import Any
 
-from kiln.base.tracebacks import told
+from kiln.base.places import places_of
+from kiln.base.tracebacks import add_lines
 
 
 def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaults: Any, closure: Any,
@@ -209,7 +210,7 @@ def retell(places: dict[str, str], error: BaseException) -> None:
         where = places.get(line.partition("=")[0].partition(":")[0].strip(), "")
         if where:
             error.__traceback__ = trace.tb_next
-            told(error, where)
+            add_lines(error, places_of(where))
 
 
 GRAPHS = "<eval_with_key>"

@@ -14,6 +14,7 @@ from kiln.base import records
 from kiln.base.places import places_of
 from kiln.base.records import Op
 from kiln.base.source import Source, readable
+from kiln.ops.symint import expr_of
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -59,7 +60,9 @@ def _label(node: fx.Node) -> str:
 def spec_text(value: Any) -> str:
     """Dtype and shape of a value, or its type."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+        # The text of a symbolic size is asked of its expression: that of the number would make it constant.
+        sizes = ", ".join([str(expr_of(n)) for n in value.shape])
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(spec_text, value))})"
     return "" if value is None else type(value).__name__

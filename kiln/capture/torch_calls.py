@@ -379,7 +379,8 @@ def call_script_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, 
     return leaf(m, Named(function, function.name, function), args, kwargs)
 
 
-CALLERS[torch.jit.ScriptModule] = call_script
+for _kind in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule, torch.jit.TopLevelTracedModule):
+    CALLERS[_kind] = call_script
 CALLERS[torch.jit.ScriptFunction] = call_script_function
 
 

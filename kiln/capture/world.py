@@ -286,8 +286,9 @@ class World:
                 f"{source} is a {type(value).__name__}",
                 "pass plain tensors, or disable the function",
             )
-        if value.layout is not torch.strided or value.is_quantized:
-            raise Break("tensor-layout", f"{source} is {value.layout}", "only strided tensors are captured")
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            what = "nested" if value.is_nested else value.layout
+            raise Break("tensor-layout", f"{source} is {what}", "only strided tensors are captured")
         as_attr = self.owned(source) and str(source) not in self.unstable
         if as_attr:
             self.guard(Is(source, value))
@@ -399,7 +400,11 @@ class World:
         shadow = self.shadows.get(id(value))
         if shadow is not None:
             if not shadow.full:
-                self.fill(shadow)
+                try:
+                    self.fill(shadow)
+                except Break:
+                    shadow.full = False  # it stands as it was
+                    raise
         elif type(value) in (list, tuple, dict) and id(value) not in self.sources:
             for item in value.values() if type(value) is dict else value:
                 if id(item) in self.shadows:

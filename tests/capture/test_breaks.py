@@ -57,7 +57,7 @@ def test_the_example_of_the_field():
 @needs_kiln
 def test_explain_shows_graphs_break_and_bytecode():
     text = str(kiln.explain(field)(-torch.ones(4), -torch.ones(4)))
-    for part in ("2 graphs, 5 ops, 1 break", "branch-on-tensor", "if x.sum() < 0:", "remedy:", "Residual bytecode", "CALL", "torch.where"):
+    for part in ("2 graphs, 5 ops", "1 break", "branch-on-tensor", "if x.sum() < 0:", "^^^", "remedy:", "torch.where"):
         assert part in text, f"{part!r} is not in\n{text}"
 
 

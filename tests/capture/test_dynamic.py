@@ -16,7 +16,7 @@ import kiln
 from kiln.base import records
 from kiln.base.errors import Specialised
 from kiln.base.symbols import Scope
-from tests.observe import Same
+from tests.same import Same
 
 
 def counted(*shape: int) -> Tensor:

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from tests.observe import Same
+from tests.same import Same
 from tests.support import collected, kiln, t
 
 NUMBERS = ("n", "m", "1", "2", "len(L)", "o.n", "len(D)", "x.shape[0]", "(n % 3)", "sum(v for v in (1, 2))", "len(log)")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.observe import Same
+from tests.same import Same
 from tests.support import kiln, t
 
 pytestmark = pytest.mark.filterwarnings("ignore")

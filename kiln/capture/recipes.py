@@ -1,0 +1,330 @@
+"""What one call of a module read and recorded, and the same for another module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.fx import Node
+
+from kiln.base.source import Const, DictAttr, Source, Step
+from kiln.capture.frame import Differs
+from kiln.capture.recorder import Binding, moved
+from kiln.capture.told import path_of
+from kiln.capture.world import CONSTANTS
+from kiln.check.guards import (
+    Absent,
+    Contains,
+    Custom,
+    Distinct,
+    Equals,
+    FunctionState,
+    Guard,
+    Is,
+    Keys,
+    Length,
+    SameObject,
+    SetEquals,
+    TypeIs,
+)
+from kiln.check.torch_guards import facts
+from kiln.ops.fake import FakeTensor, fake_like
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+#: Guards that say the same of another path.
+MOVABLE = frozenset({TypeIs, Is, Equals, Length, Keys, Contains, Absent, SetEquals, FunctionState, Custom})
+#: What a module may hold that decides, unguarded, how it is called.
+CALLED_OTHERWISE = ("_compiled_call_impl", "_initialize_hook")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module as it was interpreted."""
+
+    module: torch.nn.Module
+    tensors: list[FakeTensor]  # those among the arguments, each once
+    switches: tuple[Any, ...]
+    writes: int
+    events: tuple[int, int]
+    nodes: list[Node]
+    where: str
+    result: Any
+    made: dict[int, tuple[FakeTensor, Binding]]  # the new tensors in the result, and what they are in the graph
+    recipe: Recipe | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A path that leads through the module, and what was there."""
+
+    source: Source
+    base: int  # the place that the path goes on from; of a module inside, that of the path to it
+    value: Any
+
+
+@dataclass(eq=False)
+class Recipe:
+    """What a call read through its module, parents first, and what it read besides."""
+
+    NONE: ClassVar[Recipe]
+
+    places: list[Place] = field(default_factory=list)
+    checks: list[tuple[Guard, tuple[int, ...]]] = field(default_factory=list)
+    tensors: dict[int, FakeTensor] = field(default_factory=dict)  # by place
+    facts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    others: set[int] = field(default_factory=set)  # ids of modules that it did not reach through its own
+    shared: list[Guard | Source] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+
+Recipe.NONE = Recipe()
+
+
+def read(m: Machine, call: Call) -> Recipe:
+    """The recipe of a call; NONE where it cannot be another module's."""
+    try:
+        return _Reader(m, call).recipe
+    except Exception:
+        return Recipe.NONE
+
+
+class _Reader:
+    """Sorts the events of a call by whether they lead through its module."""
+
+    def __init__(self, m: Machine, call: Call) -> None:
+        self.m, self.world, self.recipe = m, m.world, Recipe()
+        self._index: dict[Source, int] = {}
+        self._met: set[int] = set()  # places of objects that this call met first
+        self._fixed: set[int] = set()  # places of objects that were known by other paths, and are read by those
+        self._module(call.module, -1)
+        seen: set[object] = set()
+        for event in self.world.events[slice(*call.events)]:
+            if isinstance(event, Source):
+                self._known(event)
+            elif (key := event.key()) not in seen:
+                seen.add(key)
+                self._guard(event)
+        self._confirm(call)
+
+    def _module(self, module: torch.nn.Module, found: int) -> None:
+        source = Const(module)
+        if source not in self._index:
+            self._index[source] = len(self.recipe.places)
+            self.recipe.places.append(Place(source, found, module))
+
+    def _place(self, source: Source) -> int:
+        """The place of a path that leads through the module; -1 for another path."""
+        known = self._index.get(source, -1)
+        if known >= 0 or not isinstance(source, Step):
+            return known
+        base = self._place(source.base)
+        if base >= 0:
+            known = self._index[source] = len(self.recipe.places)
+            self.recipe.places.append(Place(source, base, source.of(self.recipe.places[base].value)))
+        return known
+
+    def _known(self, source: Source) -> None:
+        """Something was read of which guards spoke before: of what is the module's, in this very call."""
+        place = self._place(source)
+        if place < 0:
+            self.recipe.shared.append(source)
+        elif place not in self._met:
+            raise Differs
+
+    def _guard(self, guard: Guard) -> None:
+        related = type(guard) is SameObject or type(guard) is Distinct
+        sources = guard.sources if related else (guard.source,)  # type: ignore[attr-defined]
+        places = tuple([self._place(source) for source in sources])
+        if max(places) < 0:
+            values = [source.value for source in sources if isinstance(source, Const)]
+            values.append(getattr(guard, "value", None))
+            self.recipe.others.update([id(v) for v in values if isinstance(v, torch.nn.Module)])
+            self.recipe.shared.append(guard)
+            return
+        if not (related or type(guard) in MOVABLE) or type(guard) is Distinct and min(places) < 0:
+            raise Differs
+        self.recipe.checks.append((guard, places))
+        if type(guard) is SameObject and min(places) < 0:
+            self._fixed.add(max(places))
+        if type(guard) is TypeIs or type(guard) is Is:
+            self._met.update(places)
+        if type(guard) is Is:
+            if isinstance(guard.value, torch.nn.Module):
+                self._module(guard.value, places[0])
+            elif isinstance(guard.value, torch.Tensor):
+                self._tensor(guard.value, places[0])
+
+    def _tensor(self, real: torch.Tensor, place: int) -> None:
+        known = self.world.tensors.get(id(real))
+        if known is None or not self.world.owned(known[1]) or str(known[1]) in self.world.unstable:
+            raise Differs
+        self.recipe.tensors[place] = known[0]
+        self.recipe.facts[place] = tensor_facts(real)
+
+    def _confirm(self, call: Call) -> None:
+        """Everything of the module's must have been read here, by guards, and be no part of the arguments."""
+        recipe, world = self.recipe, self.world
+        given = {id(fake) for fake in call.tensors}
+        if not given.isdisjoint([id(fake) for fake in recipe.tensors.values()]):
+            raise Differs
+        for place in [p for i, p in enumerate(recipe.places) if i not in self._fixed]:
+            if id(place.value) in world.instance or id(place.value) in recipe.others:
+                raise Differs
+            space = getattr(place.value, "__dict__", None)
+            if id(space) in world.shadow_of:
+                raise Differs
+            if isinstance(place.source, Const):
+                for name in ("_parameters", "_buffers", "_modules"):
+                    known = self._index.get(DictAttr(place.source, name), -1)
+                    if id(space.get(name)) in world.shadow_of and known not in self._met:  # type: ignore[union-attr]
+                        raise Differs
+        own = {id(fake) for fake in recipe.tensors.values()} | given
+        nodes = self.m.recorder.copyable(call.nodes, own, world.sources)
+        if nodes is None:
+            raise Differs
+        recipe.nodes = nodes
+
+
+def tensor_facts(real: torch.Tensor) -> tuple[Any, ...]:
+    """All that a fake of a parameter or buffer shows of it."""
+    return type(real), *facts(real), real.storage_offset(), real.is_leaf
+
+
+class Match:
+    """Another module where the module of a recipe was: what it holds at all places, compared.
+
+    What it shares with that module, a configuration or a module, is the same to both.
+    """
+
+    def __init__(self, m: Machine, recipe: Recipe, module: torch.nn.Module) -> None:
+        self.m, self.world, self.recipe = m, m.world, recipe
+        self.module = module
+        self.values: list[Any] = []
+        self.sources: list[Source] = []
+        self.shared: list[bool] = []
+        self.new: dict[int, int] = {}  # id of what stands in the place of something -> id of that
+        self.old: dict[int, int] = {}
+        try:
+            for place in recipe.places:
+                self._find(place)
+            for guard, places in recipe.checks:
+                self._compare(guard, places)
+        except Exception:
+            raise Differs from None
+
+    def _find(self, place: Place) -> None:
+        """What is at a place of this module."""
+        base, world = place.base, self.world
+        if isinstance(place.source, Const):
+            value = self.module if base < 0 else self.values[base]
+            shared = value is place.value
+            known = world.source(value)
+            source: Source = known or Const(value, str(self.sources[base]))
+            if not shared:
+                space = value.__dict__
+                if (
+                    type(value) is not type(place.value)
+                    or type(source) is not Const
+                    or id(value) in self.recipe.others
+                    or any(space.get(name) is not None for name in CALLED_OTHERWISE)
+                ):
+                    raise Differs
+                self._paired(place.value, value)
+        elif self.shared[base]:
+            value, source, shared = place.value, place.source, True
+        else:
+            step: Any = place.source
+            value, source = step.of(self.values[base]), step.after(self.sources[base])
+            shared = value is place.value and type(value) not in CONSTANTS and world.source(value) is not None
+            if world.unstable and str(source) in world.unstable:
+                raise Differs
+        self.values.append(value)
+        self.sources.append(source)
+        self.shared.append(shared)
+
+    def _paired(self, old: Any, new: Any) -> None:
+        """Objects are told apart by identity: two of one are two of the other."""
+        if self.old.setdefault(id(old), id(new)) != id(new) or self.new.setdefault(id(new), id(old)) != id(old):
+            raise Differs
+        if id(new) in self.world.instance or id(getattr(new, "__dict__", None)) in self.world.shadow_of:
+            raise Differs
+
+    def _compare(self, guard: Guard, places: tuple[int, ...]) -> None:
+        place = places[0]
+        if all([at < 0 or self.shared[at] for at in places]):
+            return
+        if type(guard) is SameObject and min(places) < 0:
+            at = max(places)
+            if self.values[at] is not self.recipe.places[at].value:
+                raise Differs
+        elif type(guard) is SameObject or type(guard) is Distinct:
+            if not guard.relates([self.values[at] for at in places]):
+                raise Differs
+        elif type(guard) is Is and isinstance(guard.value, torch.nn.Module):
+            self._paired(guard.value, self.values[place])
+        elif type(guard) is Is and place in self.recipe.tensors:
+            self._paired(self.recipe.places[place].value, self.values[place])
+            real = self.values[place]
+            if tensor_facts(real) != self.recipe.facts[place] or self.world.source(real) is not None:
+                raise Differs
+        elif not guard.test(self.values[place]):
+            raise Differs
+        elif type(guard) is TypeIs and not isinstance(guard.source, Const):
+            self._paired(self.recipe.places[place].value, self.values[place])
+
+    def copy(self, call: Call, tensors: list[FakeTensor]) -> Any:
+        """Add the guards and nodes that this call leads to; its result."""
+        world, recipe, recorder = self.world, self.recipe, self.m.recorder
+        for place, shared in enumerate(self.shared):
+            base = recipe.places[place].base
+            if shared and base >= 0 and not self.shared[base]:
+                world.outside(self.values[place], self.sources[place])
+        stand_ins = dict(recorder.nodes_of(call.tensors, tensors))
+        for guard, places in recipe.checks:
+            if all([at < 0 or self.shared[at] for at in places]):
+                world.events.append(guard)
+            elif len(places) > 1:
+                sources = [
+                    self.sources[at] if at >= 0 else guard.sources[i]  # type: ignore[attr-defined]
+                    for i, at in enumerate(places)
+                ]
+                world.guard(SameObject(*sources) if type(guard) is SameObject else Distinct(sources))
+            elif type(guard) is Is and places[0] in recipe.tensors:
+                fake = world.outside(self.values[places[0]], self.sources[places[0]])
+                stand_ins.update(recorder.nodes_of([recipe.tensors[places[0]]], [fake]))
+            elif type(guard) is Is and isinstance(guard.value, torch.nn.Module):
+                world.outside(self.values[places[0]], self.sources[places[0]])
+            else:
+                world.guard(guard.at(self.sources[places[0]]))
+        world.events += recipe.shared
+        fresh = {id(fake): fake_like(fake) for fake, _ in call.made.values()}
+        paths = {}
+        if recorder.within is not None:
+            for place, value in zip(recipe.places, self.values, strict=True):
+                if isinstance(place.source, Const):
+                    paths[path_of(world.source(place.value))] = path_of(world.source(value))
+        copies = recorder.copy(recipe.nodes, stand_ins, fresh, (call.where, self.m.where()), paths)
+        for fake, binding in call.made.values():
+            recorder.bind(fresh[id(fake)], moved(binding, copies))
+        given = dict(zip(map(id, call.tensors), tensors, strict=True))
+        mine = {id(fake): self._fake(at) for at, fake in recipe.tensors.items()}
+        return replaced(call.result, {**given, **mine, **fresh})
+
+    def _fake(self, place: int) -> Any:
+        known = self.world.tensors.get(id(self.values[place]))
+        return self.recipe.tensors[place] if known is None else known[0]
+
+
+def replaced(value: Any, fakes: dict[int, Any]) -> Any:
+    """The nest with other tensors, in new containers."""
+    kind = type(value)
+    if kind is FakeTensor:
+        return fakes.get(id(value), value)
+    if kind is tuple or kind is list:
+        return kind([replaced(item, fakes) for item in value])
+    if kind is dict:
+        return {key: replaced(item, fakes) for key, item in value.items()}
+    return value
