@@ -17,6 +17,7 @@ from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx
 from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
+from kiln.base.reports import fell_back
 from kiln.capture.hidden import hide
 from kiln.differentiate import finish, results, run, training
 from kiln.differentiate.halves import Halves
@@ -158,13 +159,14 @@ def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]
     """The captured graph itself, where it cannot be differentiated; faults of ours raise where asked to."""
     if config.strict and not isinstance(error, Break):
         raise error
-    why = f"{error.kind}: {error.why}" if isinstance(error, Break) else f"{type(error).__name__}: {error}"
-    records.emit(records.FallbackRecord("differentiate", why))
-    log.warn_once(
-        ("differentiate", why),
-        f"a graph is not differentiated ahead of time and runs as captured: {why}; "
-        "set KILN_STRICT=1 to see faults raised",
-    )
+    name = str(module.meta.get("name", "")) or "a graph"
+    what = "is not differentiated ahead of time and runs as captured"
+    if isinstance(error, Break):
+        why, remedy = f"{error.kind}: {error.why}", f"; {error.hint}" if error.hint else ""
+        records.emit(records.FallbackRecord(name, why))
+        log.warn_once(("differentiate", why), f"{name} {what}: {why}{remedy}")
+    else:
+        fell_back(name, error, what, str(module.code).strip())
     return module.forward  # type: ignore[no-any-return]
 
 

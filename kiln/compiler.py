@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from kiln.ahead import compiled
-from kiln.base import log, records
 from kiln.base.dump import NOWHERE, Dump, dump_for
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
 from kiln.base.options import Settings, config
+from kiln.base.reports import fell_back
 from kiln.differentiate.run import Run
 from kiln.expand.edited import EditedFile
 from kiln.launch.held import compile_held
@@ -74,10 +74,5 @@ def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run]
     except Exception as error:
         if settings.strict or isinstance(error, EditedFile):
             raise
-        why = f"{type(error).__name__}: {error}"
-        records.emit(records.FallbackRecord("generate", why))
-        log.warn_once(
-            ("generate", why),
-            f"a graph is not compiled and runs op by op: {why}; set KILN_STRICT=1 to see faults raised",
-        )
+        fell_back(title or "a graph", error, "is not compiled and runs op by op", str(graph))
         return runner(graph, title)

@@ -21,6 +21,7 @@ from kiln.fuse.nest import (
     terms,
 )
 from kiln.generate import avx512
+from kiln.generate.columns import Columns
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import (
     access_cost,
@@ -46,7 +47,7 @@ REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
 
 
-class Emitter(Tiles, Online, Rows):
+class Emitter(Tiles, Online, Rows, Columns):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -134,13 +135,17 @@ class Emitter(Tiles, Online, Rows):
         vector = self.vector
         if vector is None or vector.reduced:
             self.row()
-        elif self.outer():
-            self.in_pieces(vector, 0, vector.size, self.columns())
-        else:
+            return
+        low: Any = 0
+        high, factor = vector.size, self.columns()
+        if not self.outer():
             low = task * self.schedule.chunk
-            high = low + self.schedule.chunk
-            size = self.index(vector.size)
-            self.in_pieces(vector, low, (high < size).where(high, size), self.schedule.stretch)
+            last, size = low + self.schedule.chunk, self.index(vector.size)
+            high, factor = (last < size).where(last, size), self.schedule.stretch
+        if self.by_rows():
+            self.fold_columns(low, high)
+        else:
+            self.in_pieces(vector, low, high, factor)
 
     def in_pieces(self, axis: Axis, low: Any, high: Any, factor: int) -> None:
         """The loop along the vector axis, in pieces in which conditions are decided."""

@@ -17,10 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from kiln.base import log, records
 from kiln.base.errors import KilnError
+from kiln.base.folders import folder as folder
 
 MAGIC = b"kiln cache 1\n"
 SUFFIX = ".kiln"
@@ -35,12 +34,6 @@ OFF = ("0", "false", "no", "off")
 
 class CacheRefused(KilnError):
     """The folder is not one that machine code may be loaded from."""
-
-
-def folder() -> Path:
-    """Where the cache is: KILN_CACHE_DIR, or the folder for caches of this user."""
-    chosen = os.environ.get("KILN_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else Path(platformdirs.user_cache_dir("kiln"))
 
 
 def is_on() -> bool:

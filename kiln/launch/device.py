@@ -26,7 +26,7 @@ UNUSED, FIRST_NUMBER = -1, -2  # as in _launch.h
 
 @dataclass(eq=False, slots=True)
 class OnDevice:
-    """A kernel on a GPU: the functions that it starts, and what finds those for memory that is not aligned."""
+    """A kernel on a GPU: the functions that it starts, and what finds those for other alignments."""
 
     kernel: Kernel
     starts: Sequence[Started]

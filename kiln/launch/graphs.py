@@ -31,8 +31,8 @@ SMALL = 1 << 20  # bytes of an output that is copied for the caller
 WORD = 8
 
 _count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 _lent: dict[int, int] = {}
 """The addresses of what recordings write, with how many of them do: what takes it finds it there again."""
@@ -63,7 +63,9 @@ def shared(device: int, stream: int, size: int) -> tuple[Any, torch.Tensor]:
 class Recording:
     """A graph of one plan for inputs that lie in these places; see `Recorded`."""
 
-    def __init__(self, plan: Plan, values: list[Any], moving: bytes, shown: int, device: int, stream: int) -> None:
+    def __init__(
+        self, plan: Plan, values: list[Any], moving: bytes, shown: int, device: int, stream: int
+    ) -> None:
         side, self.scratch = shared(device, stream, plan.bytes(values))
         self.places = [i for i, moves in enumerate(moving) if moves]
         given = list(values)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kiln.base.graph import CONSTANT, INPUT, Node, label
-from kiln.base.tracebacks import told
+from kiln.base.places import places_of
+from kiln.base.tracebacks import add_lines
 from kiln.fuse.steps import Launch
 from kiln.ops.levels import name_of
 
@@ -29,7 +30,7 @@ class Sources:
 
     def __call__(self, step: int, error: BaseException) -> None:
         """Put the lines of the program that a step stands for before the error's own traceback."""
-        told(error, self.places[step])
+        add_lines(error, places_of(self.places[step]))
 
 
 def described(source: Launch | Node) -> tuple[str, str]:

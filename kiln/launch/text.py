@@ -107,4 +107,10 @@ class _Text:
 
 
 SHOWN = (int, float, bool, str, list, tuple, type(None))
-TEXTS = {"launch": _Text.launch, "grid": _Text.grid, "make": _Text.make, "show": _Text.show, "call": _Text.call}
+TEXTS = {
+    "launch": _Text.launch,
+    "grid": _Text.grid,
+    "make": _Text.make,
+    "show": _Text.show,
+    "call": _Text.call,
+}

@@ -108,7 +108,9 @@ class Driver:
             def find(functions, kernel=kernel, nests=nests):
                 (starts,) = generate([kernel], aligned=False).starts
                 handles = self.handles(starts, nests)
-                return {f: handles[s.function] for f in functions for s in starts if s.function.text == f.text}
+                return {
+                    f: handles[s.function] for f in functions for s in starts if s.function.text == f.text
+                }
 
             kernels.append(OnDevice(kernel, starts, self.handles(starts, nests), find))
         return DevicePlanner(program, kernels, (0, 0, CONTEXT)).plan()

@@ -24,7 +24,9 @@ def words(plan):
     return [step[0] for step in plan.owner.steps]
 
 
-@pytest.mark.parametrize("name", ["add", "broadcast", "joined", "layer norm", "softmax of 1000", "columns", "sum of all"])
+@pytest.mark.parametrize(
+    "name", ["add", "broadcast", "joined", "layer norm", "softmax of 1000", "columns", "sum of all"]
+)
 def test_values(name):
     f, *makers = {**POINTWISE, **FOLDS}[name]
     inputs = [make("cpu", torch.float32) for make in makers]

@@ -1,0 +1,164 @@
+"""Folds of columns, row by row: memory is read in its order, what is folded waits in the nearest cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from kiln.fuse.nest import Axis, Fold
+from kiln.generate.functions import compute_type
+from kiln.generate.lanes import combined, hint
+from kiln.generate.llvm import Type, Value
+from kiln.generate.scalar import TYPES
+from kiln.generate.values import Values
+
+#: Rows that are worth it.
+FEWEST = 8
+#: Elements of columns that wait, of all folds together: a part of the nearest cache.
+WAITING = 4096
+#: Rows after which a sum of floats starts anew, at least: that many squared, there are as many such sums.
+ANEW = 16
+
+
+Memory: TypeAlias = "list[Value]"
+"""Where the folds of a strip wait: an address for each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Columns that are folded together, over which rows, and where: the last of the levels starts anew."""
+
+    rows: Axis
+    left: Any
+    right: Any
+    levels: list[Memory]
+    anew: int
+    """How many rows the last level takes."""
+
+
+class Columns(Values):
+    """Emits nests whose folds run over rows while vectors run along columns."""
+
+    along: Callable[..., list[Value]]
+    neutral: Callable[[Fold, int], list[Value]]
+
+    def by_rows(self) -> bool:
+        """Whether columns are folded so: rows must be longer than what registers hold, and many."""
+        axis, reduced = self.vector, self.nest.reduced
+        if axis is None or axis.reduced or len(reduced) != 1:
+            return False
+        folds = self.nest.folds()
+        if not folds or any(f.phase for f in folds) or any(s.phase and not s.kept for s in self.nest.stores):
+            return False
+        wide = self.schedule.columns * self.width
+        return hint(axis.size) > wide and hint(reduced[0].size) - hint(reduced[0].low) >= FEWEST
+
+    def fold_columns(self, low: Any, high: Any) -> None:
+        """The columns from `low` to `high`, in strips for which there is room."""
+        fn, kinds = self.fn, self.kinds()
+        room = max(WAITING // len(kinds) // self.width, 1) * self.width
+        (rows,) = self.nest.reduced
+        turns = hint(rows.size) - hint(rows.low)
+        anew = max(1 << (turns.bit_length() // 2), ANEW)
+        count = 2 if turns > anew else 1
+        levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
+        if isinstance(low, int) and isinstance(high, int) and high - low <= room:
+            self.fold_strip(Strip(rows, low, high, levels, anew))
+            return
+        end = self.index(high)
+
+        def strip(left: Value, _: list[Value]) -> list[Value]:
+            right = left + room
+            self.fold_strip(Strip(rows, left, (right < end).where(right, end), levels, anew))
+            return []
+
+        fn.loop(self.index(low), end, room, [], strip)
+
+    def kinds(self) -> list[Type]:
+        """The types of what folds carry."""
+        return [compute_type(TYPES[part.dtype]) for fold in self.nest.folds() for part in fold.parts]
+
+    def fold_strip(self, strip: Strip) -> None:
+        """All rows of some columns, then what follows from their folds."""
+        low, end = self.index(strip.rows.low), self.index(strip.rows.size)
+        self.each_column(strip, partial(self.begin_columns, strip, strip.levels[0]))
+        if len(strip.levels) == 1:
+            self.some_rows(strip, low, end)
+        else:
+            self.fn.loop(low, end, strip.anew, [], partial(self.rows_apart, strip, end))
+        self.each_column(strip, partial(self.end_columns, strip))
+
+    def each_column(self, strip: Strip, body: Callable[[], None]) -> None:
+        """A loop over the columns of a strip."""
+        assert self.vector is not None
+
+        def turn(_: list[Value]) -> list[Value]:
+            body()
+            return []
+
+        self.along(self.vector, strip.left, strip.right, [], turn)
+
+    def rows_apart(self, strip: Strip, end: Value, first: Value, _: list[Value]) -> list[Value]:
+        """Some rows folded by themselves, then into the others."""
+        total, part = strip.levels
+        last = first + strip.anew
+        self.each_column(strip, partial(self.begin_columns, strip, part))
+        self.some_rows(strip, first, (last < end).where(last, end))
+
+        def join() -> None:
+            before, added = (self.read_waiting(strip, memory) for memory in (total, part))
+            self.write_waiting(strip, total, combined(self.nest.folds(), before, added))
+
+        self.each_column(strip, join)
+        return []
+
+    def some_rows(self, strip: Strip, first: Value, last: Value) -> None:
+        def row(i: Value, _: list[Value]) -> list[Value]:
+            self.push()
+            self.variables[strip.rows.variable] = i
+            self.each_column(strip, partial(self.fold_row, strip))
+            self.pop()
+            return []
+
+        self.fn.loop(first, last, 1, [], row)
+
+    def fold_row(self, strip: Strip) -> None:
+        """One row at the columns at hand; what is stored on the way is."""
+        folds = self.nest.folds()
+        before = self.read_waiting(strip, strip.levels[-1])
+        values = [self.value(part) for fold in folds for part in fold.parts]
+        values = [b.like(v) for b, v in zip(before, values, strict=True)]
+        self.write_waiting(strip, strip.levels[-1], combined(folds, before, values))
+        for store in self.nest.stores:
+            if not store.kept:
+                self.store(store)
+
+    def begin_columns(self, strip: Strip, memory: Memory) -> None:
+        folds = self.nest.folds()
+        self.write_waiting(strip, memory, [part for fold in folds for part in self.neutral(fold, self.lanes)])
+
+    def end_columns(self, strip: Strip) -> None:
+        """What comes once for each column."""
+        values = self.read_waiting(strip, strip.levels[0])
+        for fold in self.nest.folds():
+            *_, result = [values.pop(0) for _ in fold.parts]
+            self.layers[-1][id(fold)] = result
+        for store in self.nest.stores:
+            if store.kept:
+                self.store(store)
+
+    def waiting(self, strip: Strip, memory: Memory) -> list[Value]:
+        """The addresses of what is folded at the columns at hand."""
+        assert self.vector is not None
+        place = self.variables[self.vector.variable] - strip.left
+        return [self.fn.at(base, place, kind) for base, kind in zip(memory, self.kinds(), strict=True)]
+
+    def read_waiting(self, strip: Strip, memory: Memory) -> list[Value]:
+        pairs = zip(self.waiting(strip, memory), self.kinds(), strict=True)
+        return [self.fn.load(address, kind.wide(self.lanes)) for address, kind in pairs]
+
+    def write_waiting(self, strip: Strip, memory: Memory, values: list[Value]) -> None:
+        for address, value in zip(self.waiting(strip, memory), values, strict=True):
+            self.fn.store(value, address)
