@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kiln.api import lookup_backend as lookup_backend
     from kiln.api import mark_dynamic as mark_dynamic
     from kiln.api import mark_static as mark_static
+    from kiln.api import minify as minify
     from kiln.api import records as records
     from kiln.api import register_backend as register_backend
     from kiln.api import reset as reset
@@ -38,19 +39,20 @@ if TYPE_CHECKING:
     from kiln.modes.fake import fake as fake
     from kiln.modes.measure import measure as measure
     from kiln.observe.profile import profile as profile
+    from kiln.observe.report import report as report
 
 __version__ = "0.1.0"
 
 _FUNCTIONS = (
     "allow_in_graph", "assume_constant_result", "capture", "compile", "config", "disable",
     "disallow_in_graph", "error_on_graph_break", "explain", "graph_break", "install", "is_compiling",
-    "list_backends", "lookup_backend", "mark_dynamic", "mark_static", "records", "register_backend", "reset",
+    "list_backends", "lookup_backend", "mark_dynamic", "mark_static", "minify", "records", "register_backend", "reset",
     "set_stance", "skip_frame", "step_unsupported", "uninstall",
 )  # fmt: skip
 #: Ways in beside compile: names that a folder of their own holds.
 _MODES = {
     "aot": "kiln.ahead", "fake": "kiln.modes.fake", "measure": "kiln.modes.measure",
-    "profile": "kiln.observe.profile",
+    "profile": "kiln.observe.profile", "report": "kiln.observe.report",
 }  # fmt: skip
 _ERRORS = ("Break", "Bug", "KilnError", "RecompileError", "Skip")
 

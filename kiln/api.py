@@ -17,6 +17,8 @@ from kiln.base import records as recorded
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
 from kiln.observe.explain import Captured, Explanation
+from kiln.observe.minify import Minified
+from kiln.observe.minify import minify as reduced
 
 register_backend = backends.register_backend
 list_backends = backends.list_backends
@@ -370,6 +372,17 @@ def capture(f: Any, *args: Any, **kwargs: Any) -> Captured:
     with recorded.collect() as collected:
         result = compile(f, fullgraph=True, backend=keep)(*args, **kwargs)
     return Captured.of(collected, seen, result)
+
+
+def minify(f: Any, *args: Any, path: Any = None, **arguments: Any) -> Minified:
+    """Reduce a program on which Kiln fails, or gives other values than eager, to a small script for a report.
+
+    `arguments` are those of `compile`. Runs the program in copies of this process, looks for the graph that
+    fails, drops ops, outputs and sizes as long as it fails in the same way, and writes a script to `path`
+    ("kiln_report.py") that ends with an error while the fault is there. Where capture itself fails the script
+    holds the function's source. A program that does not fail is a KilnError.
+    """
+    return reduced(f, args, arguments, path, compile)
 
 
 def install() -> redirect.Redirection:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+import tarfile
+from contextlib import nullcontext
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kiln import __version__
 from kiln.base.options import config
+from kiln.base.records import Records
 from kiln.launch.cache import Cache, CacheRefused, folder, is_on
 
 MORE = {"help_option_names": ["-h", "--help"]}
@@ -19,8 +26,17 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, context_settings=MORE, pretty_exceptions_enable=False
 )
 cache = typer.Typer(no_args_is_help=True, context_settings=MORE)
-app.add_typer(cache, name="cache", help="Show, check or clear the machine code that is kept on disk.")
+app.add_typer(cache, name="cache", help="Show, check, export or clear the machine code that is kept on disk.")
 
+#: Commands that hand what follows a script's name over to it.
+SCRIPT = {**MORE, "allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+WIDTH = 110
+"""Columns where no terminal says how many it has."""
+
+Script = Annotated[str, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script, and what it is given.")]
+Everything = Annotated[
+    bool, typer.Option("--all", help="Compile the outermost calls of all modules, not compile calls alone.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -36,6 +52,93 @@ Version = Annotated[bool, typer.Option("--version", callback=version, is_eager=T
 @app.callback()
 def main(shown: Version = False) -> None:
     """Kiln compiles ordinary PyTorch programs."""
+
+
+@app.command(context_settings=SCRIPT)
+def explain(
+    context: typer.Context,
+    script: Script,
+    everything: Everything = False,
+    roofline: Annotated[
+        bool, typer.Option("--roofline", help="Time the kernels, against the bandwidth of a copy.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script and tell what was captured, what broke and why, what recompiles, and what to change.
+
+    Its compile calls go through Kiln; a script without any has its modules compiled, as with --all.
+    Example: kiln explain train.py --epochs 1
+    """
+    scripts, records = _part("kiln.scripts"), Records()
+    timing = _part("kiln.observe.roofline").timing() if roofline else nullcontext()
+    failed = None
+    with timing as times:
+        try:
+            scripts.run(script, context.args, everything or None, records, quiet=as_json)
+        except scripts.ScriptFailed as error:
+            failed = str(error)
+    found = _part("kiln.observe.facts").facts(records)
+    lines = _part("kiln.observe.roofline").lines(records, times) if roofline else []
+    if as_json:
+        typer.echo(json.dumps({"error": failed, **found, **({"roofline": lines} if roofline else {})}))
+    elif records.graphs or records.breaks or records.fallbacks:
+        tables, console = _part("kiln.observe.tables"), _console()
+        console.print(tables.shown(found))
+        if roofline:
+            console.print(tables.roofline(lines))
+    elif failed is None:
+        typer.echo("nothing was compiled: the script calls neither torch.compile nor a module")
+    if failed is not None:
+        _fail(failed)
+
+
+@app.command(context_settings=SCRIPT)
+def run(
+    context: typer.Context, script: Script, everything: Everything = False, as_json: AsJson = False
+) -> None:
+    """Run a script with its compile calls answered by Kiln, and end with a line of what was done.
+
+    The exit code is the script's. Example: kiln run --all train.py --epochs 1
+    """
+    scripts, records = _part("kiln.scripts"), Records(light=True)
+    failed, code = None, 1
+    try:
+        code = scripts.run(script, context.args, everything, records, quiet=as_json)
+    except scripts.ScriptFailed as error:
+        failed = str(error)
+    found = _part("kiln.observe.facts").facts(records)
+    if as_json:
+        typer.echo(json.dumps({"error": failed, "exit": code, **found["summary"]}))
+    elif records.graphs or failed is None:
+        typer.echo(f"kiln: {_part('kiln.observe.tables').summary(found)}", err=True)
+    if failed is not None:
+        _fail(failed)
+    raise typer.Exit(code)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Examine this machine: versions, processor, GPU, cache, and whether each part of Kiln works.
+
+    The exit code is 1 where a part does not. Example: kiln doctor
+    """
+    try:
+        findings = _part("kiln.doctor").examined()
+    except ImportError as error:
+        _fail(f"{error}; pip install --upgrade torchkiln")
+    bad = [one for one in findings if one.ok is False]
+    if as_json:
+        shown = [{"part": o.part, "ok": o.ok, "found": o.found, "remedy": o.remedy} for o in findings]
+        typer.echo(json.dumps({"kiln": __version__, "findings": shown}))
+        raise typer.Exit(1 if bad else 0)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    marks = {True: ("ok", "green"), False: ("FAILS", "bold red"), None: ("-", "dim")}
+    for one in findings:
+        mark, style = marks[one.ok]
+        remedy = f"\nremedy: {one.remedy}" if one.remedy and one.ok is False else ""
+        table.add_row(one.part, Text(mark, style=style), Text(one.found + remedy, overflow="fold"))
+    _console().print(Text(f"kiln {__version__}"), table)
+    raise typer.Exit(1 if bad else 0)
 
 
 @cache.command()
@@ -86,6 +189,30 @@ def check(as_json: AsJson = False) -> None:
 
 
 @cache.command()
+def export(
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="The archive to write, as kiln-cache.tar.")],
+    as_json: AsJson = False,
+) -> None:
+    """Write all whole entries to an archive; unpacked into another machine's cache folder they are found there.
+
+    Machine code is looked up by the processor too, so that no other machine runs what it cannot.
+    Example: kiln cache export kiln-cache.tar
+    """
+    found = _cache()
+    entries = found.entries() if found else []
+    damaged = {entry.key for entry in found.faults()} if found else set()
+    whole = [entry for entry in entries if entry.key not in damaged]
+    try:
+        with tarfile.open(to, "w") as archive:
+            for entry in whole:
+                archive.add(entry.path, arcname=entry.path.name)
+    except OSError as error:
+        _fail(f"{to}: {error.strerror or error}")
+    facts = {"file": str(to), "entries": len(whole), "bytes": to.stat().st_size}
+    typer.echo(json.dumps(facts) if as_json else f"{len(whole)} entries, {_size(facts['bytes'])}, in {to}")
+
+
+@cache.command()
 def clear(as_json: AsJson = False) -> None:
     """Remove all entries.
 
@@ -104,6 +231,16 @@ def _cache() -> Cache | None:
         return None
     except (CacheRefused, OSError) as error:
         _fail(str(error))
+
+
+def _part(name: str) -> Any:
+    """A part that is loaded when a command needs it: the command itself starts without torch."""
+    return importlib.import_module(name)
+
+
+def _console() -> Console:
+    """Where tables go: as wide as the terminal, or of one width in a file."""
+    return Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=WIDTH)
 
 
 def _fail(why: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Scripts: a program that knows nothing of Kiln, run with its compile calls or its modules compiled by Kiln."""
+"""Scripts: programs that know nothing of Kiln, run with their compile calls or modules compiled by it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class ScriptFailed(KilnError):
     """The script could not be read, or raised; the message is one line."""
 
 
-def run(path: str, arguments: Sequence[str], everything: bool | None, records: Records, quiet: bool = False) -> int:
+def run(
+    path: str, arguments: Sequence[str], everything: bool | None, records: Records, quiet: bool = False
+) -> int:
     """Run a script as `python path arguments…` would and collect the records; gives its exit code.
 
     `everything` compiles the outermost calls of modules as well; None does so for a script that compiles
@@ -82,7 +84,7 @@ def left_with(code: Any) -> int:
     """The exit code that Python gives for `sys.exit(code)`; a message is printed."""
     if code is None or isinstance(code, int):
         return code or 0
-    print(code, file=sys.stderr)
+    sys.stderr.write(f"{code}\n")
     return 1
 
 
@@ -105,8 +107,8 @@ def within_kiln(error: BaseException) -> bool:
     """Whether the innermost code that raised is Kiln's own."""
     if isinstance(error, KilnError):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(HERE) and Path(frames[-1].filename).name != "scripts.py"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return bool(files) and files[-1].startswith(HERE) and files[-1] != __file__
 
 
 @contextmanager

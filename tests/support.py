@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.observe import Same, tensors_of
+from tests.same import Same, tensors_of
 
 EAGER = os.environ.get("KILN_COURSE_EAGER") == "1"
 BACKEND = os.environ.get("KILN_COURSE_BACKEND", "")

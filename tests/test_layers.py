@@ -30,10 +30,13 @@ LAYERS = {
     "ahead": {"base", "_hook", *STAGES},
     "compiler": {"ahead", "base", "launch", *STAGES},
     "backends": {"ahead", "base", *STAGES},
-    "pipeline": {"base", "_hook", *STAGES},
+    "telling": {"base", *STAGES},
+    "pipeline": {"base", "_hook", "telling", *STAGES},
     "api": {"ahead", "base", "_hook", "_launch", "backends", "modules", "observe", "pipeline", "redirect", *STAGES},
     "__init__": {"ahead", "api", "base", "modes", "observe"},
     "cli": {"__version__", "base", "launch"},
+    "scripts": {"api", "backends", "base", "_hook", "pipeline"},
+    "doctor": {"api", "base", "check", "generate", "launch"},
     "__main__": {"cli"},
 }
 

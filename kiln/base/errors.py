@@ -43,10 +43,10 @@ class Break(KilnError):
 
 
 class Skip(KilnError):
-    """This frame is left to Python, unchanged."""
+    """This frame is left to Python, unchanged; `broke` is the break that leaves no place to split it, if any."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    def __init__(self, why: str, broke: Break | None = None) -> None:
+        self.why, self.broke = why, broke
         super().__init__(why)
 
 

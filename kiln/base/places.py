@@ -32,10 +32,14 @@ def places_of(where: str) -> tuple[Place, ...]:
     return tuple([_place(line) for line in where.split("\n") if line.startswith(FILE)])
 
 
+def is_library(file: str) -> bool:
+    """Whether a file is part of torch."""
+    return file.startswith(str(getattr(sys.modules.get("torch"), "__path__", ["\0"])[0]))
+
+
 def user_place(places: Sequence[Place]) -> Place | None:
     """The innermost line that is not in torch's own code; the innermost one where all are."""
-    library = str(getattr(sys.modules.get("torch"), "__path__", [" "])[0])
-    outside = [place for place in places if not place.file.startswith(library)]
+    outside = [place for place in places if not is_library(place.file)]
     return outside[-1] if outside else places[-1] if places else None
 
 

@@ -137,6 +137,8 @@ class RecompileRecord:
     failures: tuple[Failure, ...] = ()
     limited: bool = False
     """Whether the cache limit was reached: the function runs eagerly from here on."""
+    resumed: bool = False
+    """Whether it is what goes on after a break."""
 
     def __str__(self) -> str:
         return f"{self.region}: " + " | ".join(self.reasons)
@@ -361,11 +363,12 @@ HEAVY = (KernelRecord, PlanRecord, ValuesRecord, TextRecord)
 class Records:
     """Records by kind, in order; with `kept`, only the last so many of each, and `totals` counts them all.
 
+    Those that are `light` keep nothing of the program's alive and have nothing made that is costly.
     As a context manager it collects what happens meanwhile, in all threads.
     """
 
-    def __init__(self, kept: int | None = None) -> None:
-        self._kept = kept
+    def __init__(self, kept: int | None = None, light: bool = False) -> None:
+        self._kept, self.light = kept, light
         self.graphs: MutableSequence[GraphRecord] = self._store()
         self.breaks: MutableSequence[BreakRecord] = self._store()
         self.recompiles: MutableSequence[RecompileRecord] = self._store()
@@ -435,11 +438,12 @@ _names: Counter[str] = Counter()
 
 def emit(record: Record) -> None:
     """Hand a record to the collectors of this context, to those of all threads, and to the log."""
+    light = record.light() if isinstance(record, (GraphRecord, ResidualRecord)) else record
     for collector in (*_collectors.get(), *_everywhere):
-        collector.add(record)
+        collector.add(light if collector.light else record)
     if not isinstance(record, HEAVY):
         with _lock:
-            log.add(record.light() if isinstance(record, (GraphRecord, ResidualRecord)) else record)
+            log.add(light)
     topic = TOPICS.get(type(record), "")
     if lines.wants(topic):
         lines.say(topic, str(record))
@@ -447,7 +451,7 @@ def emit(record: Record) -> None:
 
 def listening() -> bool:
     """Whether somebody collects: records that cost something are worth making."""
-    return bool(_everywhere or _collectors.get())
+    return bool(_collectors.get()) or any(not one.light for one in _everywhere)
 
 
 @contextmanager

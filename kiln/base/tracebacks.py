@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FrameType, FunctionType, TracebackType
 
@@ -11,10 +11,10 @@ from kiln.base.errors import Place
 from kiln.base.places import places_of
 
 
-def told(error: BaseException, where: str) -> None:
-    """Put entries for the stack `where`, as nodes of graphs carry it, before the traceback of an error."""
+def add_lines(error: BaseException, places: Sequence[Place]) -> None:
+    """Put entries for these places, outermost first, before the traceback of an error."""
     trace = error.__traceback__
-    for place in reversed(places_of(where)):
+    for place in reversed(places):
         frame = _frame(place)
         trace = TracebackType(trace, frame, frame.f_lasti, place.line)
     error.__traceback__ = trace
@@ -25,7 +25,7 @@ def retold(places: Mapping[int, str], error: BaseException) -> None:
     trace = error.__traceback__
     if trace is not None and (where := places.get(trace.tb_lineno)):
         error.__traceback__ = trace.tb_next
-        told(error, where)
+        add_lines(error, places_of(where))
 
 
 def _here() -> FrameType:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from kiln.observe.shape import Facts, GraphFact, KernelFact, OpFact, PlaceFact, PlanFact, TextFact, ValuesFact
@@ -53,7 +56,10 @@ class Drawing:
         return {
             "title": name, "region": graph["region"], "place": place(graph["start"]), "end": place(graph["end"]),
             "ops": graph["ops"], "inputs": graph["inputs"], "views": forms,
-            "guards": [{"text": one["text"], "place": place(one["place"])} for one in graph["guards"]],
+            "guards": [
+                {"text": one["text"], "place": place(one["place"]), "inside": inside(one["place"])}
+                for one in graph["guards"]
+            ],
             "missing": "" if forms else "Its nodes were not recorded: it was captured while nobody collected.",
         }  # fmt: skip
 
@@ -174,6 +180,17 @@ class Form:
 def place(fact: PlaceFact | None) -> dict[str, Any] | None:
     """A place without its text."""
     return None if fact is None else {"file": fact["file"], "line": fact["line"], "function": fact["function"]}
+
+
+def inside(fact: PlaceFact | None) -> bool:
+    """Whether a line is in code of torch, of Kiln, or of Python itself."""
+    return fact is not None and fact["file"].startswith(homes())
+
+
+@cache
+def homes() -> tuple[str, ...]:
+    found = [str(getattr(sys.modules.get(name), "__path__", [""])[0]) for name in ("torch", "kiln")]
+    return (*[home + os.sep for home in found if home], os.path.dirname(os.__file__) + os.sep + "collections", "<frozen")
 
 
 def parts(module: str) -> list[str]:

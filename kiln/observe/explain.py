@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kiln.base.errors import KilnError
-from kiln.base.records import BreakRecord, FallbackRecord, GraphRecord, RecompileRecord, Records, ResidualRecord
+from kiln.base.records import (
+    BreakRecord,
+    FallbackRecord,
+    GraphRecord,
+    RecompileRecord,
+    Records,
+    ResidualRecord,
+)
 from kiln.bytecode.beside import became, beside
 from kiln.observe.facts import facts
 from kiln.observe.shape import Facts

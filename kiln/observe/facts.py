@@ -128,15 +128,22 @@ def break_facts(records: Iterable[BreakRecord]) -> list[BreakFact]:
 def recompile_facts(records: Iterable[RecompileRecord]) -> list[RecompileFact]:
     """The recompiles by the guard that failed: of an entry's guards the first, of entries the latest."""
     found: dict[object, RecompileFact] = {}
+    followed: dict[str, set[object]] = {}
+    """For each region that was compiled again, the places after its breaks that were too, since then."""
     for record in records:
         if not record.failures:
             continue
         failure = record.failures[0]
-        key = record.region, record.place, failure.source
+        follows = record.resumed and failure.place not in followed.get(record.region, {failure.place})
+        if not record.resumed:
+            followed[record.region] = set()
+        elif follows:
+            followed[record.region].add(failure.place)
+        key = record.region, record.place, failure.source, follows
         fact = found.setdefault(key, {
             "region": record.region, "function": place_fact(record.place), "source": failure.source,
             "guard": "", "place": place_fact(failure.place), "remedy": "", "count": 0, "changes": [],
-            "limited": False,
+            "limited": False, "follows": follows,
         })  # fmt: skip
         fact["guard"], fact["remedy"] = failure.guard, failure.advice
         fact["count"] += 1
@@ -241,7 +248,7 @@ def summary(records: Records, stages: Iterable[StageFact], plans: Iterable[PlanF
         "breaks": len(records.breaks),
         "recompiles": len(records.recompiles),
         "fallbacks": len(records.fallbacks),
-        "kernels": len(records.kernels),
+        "kernels": len(records.kernels) or sum(one.distinct for one in records.codes),
         "calls": sum(step["kind"] in ("native", "python") for plan in plans for step in plan["steps"]),
         "bytes": sum((one.reads + one.writes) * one.launches for one in records.kernels),
         "peak": max((plan["peak"] for plan in plans), default=0),

@@ -88,6 +88,8 @@ class RecompileFact(TypedDict):
     changes: list[ChangeFact]
     limited: bool
     """Whether the cache limit was reached: the function runs eagerly since."""
+    follows: bool
+    """Whether it only follows from another: what goes on after a break is compiled again with the rest."""
 
 
 class StageFact(TypedDict):

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kiln.observe.roofline import Line
 from kiln.observe.shape import BreakFact, Facts, KernelFact, PlaceFact, RecompileFact
 
 WIDTH = 110
@@ -100,7 +101,12 @@ def code_lines(place: PlaceFact | None) -> list[tuple[str, str]]:
 
 
 def recompiles(facts: Facts) -> list[RenderableType]:
-    return [Padding(block(lines), (0, 0, 0, 2)) for lines in map(recompile_lines, facts["recompiles"])]
+    own = [fact for fact in facts["recompiles"] if not fact["follows"]]
+    shown: list[RenderableType] = [Padding(block(recompile_lines(fact)), (0, 0, 0, 2)) for fact in own]
+    rest = sum(fact["count"] for fact in facts["recompiles"] if fact["follows"])
+    if rest:
+        shown.append(Text(f"  and {counted(rest, 'time')} what goes on after breaks, with these"))
+    return shown
 
 
 def recompile_lines(fact: RecompileFact) -> list[tuple[str, str]]:
@@ -174,6 +180,21 @@ def cache(facts: Facts) -> list[RenderableType]:
     return [Text(f"  {counts['hits']} found, {counts['misses']} not, {counts['written']} written")]
 
 
+def roofline(lines: Sequence[Line]) -> RenderableType:
+    """The kernels that were timed, the longest first."""
+    rows = [
+        (
+            one["kernel"], ", ".join(one["fused"][:SHOWN]), size(one["bytes"]), f"{one['seconds'] * 1e6:.1f} µs",
+            f"{one['bandwidth'] / 1e9:.1f} GB/s", f"{one['share']:.0%}", str(one["launches"]),
+        )
+        for one in lines
+    ]  # fmt: skip
+    titles = ("kernel", "fused", "bytes", "time", "bandwidth", "of a copy", "timed")
+    return Group(
+        Text(""), Text("Roofline", style="bold cyan"), *table(titles, rows, right=(2, 3, 4, 5, 6))
+    )  # fmt: skip
+
+
 SECTIONS = {
     "Graphs": graphs,
     "Breaks": breaks,
@@ -186,7 +207,9 @@ SECTIONS = {
 }
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[RenderableType]:
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()
+) -> list[RenderableType]:
     """Rows below titles; nothing where there are none."""
     if not rows:
         return []

@@ -16,7 +16,7 @@ def test_warn_once(caplog):
 
 
 def test_topics_come_from_the_environment():
-    program = "from kiln.base import log; log.say('graphs', 'g'); log.say('breaks', 'b'); print(log.wants('graphs'))"
+    program = "from kiln.base import log; log.say('graph', 'g'); log.say('breaks', 'b'); print(log.wants('graph'))"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -24,5 +24,5 @@ def test_topics_come_from_the_environment():
         env={**os.environ, "KILN_LOG": "graphs, nonsense"},
     )
     assert done.stdout == "True\n"
-    assert "[kiln] graphs: g" in done.stderr and "breaks" not in done.stderr.splitlines()[-1]
+    assert "[kiln] graph: g" in done.stderr and "breaks" not in done.stderr.splitlines()[-1]
     assert "unknown topics nonsense; known are all, breaks" in done.stderr

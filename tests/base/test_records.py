@@ -18,7 +18,7 @@ def test_collect_keeps_full_records_and_nests():
     records.emit(GRAPH)
     assert outer.graphs == [GRAPH] and len(outer.residuals) == 1
     assert not inner.graphs and inner.residuals == outer.residuals
-    assert repr(outer) == "Records(graphs=1, breaks=0, recompiles=0, fallbacks=0, residuals=1, codes=0, tuned=0)"
+    assert repr(outer) == "Records(graphs=1, residuals=1)"
 
 
 def test_log_keeps_no_graph_and_no_more_than_its_bound():

@@ -11,7 +11,7 @@ import kiln
 from kiln.base import records
 from kiln.base.options import UnknownOption
 from kiln.differentiate.partition import split_at
-from tests.observe import Same
+from tests.same import Same
 from tests.support import t
 
 

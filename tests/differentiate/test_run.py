@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kiln
 from kiln.base import records
-from tests.observe import Same
+from tests.same import Same
 from tests.support import How, one_graph, t
 
 AHEAD = How(backend="aot_eager", options={"fullgraph": True})

@@ -37,6 +37,8 @@ def view(count, name="forward"):
     """A graph of about `count` nodes: blocks with residual edges, their pointwise ops in kernels."""
     paths, known, nodes, kernels, places = [[]], {(): 0}, [], [], [[[0, 12, "forward"], [0, line, "forward"]] for line in range(1, 21)]
 
+    codes = [{"title": "LLVM", "text": "define void @nest0(ptr %0, i64 %1) {\n  ret void\n}"}]
+
     def path(*names):
         if names not in known:
             known[names] = len(paths)
@@ -60,7 +62,8 @@ def view(count, name="forward"):
             elif kind != "view":
                 if kernel < 0:
                     kernel = len(kernels)
-                    kernels.append({"name": f"k{kernel}", "ops": 0, "reads": 2 << 20, "writes": 1 << 20, "bytes": 3 << 20, "loops": f"kernel k{kernel}(a: float32) -> b: float32\n  for i in 0 .. 1024\n    fold j in 0 .. 512\n      t0: float32 = {op}(a[i*512 + j])\n      b[i*512 + j] = t0", "codes": [0]})
+                    kernels.append({"name": f"k{kernel}", "ops": 0, "reads": 2 << 20, "writes": 1 << 20, "bytes": 3 << 20, "codes": [len(codes), 0]})
+                    codes.append({"title": "Loops", "text": f"kernel k{kernel}(a: float32) -> b: float32\n  for i in 0 .. 1024\n    t0: float32 = {op}(a[i])\n    b[i] = t0"})
                 kernels[kernel]["ops"] += 1
             if op == "sub":
                 reads.append(skip)
@@ -74,7 +77,7 @@ def view(count, name="forward"):
     node("output", "output", 0, [x], 20)
     steps = 12 * block
     values = [{"name": nodes[i]["n"], "bytes": 2097152 // (1 + i % 3), "offset": 2097152 * (i % 5), "first": i * steps // len(nodes), "last": min(steps - 1, i * steps // len(nodes) + 2 + i % 4)} for i in range(1, min(len(nodes), 200), 3)]
-    return {"name": name, "label": name.title(), "nodes": nodes, "paths": paths, "places": places, "kernels": kernels, "codes": [{"title": "LLVM", "text": "define void @nest0(ptr %0, i64 %1) {\n  ret void\n}"}],
+    return {"name": name, "label": name.title(), "nodes": nodes, "paths": paths, "places": places, "kernels": kernels, "codes": codes,
             "code": "def graph(x):\n    return (x,)", "memory": {"arena": 5 * 2097152, "eager": 41943040, "steps": steps, "values": values}}  # fmt: skip
 
 
@@ -96,11 +99,11 @@ def data(count=120, **changes):
              "views": [view(count), {**view(max(20, count // 2), "backward")}]},
             {"title": "Block.forward, after line 18", "region": "Block.forward", "place": {"file": FILE, "line": 19}, "ops": 18, "inputs": 2, "guards": [], "views": [view(20)]},
         ],
-        "breaks": [{"kind": "branch-on-tensor", "place": {"file": FILE, "line": 18}, "text": SOURCE[17], "column": 11, "end": 22, "why": "the condition is a tensor: <img src=x onerror=alert(1)>", "hint": "use torch.where", "region": "Block.forward", "count": 2}],
+        "breaks": [{"kind": "branch-on-tensor", "place": {"file": FILE, "line": 18, "function": "forward", "text": SOURCE[17].strip(), "column": 3, "width": 11}, "reason": "the condition is a tensor: <img src=x onerror=alert(1)>", "remedy": "use torch.where", "region": "Block.forward", "graphs": ["Block.forward"], "count": 2}],
         "fallbacks": [], "warnings": [],
         "recompiles": [
-            {"region": "Block.forward", "number": 2, "seconds": 0.31, "reasons": [{"guard": "x.shape[0]", "old": "8", "new": "16", "text": "x.shape[0] was 8 and is 16"}]},
-            {"region": "Block.forward", "number": 3, "seconds": 0.27, "hint": "kiln.mark_dynamic(x, 0)", "reasons": [{"guard": "x.shape[0]", "old": "16", "new": "24", "text": "x.shape[0] was 16 and is 24"}, {"text": "the second entry holds other types"}]},
+            {"region": "Block.forward", "source": "x.shape[0]", "guard": "x.shape[0] was 8, now 24", "place": {"file": FILE, "line": 13}, "remedy": "kiln.mark_dynamic(x, 0)", "count": 2, "limited": False,
+             "changes": [{"old": "8", "new": "16"}, {"old": "8", "new": "24"}]},
         ],
         "timeline": {
             "compile": {"total": 1.4, "lanes": [{"name": f"Block.forward {i}", "spans": [

@@ -23,9 +23,10 @@ function lanesOf(lanes, total) {
     lanes.map((lane) => el("div", { class: "lane" }, el("span", { class: "who", title: lane.name }, lane.inner ? "" : lane.name),
       el("div", { class: "track", role: "list", "aria-label": lane.name }, lane.spans.map((span) => {
         const text = `${span.label}: ${seconds(span.seconds)}${span.note ? `, ${span.note}` : ""}`;
+        const shown = span.seconds / total > 0.025 ? span.label : "";
         const go = span.graph !== undefined && span.graph !== null ? () => open("graphs", { graph: span.graph, view: span.view, kernel: span.kernel }) : null;
         const given = { class: "span", role: go ? undefined : "listitem", style: `left:${(span.start / total) * 100}%;width:${(span.seconds / total) * 100}%;background:${barColour(span.kind || span.label)}`, title: text, "aria-label": text };
-        return go ? el("button", { type: "button", ...given, onclick: go }, span.label) : el("div", { ...given, tabindex: "0" }, span.label);
+        return go ? el("button", { type: "button", ...given, onclick: go }, shown) : el("div", { ...given, tabindex: "0" }, shown);
       })), el("span", { class: "n" }, lane.inner ? "" : seconds(lane.spans.reduce((sum, span) => sum + span.seconds, 0))))));
 }
 

@@ -13,7 +13,7 @@ function palette() {
     ? { input: "#24372b", parameter: "#202b24", saved: "#22303a", op: "#2b2d33", constant: "#26272c", pointwise: "#2b2d33", reduction: "#372c1d", call: "#3b2420", view: "#202127", output: "#24372b", module: "#262a33" }
     : { input: "#e2f2e6", parameter: "#f0f6f1", saved: "#e6eff6", op: "#ffffff", constant: "#f0eeea", pointwise: "#ffffff", reduction: "#fdf1d8", call: "#fde6dc", view: "#f7f6f3", output: "#e2f2e6", module: "#eef1f6" };
   return {
-    dark, fills, ink: read("ink"), soft: read("soft"), faint: read("faint"), line: read("firm"), panel: read("panel"), sunk: read("sunk"), accent: read("accent"), focus: read("focus"),
+    dark, fills, ink: read("ink"), soft: read("soft"), faint: read("faint"), line: read("firm"), panel: read("panel"), sunk: read("sunk"), accent: read("accent"), good: read("good"), focus: read("focus"),
     edge: dark ? "#5a606c" : "#b3ab9c",
     kernel: (k) => tone(HUES[k % HUES.length], dark ? 55 : 60, dark ? 62 : 46),
     blob: (k) => tone(HUES[k % HUES.length], dark ? 32 : 62, dark ? 21 : 93),
@@ -37,7 +37,11 @@ class GraphView {
 
   show(view, params) {
     this.view = view;
-    this.tree = treeOf(view, (node) => HIDDEN.has(node.k) && !params);
+    // Edges from all over the graph to its end would hide the rest: then what leaves the graph is marked instead.
+    const ends = view.nodes.filter((node) => node.k === "output");
+    this.leaving = new Set(ends.flatMap((node) => node.i));
+    const crowded = this.leaving.size > 3;
+    this.tree = treeOf(view, (node) => (HIDDEN.has(node.k) && !params) || (crowded && node.k === "output"));
     this.users = view.nodes.map(() => []);
     view.nodes.forEach((node, index) => (node.i || []).forEach((read) => this.users[read] && this.users[read].push(index)));
     this.members = new Map();
@@ -45,7 +49,7 @@ class GraphView {
       if (node.g >= 0) (this.members.get(node.g) || this.members.set(node.g, []).get(node.g)).push(index);
     });
     for (const [k, list] of this.members) if (list.length < 2) this.members.delete(k);
-    if (view.nodes.length <= 90) this.tree.modules.forEach((item) => (item.open = true));
+    if (this.tree.root.count <= 90) this.tree.modules.forEach((item) => (item.open = true));
     else openSome(this.tree, 60);
     [this.selected, this.kernel] = [null, -1];
     this.arrange();
@@ -57,11 +61,13 @@ class GraphView {
     this.layout = layoutOf(this.view, this.tree, (item) => {
       paper.font = "500 12px " + this.mono();
       const label = Math.ceil(paper.measureText(clipped(item.label)).width);
-      if (!item.children) return Math.max(62, label + 26);
+      if (!item.children) {
+        paper.font = "10.5px " + this.mono();
+        return Math.max(62, label + 26, Math.ceil(paper.measureText(brief(this.view.nodes[item.node].s)).width));
+      }
       paper.font = "11px " + this.sans();
       return Math.max(96, label + Math.ceil(paper.measureText(counted(item.count, "op")).width) + 52);
     });
-    this.specs = new Map();
     for (const edge of this.layout.edges) edge.text = this.edgeText(edge);
     const outs = new Map();
     for (const edge of this.layout.edges) (outs.get(edge.from) || outs.set(edge.from, []).get(edge.from)).push(edge);
@@ -72,7 +78,7 @@ class GraphView {
   sans() { return getComputedStyle(document.documentElement).getPropertyValue("--sans"); }
 
   edgeText(edge) {
-    const specs = [...new Set(edge.reads.map((read) => this.view.nodes[read].s || ""))].filter(Boolean);
+    const specs = [...new Set(edge.reads.map((read) => brief(this.view.nodes[read].s)))].filter(Boolean);
     return specs.length > 1 ? `${specs[0]} and ${specs.length - 1} more` : specs[0] || "";
   }
 
@@ -83,7 +89,7 @@ class GraphView {
     const { width: w, height: h } = this.layout;
     const whole = Math.min((width - 40) / w, (height - 40) / h, 1.15);
     // A long graph is shown from its beginning, large enough to be read.
-    this.scale = Math.max(whole, Math.min(0.55, (width - 40) / w), SMALLEST);
+    this.scale = Math.max(whole, Math.min(0.85, (width - 40) / w), SMALLEST);
     this.x = w / 2 - width / 2 / this.scale;
     this.y = h * this.scale > height - 40 ? -24 / this.scale : h / 2 - height / 2 / this.scale;
     this.draw();
@@ -116,11 +122,14 @@ class GraphView {
     if (!gently && this.scale < 0.5) this.scale = 0.8;
     const margin = 60 / this.scale;
     const [w, h] = [width / this.scale, height / this.scale];
-    const inside = item.x > this.x + margin && item.x + item.w < this.x + w - margin && item.y > this.y + margin && item.y + item.h < this.y + h - margin;
-    if (!inside) {
-      this.x = item.x + item.w / 2 - w / 2;
-      this.y = item.y + Math.min(item.h, h * 0.8) / 2 - h / 2;
-    }
+    const moved = (at, seen, from, size) => {
+      if (size > seen - 2 * margin) return from - margin;
+      if (from > at + margin && from + size < at + seen - margin) return at;
+      if (!gently || from + size < at - seen || from > at + 2 * seen) return from + size / 2 - seen / 2;
+      return from < at + margin ? from - margin : from + size - seen + margin;
+    };
+    this.x = moved(this.x, w, item.x, item.w);
+    this.y = moved(this.y, h, item.y, item.h);
     this.draw();
   }
 
@@ -168,7 +177,7 @@ class GraphView {
     this.tree.modules.forEach((item) => (item.open = open));
     this.select(null);
     this.arrange();
-    this.whole();
+    this.fit();
   }
 
   mark(indices) {
@@ -231,12 +240,35 @@ class GraphView {
     return this.layout.items.find((item) => within(item)) || [...this.layout.holders].reverse().find((item) => within(item, OP.head)) || null;
   }
 
+  /** Where the small map lies that shows which part of a large graph is seen; null where all of it is. */
+  map() {
+    const { width, height } = this.box();
+    const { width: w, height: h } = this.layout;
+    if (w * this.scale <= width && h * this.scale <= height) return null;
+    const scale = Math.min(130 / w, (height - 32) / h, 0.2);
+    return { scale, x: width - Math.max(10, w * scale) - 14, y: 14, w: Math.max(10, w * scale), h: Math.max(10, h * scale) };
+  }
+
+  /** Look at the place of the map under the pointer; tells whether there is one. */
+  jump(event, dragging) {
+    const map = this.layout && this.map(), box = this.canvas.getBoundingClientRect();
+    if (!map) return false;
+    const [px, py] = [event.clientX - box.left - map.x, event.clientY - box.top - map.y];
+    if (!dragging && (px < -6 || py < -6 || px > map.w + 6 || py > map.h + 6)) return false;
+    const { width, height } = this.box();
+    this.x = px / map.scale - width / 2 / this.scale;
+    this.y = py / map.scale - height / 2 / this.scale;
+    this.draw();
+    return true;
+  }
+
   watch() {
     const canvas = this.canvas;
     let held = null;
     const pointers = new Map();
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
+      this.onMap = this.jump(event);
       pointers.set(event.pointerId, [event.clientX, event.clientY]);
       held = { x: event.clientX, y: event.clientY, moved: false };
     });
@@ -252,7 +284,8 @@ class GraphView {
         const far = (x, y) => Math.hypot(x - ox, y - oy) || 1;
         this.zoom(far(event.clientX, event.clientY) / far(...before), [ox - box.left, oy - box.top]);
         if (held) held.moved = true;
-      } else if (held) {
+      } else if (this.onMap) this.jump(event, true);
+      else if (held) {
         if (Math.hypot(event.clientX - held.x, event.clientY - held.y) > 4) held.moved = true;
         if (held.moved) {
           canvas.classList.add("held");
@@ -266,8 +299,9 @@ class GraphView {
     const release = (event) => {
       pointers.delete(event.pointerId);
       canvas.classList.remove("held");
-      if (held && !held.moved && event.type === "pointerup") this.select(this.at(event));
+      if (held && !held.moved && !this.onMap && event.type === "pointerup") this.select(this.at(event));
       held = null;
+      this.onMap = false;
     };
     canvas.addEventListener("pointerup", release);
     canvas.addEventListener("pointercancel", release);
@@ -294,6 +328,13 @@ class GraphView {
       paint(this);
     });
   }
+}
+
+const DTYPES = { float16: "f16", float32: "f32", float64: "f64", bfloat16: "bf16", int8: "i8", int16: "i16", int32: "i32", int64: "i64", uint8: "u8", complex64: "c64", complex128: "c128" };
+
+/** A type as short as it can be told: "f32[8, 64]". */
+function brief(spec) {
+  return clipped(String(spec || "").replace(/\b[a-z]+\d+\b/g, (name) => DTYPES[name] || name));
 }
 
 function clipped(text) {

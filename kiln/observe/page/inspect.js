@@ -5,7 +5,7 @@ function graphs(main, asked) {
   let current = Math.min(asked.graph || 0, DATA.graphs.length - 1), view = null, params = false;
   const stage = el("div", { class: "stage" }, el("div", { class: "keys", "aria-hidden": "true" }, "drag, scroll, arrows, Enter opens, 0 shows all"));
   const side = el("aside", { class: "side", "aria-label": "About the selection", tabindex: "-1" });
-  const picker = el("select", { "aria-label": "Graph", onchange: () => pick(Number(picker.value)) }, DATA.graphs.map((graph, i) => el("option", { value: i }, graph.title)));
+  const picker = el("select", { "aria-label": "Graph", onchange: () => pick(Number(picker.value)) }, DATA.graphs.map((graph, i) => el("option", { value: i }, `${graph.title}, ${counted(graph.ops, "op")}`)));
   const forms = el("div", { class: "set", role: "group", "aria-label": "Form of the graph" });
   const note = el("span", { class: "grow" });
   const button = (text, label, act) => el("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
@@ -102,7 +102,7 @@ function legend(view) {
   const names = { input: "input or output", parameter: "parameter", saved: "saved for the backward", op: "captured call", pointwise: "element by element", reduction: "reduction", call: "eager kernel", view: "view", constant: "constant" };
   const colours = palette();
   const used = Object.keys(names).filter((kind) => view.nodes.some((node) => node.k === kind));
-  return el("div", { class: "legend" }, used.map((kind) => el("span", {}, el("i", { style: `background:${colours.fills[kind]};border:1px solid ${colours.line}` }), names[kind])), (view.kernels || []).length > 0 && el("span", {}, el("i", { style: `border:2px solid ${colours.kernel(0)}` }), "fused kernel"));
+  return el("div", { class: "legend" }, used.map((kind) => el("span", {}, el("i", { style: `background:${colours.fills[kind]};border:1px solid ${colours.line}` }), names[kind])), (view.kernels || []).length > 0 && el("span", {}, el("i", { style: `border:2px solid ${colours.kernel(0)}` }), "fused kernel"), el("span", {}, el("i", { style: "background:var(--good);border-radius:50%" }), "leaves the graph"));
 }
 
 function aboutModule(item, view, drawing) {
@@ -124,6 +124,7 @@ function aboutNode(index, view, drawing) {
   const path = (view.paths && view.paths[node.p]) || [];
   return [
     el("div", {}, el("h2", {}, node.n), el("p", { class: "what" }, node.k === "input" ? "Input of the graph" : node.k === "parameter" ? "Tensor that the program holds" : node.k === "saved" ? "Saved by the forward half" : node.k === "output" ? "Output of the graph" : node.o)),
+    drawing.leaving.has(index) && el("p", { class: "what" }, "It leaves the graph: a result, or a value that the backward needs."),
     el("dl", { class: "pairs" }, el("dt", {}, "Type"), el("dd", {}, node.s || "–"), path.length > 0 && [el("dt", {}, "Module"), el("dd", {}, path.join("."))], node.a && [el("dt", {}, "Call"), el("dd", {}, node.a)], node.f && [el("dt", {}, "Part of"), el("dd", {}, node.f)]),
     sourceOf(view, node),
     kernel && [section("Kernel", el("div", { class: "list" }, el("button", { type: "button", onclick: () => STATE.kernel(node.g) }, el("b", {}, el("i", { class: "swatch", style: `background:${palette().kernel(node.g)}` }), kernel.name), el("span", {}, counted(kernel.ops || 0, "op"))))), kernelText(view, kernel)],

@@ -6,7 +6,6 @@ const OP = { height: 30, gap: 20, layer: 40, pad: 16, head: 26 };
 function treeOf(view, hidden) {
   const root = { path: "", label: "", children: [], parent: null, depth: 0, count: 0, first: 0, byName: new Map() };
   const leaves = new Array(view.nodes.length).fill(null);
-  const modules = [];
   view.nodes.forEach((node, index) => {
     if (hidden(node)) return;
     let at = root;
@@ -18,7 +17,6 @@ function treeOf(view, hidden) {
         next = { path: at.path ? `${at.path}/${name}` : name, label: name, children: [], parent: at, depth: at.depth + 1, count: 0, first: index, byName: new Map(), open: false };
         at.byName.set(name, next);
         at.children.push(next);
-        modules.push(next);
       }
       next.count++;
       at = next;
@@ -28,7 +26,23 @@ function treeOf(view, hidden) {
     leaves[index] = leaf;
   });
   root.open = true;
-  return { root, leaves, modules };
+  const kept = [];
+  const join = (item) => { // a module that holds nothing but one other is shown as one with it
+    while (item.parent && item.children.length === 1 && item.children[0].children) {
+      const only = item.children[0];
+      [item.label, item.path, item.children] = [`${item.label}.${only.label}`, only.path, only.children];
+      for (const child of item.children) child.parent = item;
+    }
+    for (const child of item.children) {
+      child.depth = item.depth + 1;
+      if (child.children) {
+        kept.push(child);
+        join(child);
+      }
+    }
+  };
+  join(root);
+  return { root, leaves, modules: kept };
 }
 
 /** Open modules from the top until about `room` items are seen. */

@@ -21,7 +21,39 @@ function paint(graph) {
   for (const edge of edges) paintEdge(graph, edge, colours, near);
   for (const item of layout.items) if (visible(item)) paintItem(graph, item, colours, near);
   if (scale > 0.62) paintTypes(graph, edges, colours, seen);
+  paper.setTransform(dense, 0, 0, dense, 0, 0);
+  paintMap(graph, colours, width, height);
   graph.drawn = (graph.drawn || 0) + 1;
+}
+
+function paintMap(graph, colours, width, height) {
+  const map = graph.map(), { paper, layout } = graph;
+  if (!map) return;
+  paper.globalAlpha = 0.94;
+  paper.fillStyle = colours.panel;
+  paper.strokeStyle = colours.line;
+  paper.lineWidth = 1;
+  paper.beginPath();
+  paper.roundRect(map.x - 6, map.y - 6, map.w + 12, map.h + 12, 6);
+  paper.fill();
+  paper.stroke();
+  for (const item of layout.items) {
+    const node = item.children ? null : graph.view.nodes[item.node];
+    const found = graph.matches && node && graph.matches.has(item.node);
+    paper.fillStyle = graph.selected === item || found ? colours.accent : node && node.g >= 0 ? colours.kernel(node.g) : colours.edge;
+    const large = graph.selected === item || found ? 2 : 1;
+    paper.fillRect(map.x + item.x * map.scale, map.y + item.y * map.scale, Math.max(2 * large, item.w * map.scale), Math.max(large, item.h * map.scale));
+  }
+  paper.globalAlpha = 1;
+  paper.save();
+  paper.beginPath();
+  paper.rect(map.x - 6, map.y - 6, map.w + 12, map.h + 12);
+  paper.clip();
+  paper.strokeStyle = colours.focus;
+  paper.lineWidth = 1.5;
+  const left = Math.max(map.x - 5, map.x + graph.x * map.scale), right = Math.min(map.x + map.w + 5, map.x + (graph.x + width / graph.scale) * map.scale);
+  paper.strokeRect(left, map.y + graph.y * map.scale, Math.max(6, right - left), (height / graph.scale) * map.scale);
+  paper.restore();
 }
 
 /** What is near the selection: itself, what it reads and what reads it. */
@@ -146,6 +178,12 @@ function paintItem(graph, item, colours, near) {
   if (kind === "view") paper.setLineDash([4, 3]);
   paper.stroke();
   paper.setLineDash([]);
+  if (node && graph.leaving.has(item.node)) { // a result of the graph
+    paper.beginPath();
+    paper.arc(middle(item), item.y + item.h, 4, 0, 7);
+    paper.fillStyle = colours.good;
+    paper.fill();
+  }
   if (scale > 0.26) {
     paper.textBaseline = "middle";
     paper.fillStyle = colours.ink;

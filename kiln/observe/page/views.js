@@ -123,14 +123,20 @@ function guards(main, asked) {
     lists.replaceChildren(...DATA.graphs.map((graph) => {
       const kept = graph.guards.filter((guard) => words.every((word) => guard.text.toLowerCase().includes(word)));
       if (!kept.length) return null;
-      return el("section", {}, el("h2", { class: "mono" }, graph.title), el("div", { class: "card scroll" }, el("table", {}, el("tbody", {}, kept.map((guard) =>
-        el("tr", {}, el("td", { class: "wide" }, guard.text), el("td", { class: "n" }, placeLink(guard.place))))))));
+      const own = kept.filter((guard) => !guard.inside), inside = kept.filter((guard) => guard.inside);
+      return el("section", {}, el("h2", { class: "mono" }, graph.title), guardTable(own),
+        inside.length > 0 && el("details", { open: words.length > 0 }, el("summary", {}, `${counted(inside.length, "more guard")} that code of PyTorch or of Python asked for`), guardTable(inside)));
     }).filter(Boolean));
   };
   filter.addEventListener("input", show);
   main.append(el("div", { class: "sheet" },
     el("section", {}, el("h2", {}, "Guards"), el("p", { class: "lead" }, "What was read while a function was captured, and must be the same for its graph to be used again. The first that fails leads to a recompile."), total ? filter : el("div", { class: "nothing" }, "No guards were recorded.")), lists));
   show();
+}
+
+function guardTable(list) {
+  if (!list.length) return null;
+  return el("div", { class: "card scroll" }, el("table", {}, el("tbody", {}, list.map((guard) => el("tr", {}, el("td", { class: "wide" }, guard.text), el("td", { class: "n" }, placeLink(guard.place)))))));
 }
 
 // Recompiles

@@ -1,0 +1,135 @@
+"""Telling: the records and warnings that a capture, a recompile or an internal error leaves."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from kiln.base import log, records
+from kiln.base.errors import Place
+from kiln.base.places import is_library, places_of
+from kiln.base.records import Failure
+from kiln.base.reports import fell_back
+from kiln.bytecode.beside import beside, source_of
+from kiln.capture.finish import Captured
+from kiln.capture.told import operations
+
+OFTEN = 3
+"""Entries that fail for one reason before it is said aloud."""
+ASKED_FOR = frozenset({"graph-break-called", "disabled", "disallowed", "stopped", "capture-raised"})
+"""Kinds of breaks that a program asks for."""
+
+
+def captured_frame(function: FunctionType, captured: Captured, entry: Any, made: str, name: str) -> None:
+    """A frame was captured: its graph, its break and the code that runs instead."""
+    listening = records.listening()
+    if captured.graph is not None:
+        all_ops = operations(captured.graph) if listening else ()
+        guarded = tuple([(str(guard), entry.place(guard)) for guard in entry.guards]) if listening else ()
+        start, end = span(function, captured)
+        records.emit(records.GraphRecord(
+            made, captured.graph, captured.ops, captured.inputs, start, name, entry.guards, end, all_ops,
+            guarded,
+        ))  # fmt: skip
+        if log.wants("guards"):
+            log.say("guards", "\n  ".join([made, *map(str, entry.guards)]))
+    reason = captured.reason
+    if reason is not None and reason.kind != "raises":
+        records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name, made))
+        if captured.looped and reason.kind not in ASKED_FOR:
+            key = "loop", reason.at and (reason.at.file, reason.at.line)
+            log.warn_once(key, f"a loop leaves the graph in every turn: {reason}")
+    records.emit(records.ResidualRecord(name, captured.code, function.__code__))
+    if log.wants("code"):
+        log.say("code", f"{name}\n{beside(function.__code__, captured.code)}")
+    for code in captured.continued:
+        records.emit(records.ResidualRecord(name, code))
+
+
+def span(function: FunctionType, captured: Captured) -> tuple[Place, Place]:
+    """Where a graph begins and ends in the frame, or below it where the frame is in torch's own code."""
+    assert captured.graph is not None
+    ops = [node for node in captured.graph.graph.nodes if node.op.startswith("call")]
+    traces = [trace for node in ops if (trace := node.meta.get("stack_trace"))]
+    first = outermost(places_of(traces[0])) if traces else None
+    last = outermost(places_of(traces[-1])) if traces else None
+    end = captured.end
+    if is_library(end.file):
+        at = captured.reason.at if captured.reason is not None else None
+        end = at if at is not None and not is_library(at.file) else last or end
+    return first or defined(function), end
+
+
+def outermost(places: Sequence[Place]) -> Place | None:
+    """The outermost line that is not in torch's own code."""
+    return next((place for place in places if not is_library(place.file)), places[0] if places else None)
+
+
+def defined(function: FunctionType, argv: Sequence[Any] = ()) -> Place:
+    """Where a function is defined; the forward of a module where it is what calls one."""
+    function = forward_of(function, argv) or function
+    code = function.__code__
+    return Place(code.co_filename, code.co_firstlineno, code.co_qualname)
+
+
+def forward_of(function: FunctionType, argv: Sequence[Any]) -> FunctionType | None:
+    """The forward that a call of a module leads to; None for another function."""
+    if not argv or not isinstance(argv[0], torch.nn.Module) or not is_library(function.__code__.co_filename):
+        return None
+    forward = type(argv[0]).forward
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def recompiled(
+    function: FunctionType, argv: Sequence[Any], name: str, failures: Sequence[Failure], limit: int,
+    entries: int, resumed: bool,
+) -> bool:  # fmt: skip
+    """No entry holds: leave the record, warn of what keeps happening; whether the limit is reached."""
+    failures = tuple([spoken(one, function, argv) for one in failures])
+    reasons = tuple(map(str, failures)) or ("the guards hold now",)
+    place, limited = defined(function, argv), entries >= limit
+    records.emit(records.RecompileRecord(name, reasons, place, failures, limited, resumed))
+    often = Counter(one.source for one in failures).most_common(1)
+    if not often:
+        return limited
+    source, count = often[0]
+    worst = next(one for one in failures if one.source == source)
+    read = f", read at {worst.place.file}:{worst.place.line}" if worst.place else ""
+    text = f"{worst.guard}{read}; {worst.advice}"
+    where = f"{name} ({place.file}:{place.line})"
+    if limited:
+        log.warn_once(("cache_limit", place.file, place.line, name),
+                      f"{where} was compiled {entries} times and runs eagerly from now on; "
+                      f"the guard that keeps failing: {text}")  # fmt: skip
+    elif count >= OFTEN:
+        log.warn_once(("recompiles", place.file, place.line, source),
+                      f"{where} is compiled again and again, {count} times so far: {text}")  # fmt: skip
+    return limited
+
+
+def spoken(one: Failure, function: FunctionType, argv: Sequence[Any]) -> Failure:
+    """A failure in the words of the program: the arguments of a module's call are those of its forward."""
+    forward = forward_of(function, argv)
+    if forward is None:
+        return one
+    place = defined(forward) if one.place is None or is_library(one.place.file) else one.place
+    names = list(inspect.signature(forward).parameters)[1:]
+    text = one
+    for i, name in enumerate(names):
+        old = f"args[{i}]"
+        text = replace(
+            text, guard=text.guard.replace(old, name), source=text.source.replace(old, name),
+            advice=text.advice.replace(old, name),
+        )  # fmt: skip
+    return replace(text, place=place)
+
+
+def failed(name: str, error: Exception, function: FunctionType) -> None:
+    """Capture failed for a reason of ours."""
+    fell_back(name, error, "runs eagerly after an internal error", "\n".join(source_of(function.__code__)))
