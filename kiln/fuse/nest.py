@@ -120,6 +120,16 @@ class Store:
     phase: int
     kept: bool
     """Whether it happens once a row, after the loops over the reduced axes."""
+    adds: bool = False
+    """Whether it is added to what is there: 0, when the part of the rows begins."""
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Part:
+    """The rows of a nest in parts, one after the other within a part: its number, and rows of each."""
+
+    variable: Symbol
+    rows: int
 
 
 @dataclass(eq=False, slots=True)
@@ -128,6 +138,7 @@ class Nest:
 
     axes: tuple[Axis, ...]
     stores: list[Store] = field(default_factory=list)
+    part: Part | None = None
 
     @property
     def kept(self) -> tuple[Axis, ...]:

@@ -17,8 +17,12 @@ from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
 from kiln.fuse.split import CORES, Cuts, Split, split
 from kiln.fuse.stages import Batch
 from kiln.fuse.steps import Call, Launch, Step
+from kiln.fuse.strips import with_sums
 from kiln.fuse.updates import updated
 from kiln.fuse.views import is_map
+
+#: Steps back that loops over the same rows are looked for.
+FAR = 8
 
 
 @dataclass(slots=True)
@@ -76,6 +80,7 @@ class Finishing:
 
     def __init__(self, groups: Groups, cuts: Cuts) -> None:
         self.groups, self.cuts = groups, cuts
+        self.last: tuple[Split | Call, Nest] | None = None  # the last step that a nest became
         self.needed = self.stored()
         # Views, and values without inputs, are made by their own ops where something reads them as a whole.
         pending = self.needed_views() | (groups.free & self.needed)
@@ -92,12 +97,39 @@ class Finishing:
             nest = merged(self.nest(item), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
+                name = f"k{item.position}"
+                if self.cuts.borders and self.joined(steps, nest, name):
+                    continue
                 parts = peeled(nest, groups.scope) if self.cuts.borders else [nest]
                 if len(parts) > 1:
                     steps.append(Split(parts))
                     continue
-                steps.append(split(nest, groups.scope, f"k{item.position}", self.cuts))
+                steps.append(split(nest, groups.scope, name, self.cuts))
+                self.last = (steps[-1], nest)
         return self.launched(steps)
+
+    def joined(self, steps: list[Split | Call], nest: Nest, name: str) -> bool:
+        """Whether a sum of columns went to the loops over the same rows, or such loops to one before them."""
+        if self.last is not None and steps[-1] is self.last[0]:
+            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name)
+            if found is not None:
+                steps[-1] = found
+                return True
+        reads, made = set(map(self.owner, nest.buffers()[0])), set[Node]()
+        for place in range(len(steps) - 1, max(len(steps) - 1 - FAR, -1), -1):
+            step = steps[place]
+            if isinstance(step, Call):
+                made.add(step.node)
+                continue
+            if any(n in made or made.intersection(n.inputs()) for n in reads):
+                return False
+            found = with_sums(step, nest, self.groups.scope, name)
+            if found is not None:
+                steps[place] = found
+                return True
+            written = {b for n in step.nests for b in n.buffers()[1] if b not in step.scratch}
+            made.update(map(self.owner, written))
+        return False
 
     def launched(self, steps: Iterable[Split | Call]) -> list[Step]:
         """The steps with nests that follow each other as few kernels."""

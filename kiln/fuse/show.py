@@ -74,7 +74,8 @@ def show_nest(nest: Nest) -> list[str]:
     for store in nest.stores:
         when = f", phase {store.phase}" if store.phase else ""
         when = f", once a row{when}" if store.kept else when
-        lines.append(f"{pad}{store.buffer.name}[{store.index}] = {text(store.value)}{when}")
+        sign = "+=" if store.adds else "="
+        lines.append(f"{pad}{store.buffer.name}[{store.index}] {sign} {text(store.value)}{when}")
     return lines
 
 

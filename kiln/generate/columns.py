@@ -18,7 +18,7 @@ from kiln.generate.values import Values
 FEWEST = 8
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
-#: Rows after which a sum of floats starts anew, at least: that many squared, there are as many such sums.
+#: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
 
 
@@ -34,8 +34,12 @@ class Strip:
     left: Any
     right: Any
     levels: list[Memory]
-    anew: int
-    """How many rows the last level takes."""
+
+
+def anew(axis: Axis) -> int:
+    """After how many turns of a loop a sum starts anew: about as many as there are such sums then."""
+    turns = hint(axis.size) - hint(axis.low)
+    return max(1 << (turns.bit_length() // 2), ANEW)
 
 
 class Columns(Values):
@@ -60,18 +64,16 @@ class Columns(Values):
         fn, kinds = self.fn, self.kinds()
         room = max(WAITING // len(kinds) // self.width, 1) * self.width
         (rows,) = self.nest.reduced
-        turns = hint(rows.size) - hint(rows.low)
-        anew = max(1 << (turns.bit_length() // 2), ANEW)
-        count = 2 if turns > anew else 1
+        count = 2 if hint(rows.size) - hint(rows.low) > anew(rows) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
-            self.fold_strip(Strip(rows, low, high, levels, anew))
+            self.fold_strip(Strip(rows, low, high, levels))
             return
         end = self.index(high)
 
         def strip(left: Value, _: list[Value]) -> list[Value]:
             right = left + room
-            self.fold_strip(Strip(rows, left, (right < end).where(right, end), levels, anew))
+            self.fold_strip(Strip(rows, left, (right < end).where(right, end), levels))
             return []
 
         fn.loop(self.index(low), end, room, [], strip)
@@ -87,7 +89,7 @@ class Columns(Values):
         if len(strip.levels) == 1:
             self.some_rows(strip, low, end)
         else:
-            self.fn.loop(low, end, strip.anew, [], partial(self.rows_apart, strip, end))
+            self.fn.loop(low, end, anew(strip.rows), [], partial(self.rows_apart, strip, end))
         self.each_column(strip, partial(self.end_columns, strip))
 
     def each_column(self, strip: Strip, body: Callable[[], None]) -> None:
@@ -103,7 +105,7 @@ class Columns(Values):
     def rows_apart(self, strip: Strip, end: Value, first: Value, _: list[Value]) -> list[Value]:
         """Some rows folded by themselves, then into the others."""
         total, part = strip.levels
-        last = first + strip.anew
+        last = first + anew(strip.rows)
         self.each_column(strip, partial(self.begin_columns, strip, part))
         self.some_rows(strip, first, (last < end).where(last, end))
 

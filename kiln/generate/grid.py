@@ -7,8 +7,11 @@ from typing import Any
 
 from kiln.base.expressions import MAX, MIN, MOD
 from kiln.base.symbols import Expr, Symbol
-from kiln.fuse.nest import Axis, Load, Nest, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, terms
+from kiln.generate.functions import compute_type
 from kiln.generate.lanes import hint, vector_axis
+from kiln.generate.llvm import F32
+from kiln.generate.scalar import TYPES
 
 WIDEST = 16  # bytes of one access
 MOST_BYTES = 32  # of the largest type in one thread's elements
@@ -32,6 +35,7 @@ class Grid:
     axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements
     of its row, where that is known and they fit registers, else 0; `packed`: they fit as they are in memory.
     `across`: some memory runs along that axis; blocks take squares of it and the vector axis, and turn them.
+    `many`: without reduced axes, how many rows a thread takes.
     """
 
     vector: Axis | None
@@ -42,6 +46,7 @@ class Grid:
     turns: int = 0
     packed: bool = False
     across: Axis | None = None
+    many: int = 1
 
     @property
     def threads(self) -> int:
@@ -54,7 +59,9 @@ def laid(nest: Nest) -> Grid:
     width = width_for(nest, vector)
     if not nest.reduced:
         other = axis_across(nest, vector)
-        return Grid(vector, width, BLOCK) if other is None else Grid(vector, 1, BLOCK, across=other)
+        if other is not None:
+            return Grid(vector, 1, BLOCK, across=other)
+        return Grid(vector, width, BLOCK, many=several(nest, vector, width))
     if vector is None or vector.reduced:
         return along_rows(nest, vector, width)
     columns = -(-extent(vector) // width)
@@ -64,6 +71,14 @@ def laid(nest: Nest) -> Grid:
     while team < LARGEST // rows and blocks * rows * team < BUSY:
         team *= 2
     return Grid(vector, width, rows, max(min(team, power_of_two(reduced_extent(nest)) // 4), 1))
+
+
+def several(nest: Nest, vector: Axis | None, width: int) -> int:
+    """How many groups of elements a thread takes: two where it reads little at once and there are enough."""
+    known = all(type(a.size) is int and type(a.low) is int for a in nest.axes)
+    groups = nest.volume() // width
+    enough = known and groups >= 4 * BUSY and nest.volume() % (width * BLOCK * 2) == 0
+    return 2 if enough and 0 < row_bytes(nest, vector, width) <= WIDEST else 1
 
 
 def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:
@@ -98,11 +113,35 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     team = min(power_of_two(chunks), WARP)
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
+    if team == LARGEST and known and -(-chunks // LOOPED) * row_bytes(nest, vector, width) <= PACKED:
+        team = LOOPED  # two blocks on a processor: one reads while the other computes
     turns = -(-chunks // team)
     packed = turns > most
+    if team == LARGEST and largest_and_sum(nest) is not None:
+        return Grid(vector, width, 1, LOOPED, True)
     if not known or packed and turns * row_bytes(nest, vector, width) > PACKED:
         team, turns, packed = min(team, LOOPED), 0, False
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, packed)
+
+
+def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
+    """The folds of a nest's first two phases, where they are the largest value and the sum of powers."""
+    folds = nest.folds()
+    if any(not s.kept and s.phase <= 1 for s in nest.stores):
+        return None
+    first, second = ([f for f in folds if f.phase == phase] for phase in (0, 1))
+    if len(first) != 1 or len(second) != 1:
+        return None
+    (largest,), (total,) = first, second
+    power = total.value
+    fits = largest.kind == "amax" and largest.place is None and total.kind == "sum"
+    if not fits or not isinstance(power, Apply) or power.op != "exp":
+        return None
+    less = power.args[0]
+    if not isinstance(less, Apply) or less.op != "sub" or compute_type(TYPES[power.dtype]) != F32:
+        return None
+    relative = less.args[0] is largest.value and less.args[1] is largest
+    return (largest, total) if relative else None
 
 
 def row_bytes(nest: Nest, vector: Axis | None, width: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,16 +13,18 @@ from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import (
     Apply,
     Axis,
+    Const,
     Fold,
     Load,
     Nest,
+    Part,
     Place,
     Store,
     Term,
     terms,
 )
 from kiln.generate import avx512
-from kiln.generate.columns import Columns
+from kiln.generate.columns import Columns, anew
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import (
     access_cost,
@@ -84,6 +87,8 @@ class Emitter(Tiles, Online, Rows, Columns):
 
     def block(self, axis: Axis) -> int:
         """How many turns of an axis one task takes: several where rows are short, or go in tiles."""
+        if self.nest.part is not None:
+            return self.nest.part.rows
         if self.crossing is not None:
             return self.crossing.block if axis is self.crossing.across else 1
         *others, last = self.outer()
@@ -114,6 +119,8 @@ class Emitter(Tiles, Online, Rows, Columns):
                 self.row,
             )
         elif outer and (block := self.block(outer[-1])) > 1:
+            if self.nest.part is not None:
+                self.begin_part(self.nest.part, task)
             low = self.variables[outer[-1].variable] * block
             high, size = low + block, self.index(outer[-1].size)
             self.fn.loop(low, (high < size).where(high, size), 1, [], self.one_row)
@@ -121,6 +128,20 @@ class Emitter(Tiles, Online, Rows, Columns):
             self.rows(task)
         self.pop()
         return []
+
+    def begin_part(self, part: Part, task: Value) -> None:
+        """Zeros where the rows of this task add."""
+        self.variables[part.variable] = task
+        (axis,) = self.nest.reduced
+        for store in self.nest.stores:
+            if store.adds:
+                zero = replace(store, value=Const(0.0, store.buffer.dtype), adds=False)
+
+                def turn(_: list[Value], zero: Store = zero) -> list[Value]:
+                    self.store(zero)
+                    return []
+
+                self.along(axis, 0, axis.size, [], turn)
 
     def one_row(self, i: Value, carried: list[Value]) -> list[Value]:
         """A turn of the last of the outer axes within a task."""
@@ -311,7 +332,7 @@ class Emitter(Tiles, Online, Rows, Columns):
                     return results
 
                 return blocks(
-                    axis, BLOCK, carried,
+                    axis, anew(axis), carried,
                     lambda low, high, held: self.fn.loop(self.index(low), self.index(high), 1, held, turn),
                 )  # fmt: skip
             if across:

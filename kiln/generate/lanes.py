@@ -109,6 +109,8 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
 
     A loop whose variable is in the bounds of another one runs turn by turn.
     """
+    if nest.part is not None:
+        return nest.reduced[0]
     bounds = [part for axis in nest.axes for part in (axis.low, axis.size) if isinstance(part, Expr)]
     able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
     if not able:
@@ -146,6 +148,8 @@ def access_cost(index: Expr, axis: Axis) -> int:
 def symbols_of(nest: Nest) -> list[Expr]:
     """The sizes that the nest takes as arguments, in order; expressions over floats are taken as a whole."""
     loops = {axis.variable for axis in nest.axes}
+    if nest.part is not None:
+        loops.add(nest.part.variable)
     for term in terms(s.value for s in nest.stores):
         if isinstance(term, (Load, Place)):
             loops.update(place.symbol for place in term.places)

@@ -9,10 +9,10 @@ from typing import Any
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import SQUARE, extent, turns
+from kiln.generate.grid import SQUARE, extent, largest_and_sum, turns
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import I32, I64, Value
-from kiln.generate.ptx_team import Team
+from kiln.generate.ptx_online import Online
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 
 #: Turns of a loop over memory that are written out, so that several reads are under way.
@@ -20,7 +20,7 @@ UNROLLED = 4
 SHIFT = SQUARE.bit_length() - 1
 
 
-class GridEmitter(Team):
+class GridEmitter(Online):
     """Writes one nest as a kernel: `void (ptr …, i64 sizes …, …)`, run by the threads of its grid."""
 
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
@@ -58,7 +58,8 @@ class GridEmitter(Team):
         grid, count = self.grid, self.count()
         if grid.across is not None:
             return count
-        return (count + (grid.rows - 1)) // grid.rows if not self.nest.reduced or grid.along else count
+        rows = grid.rows * grid.many
+        return (count + (rows - 1)) // rows if not self.nest.reduced or grid.along else count
 
     def count(self) -> Any:
         """How many rows there are, or elements by the width; for column groups, blocks."""
@@ -101,13 +102,24 @@ class GridEmitter(Team):
         if self.grid.across is not None:
             self.squares(self.grid.across)
             return
-        task = self.number(self.block, self.grid.rows, self.thread)
+        grid = self.grid
+        if grid.many > 1:  # all of them exist; their loads come first
+            for turn in range(grid.many):
+                task = self.number(self.block, grid.rows * grid.many, self.thread + turn * grid.rows)
+                self.push()
+                self.task(task)
+                self.pop()
+            return
+        task = self.number(self.block, grid.rows, self.thread)
         with self.branch(task < self.index(self.count())):
-            if self.vector is None:
-                self.place(self.outer(), task)
-                self.store_all()
-            else:
-                self.along_vector(self.vector, task)
+            self.task(task)
+
+    def task(self, task: Value) -> None:
+        if self.vector is None:
+            self.place(self.outer(), task)
+            self.store_all()
+        else:
+            self.along_vector(self.vector, task)
 
     def along_vector(self, vector: Axis, task: Value) -> None:
         width = self.grid.width
@@ -209,8 +221,11 @@ class GridEmitter(Team):
         """The phases of a row, one after the other."""
         stores, folds = self.nest.stores, self.nest.folds()
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
+        at_once = None if self.grid.turns or not self.grid.along else largest_and_sum(self.nest)
+        if at_once is not None:
+            self.online(*at_once)
         for phase in range(last + 1):
-            here = [f for f in folds if f.phase == phase]
+            here = [f for f in folds if f.phase == phase and (at_once is None or f not in at_once)]
             inside = [s for s in stores if s.phase == phase and not s.kept]
             with self.only_if(self.mine.compare("eq", 0) if self.grid.team > 1 else None):
                 for store in stores:
@@ -273,29 +288,31 @@ class GridEmitter(Team):
 
     def looped_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
         """The turns of a thread in a loop, some at a time."""
+
+        def several(place: Value, values: list[Value], many: int) -> list[Value]:
+            for i in range(many):
+                self.push()
+                self.place(self.folded(), place + i * self.step)
+                values = body(values)
+                self.pop()
+            return values
+
+        return self.shared_turns(carried, several, UNROLLED)
+
+    def shared_turns(
+        self, carried: list[Value], body: Callable[[Value, list[Value], int], list[Value]], many: int
+    ) -> list[Value]:
+        """A loop over a thread's turns of the reduced axes, `many` at a time, and what is left one by one."""
         fn, grid = self.fn, self.grid
         count: Any = 1
         for axis in self.nest.reduced:
             count = count * (axis.size - axis.low)
         each = grid.width if grid.along else 1
-        step = grid.team * each
-
-        def turn(place: Value, values: list[Value]) -> list[Value]:
-            self.push()
-            self.place(self.folded(), place)
-            results = body(values)
-            self.pop()
-            return results
-
-        def several(place: Value, values: list[Value]) -> list[Value]:
-            for i in range(UNROLLED):
-                values = turn(place + i * step, values)
-            return values
-
+        step = self.step = grid.team * each
         end, first = self.index(count), self.mine * each
-        whole_turns = end / (step * UNROLLED) * (step * UNROLLED)
-        carried = fn.loop(first, whole_turns, step * UNROLLED, carried, several)
-        return fn.loop(first + whole_turns, end, step, carried, turn)
+        whole_turns = end / (step * many) * (step * many)
+        carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: body(at, values, many))
+        return fn.loop(first + whole_turns, end, step, carried, lambda at, values: body(at, values, 1))
 
     def folded(self) -> list[Axis]:
         """The reduced axes, the one that neighbouring threads are along last."""

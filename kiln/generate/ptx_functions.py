@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 
 from kiln.generate.functions import _ERF_FAR, _ERF_NEAR, _TANH, absolute, polynomial, with_sign
 from kiln.generate.lanes import lanes
@@ -68,22 +70,25 @@ def over(a: float, b: Value) -> Value:
     return b.fn.emit(f"fdiv afn {b.type} {b.like(a).text}, {b.text}", b.type)
 
 
-def sigmoid(x: Value) -> Value:
-    return over(1.0, exp(-x) + 1.0)
+Power: TypeAlias = Callable[[Value], Value]
 
 
-def tanh(x: Value) -> Value:
+def sigmoid(x: Value, power: Power = exp) -> Value:
+    return over(1.0, power(-x) + 1.0)
+
+
+def tanh(x: Value, power: Power = exp) -> Value:
     a, z = absolute(x), x * x
     near = a * z * polynomial(z, _TANH) + a
-    far = 1.0 - over(2.0, exp(a * 2.0) + 1.0)
+    far = 1.0 - over(2.0, power(a * 2.0) + 1.0)
     return with_sign((a < 0.625).where(near, far), x)
 
 
-def erf(x: Value) -> Value:
+def erf(x: Value, power: Power = exp) -> Value:
     a = absolute(x)
     near = polynomial(x * x, _ERF_NEAR) * x
     bounded = a.intrinsic("minimum", 3.95)
-    far = with_sign(1.0 - exp(-(polynomial(bounded, _ERF_FAR) * bounded)), x)
+    far = with_sign(1.0 - power(-(polynomial(bounded, _ERF_FAR) * bounded)), x)
     return (a < 1.0).where(near, far)
 
 
@@ -94,8 +99,8 @@ def erf_and_one(x: Value) -> Value:
     return (x < 0.0).where(rest, 2.0 - rest)
 
 
-def tanh_and_one(x: Value) -> Value:
-    return over(2.0, exp(x * -2.0) + 1.0)
+def tanh_and_one(x: Value, power: Power = exp) -> Value:
+    return over(2.0, power(x * -2.0) + 1.0)
 
 
 def maximum(a: Value, b: Value) -> Value:
@@ -112,3 +117,9 @@ OWN: dict[str, Callable[..., Value]] = {
 }  # fmt: skip
 #: Functions with 1 added.
 AND_ONE: dict[str, Callable[[Value], Value]] = {"erf": erf_and_one, "tanh": tanh_and_one}
+#: The same where results are rounded to half types: powers to fewer digits than f32 has, in fewer instructions.
+OWN_OF_HALVES: dict[str, Callable[..., Value]] = {
+    **OWN, "exp": exp_of_small,
+    **{name: partial(OWN[name], power=exp_of_small) for name in ("sigmoid", "tanh", "erf")},
+}  # fmt: skip
+AND_ONE_OF_HALVES = {**AND_ONE, "tanh": partial(tanh_and_one, power=exp_of_small)}

@@ -18,6 +18,8 @@ class Team(DeviceValues):
     block: Value
     mine: Value
     """The number of a thread in its team."""
+    step: int
+    """How many elements a team takes in one turn."""
 
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
         super().__init__(nest, aligned)

@@ -12,7 +12,13 @@ from kiln.generate.functions import compute_type
 from kiln.generate.grid import Grid, laid, whole
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.llvm import I1, I32, I64, PTR, U8, VOID, Type, Value
-from kiln.generate.ptx_functions import AND_ONE, OWN, exp_of_small
+from kiln.generate.ptx_functions import (
+    AND_ONE,
+    AND_ONE_OF_HALVES,
+    OWN,
+    OWN_OF_HALVES,
+    exp_of_small,
+)
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
 
@@ -30,7 +36,9 @@ class DeviceValues(Values):
         self.grid: Grid = laid(nest)
         self.aligned = aligned
         self.vector, self.width = self.grid.vector, self.grid.width
-        self.module.own = OWN
+        halves = rounds_to_halves(nest)
+        self.module.own = OWN_OF_HALVES if halves else OWN
+        self.and_one = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
         self.fn.attributes = "nounwind"
         self.conditions: list[Value] = []  # under which what is stored is stored
@@ -71,8 +79,13 @@ class DeviceValues(Values):
             return super().compute(term)
         if term.op == "add":
             for known, other in (term.args, term.args[::-1]):
-                if isinstance(known, Apply) and known.op in AND_ONE and is_one(other) and self.in_f32(known):
-                    return AND_ONE[known.op](self.value(known.args[0]))
+                if (
+                    isinstance(known, Apply)
+                    and known.op in self.and_one
+                    and is_one(other)
+                    and self.in_f32(known)
+                ):
+                    return self.and_one[known.op](self.value(known.args[0]))
         if term.op == "exp" and is_below_largest(term.args[0]):
             return exp_of_small(self.value(term.args[0]))
         if term.op == "div":
@@ -203,6 +216,12 @@ class DeviceValues(Values):
     def nonzero(self, divisor: Value) -> Value:
         """A divisor of integers, with 1 in place of 0: eager kernels report nothing here."""
         return divisor.compare("eq", 0).where(1, divisor)
+
+
+def rounds_to_halves(nest: Nest) -> bool:
+    """Whether all that a nest stores of floats is of half types."""
+    stored = [store.buffer.dtype for store in nest.stores if store.buffer.dtype.is_floating_point]
+    return bool(stored) and all(dtype.itemsize == 2 for dtype in stored)
 
 
 def is_below_largest(term: Term) -> bool:

@@ -248,9 +248,12 @@ class Values:
         stored = TYPES[store.buffer.dtype]
         base = self.pointers[store.buffer]
         if self.lanes == 1:
-            fn.store(value.to(stored), fn.at(base, self.index(store.index), stored))
+            place = fn.at(base, self.index(store.index), stored)
+            fn.store((fn.load(place, stored) + value if store.adds else value).to(stored), place)
             return
         value = value if value.type.width > 1 else value.splat(self.lanes)
+        if store.adds:
+            value = self.loaded(base, self.index(store.index), stored, self.lanes, self.live) + value
         value = value.to(stored)
         memory = I8_OF["i1"] if stored.kind == "i1" else stored
         align = fn.constant(max(memory.bits // 8, 1), I32)

@@ -15,6 +15,7 @@ from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.base.options import Settings, config
+from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
@@ -43,8 +44,8 @@ Link: TypeAlias = Callable[[Program, torch.device, Settings, Dump], Run]
 def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
     """A program as a plan."""
     store = disk(settings.cache_bytes)
-    schedules = tuned(program, store) if settings.tunes else {}
-    with records.timed("generate", dump.name, dump.half):
+    schedules = tuned(program, store, dump.title) if settings.tunes else {}
+    with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
         compiled = generate(program.kernels, store, partial(revised, dump), schedules)
     set_limit(settings.arena_bytes)
     with records.timed("plan", dump.name, dump.half):
@@ -56,7 +57,7 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
 
 def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
     """A program as a plan that starts kernels on a GPU."""
-    with records.timed("generate", dump.name, dump.half):
+    with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
         plan = plan_on(program, device, disk(settings.cache_bytes))
     plan.title = dump.title
     dump.show("plan", "plan", "txt", lambda: str(plan))
@@ -96,7 +97,7 @@ def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = N
 
         ways = {name: partial(made, way) for name, way in WAYS.items()}
         specs = [node.spec for node in graph.inputs]
-        fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes))]
+        fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes), title=dump.title)]
     program = fused(graph, settings, fusing, dump)
     run = link(program, device, settings, dump)
     if records.listening() and dump is not NOWHERE:

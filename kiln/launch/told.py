@@ -44,7 +44,7 @@ def tell(program: Program, graph: Graph, device: torch.device, dump: Dump, run: 
     """Leave the records of a program, of the graph of aten ops that it computes, and of what runs it."""
     launches = [step for step in program.steps if isinstance(step, Launch)]
     often = Counter(step.kernel for step in launches)
-    functions = dict(zip((step.kernel for step in launches), functions_of(program, device, dump, run), strict=True))
+    functions = dict(zip(program.kernels, functions_of(program, device, dump, run), strict=True))
     names: dict[Any, str] = {}
     for step in launches:
         if step.kernel in names:
@@ -79,7 +79,7 @@ def lodged_as(one: Lodging) -> Lodged:
 
 
 def values_of(program: Program) -> Iterable[Value]:
-    """The values of a program, each with the step that computes it: the one that stores it, or reads it first."""
+    """The values of a program, each with the step that stores it, or else the first that computes it."""
     steps: dict[Node, int] = {}
     for i, step in enumerate(program.steps):
         if isinstance(step, Launch):

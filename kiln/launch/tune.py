@@ -39,8 +39,11 @@ GAIN = 0.97  # of the usual time that another schedule must not exceed
 FORMAT = "schedule 1"
 
 
-def tuned(program: Program, store: Store | None) -> dict[Kernel, Schedule]:
-    """The schedule for each kernel whose sizes do not vary, where another than the usual one is faster."""
+def tuned(program: Program, store: Store | None, title: str = "a graph") -> dict[Kernel, Schedule]:
+    """The schedule for each kernel whose sizes do not vary, where another than the usual one is faster.
+
+    `title` is the graph's name, for a person who waits.
+    """
     first = {step.kernel: step for step in reversed(program.steps) if isinstance(step, Launch)}
     found: dict[Kernel, Schedule] = {}
     missing: list[tuple[Launch, str]] = []
@@ -53,7 +56,7 @@ def tuned(program: Program, store: Store | None) -> dict[Kernel, Schedule]:
             missing.append((launch, key))
         else:
             found[kernel] = known
-    for launch, key in watched(missing, "timing kernels"):
+    for launch, key in watched(missing, f"timing kernels of {title}"):
         best = found[launch.kernel] = fastest(launch)
         if store is not None:
             store.put(key, json.dumps(best.data()).encode())
@@ -76,6 +79,7 @@ def choice(
     specs: Sequence[Any],
     store: Store | None,
     held: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    title: str = "a graph",
 ) -> str:
     """The name of the fastest of several ways to run a graph, the first unless another gains visibly.
 
@@ -96,7 +100,7 @@ def choice(
     best = usual
     if len(different) > 1:
         values = [held[i] if i in held else example(spec) for i, spec in enumerate(specs)]
-        makers = watched(list(different.values()), "timing graphs")
+        makers = watched(list(different.values()), f"timing ways to run {title}")
         try:
             times = timed({name: calls(make(), values) for name, make in makers})
         except (IndexError, RuntimeError, ZeroDivisionError):

@@ -24,7 +24,7 @@ def disturbed(seed: int) -> Callable[[Any], Any]:
             return x
         with torch.no_grad():
             eps = torch.finfo(x.dtype).eps
-            noise = torch.randint(-2, 3, x.shape, generator=generator).to(x.dtype) * eps * x
+            noise = torch.randint(-2, 3, x.shape, generator=generator).to(x) * eps * x
             noise = torch.where((x * 16).frac() == 0, torch.zeros_like(noise), noise)
             noise = torch.where(noise.isfinite(), noise, torch.zeros_like(noise))
         return x + noise
@@ -55,7 +55,7 @@ def run(program: Program, function: Callable[..., Any], dtypes: dict[str, torch.
     leaves = [x for x in made if x.requires_grad and x.is_leaf]
     roots = [x for x in ran.results if x.requires_grad]
     if leaves and roots:
-        cotangents = [torch.linspace(-1, 1, max(x.numel(), 1))[: x.numel()].view(x.shape).to(x.dtype) for x in roots]
+        cotangents = [torch.linspace(-1, 1, max(x.numel(), 1))[: x.numel()].view(x.shape).to(x) for x in roots]
         try:
             ran.gradients = list(torch.autograd.grad(roots, leaves, cotangents, allow_unused=True))
         except Exception as error:

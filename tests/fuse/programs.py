@@ -7,6 +7,7 @@ are drawn for float values alone that eager has exactly, as the same lines in fl
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,25 @@ ROUNDED = {*ROWS[1][1], *(line for _, lines in ROWS for line in lines if re.sear
 IN_PLACE = re.compile(r"^\w+(\[.*\])?(\.\w+\([^)]*\))?(\[[^]]*\])? (\+)?= |^\w+.*\.\w+_\(")
 
 
+#: Where programs run: KILN_DEVICE=cuda for a GPU.
+DEVICE = os.environ.get("KILN_DEVICE", "cpu")
+
+
+def on_device(name: str) -> Callable[..., torch.Tensor]:
+    """One of torch's functions that make tensors, on the device."""
+    make = getattr(torch, name)
+    return lambda *args, **kwargs: make(*args, device=DEVICE, **kwargs)
+
+
+MAKERS = ("arange", "eye", "full", "linspace", "ones", "tensor", "zeros")
+PLACED = {f"{name}_": on_device(name) for name in MAKERS}
+
+
+def placed(text: str) -> str:
+    """Lines whose new tensors are on the device."""
+    return text if DEVICE == "cpu" else re.sub(rf"\btorch\.({'|'.join(MAKERS)})\(", r"\1_(", text)
+
+
 @dataclass
 class Input:
     """A tensor that a program takes: shape, dtype by name, layout in memory, special values, and its own seed."""
@@ -104,7 +124,8 @@ class Input:
                     values[torch.randint(0, n, (1,), generator=generator)] = value
         else:
             values = torch.randint(0 if self.dtype in ("u8", "bl") else -6, 2 if self.dtype == "bl" else 7, (n,), generator=generator)
-        return laid_out(values.reshape(self.shape).to(dtypes[self.dtype]), self.layout).requires_grad_(self.grad)
+        values = values.reshape(self.shape).to(DEVICE, dtypes[self.dtype])
+        return laid_out(values, self.layout).requires_grad_(self.grad)
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -151,10 +172,10 @@ class Program:
 
     def function(self, dtypes: dict[str, torch.dtype], disturb: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
         """The program as a function; `disturb` is applied to the result of each line."""
-        text = self.text()
+        text = placed(self.text())
         if disturb is not None:
             text = re.sub(r"^(    (v\d+) = .*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
-        space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **dtypes}
+        space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **PLACED, **dtypes}
         exec(compile(text, "<random program>", "exec"), space)
         function: Callable[..., Any] = space["program"]
         return function
@@ -184,7 +205,7 @@ class Drawing:
         self.spaces: list[dict[str, Any]] = []
         for dtypes in (PLAIN, EXACT):
             values = {f"a{i}": given.make(dtypes) for i, given in enumerate(self.program.inputs)}
-            self.spaces.append({"torch": torch, "F": F, **dtypes, **values})
+            self.spaces.append({"torch": torch, "F": F, **PLACED, **dtypes, **values})
         self.names = [f"a{i}" for i in range(len(self.program.inputs))]
         self.vague: set[str] = set()
         """Values that depend on rounded ones."""
@@ -241,7 +262,7 @@ class Drawing:
 
     def tried(self, line: str, name: str, space: dict[str, Any]) -> bool:
         try:
-            exec(line, space)
+            exec(placed(line), space)
         except Exception:
             return False
         value = space.get(name)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import kiln
-from kiln.base import progress, records
+from kiln.base import records
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import WAYS, fuse
@@ -137,21 +137,3 @@ def test_training_under_every_mode():
         expected = F.layer_norm(x * y, (30,)).tanh()
         mine, theirs = (torch.autograd.grad((out * x.detach()).sum(), (x, y)) for out in (found, expected))
         close([found, *mine], [expected, *theirs])
-
-
-def test_a_bar_is_shown_to_a_person_who_waits(monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(progress, "started", lambda title, total: shown.append((title, total)) or (Bar(), 0))
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress, "PATIENCE", -1.0)
-    monkeypatch.setenv("KILN_PROGRESS", "0")
-    assert list(progress.watched([1, 2], "timing")) == [1, 2] and not shown
-    monkeypatch.delenv("KILN_PROGRESS")
-    assert list(progress.watched([1, 2], "timing")) == [1, 2] and shown == [("timing", 2)]
-    monkeypatch.setattr(progress, "PATIENCE", 60.0)
-    assert list(progress.watched([1, 2], "timing")) == [1, 2] and len(shown) == 1
-
-
-class Bar:
-    def update(self, task, completed): ...
-    def stop(self): ...

@@ -1,0 +1,119 @@
+"""Sums of columns within the loops over rows: what both read is read once.
+
+The gradients of a layer norm fold each row, and sum columns of the same values for the weights; a bias's
+gradient sums the columns of what such loops store. Rows go in strips, each adds its columns to a part of its
+own, and a small nest sums the parts, so that the result depends on the sizes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kiln.base.graph import TensorSpec
+from kiln.base.symbols import Scope
+from kiln.fuse.axes import axis
+from kiln.fuse.merge import rewritten
+from kiln.fuse.nest import Axis, Buffer, Fold, Load, Nest, Part, Store, Term, children, terms
+from kiln.fuse.peel import substituted
+from kiln.fuse.split import Split, replaced
+
+#: Rows of a strip at least and at most, and strips that are enough.
+SHORTEST, LONGEST, ENOUGH = 16, 64, 64
+#: Elements from which on it pays.
+WORTH = 1 << 16
+
+
+def with_sums(rows: Split, columns: Nest, scope: Scope, name: str) -> Split | None:
+    """Nests that do what a nest over rows, and what followed of it before, and one over columns do."""
+    home = rows.nests[0]
+    if not _fit(home, columns):
+        return None
+    (row, column), (down, along) = home.axes, columns.axes
+    moves = {down.variable: row.variable, along.variable: column.variable}
+    moved = rewritten(columns.stores, lambda index: substituted(index, moves))
+    values = _with_what_is_stored(home, [s.value for s in moved])
+    if values is None:
+        return None
+    stores = [replace(s, value=v) for s, v in zip(moved, values, strict=True)]
+    folds = [t for t in terms([s.value for s in stores if s.kept]) if isinstance(t, Fold) and t.parts]
+    folds = [f for f in folds if f not in home.folds()]
+    last = max((s.phase for s in home.stores if not s.kept), default=0)
+    length = min(max(row.size // ENOUGH, SHORTEST), LONGEST)
+    part = home.part or Part(axis(scope, -(-row.size // length), f"{name}_p").variable, length)
+    again = replace(axis(scope, -(-row.size // part.rows), f"{name}_f"), reduced=True)
+    scratch: dict[Buffer, TensorSpec] = {}
+    totals: dict[int, Term] = {}
+    added: list[Store] = []
+    for fold, original in zip(folds, columns.folds(), strict=True):
+        held = Buffer(f"{name}_part{len(scratch)}", torch.float32)
+        scratch[held] = TensorSpec((again.size * column.size,), (1,), held.dtype, torch.device("cpu"))
+        place = part.variable * column.size + column.variable
+        added.append(Store(held, place, fold.value, max(_phase(fold.value), last), False, adds=True))
+        value = Load(held, again.variable * column.size + along.variable, held.dtype)
+        totals[id(original)] = replace(original, value=value)
+    plain = [replace(s, phase=max(_phase(s.value), last)) for s in stores if not s.kept]
+    ends = [s for s in columns.stores if s.kept]
+    sums = replaced([s.value for s in ends], totals)
+    final = [replace(s, value=v) for s, v in zip(ends, sums, strict=True)]
+    joined = Nest(home.axes, [*added, *home.stores, *plain], part)
+    return Split([joined, *rows.nests[1:], Nest((along, again), final)], {**rows.scratch, **scratch})
+
+
+def _fit(rows: Nest, columns: Nest) -> bool:
+    """Whether one nest folds the rows of a matrix, and the other sums its columns in one phase."""
+    if [a.reduced for a in rows.axes] != [False, True] or [a.reduced for a in columns.axes] != [True, False]:
+        return False
+    if any(type(a.size) is not int or a.size != b.size for a, b in zip(rows.axes, columns.axes, strict=True)):
+        return False
+    if rows.volume() < WORTH or rows.axes[0].size < 2 * SHORTEST or not columns.folds():
+        return False
+    if any(f.kind != "sum" or f.phase or f.dtype != torch.float32 for f in columns.folds()):
+        return False
+    if any(s.phase > (1 if s.kept else 0) for s in columns.stores):
+        return False
+    if any(f.dtype.itemsize != 4 for f in rows.folds()) or not _in_line(rows) or not _in_line(columns):
+        return False
+    (reads, writes), (others, results) = rows.buffers(), columns.buffers()
+    shared = {b for b in (*reads, *writes) if b in others}
+    return bool(_large(columns) & shared) and not set(results) & {*reads, *writes}
+
+
+def _in_line(nest: Nest) -> bool:
+    """Whether elements of a row that are read lie side by side."""
+    column: Axis = nest.axes[1]
+    loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    return all(
+        not hasattr(t.index, "poly") or t.index.poly.get((column.variable,), 0) in (0, 1) for t in loads
+    )
+
+
+def _large(nest: Nest) -> set[Buffer]:
+    """The buffers whose elements are read for each turn of both loops."""
+    variables = {a.variable for a in nest.axes}
+    loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    return {t.buffer for t in loads if hasattr(t.index, "symbols") and variables <= t.index.symbols()}
+
+
+def _with_what_is_stored(home: Nest, values: list[Term]) -> list[Term] | None:
+    """Values that read what a nest stores with that itself; None where it lies elsewhere."""
+    stored = {s.buffer: s for s in home.stores}
+    known: dict[int, Term] = {}
+    for term in terms(values):
+        if isinstance(term, Load) and (store := stored.get(term.buffer)) is not None:
+            if term.index != store.index or term.valid is not None or store.adds:
+                return None
+            if store.buffer.dtype != torch.float32:
+                return None
+            known[id(term)] = store.value
+    return replaced(values, known)
+
+
+def _phase(term: Term) -> int:
+    """The first phase in which a term can be computed."""
+    phases: dict[int, int] = {}
+    for t in terms([term]):
+        below = max((phases[id(child)] for child in children(t)), default=0)
+        phases[id(t)] = t.phase + 1 if isinstance(t, Fold) else below
+    return phases[id(term)]

@@ -1,0 +1,61 @@
+"""The largest of a row and the sum of powers relative to it in one pass: as the one grows the other shrinks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from kiln.fuse.nest import Fold
+from kiln.generate.lanes import across_lanes, combined
+from kiln.generate.llvm import F32, Value
+from kiln.generate.ptx_functions import exp_of_small
+from kiln.generate.ptx_team import Team
+
+#: The lowest finite number: powers relative to it are 0 or 1, those relative to an infinity are no numbers.
+LOWEST = -3.4028234663852886e38
+#: Turns of which the largest is found before their powers are.
+AT_ONCE = 4
+
+
+class Online(Team):
+    """A kernel that may find the largest of a row and the sum of powers at once."""
+
+    def online(self, largest: Fold, total: Fold) -> None:
+        """Both folds, by the turns of a loop that the team shares."""
+        width, greater = self.grid.width, partial(combined, [largest])
+
+        def some(place: Value, carried: list[Value], many: int) -> list[Value]:
+            top, sums = carried
+            found = [self.at_turn(largest, place + i * self.step) for i in range(many)]
+            highest = found
+            while len(highest) > 1:
+                highest = [*greater(highest[:1], highest[1:2]), *highest[2:]]
+            (now,) = greater([top], across_lanes(highest, greater))
+            sums = sums * exp_of_small(top - now)
+            for value in found:
+                sums = sums + exp_of_small(value - now)
+            return [now, sums]
+
+        start = [self.fn.constant(LOWEST, F32), self.fn.constant(0.0, F32.wide(width))]
+        outside, self.lanes = self.lanes, width
+        top, sums = self.shared_turns(start, some, AT_ONCE)
+        self.lanes = outside
+        (one,) = across_lanes([sums], partial(combined, [total]))
+        top, one = self.exchanged([top, one], both)
+        empty = one.compare("eq", 0.0)  # all are the negative infinity
+        self.layers[-1][id(largest)] = empty.where(float("-inf"), top)
+        self.layers[-1][id(total)] = empty.where(float("nan"), one)
+
+    def at_turn(self, largest: Fold, place: Value) -> Value:
+        """What is folded, at a place of the row."""
+        self.push()
+        self.place(self.folded(), place)
+        value = self.value(largest.value)
+        self.pop()
+        return value if value.type.width == self.lanes else value.splat(self.lanes)
+
+
+def both(left: list[Value], right: list[Value]) -> list[Value]:
+    """The largest and the sum of two parts of a row as those of both."""
+    (a, x), (b, y) = left, right
+    now = a.intrinsic("maximum", b)
+    return [now, x * exp_of_small(a - now) + y * exp_of_small(b - now)]
