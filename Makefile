@@ -10,10 +10,11 @@ NATIVE := setup.py $(wildcard kiln/*.c kiln/*.h)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install develop build demo test test-ops fuzz test-gpu smoke lint types pytest bench clean
+.PHONY: help install develop build demo test test-ops test-page fuzz test-gpu smoke lint types pytest docs bench clean
 
 help:
 	@echo "demo: compile a small model and show what happened    test: lint, types, all tests    smoke: tests of seconds"
+	@echo "docs: the documentation as a site, in build/site"
 	@echo "bench: every benchmark                                 build: the C extension           clean: remove .venv and builds"
 
 # torch comes first: it is large, pinned here, and the package then finds its requirement met.
@@ -60,6 +61,10 @@ test-ops: develop
 fuzz: develop
 	KILN_FUZZ=$(or $(PROGRAMS),20000) $(BIN)/python -m pytest tests/fuse/test_random.py $(ARGS)
 
+# The page of `kiln report` in a real browser: Chromium, found by name or in KILN_CHROMIUM.
+test-page: develop
+	$(BIN)/python -m pytest tests/page $(ARGS)
+
 # On a machine with a GPU: values and gradients beside eager's, then the speed of kernels.
 test-gpu: develop
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no GPU here'"
@@ -68,6 +73,12 @@ test-gpu: develop
 
 smoke: develop
 	$(BIN)/python -m pytest -m smoke $(ARGS)
+
+# The pages that are made of code, then the site, in build/site.
+docs: develop
+	$(BIN)/pip install --quiet ".[docs]" --no-build-isolation
+	$(BIN)/python docs/generate.py
+	$(BIN)/python -m mkdocs build --strict
 
 bench: develop
 	$(BIN)/python benchmarks/import_time.py
