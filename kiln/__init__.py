@@ -46,8 +46,8 @@ __version__ = "0.1.0"
 _FUNCTIONS = (
     "allow_in_graph", "assume_constant_result", "capture", "compile", "config", "disable",
     "disallow_in_graph", "error_on_graph_break", "explain", "graph_break", "install", "is_compiling",
-    "list_backends", "lookup_backend", "mark_dynamic", "mark_static", "minify", "records", "register_backend", "reset",
-    "set_stance", "skip_frame", "step_unsupported", "uninstall",
+    "list_backends", "lookup_backend", "mark_dynamic", "mark_static", "minify", "records", "register_backend",
+    "reset", "set_stance", "skip_frame", "step_unsupported", "uninstall",
 )  # fmt: skip
 #: Ways in beside compile: names that a folder of their own holds.
 _MODES = {

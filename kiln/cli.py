@@ -71,25 +71,26 @@ def explain(
     """
     scripts, records = _part("kiln.scripts"), Records()
     timing = _part("kiln.observe.roofline").timing() if roofline else nullcontext()
-    failed = None
+    failed, code = None, 0
     with timing as times:
         try:
-            scripts.run(script, context.args, everything or None, records, quiet=as_json)
+            code = scripts.run(script, context.args, everything or None, records, quiet=as_json)
         except scripts.ScriptFailed as error:
             failed = str(error)
     found = _part("kiln.observe.facts").facts(records)
     lines = _part("kiln.observe.roofline").lines(records, times) if roofline else []
     if as_json:
         typer.echo(json.dumps({"error": failed, **found, **({"roofline": lines} if roofline else {})}))
+    elif failed is not None:
+        _fail(failed)
     elif records.graphs or records.breaks or records.fallbacks:
         tables, console = _part("kiln.observe.tables"), _console()
         console.print(tables.shown(found))
         if roofline:
             console.print(tables.roofline(lines))
-    elif failed is None:
+    else:
         typer.echo("nothing was compiled: the script calls neither torch.compile nor a module")
-    if failed is not None:
-        _fail(failed)
+    raise typer.Exit(1 if failed is not None else code)
 
 
 @app.command(context_settings=SCRIPT)
@@ -109,11 +110,56 @@ def run(
     found = _part("kiln.observe.facts").facts(records)
     if as_json:
         typer.echo(json.dumps({"error": failed, "exit": code, **found["summary"]}))
-    elif records.graphs or failed is None:
-        typer.echo(f"kiln: {_part('kiln.observe.tables').summary(found)}", err=True)
-    if failed is not None:
+    elif failed is not None:
         _fail(failed)
+    else:
+        typer.echo(f"kiln: {_part('kiln.observe.tables').summary(found)}", err=True)
     raise typer.Exit(code)
+
+
+@app.command(context_settings=SCRIPT)
+def report(
+    context: typer.Context,
+    script: Script,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page to write: report.html.")
+    ] = None,
+    everything: Everything = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script as explain does, and write a page of source, graphs, kernels, times and memory.
+
+    The page is one file that needs no network. The exit code is 1 where the script fails; the page then
+    shows how far it came. Example: kiln report train.py -o report.html
+    """
+    arguments = list(context.args)
+    if output is None and arguments[:1] in (["-o"], ["--output"]) and len(arguments) > 1:
+        output, arguments = Path(arguments[1]), arguments[2:]  # it may follow the script's name too
+    to = output or Path("report.html")
+    if not to.parent.is_dir():
+        _fail(f"{to}: there is no folder {to.parent}")
+    scripts, pages, records = _part("kiln.scripts"), _part("kiln.observe.report"), Records()
+    calls, problems = _part("kiln.observe.calls").Calls(), list[str]()
+    try:
+        with calls:
+            scripts.run(script, arguments, everything or None, records, quiet=as_json)
+    except scripts.ScriptFailed as error:
+        problems.append(str(error))
+    written = bool(records.totals) or not problems
+    if written:
+        try:
+            pages.write(to, records, calls, Path(script).name, problems)
+        except OSError as error:
+            _fail(f"{to}: {error.strerror or error}")
+    if as_json:
+        summary = _part("kiln.observe.facts").facts(records)["summary"]
+        told = {"error": problems[0] if problems else None, "file": str(to) if written else None}
+        typer.echo(json.dumps({**told, **summary}))
+    elif written:
+        counts = f"{len(records.graphs)} graphs, {len(records.breaks)} breaks"
+        typer.echo(f"{to}: {counts}, {_size(to.stat().st_size)}")
+    if problems:
+        _fail(problems[0])
 
 
 @app.command()
@@ -193,7 +239,7 @@ def export(
     to: Annotated[Path, typer.Argument(metavar="FILE", help="The archive to write, as kiln-cache.tar.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write all whole entries to an archive; unpacked into another machine's cache folder they are found there.
+    """Write all whole entries to an archive, to be unpacked into the cache folder of another machine.
 
     Machine code is looked up by the processor too, so that no other machine runs what it cannot.
     Example: kiln cache export kiln-cache.tar
@@ -208,8 +254,9 @@ def export(
                 archive.add(entry.path, arcname=entry.path.name)
     except OSError as error:
         _fail(f"{to}: {error.strerror or error}")
-    facts = {"file": str(to), "entries": len(whole), "bytes": to.stat().st_size}
-    typer.echo(json.dumps(facts) if as_json else f"{len(whole)} entries, {_size(facts['bytes'])}, in {to}")
+    size = to.stat().st_size
+    facts = {"file": str(to), "entries": len(whole), "bytes": size}
+    typer.echo(json.dumps(facts) if as_json else f"{len(whole)} entries, {_size(size)}, in {to}")
 
 
 @cache.command()

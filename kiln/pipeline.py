@@ -16,6 +16,7 @@ from kiln.base import live, log, options, records
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
+from kiln.base.progress import working
 from kiln.base.tracebacks import add_lines
 from kiln.capture import nested, runtime, state
 from kiln.capture.finish import Captured
@@ -159,9 +160,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     stance = options.stance()
     if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
         return None  # a functorch transform runs its function on tensors of its own
-    failures = tuple([found for entry in entries if (found := failed_guard(entry, argv)) is not None])
+    failures = [found for entry in entries if (found := failed_guards(entry, argv))]
     if stance == "fail_on_recompile":
-        why = "; ".join(map(str, failures)) or "it has not been compiled yet"
+        why = "; ".join(str(found[0]) for found in failures) or "it has not been compiled yet"
         raise RecompileError(f"{name} would be compiled again: {why}")
     limit = asked.setting("cache_limit")
     if entries and telling.recompiled(
@@ -179,7 +180,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     elif region in family.first:
         known.append(family.first[region])
     try:
-        with records.timed("capture", name) as time:
+        with records.timed("capture", name) as time, working(f"capturing {name}"):
             captured = capture(function, argv, compiler_for(asked, name, function),
                                lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
                                lambda target: nested.in_python(target, family),
@@ -271,10 +272,12 @@ def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
     region.enabled = False
 
 
-def failed_guard(entry: Any, argv: tuple[Any, ...]) -> records.Failure | None:
-    """Why an entry does not hold; None where it does by now."""
-    index = entry.guards.failing(argv)
-    if index < 0:
-        return None
-    guard = entry.info.guards[index]
-    return failure(guard, argv, entry.info.place(guard))
+def failed_guards(entry: Any, argv: tuple[Any, ...]) -> list[records.Failure]:
+    """Why an entry does not hold: its first guard that fails, or all of them while somebody listens."""
+    first = entry.guards.failing(argv)
+    if first < 0:
+        return []
+    guards = [entry.info.guards[first]]
+    if records.listening():
+        guards += [guard for guard in entry.info.guards[first + 1 :] if not guard.holds(argv)]
+    return [failure(guard, argv, entry.info.place(guard)) for guard in guards]

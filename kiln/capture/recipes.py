@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from kiln.base.source import Const, DictAttr, Source, Step
 from kiln.capture.frame import Differs
-from kiln.capture.recorder import Binding, moved
+from kiln.capture.recorder import Bound, moved
 from kiln.capture.told import path_of
 from kiln.capture.world import CONSTANTS
 from kiln.check.guards import (
@@ -52,7 +52,8 @@ class Call:
     nodes: list[Node]
     where: str
     result: Any
-    made: dict[int, tuple[FakeTensor, Binding]]  # the new tensors in the result, and what they are in the graph
+    made: list[Bound]  # the new tensors in the result, and what they are in the graph
+    rebound: list[Bound]  # other tensors that nodes of this call stand for since
     recipe: Recipe | None = None
 
 
@@ -282,7 +283,7 @@ class Match:
             base = recipe.places[place].base
             if shared and base >= 0 and not self.shared[base]:
                 world.outside(self.values[place], self.sources[place])
-        stand_ins = dict(recorder.nodes_of(call.tensors, tensors))
+        others = dict(zip(map(id, call.tensors), tensors, strict=True))
         for guard, places in recipe.checks:
             if all([at < 0 or self.shared[at] for at in places]):
                 world.events.append(guard)
@@ -294,28 +295,22 @@ class Match:
                 world.guard(SameObject(*sources) if type(guard) is SameObject else Distinct(sources))
             elif type(guard) is Is and places[0] in recipe.tensors:
                 fake = world.outside(self.values[places[0]], self.sources[places[0]])
-                stand_ins.update(recorder.nodes_of([recipe.tensors[places[0]]], [fake]))
+                others[id(recipe.tensors[places[0]])] = fake
             elif type(guard) is Is and isinstance(guard.value, torch.nn.Module):
                 world.outside(self.values[places[0]], self.sources[places[0]])
             else:
                 world.guard(guard.at(self.sources[places[0]]))
         world.events += recipe.shared
-        fresh = {id(fake): fake_like(fake) for fake, _ in call.made.values()}
+        others.update({id(fake): fake_like(fake) for fake, _ in call.made})
         paths = {}
         if recorder.within is not None:
             for place, value in zip(recipe.places, self.values, strict=True):
                 if isinstance(place.source, Const):
                     paths[path_of(world.source(place.value))] = path_of(world.source(value))
-        copies = recorder.copy(recipe.nodes, stand_ins, fresh, (call.where, self.m.where()), paths)
-        for fake, binding in call.made.values():
-            recorder.bind(fresh[id(fake)], moved(binding, copies))
-        given = dict(zip(map(id, call.tensors), tensors, strict=True))
-        mine = {id(fake): self._fake(at) for at, fake in recipe.tensors.items()}
-        return replaced(call.result, {**given, **mine, **fresh})
-
-    def _fake(self, place: int) -> Any:
-        known = self.world.tensors.get(id(self.values[place]))
-        return self.recipe.tensors[place] if known is None else known[0]
+        copies = recorder.copy(recipe.nodes, others, (call.where, self.m.where()), paths)
+        for fake, binding in (*call.made, *call.rebound):
+            recorder.bind(others.get(id(fake), fake), moved(binding, copies))
+        return replaced(call.result, others)
 
 
 def replaced(value: Any, fakes: dict[int, Any]) -> Any:

@@ -90,6 +90,7 @@ class _Row:
 
 
 Binding: TypeAlias = Node | _Input | _Part | _Row
+Bound: TypeAlias = tuple[FakeTensor, Binding]
 
 
 def whole(binding: Binding | None) -> Node | None:
@@ -130,7 +131,8 @@ class Recorder:
         self._bindings: dict[int, Binding] = {}
         self._alive: list[Any] = []
         self._nodes: list[Node] = []
-        self._changes: list[tuple[int, Binding | None]] = []
+        self._changes: list[tuple[FakeTensor, Binding | None]] = []
+        self._firsts: dict[int, Node] = {}  # of inputs and parts of results: the node that was made for one
         self._inputs: dict[Node, InputInfo] = {}
         self._attrs: dict[str, Any] = {}
         self._attr_names: dict[int, str] = {}
@@ -187,7 +189,7 @@ class Recorder:
             return binding
         if binding is None:
             raise Bug(f"{fake} was not made by this recorder")
-        node = self._materialise(binding, fake)  # type: ignore[arg-type]
+        node = self._firsts[id(fake)] = self._materialise(binding, fake)  # type: ignore[arg-type]
         self.bind(fake, node)
         return node
 
@@ -197,7 +199,7 @@ class Recorder:
         previous = self._bindings.get(key)
         if previous is None:
             self._alive.append(fake)
-        self._changes.append((key, previous))
+        self._changes.append((fake, previous))
         self._bindings[key] = binding
 
     def _materialise(self, binding: _Input | _Part | _Row, fake: FakeTensor) -> Node:
@@ -468,70 +470,68 @@ class Recorder:
 
     # Nodes again
 
-    def count(self) -> tuple[int, int]:
+    def count(self) -> tuple[int, int, int]:
         """How much is recorded now, for `since`."""
-        return len(self._nodes), len(self._erased)
+        return len(self._nodes), len(self._erased), len(self._changes)
 
-    def since(self, mark: tuple[int, int]) -> list[Node] | None:
+    def since(self, mark: tuple[int, int, int]) -> list[Node] | None:
         """The nodes recorded since `mark`; None when one from before was taken back."""
-        count, erased = mark
+        count, erased, _ = mark
         return None if min(self._erased[erased:], default=count) < count else self._nodes[count:]
 
     def binding(self, fake: FakeTensor) -> Binding | None:
         """What a tensor is in the graph."""
         return self._bindings.get(id(fake))
 
-    def nodes_of(self, fakes: Iterable[FakeTensor], others: Iterable[FakeTensor]) -> Iterator[tuple[Node, FakeTensor]]:
-        """The nodes of those of the tensors that have one, and what stands for each in a copy."""
-        for fake, other in zip(fakes, others, strict=True):
-            node = self._bindings.get(id(fake))
-            if isinstance(node, Node):
-                yield node, other
+    def rebound(self, mark: tuple[int, int, int], chosen: Callable[[FakeTensor], bool]) -> list[Bound]:
+        """Those of the tensors that other nodes stand for since `mark`: functions have given them back."""
+        found = {id(fake): fake for fake, _ in self._changes[mark[2] :] if chosen(fake)}
+        bound = [(fake, self._bindings[key]) for key, fake in found.items()]
+        return [(f, b) for f, b in bound if isinstance(b, Node) and b is not self._firsts.get(id(f))]
 
     def copyable(self, nodes: list[Node], own: set[int], known: dict[int, Any]) -> list[Node] | None:
         """Those of the nodes that each call has its own of; None where one cannot be copied.
 
         `own` are the ids of tensors for which others stand in a copy, `known` those of tensors from outside.
         """
-        mine = {node for key in own if isinstance(node := self._bindings.get(key), Node)}
         numbers = set(self._numbers.values())
         effects = set(self._results.values())
         chosen = []
         for node in nodes:
-            target: Any = node.target
+            target, example = node.target, node.meta.get("example_value")
             if node in effects or getattr(target, "__closure__", None) or isinstance(target, partial):
                 return None
+            first = self._firsts.get(id(example)) is node
             if node.op == "get_attr":
-                value = self._attrs[target]
-                fake = self.fakes.get(id(value)) if isinstance(value, torch.Tensor) else None
-                if node in mine:
+                if first and id(example) in own:
                     chosen.append(node)
-                elif fake is None or id(fake) not in known:
+                elif not first or id(example) not in known:
                     return None
-            elif node.op != "placeholder" and node not in mine and node not in numbers:
+            elif node.op != "placeholder" and node not in numbers and not (first and id(example) in own):
                 chosen.append(node)
         return chosen
 
     def copy(
         self,
         nodes: list[Node],
-        stand_ins: dict[Node, FakeTensor],
-        fresh: dict[int, FakeTensor],
+        others: dict[int, FakeTensor],
         where: tuple[str, str],
         paths: dict[str, str],
     ) -> dict[Node, Node]:
         """Record the nodes once more, with other tensors in place of some; the copy of each.
 
-        `fresh` are tensors that stand for results, by the ids of those; `where` is how the stack began in
-        the nodes and begins now, `paths` the names of modules that others stand for.
+        `others` are what stands for tensors, by their ids; `where` is how the stack began in the nodes and
+        begins now, `paths` the names of modules that others stand for.
         """
         copies: dict[Node, Node] = {}
 
         def image(node: Node) -> Node:
             made = copies.get(node)
             if made is None:
-                fake = stand_ins.get(node)
-                made = copies[node] = node if fake is None else self.node(fake)
+                fake = node.meta.get("example_value")
+                if type(fake) is FakeTensor and id(fake) in self._bindings:
+                    made = self.node(others.get(id(fake), fake))
+                made = copies[node] = made or node
             return made
 
         before, now = where
@@ -543,7 +543,7 @@ class Recorder:
                 args, kwargs = map_arg(node.args, image), map_arg(node.kwargs, image)
                 example = node.meta.get("example_value")
                 made = copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
-                self._added(made, fresh.get(id(example), example))
+                self._added(made, others.get(id(example), example))
                 if "flips" in node.meta:
                     made.meta["flips"] = True
             if len(self._nodes) > last and self.where is not None:
@@ -563,11 +563,11 @@ class Recorder:
 
     def rollback(self, mark: Mark) -> None:
         """Forget all that was recorded since `mark`."""
-        for key, previous in reversed(self._changes[mark.changes :]):
+        for fake, previous in reversed(self._changes[mark.changes :]):
             if previous is None:
-                del self._bindings[key]
+                del self._bindings[id(fake)]
             else:
-                self._bindings[key] = previous
+                self._bindings[id(fake)] = previous
         del self._changes[mark.changes :]
         for node in reversed(self._nodes[mark.nodes :]):
             self._forget(node)

@@ -19,7 +19,7 @@ from kiln.base.source import Const
 from kiln.capture import state
 from kiln.capture.frame import Differs
 from kiln.capture.recipes import Call, Match, Recipe, read
-from kiln.capture.recorder import Binding, Recorder, whole
+from kiln.capture.recorder import Bound, Recorder, whole
 from kiln.capture.world import CONSTANTS, World
 from kiln.check import layout
 from kiln.ops.fake import FakeTensor
@@ -57,7 +57,7 @@ def call(
     recorder, events = m.recorder, len(m.world.events)
     mark = recorder.count()
     result = run()
-    made: dict[int, tuple[FakeTensor, Binding]] = {}
+    made: list[Bound] = []
     nodes = recorder.since(mark)
     alone = nodes is not None and effects_of(m) == before and versions_of(tensors) == versions
     given = {id(fake) for fake in tensors}
@@ -70,8 +70,9 @@ def call(
     ):
         m.calls[key] = None
     elif len(known) < MOST:
-        end = len(m.world.events)
-        known.append(Call(module, tensors, switches, before[0], (events, end), nodes, where, result, made))
+        rebound = recorder.rebound(mark, lambda fake: id(fake) in given or m.source(fake) is not None)
+        span = events, len(m.world.events)
+        known.append(Call(module, tensors, switches, before[0], span, nodes, where, result, made, rebound))
     return result
 
 
@@ -150,7 +151,7 @@ def unchanged(world: World) -> bool:
 
 
 def portable(
-    m: Machine, value: Any, given: set[int], nodes: set[Node], made: dict[int, tuple[FakeTensor, Binding]]
+    m: Machine, value: Any, given: set[int], nodes: set[Node], made: list[Bound]
 ) -> bool:
     """Whether a result can be made again for another call: tensors and constants in new containers."""
     kind = type(value)
@@ -162,8 +163,10 @@ def portable(
         bare = value.value is None and vars(value).keys() <= NOTES and id(value) not in m.world.instance
         if value._is_view() or written or value.is_leaf and value.requires_grad or not bare:
             return False
-        made[id(value)] = value, binding
-        return whole(binding) in nodes
+        if binding is None or whole(binding) not in nodes:
+            return False
+        made.append((value, binding))
+        return True
     if kind is dict:
         return m.source(value) is None and all(
             type(k) in CONSTANTS and portable(m, v, given, nodes, made) for k, v in value.items()

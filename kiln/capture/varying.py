@@ -163,7 +163,15 @@ class Varying:
         function = quiet(symbols, " and ".join(texts))
         statements = tuple((self.spelled(c), quiet(symbols, str(c))) for c in decided)
         reads = tuple(self.reads[symbol] for symbol in symbols)
-        return Conditions(reads, function, statements, tuple(s.hint for s in symbols), self.plain)
+        seen, places = tuple(s.hint for s in symbols), tuple(map(self._asked_at, decided))
+        return Conditions(reads, function, statements, seen, self.plain, places)
+
+    def _asked_at(self, condition: Any) -> Any:
+        """The line that asked a condition, or the first that asked about the same numbers."""
+        about = condition.symbols()
+        exact = [record for record in self.scope.records if record.condition is condition]
+        near = [record for record in self.scope.records if record.condition.symbols() & about]
+        return next((record.where for record in (*exact, *near)), None)
 
     def spelled(self, value: Any) -> str:
         """An expression or condition in the words of the program."""

@@ -9,17 +9,23 @@ from kiln.base.errors import Place
 from kiln.base.records import Failure
 from kiln.base.source import Arg, Source, readable
 from kiln.check.guards import Equals, FunctionState, Guard, Is, Keys, Length, SetEquals, TypeIs
-from kiln.check.shapes import ShapedMatch
+from kiln.check.shapes import Conditions, ShapedMatch
 from kiln.check.torch_guards import GlobalState, TensorMatch
 
 #: How a guard's sentence goes on after what it is about.
 VERBS = (" was of type ", " was ", " had length ", " had keys ", " had ", " lacked ", " ran ")
 
 
+#: How the sentence of a condition goes on after the values.
+COMPILED = ": compiled for "
+
+
 def failure(guard: Guard, argv: Sequence[Any], place: Place | None = None) -> Failure:
     """Why a guard does not hold on these arguments."""
     text = readable(guard.why(argv))
-    then, _, now = text.partition(", now ")
+    if isinstance(guard, Conditions):
+        place = guard.place(argv) or place
+    then, _, now = text.partition(COMPILED)[0].partition(", now ")
     verb = next((verb for verb in VERBS if verb in then), "")
     about, old = then.split(verb, 1) if verb else (readable(str(guard.source)), "")
     return Failure(text, about, old, now, place, remedy(guard, argv))
@@ -69,6 +75,11 @@ def _container(guard: Any, value: Any) -> str:
     )
 
 
+def _conditions(guard: Any, value: Any) -> str:
+    held = ", ".join(str(read) for read in guard.reads)
+    return f"let this line work for any {held} (use torch ops in place of Python's), or keep it the same"
+
+
 def _identity(guard: Any, value: Any) -> str:
     return f"make {guard.source} once and use that object in every call"
 
@@ -83,5 +94,6 @@ def _as_it_is(guard: Any, value: Any) -> str:
 
 REMEDIES: dict[type, Callable[[Any, Any], str]] = {
     TensorMatch: _tensor, ShapedMatch: _tensor, Equals: _number, Length: _container, Keys: _container,
-    SetEquals: _container, Is: _identity, FunctionState: _identity, TypeIs: _as_it_is, GlobalState: _modes,
+    Conditions: _conditions, SetEquals: _container, Is: _identity, FunctionState: _identity,
+    TypeIs: _as_it_is, GlobalState: _modes,
 }  # fmt: skip

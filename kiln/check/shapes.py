@@ -192,12 +192,14 @@ class Conditions(Guard):
     `plain` says that the sizes of all tensors among them may be read as memory.
     """
 
-    __slots__ = ("function", "plain", "reads", "seen", "statements")
+    __slots__ = ("function", "places", "plain", "reads", "seen", "statements")
     plain: bool
     reads: tuple[Read, ...]
     function: Callable[..., bool]
     statements: tuple[tuple[str, Callable[..., bool]], ...]
     seen: tuple[Any, ...]
+    places: tuple[Any, ...]
+    """For each statement the line that asked it."""
 
     def __init__(
         self,
@@ -206,8 +208,10 @@ class Conditions(Guard):
         statements: tuple[tuple[str, Callable[..., bool]], ...],
         seen: tuple[Any, ...],
         plain: bool = True,
+        places: tuple[Any, ...] = (),
     ) -> None:
         Guard.__init__(self, reads[0].source)
+        object.__setattr__(self, "places", places)
         object.__setattr__(self, "plain", plain)
         object.__setattr__(self, "reads", reads)
         object.__setattr__(self, "function", function)
@@ -235,6 +239,12 @@ class Conditions(Guard):
             if old != new and (not failed or any(str(read) in text for text in failed))
         ]
         return f"{', '.join(changes)}: compiled for {failed[0] if failed else self}"
+
+    def place(self, argv: Sequence[Any]) -> Any:
+        """The line that asked what does not hold now."""
+        now = [read.fetch(argv) for read in self.reads]
+        tests = [test for _, test in self.statements]
+        return next((p for p, test in zip(self.places, tests, strict=False) if not _passes(test, now)), None)
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         return tuple(map(paths.node, self._sources()))

@@ -11,16 +11,29 @@ from typing import Any
 
 from kiln import _launch
 from kiln.base import profiling
+from kiln.observe.roofline import moment, seconds
+
+GRID = "grid"
+"""The kind of steps that run on a GPU."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One call of a graph: its seconds, and for each step its name, when it began, and its seconds."""
+    """One call of a graph: its seconds on the clock, and for each step its name and the moments around it."""
 
     title: str
     began: float
     seconds: float = 0.0
-    steps: list[tuple[str, float, float]] = field(default_factory=list)
+    steps: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """For each step its name, when it began within the call, and its seconds; a GPU has its own clock."""
+        first = next((begin for _, begin, _ in self.steps if not isinstance(begin, float)), None)
+
+        def since(begin: Any) -> float:
+            return begin - self.began if isinstance(begin, float) else seconds(first, begin)
+
+        return [(name, since(begin), seconds(begin, end)) for name, begin, end in self.steps]
 
 
 class Calls:
@@ -44,28 +57,26 @@ class Calls:
         if not profiling.active:
             _launch.set_marker(None)
 
-    def _begin(self, plan: Any, step: int) -> Callable[[], None] | None:
-        now = perf_counter()
-        stack: list[Call] = self._local.__dict__.setdefault("stack", [])
+    def _begin(self, plan: _launch.Plan, step: int) -> Callable[[], None] | None:
+        running: list[Call] = self._local.__dict__.setdefault("running", [])
         if step < 0:
-            call = Call(plan.title or "", now)
-            stack.append(call)
-            return lambda: self._end(call, stack)
+            call = Call(plan.title or "", perf_counter())
+            running.append(call)
+            return lambda: self._end(call, running)
         name = plan.failing.names[step] if plan.failing is not None else ""
-        if not name or not stack:
+        if not name or not running:
             return None
-        call = stack[-1]
-        began = perf_counter()
+        call, on_gpu = running[-1], plan.owner.steps[step][0] == GRID
+        begin = moment(on_gpu)
 
         def end() -> None:
-            call.steps.append((name, began - call.began, perf_counter() - began))
+            call.steps.append((name, begin, moment(on_gpu)))
 
-        return end
+        return end if begin is not None else None
 
-    def _end(self, call: Call, stack: list[Call]) -> None:
+    def _end(self, call: Call, running: list[Call]) -> None:
         call.seconds = perf_counter() - call.began
-        if stack and stack[-1] is call:
-            stack.pop()
+        del running[running.index(call) :]
         known = self.best.get(call.title)
         if known is None or call.seconds < known.seconds:
             self.best[call.title] = call

@@ -14,7 +14,7 @@ SCRIPTS = ("dom", "layout", "graph", "paint", "views", "charts", "inspect", "mai
 """The scripts of the page, in the order in which they run."""
 
 ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
-"""What could end the script that holds the data, or be read as markup; within JSON these occur in strings only."""
+"""What could end the script that holds the data, or be read as markup; JSON has these in strings only."""
 
 
 def page(data: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any
 
 from kiln.observe.shape import Facts, GraphFact, KernelFact, OpFact, PlaceFact, PlanFact, TextFact, ValuesFact
@@ -17,6 +16,8 @@ LONGEST = 60_000
 TITLES = {"ll": "LLVM", "ptx": "PTX"}
 DRAWN = {"attribute": "parameter", "call": "op"}
 ENDS = frozenset({"input", "constant", "output"})
+NAMED = ENDS | {"parameter", "saved"}
+"""The kinds of nodes that are shown by their own names, not by those of ops."""
 
 
 class Table:
@@ -54,13 +55,13 @@ class Drawing:
         if not halves and graph["operations"]:
             forms = [self.captured(None)]
         return {
-            "title": name, "region": graph["region"], "place": place(graph["start"]), "end": place(graph["end"]),
-            "ops": graph["ops"], "inputs": graph["inputs"], "views": forms,
+            "title": name, "region": graph["region"], "place": place(graph["start"]),
+            "end": place(graph["end"]), "ops": graph["ops"], "inputs": graph["inputs"], "views": forms,
             "guards": [
                 {"text": one["text"], "place": place(one["place"]), "inside": inside(one["place"])}
                 for one in graph["guards"]
             ],
-            "missing": "" if forms else "Its nodes were not recorded: it was captured while nobody collected.",
+            "missing": "" if forms else "Its nodes were not recorded: nobody collected when it was captured.",
         }  # fmt: skip
 
     def captured(self, computed: dict[str, Any] | None) -> dict[str, Any]:
@@ -75,8 +76,9 @@ class Drawing:
             kind = DRAWN.get(op["kind"], op["kind"])
             if op["calls"] and launch < 0:
                 kind = "call"
-            form.node(op["name"], op["op"] if op["kind"] == "call" else op["name"], kind, op["inputs"], op["spec"],
-                      parts(op["module"]), op["stack"], launch)  # fmt: skip
+            label = op["op"] if op["kind"] == "call" else op["name"]
+            path, spec = parts(op["module"]), op["spec"]
+            form.node(op["name"], label, kind, op["inputs"], spec, path, op["stack"], launch)
         made = form.drawn(self.text("", "captured"))
         if computed:
             made["kernels"], made["codes"] = computed["kernels"], computed["codes"]
@@ -86,19 +88,19 @@ class Drawing:
         """A half in primitives; those of one captured op are a module of their own."""
         name = half["half"]
         form = Form(name, name.capitalize() or "Compiled", self.files)
-        plan = next((one for one in self.facts["plans"] if (one["graph"], one["half"]) == (self.graph["name"], name)), None)
+        key = self.graph["name"], name
+        plan = next((one for one in self.facts["plans"] if (one["graph"], one["half"]) == key), None)
         launches = self.launches(form, plan, name)
         sizes = Counter(value["origin"] for value in half["values"] if value["kind"] not in ENDS)
         for value in half["values"]:
             op = self.ops.get(value["origin"] or value["name"])
             kind, path = value["kind"], parts(op["module"]) if op else []
             if kind == "input" and op:
-                kind = DRAWN.get(op["kind"], "") if op["name"] == value["name"] and not value["origin"] else "saved"
-                kind = kind or "input"
+                kind = "saved" if value["origin"] else DRAWN.get(op["kind"], "input")
             elif op and sizes[value["origin"]] > 1:
                 path = [*path, op["name"]]
-            form.node(value["name"], value["name"] if kind in ENDS or kind in ("parameter", "saved") else value["op"],
-                      kind, value["inputs"], value["spec"], path if kind != "input" else [],
+            label = value["name"] if kind in NAMED else value["op"]
+            form.node(value["name"], label, kind, value["inputs"], value["spec"], path,
                       op["stack"] if op else [], launches.get(value["step"], -1), value["call"],
                       value["origin"])  # fmt: skip
         made = form.drawn(self.text(name, "prims"))
@@ -113,7 +115,8 @@ class Drawing:
     def launches(self, form: Form, plan: PlanFact | None, half: str) -> dict[int, int]:
         """For each step of a plan that runs a kernel its number in the drawing; a kernel may run often."""
         kernels = {one["id"]: one for one in self.facts["kernels"] if one["graph"] == self.graph["name"]}
-        texts = [one for one in self.facts["texts"] if (one["graph"], one["half"]) == (self.graph["name"], half)]
+        key = self.graph["name"], half
+        texts = [one for one in self.facts["texts"] if (one["graph"], one["half"]) == key]
         functions = {one["language"]: split(one) for one in texts if one["language"] in TITLES}
         numbers: dict[int, int] = {}
         for number, step in enumerate(plan["steps"] if plan else ()):
@@ -125,8 +128,10 @@ class Drawing:
 
     def text(self, half: str, stage: str) -> str:
         wanted = self.graph["name"], half, stage
-        found = (one["text"] for one in self.facts["texts"] if (one["graph"], one["half"], one["stage"]) == wanted)
-        return next(found, "")
+        for one in self.facts["texts"]:
+            if (one["graph"], one["half"], one["stage"]) == wanted:
+                return one["text"]
+        return ""
 
 
 class Form:
@@ -179,18 +184,20 @@ class Form:
 
 def place(fact: PlaceFact | None) -> dict[str, Any] | None:
     """A place without its text."""
-    return None if fact is None else {"file": fact["file"], "line": fact["line"], "function": fact["function"]}
+    if fact is None:
+        return None
+    return {"file": fact["file"], "line": fact["line"], "function": fact["function"]}
 
 
 def inside(fact: PlaceFact | None) -> bool:
-    """Whether a line is in code of torch, of Kiln, or of Python itself."""
-    return fact is not None and fact["file"].startswith(homes())
+    """Whether a line is in code of torch or of Kiln."""
+    return fact is not None and in_torch(fact["file"])
 
 
-@cache
-def homes() -> tuple[str, ...]:
-    found = [str(getattr(sys.modules.get(name), "__path__", [""])[0]) for name in ("torch", "kiln")]
-    return (*[home + os.sep for home in found if home], os.path.dirname(os.__file__) + os.sep + "collections", "<frozen")
+def in_torch(file: str) -> bool:
+    """Whether a file is torch's own, or Kiln's."""
+    homes = (str(getattr(sys.modules.get(name), "__path__", [" "])[0]) for name in ("torch", "kiln"))
+    return any(file.startswith(home + os.sep) for home in homes)
 
 
 def parts(module: str) -> list[str]:

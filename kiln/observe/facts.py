@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from kiln.base.errors import Place
 from kiln.base.records import (
     BreakRecord,
+    Failure,
     GraphRecord,
     KernelRecord,
     PlanRecord,
@@ -126,30 +127,34 @@ def break_facts(records: Iterable[BreakRecord]) -> list[BreakFact]:
 
 
 def recompile_facts(records: Iterable[RecompileRecord]) -> list[RecompileFact]:
-    """The recompiles by the guard that failed: of an entry's guards the first, of entries the latest."""
+    """The recompiles by the value that was another than in the entry that is nearest."""
     found: dict[object, RecompileFact] = {}
     followed: dict[str, set[object]] = {}
     """For each region that was compiled again, the places after its breaks that were too, since then."""
     for record in records:
-        if not record.failures:
-            continue
-        failure = record.failures[0]
-        follows = record.resumed and failure.place not in followed.get(record.region, {failure.place})
         if not record.resumed:
             followed[record.region] = set()
-        elif follows:
-            followed[record.region].add(failure.place)
-        key = record.region, record.place, failure.source, follows
-        fact = found.setdefault(key, {
-            "region": record.region, "function": place_fact(record.place), "source": failure.source,
-            "guard": "", "place": place_fact(failure.place), "remedy": "", "count": 0, "changes": [],
-            "limited": False, "follows": follows,
-        })  # fmt: skip
-        fact["guard"], fact["remedy"] = failure.guard, failure.advice
-        fact["count"] += 1
-        fact["changes"].append({"old": failure.old, "new": failure.new})
-        fact["limited"] |= record.limited
+        for failure in record.failures:
+            follows = record.resumed and failure.place not in followed.get(record.region, {failure.place})
+            if follows:
+                followed[record.region].add(failure.place)
+            add_failure(found, record, failure, follows)
     return list(found.values())
+
+
+def add_failure(
+    found: dict[object, RecompileFact], record: RecompileRecord, failure: Failure, follows: bool
+) -> None:
+    key = record.region, record.place, failure.source, follows
+    fact = found.setdefault(key, {
+        "region": record.region, "function": place_fact(record.place), "source": failure.source,
+        "guard": "", "place": None, "remedy": "", "count": 0, "changes": [],
+        "limited": False, "follows": follows,
+    })  # fmt: skip
+    fact["guard"], fact["remedy"], fact["place"] = failure.guard, failure.advice, place_fact(failure.place)
+    fact["count"] += 1
+    fact["changes"].append({"old": failure.old, "new": failure.new})
+    fact["limited"] |= record.limited
 
 
 def stage_facts(records: Sequence[StageRecord]) -> list[StageFact]:

@@ -286,7 +286,7 @@ def given_values(program: Program, start: int, end: int) -> Program | None:
         if not isinstance(value, (torch.Tensor, int, float)):
             return None
         with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
-            given = graph.placeholder(f"{node.name}_given")
+            given = graph.placeholder(f"given_{len(inputs)}")
         last.append(given)
         node.replace_all_uses_with(given)
         inputs.append(value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import pickle
+import resource
 import select
 import signal
 import sys
@@ -194,6 +196,8 @@ def apart(work: Callable[[], Outcome]) -> Outcome:
     child = os.fork()
     if child == 0:
         os.close(reading)
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         torch.set_num_threads(1)  # the threads of the pool are not copied
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2)

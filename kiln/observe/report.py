@@ -12,21 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from kiln.base.log import warn
 from kiln.base.records import Records
 from kiln.observe.calls import Call, Calls
 from kiln.observe.document import page
-from kiln.observe.drawing import Table, drawings, op_lines, place
+from kiln.observe.drawing import Table, drawings, in_torch, op_lines, place
 from kiln.observe.facts import facts
 from kiln.observe.shape import BreakFact, Facts, GraphFact, StageFact, SummaryFact
 
 MOST_FILES = 40
 LONGEST_FILE = 20_000
 """Lines of a file that a page holds."""
-
-T = TypeVar("T")
 
 
 def report(path: str | os.PathLike[str]) -> Report:
@@ -54,8 +52,7 @@ class Report:
 
     def write(self) -> Path:
         """Write the page of what was collected so far; gives its path."""
-        text = page(page_data(self.records.copy(), self.calls.best, self.title))
-        self.path.write_text(text, encoding="utf-8", errors="replace")
+        write(self.path, self.records.copy(), self.calls, self.title)
         return self.path
 
     def close(self) -> None:
@@ -88,37 +85,44 @@ class Report:
         self.close()
 
 
+def write(path: Path, records: Records, calls: Calls, title: str, problems: Sequence[str] = ()) -> None:
+    """Write the page of a run; `problems` are what a person must know before the rest."""
+    data = page_data(records, calls.best, title)
+    text = page({**data, "problems": [*problems, *data["problems"]]})
+    path.write_text(text, encoding="utf-8", errors="replace")
+
+
 def page_data(records: Records, calls: Mapping[str, Call], title: str) -> dict[str, Any]:
-    """What the page shows of a run; a part that cannot be made of the records is left out, and the page says so."""
+    """What the page shows of a run; where a part cannot be made of the records it says so, and has the others."""
     problems: list[str] = []
 
-    def part(what: str, make: Callable[[], T], otherwise: T) -> T:
+    def part(what: str, make: Callable[..., Any], *given: Any, otherwise: Any = ()) -> Any:
         try:
-            return make()
+            return make(*given)
         except Exception as error:
-            problems.append(f"{what} cannot be shown: the record is damaged ({type(error).__name__}: {error}).")
+            why = f"{type(error).__name__}: {error}"
+            problems.append(f"{what} cannot be shown: the record is damaged ({why}).")
             return otherwise
 
     files = Table()
-    told: Facts | None = part("What was captured", lambda: facts(records, texts=True), None)
-    if told is None:
+    made: Facts | None = part("What was captured", facts, records, True, otherwise=None)
+    if made is None:
         return {"title": title, "about": about(), "problems": problems}
-    made = told
-    graphs: list[dict[str, Any]] = part("The graphs", lambda: drawings(made, files), [])
+    graphs = part("The graphs", drawings, made, files)
     return {
         "title": title,
         "about": about(),
         "problems": problems,
-        "summary": part("The summary", lambda: counts(made["summary"], len(made["breaks"])), []),
+        "summary": part("The summary", counts, made["summary"], len(made["breaks"])),
         "graphs": graphs,
         "paths": files.items,
-        "files": part("The source", lambda: sources(made["graphs"], made["breaks"]), []),
+        "files": part("The source", sources, made["graphs"], made["breaks"]),
         "breaks": made["breaks"],
         "fallbacks": made["fallbacks"],
         "recompiles": [{**one, "place": place(one["place"])} for one in made["recompiles"]],
         "timeline": {
-            "compile": part("The stages", lambda: compile_lanes(made["stages"], graphs), {}),
-            "call": part("The calls", lambda: call_lanes(calls, graphs), {}),
+            "compile": part("The stages", compile_lanes, made["stages"], graphs, otherwise={}),
+            "call": part("The calls", call_lanes, calls, graphs, otherwise={}),
         },
     }
 
@@ -144,12 +148,13 @@ def counts(given: SummaryFact, places: int) -> list[dict[str, Any]]:
     made.append({"label": "Kernels", "value": given["kernels"], "note": f"and {given['calls']} eager calls"})
     made.append({"label": "Compiling took", "value": given["seconds"], "unit": "seconds"})
     if given["peak"]:
-        made.append({"label": "Memory planned", "value": given["peak"], "unit": "bytes", "eager": given["eager_peak"]})
+        eager = given["eager_peak"]
+        made.append({"label": "Memory planned", "value": given["peak"], "unit": "bytes", "eager": eager})
     return made
 
 
 def sources(graphs: Sequence[GraphFact], breaks: Sequence[BreakFact]) -> list[dict[str, Any]]:
-    """The files of the program with the lines that graphs hold and the breaks in them, those of most lines first."""
+    """The files of the program, with the lines that graphs hold and the breaks; the user's own come first."""
     lines: dict[str, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for number, graph in enumerate(graphs):
         for (file, line), count in op_lines(graph["operations"]).items():
@@ -158,24 +163,19 @@ def sources(graphs: Sequence[GraphFact], breaks: Sequence[BreakFact]) -> list[di
     for number, one in enumerate(breaks):
         if one["place"] is not None:
             stops[one["place"]["file"]].append(number)
-    own = [file for file in dict.fromkeys((*lines, *stops)) if not in_torch(file) and linecache.getlines(file)]
+    own = [file for file in {**lines, **stops} if not in_torch(file) and linecache.getlines(file)]
     own.sort(key=lambda file: (installed(file), -len(lines[file]) - 50 * len(stops[file])))
     return [
         {
             "path": file, "library": installed(file), "breaks": stops[file],
             "lines": [line.rstrip("\n") for line in linecache.getlines(file)[:LONGEST_FILE]],
             "tints": {
-                str(line): {"graphs": list(found), "ops": max(found.values())} for line, found in lines[file].items()
+                str(line): {"graphs": list(found), "ops": max(found.values())}
+                for line, found in lines[file].items()
             },
         }
         for file in own[:MOST_FILES]
     ]  # fmt: skip
-
-
-def in_torch(file: str) -> bool:
-    """Whether a file is torch's own, or Kiln's."""
-    homes = (str(getattr(sys.modules.get(name), "__path__", [" "])[0]) for name in ("torch", "kiln"))
-    return any(file.startswith(home + os.sep) for home in homes)
 
 
 def installed(file: str) -> bool:
@@ -209,13 +209,17 @@ def compile_lanes(stages: Sequence[StageFact], graphs: Sequence[dict[str, Any]])
 
 def call_lanes(calls: Mapping[str, Call], graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The steps of the quickest call of each graph."""
-    known = {f"{graph['title']} {view['name']}": (number, view) for number, graph in enumerate(graphs) for view in graph["views"]}
+    known = {
+        f"{graph['title']} {view['name']}": (number, view)
+        for number, graph in enumerate(graphs)
+        for view in graph["views"]
+    }
     lanes = []
     for title, call in calls.items():
         graph, view = known.get(title, (None, None))
         kernels = Counter[str]()
         spans = []
-        for name, start, taken in call.steps:
+        for name, start, taken in call.spans():
             kind, _, rest = name.removeprefix("kiln.").partition(" ")
             label, _, ops = rest.partition(" ")
             span = {"label": label, "kind": kind, "start": start, "seconds": taken, "own": taken, "note": ops}
@@ -228,6 +232,6 @@ def call_lanes(calls: Mapping[str, Call], graphs: Sequence[dict[str, Any]]) -> d
 
 def launch(view: Mapping[str, Any], name: str, seen: Counter[str]) -> int | None:
     """Which of the launches of a kernel comes next."""
-    found = [number for number, kernel in enumerate(view["kernels"]) if kernel["name"].partition(".")[0] == name]
+    named = [i for i, kernel in enumerate(view["kernels"]) if kernel["name"].partition(".")[0] == name]
     seen[name] += 1
-    return found[seen[name] - 1] if seen[name] <= len(found) else None
+    return named[seen[name] - 1] if seen[name] <= len(named) else None

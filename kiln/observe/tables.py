@@ -184,8 +184,8 @@ def roofline(lines: Sequence[Line]) -> RenderableType:
     """The kernels that were timed, the longest first."""
     rows = [
         (
-            one["kernel"], ", ".join(one["fused"][:SHOWN]), size(one["bytes"]), f"{one['seconds'] * 1e6:.1f} µs",
-            f"{one['bandwidth'] / 1e9:.1f} GB/s", f"{one['share']:.0%}", str(one["launches"]),
+            one["kernel"], ", ".join(one["fused"][:SHOWN]), size(one["bytes"]),
+            f"{one['seconds'] * 1e6:.1f} µs", f"{one['bandwidth'] / 1e9:.1f} GB/s", f"{one['share']:.0%}", str(one["launches"]),
         )
         for one in lines
     ]  # fmt: skip

@@ -343,11 +343,19 @@ def by_constant_mask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return shaped(func, (args[0], places, *args[2:]), kwargs)
 
 
+DATA_HINT = "use a form whose shape does not depend on values, or move it out of the compiled function"
+#: What to do about ops whose results Python needs.
+DATA_HINTS = dict.fromkeys(
+    ("aten._local_scalar_dense.default", "aten.item.default"),
+    "keep the value a tensor, without .item(), float() or int(), or move it out of the compiled function",
+)
+
+
 def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a data-dependent op gives when its tensors are constants of the program; else Break."""
     if any(isinstance(leaf, FakeTensor) and constant_of(leaf) is None for leaf in leaves((args, kwargs))):
         why = f"{func} needs the values of a tensor"
-        raise Break("data-dependent", why, "move it out of the compiled function")
+        raise Break("data-dependent", why, DATA_HINTS.get(str(func), DATA_HINT))
 
     return literal(func(*lowered(list(args)), **lowered(kwargs)))
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+HALVES = dict.fromkeys((torch.bfloat16, torch.float16), torch.float64)
+WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128, **HALVES}
 #: Units in the last place of the largest number that a result may be off, whatever eager's error is.
 ULPS = 8
 
@@ -38,7 +39,7 @@ def disturbed(value: Any, seed: int) -> Any:
 
     def change(x: torch.Tensor) -> torch.Tensor:
         eps = torch.finfo(x.dtype).eps
-        return x * (1 + torch.randint(-1, 2, x.shape, generator=generator) * eps)
+        return x * (1 + torch.randint(-1, 2, x.shape, generator=generator).to(x.device) * eps)
 
     return changed(value, change, {})
 

@@ -16,11 +16,14 @@ import torch
 import kiln
 from kiln.base import records
 
+#: Where samples are, and of what dtype: KILN_DEVICE=cuda and KILN_DTYPE=bfloat16 run the lists on a GPU.
+DEVICE = os.environ.get("KILN_DEVICE", "cpu")
+DTYPE: torch.dtype = getattr(torch, os.environ.get("KILN_DTYPE", "float32"))
 invocations = pytest.importorskip("torch.testing._internal.common_methods_invocations")
 OPS = {
     op.name + (f".{op.variant_test_name}" if op.variant_test_name else ""): op
     for op in invocations.op_db
-    if op.supports_dtype(torch.float32, "cpu")
+    if op.supports_dtype(DTYPE, DEVICE)
 }
 ALL = os.environ.get("KILN_ALL_SAMPLES") == "1"
 
@@ -96,13 +99,18 @@ def copied(value: Any, memo: dict[int, torch.Tensor]) -> Any:
             if value.layout is not torch.strided:
                 memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
             else:
-                flat = torch.empty(0, dtype=value.dtype).set_(value.detach().untyped_storage().clone())
+                flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.detach().untyped_storage().clone())
                 new = flat.as_strided(value.shape, value.stride(), value.storage_offset())
                 memo[id(value)] = new.detach().requires_grad_(value.requires_grad)
         return memo[id(value)]
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)([copied(v, memo) for v in value])
     return {k: copied(v, memo) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def rng_state() -> torch.Tensor:
+    """The state of the generator that ops on the samples draw from."""
+    return torch.get_rng_state() if DEVICE == "cpu" else torch.cuda.get_rng_state()
 
 
 def cotangent(t: torch.Tensor) -> torch.Tensor:
@@ -117,13 +125,13 @@ def outcome(function: Any, sample: Any) -> Outcome:
     args, kwargs = copied([sample.input, *sample.args], memo), copied(sample.kwargs, memo)
     found = Outcome()
     torch.manual_seed(5)
-    seeded = torch.get_rng_state()
+    seeded = rng_state()
     try:
         found.value = function(*args, **kwargs)
     except Exception as error:
         found.error = type(error)
         return found
-    found.random = not torch.equal(seeded, torch.get_rng_state())
+    found.random = not torch.equal(seeded, rng_state())
     leaves = [t for t in memo.values() if t.requires_grad and t.is_leaf]
     roots = [t for t in tensors(found.value) if t.requires_grad and t.layout is torch.strided]
     if roots and leaves:
@@ -188,7 +196,8 @@ def check_op(name: str, compiled: Callable[[Any, Outcome], Any], agree: Agree, c
     op, found = OPS[name], Found()
     with warnings.catch_warnings(), unseeded():
         warnings.simplefilter("ignore")
-        samples = op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd)
+        backward = DTYPE in op.supported_backward_dtypes(torch.device(DEVICE).type)
+        samples = op.sample_inputs(DEVICE, DTYPE, requires_grad=op.supports_autograd and backward)
         for number, sample in enumerate(islice(samples, count)):
             where = f"sample {number}"
             expected = outcome(op.op, sample)

@@ -15,13 +15,13 @@ from torch import nn
 
 import kiln
 from kiln.base import records
-from tests.differentiate.samples import compare, copied, cotangent, tensors
+from tests.differentiate.samples import DEVICE, DTYPE, compare, copied, cotangent, rng_state, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 common_modules = pytest.importorskip("torch.testing._internal.common_modules")
-MODULES = {info.name: info for info in common_modules.module_db if torch.float32 in info.dtypes}
+MODULES = {info.name: info for info in common_modules.module_db if DTYPE in info.dtypes}
 ALL = os.environ.get("KILN_ALL_SAMPLES") == "1"
-SEEDED = torch.Generator().manual_seed(5).get_state()
+SEEDED = torch.Generator(DEVICE).manual_seed(5).get_state()
 SAMPLES = None if ALL else 3
 
 #: Modules that end the graph, with the kinds of the breaks.
@@ -68,13 +68,13 @@ def check(name: str, training: bool, compiled: Callable[[nn.Module, bool], Any],
     kinds: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=training)
+        samples = info.module_inputs_func(info, device=DEVICE, dtype=DTYPE, requires_grad=True, training=training)
         for number, sample in enumerate(islice(samples, count)):
             if sample.forward_input is None:
                 continue
             torch.manual_seed(3)
             module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
-            module.train(training)
+            module.to(DEVICE, DTYPE).train(training)
 
             def run(change: Callable[[Any], Any], form: Callable[[nn.Module], Any], made: nn.Module = module, given: Any = sample.forward_input) -> Any:
                 mine, memo = change(copy.deepcopy(made)), {}
@@ -82,7 +82,7 @@ def check(name: str, training: bool, compiled: Callable[[nn.Module, bool], Any],
                 return step(form(mine), mine, args, kwargs, [t for t in memo.values() if t.requires_grad])
 
             expected = run(lambda value: value, lambda m: m)
-            random = not torch.equal(torch.get_rng_state(), SEEDED)
+            random = not torch.equal(rng_state(), SEEDED)
             kiln.reset()
             with records.collect() as log:
                 got = run(lambda value: value, lambda m, drawn=random: compiled(m, drawn))

@@ -54,12 +54,13 @@ function python(line, open) {
   const made = [];
   const push = (kind, text) => made.push(kind ? el("span", { class: kind }, text) : document.createTextNode(text));
   let rest = line;
-  if (open) {
+  if (open && line) {
     const end = rest.indexOf(open);
     if (end < 0) return [[el("span", { class: "s" }, rest)], open];
     push("s", rest.slice(0, end + 3));
     rest = rest.slice(end + 3);
   }
+  if (!rest) return [made, open && line ? null : open];
   TOKEN.lastIndex = 0;
   for (let match; (match = TOKEN.exec(rest)); ) {
     const [text, triple, comment, string, word, number] = match;

@@ -21,7 +21,8 @@ function open(name, asked = {}) {
     const here = tab.dataset.section === name;
     tab.setAttribute("aria-selected", String(here));
     tab.tabIndex = here ? 0 : -1;
-    if (here) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
+    const list = tab.parentElement; // scrollIntoView would have the Tab key begin here
+    if (here) list.scrollLeft = Math.max(Math.min(list.scrollLeft, tab.offsetLeft - 8), tab.offsetLeft + tab.offsetWidth + 8 - list.clientWidth);
   }
   main.setAttribute("aria-labelledby", `tab-${name}`);
   main.replaceChildren();
