@@ -1,4 +1,4 @@
-"""Writes the pages that are made of the code: breaks.md of the table of kinds, interface.md of the docstrings."""
+"""Writes what pages take from the code: kinds of breaks into breaks.md, docstrings into interface.md."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kiln.base.kinds import Kind, kinds
 HERE = Path(__file__).parent
 
 GROUPS = {
-    "Compiling": "compile disable disallow_in_graph allow_in_graph assume_constant_result graph_break skip_frame "
-    "step_unsupported error_on_graph_break is_compiling set_stance reset config install uninstall",
+    "Compiling": "compile disable disallow_in_graph allow_in_graph assume_constant_result graph_break "
+    "skip_frame step_unsupported error_on_graph_break is_compiling set_stance reset config install uninstall",
     "Sizes that vary": "mark_dynamic mark_static",
     "Seeing what happened": "explain records report profile minify capture",
     "Backends": "register_backend list_backends lookup_backend aot",
@@ -22,52 +22,37 @@ GROUPS = {
     "Errors": "KilnError Break Skip Bug RecompileError",
 }
 
-BREAKS = '''\
-# Why did it break
+#: Names that are not Kiln's own functions.
+TEXTS = {
+    "is_compiling": "Whether the caller is being captured; `torch.compiler.is_compiling` is the same.",
+    "config": "The settings in force: `config.cache_limit` reads one, `config.patch(cache_limit=32)` puts "
+    "others in force for a with block or a function. [Compiler](compiler.md#settings) lists them.",
+}
 
-A graph ends where Python has to go on by itself: a branch on data, a print, code that cannot be seen into. The program does what it
-does in eager; what is lost is speed. Each break has a kind (a stable id), a place, a reason and a remedy: `kiln.explain(f)(*args)` and `kiln explain script.py` list them, `KILN_LOG=breaks`
-logs each once, `fullgraph=True` raises the first. Code around a break stays captured: the graph before it, the callers' graphs, and the rest, which goes on
-in a resume function.
+HEAD = """\
+# Interface
 
-This page is made of the table in `kiln/base/kinds.toml`; each program on it is run by the tests. Programs are called with `args`, or with `torch.ones(3)`.
+Every public name, as `help(kiln.name)` shows it. A name that does not exist, be it an argument, backend,
+mode, option or stance, raises an error that lists what does. `kiln --help` describes the command."""
 
-{table}
+TAIL = """\
+## Ops
 
-An exception that leaves the function is not a break: the graph before it runs, then the raising code runs in Python, so that type, message
-and traceback are eager's. An op that raises only when it runs (an index out of range, a singular matrix) ends its graph; where the graph has written nothing, the frame
-runs again in Python, so that handlers, `with` blocks and pending writes behave as in eager.
-
-## Each kind
-
-{each}
-
-## Graphs that are not differentiated ahead of time
-
-A backend that differentiates graphs (`kiln`, `aot_eager`, `kiln.aot`) leaves some as they were captured: they run op by op, as with `eager`, with one line in the log.
-
-{ahead_table}
-
-{ahead}
-
-## Decisions that a program can notice
-
-- **Warnings** (`warnings.warn`) inside captured code are given once, while capturing; **logging** calls are dropped.
-- **Modules** are known by identity. A second instance along the same path makes one more entry that serves every instance of that class.
-- **Loops** that break in every turn are cut at the loop's head; a loop whose later turns do not break goes on as one graph.
-- **Numbers and strings** from outside are constants of a graph, guarded by value. At most `config.cache_limit` entries are kept; then the
-  function runs in Python, with one warning that names the guard that keeps failing.
-- **`functools.lru_cache`**: called with constants the cache itself answers; otherwise the function is captured as if the cache had missed.
-- **`torch.utils.checkpoint`**: the function is captured in place; backends that differentiate compute its values again in the backward pass.
-- **Custom `autograd.Function`s** are one node; their forward and backward run as they are.
-'''
+`kiln.ops.table()` prints every op with its level, shape rule and expansion: [Levels of ops](levels.md)."""
 
 
 def breaks() -> str:
-    """The page of kinds."""
-    both = [[kind for kind in kinds().values() if kind.ahead is ahead] for ahead in (False, True)]
-    tables, texts = (["\n".join(rows(part)) for part in both], ["\n\n".join(map(section, part)) for part in both])
-    return BREAKS.format(table=tables[0], each=texts[0], ahead_table=tables[1], ahead=texts[1])
+    """The page of kinds: what stands between its marks is made of the table."""
+    usual, ahead = ([kind for kind in kinds().values() if kind.ahead is which] for which in (False, True))
+    parts = {
+        "table": "\n".join(rows(usual)), "each": "\n\n".join(map(section, usual)),
+        "ahead_table": "\n".join(rows(ahead)), "ahead": "\n\n".join(map(section, ahead)),
+    }  # fmt: skip
+    text = (HERE / "breaks.md").read_text()
+    for name, part in parts.items():
+        before, rest = text.split(f"<!-- {name} -->\n", 1)
+        text = f"{before}<!-- {name} -->\n\n{part}\n\n{rest[rest.index('<!-- end -->') :]}"
+    return text
 
 
 def rows(part: list[Kind]) -> list[str]:
@@ -88,12 +73,11 @@ def section(kind: Kind) -> str:
 
 def interface() -> str:
     """The page of public names."""
-    parts = ["# Interface\n\nEvery public name, as `help(kiln.name)` shows it. A name that does not exist, be it an argument, "
-             "backend, mode, option or stance, raises an error that lists what does. The command is described by `kiln --help`."]
+    parts = [HEAD]
     for title, names in GROUPS.items():
         parts.append(f"## {title}")
         parts += [entry(name) for name in names.split()]
-    parts.append("## Ops\n\n`kiln.ops.table()` prints every op with its level, shape rule and expansion: [Levels of ops](levels.md).")
+    parts.append(TAIL)
     return "\n\n".join(parts) + "\n"
 
 
@@ -101,7 +85,8 @@ def entry(name: str) -> str:
     value = getattr(kiln, name)
     if name == "capture":
         value = sys.modules["kiln.api"].capture
-    signature = "" if not callable(value) or isinstance(value, type) and issubclass(value, Exception) else signed(value)
+    error = isinstance(value, type) and issubclass(value, Exception)
+    signature = signed(value) if callable(value) and not error else ""
     text = TEXTS.get(name) or inspect.getdoc(value) or ""
     return f"### `{name}{signature}`\n\n{text}"
 
@@ -109,17 +94,11 @@ def entry(name: str) -> str:
 def signed(value: object) -> str:
     """Parameters without annotations, which the text names where they matter."""
     found = inspect.signature(value)
-    plain = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != "unknown_arguments"]
+    shown = [p for p in found.parameters.values() if p.name != "unknown_arguments"]
+    plain = [p.replace(annotation=p.empty) for p in shown]
     text = str(found.replace(parameters=plain, return_annotation=found.empty))
     return re.sub(r"<[^>]*>", "…", text)
 
-
-#: Names that are not Kiln's own functions.
-TEXTS = {
-    "is_compiling": "Whether the caller is being captured; `torch.compiler.is_compiling` is the same function.",
-    "config": "The settings in force: `config.cache_limit` reads one, `config.patch(cache_limit=32)` puts others in force for a "
-    "with block or a function. [Compiler](compiler.md#settings) lists them.",
-}
 
 PAGES = {"breaks.md": breaks, "interface.md": interface}
 

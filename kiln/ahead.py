@@ -100,12 +100,14 @@ def compiled(
     level: str = "aten",
     random: str = "",
     held: HeldCompiler | None = None,
+    tries: bool = False,
     dump: Dump = NOWHERE,
 ) -> Callable[..., Any]:
     """The callable of a captured graph whose halves these compilers compile.
 
     `random` says which random numbers are Kiln's own, as the option of that name does. `held`, where given,
     compiles graphs without gradients in the place of `inference`, and learns which tensors the module holds.
+    `tries` has gradients that may cancel compared with eager's once.
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
@@ -127,7 +129,8 @@ def compiled(
         raise
     except Exception as error:
         return _as_captured(module, error)
-    return callable_for(module, joint, halves, forward if halves else inference, unseen(backward), held)
+    ahead = forward if halves else inference
+    return callable_for(module, joint, halves, ahead, unseen(backward), held, tries)
 
 
 def unseen(compiler: Compiler) -> Compiler:

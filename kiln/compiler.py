@@ -46,7 +46,8 @@ def kiln(
         )
         held = partial(native_held, settings=settings, dump=dump.of("inference"))
         return compiled(
-            module, examples, forward, backward, inference, random=settings.draws, held=held, dump=dump
+            module, examples, forward, backward, inference,
+            random=settings.draws, held=held, tries=not settings.exact, dump=dump,
         )
 
 

@@ -22,6 +22,7 @@ from kiln.bytecode.decode import decode
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
 from kiln.capture.told import operations
+from kiln.check.sentences import sentence
 
 OFTEN = 3
 """Entries that fail for one reason before it is said aloud."""
@@ -37,7 +38,7 @@ def captured_frame(function: FunctionType, captured: Captured, entry: Any, made:
     listening = records.listening()
     if captured.graph is not None:
         all_ops = operations(captured.graph) if listening else ()
-        guarded = tuple([(str(guard), entry.place(guard)) for guard in entry.guards]) if listening else ()
+        guarded = tuple([(sentence(guard), entry.place(guard)) for guard in entry.guards]) if listening else ()
         start, end = span(function, captured)
         records.emit(records.GraphRecord(
             made, captured.graph, captured.ops, captured.inputs, start, name, entry.guards, end, all_ops,
@@ -62,11 +63,10 @@ def span(function: FunctionType, captured: Captured) -> tuple[Place, Place]:
     """Where a graph begins and ends in the frame, or below it where the frame is in torch's own code."""
     assert captured.graph is not None
     ops = [node for node in captured.graph.graph.nodes if node.op.startswith("call")]
-    traces = [trace for node in ops if (trace := node.meta.get("stack_trace"))]
-    first = outermost(places_of(traces[0])) if traces else None
-    last = outermost(places_of(traces[-1])) if traces else None
+    first = outermost(places_of(ops[0].meta.get("stack_trace") or "")) if ops else None
     end = captured.end
     if is_library(end.file):
+        last = outermost(places_of(ops[-1].meta.get("stack_trace") or "")) if ops else None
         at = captured.reason.at if captured.reason is not None else None
         end = at if at is not None and not is_library(at.file) else last or end
     return first or defined(function), end

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.autograd.profiler import record_function
+from torch.autograd.profiler import record_function as record_function
 
 active: list[Any] = []
-"""One item for each profile that is on: generated code tests it, and runs with marks where it is not empty."""
+"""One item for each profile that is on: generated code that finds it not empty runs with marks."""
 
 
 def begin(name: str) -> Callable[[], None]:

@@ -357,7 +357,7 @@ TOPICS: dict[type, str] = {
 }  # fmt: skip
 
 #: Records that are not kept for nobody.
-HEAVY = (KernelRecord, PlanRecord, ValuesRecord, TextRecord)
+HEAVY = (StageRecord, KernelRecord, PlanRecord, ValuesRecord, TextRecord)
 
 
 class Records:
@@ -466,7 +466,7 @@ def collect() -> Iterator[Records]:
 
 
 class timed:  # noqa: N801
-    """Times a stage of a graph: emits its record when the block ends, also by an error."""
+    """Times a stage of a graph: emits its record when the block ends, also by an error, unless for nobody."""
 
     __slots__ = ("_began", "_half", "_stage", "graph")
 
@@ -474,14 +474,15 @@ class timed:  # noqa: N801
         self._stage, self.graph, self._half = stage, graph, half
 
     def __enter__(self) -> timed:
-        self._began = perf_counter()
+        heard = _everywhere or _collectors.get() or lines.wants("time")
+        self._began = perf_counter() if heard else 0.0
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        began = self._began
-        emit(StageRecord(self.graph, self._stage, self._half, began, perf_counter() - began))
+        if began := self._began:
+            emit(StageRecord(self.graph, self._stage, self._half, began, perf_counter() - began))
 
 
 def unique(region: str) -> str:

@@ -19,7 +19,7 @@ _numbers = count()
 
 
 def statement_lines(rows: Sequence[Row], guarded: Sequence[Guarded]) -> list[int]:
-    """A line for each row: the first for what comes before any statement, one more where the stack is empty."""
+    """A line for each row: 1 before any statement, one more wherever the stack is empty."""
     handlers = {g.target for g in guarded}
     lines, line = [], 1
     for at, depth in enumerate(depths(rows, guarded)):
@@ -31,8 +31,9 @@ def statement_lines(rows: Sequence[Row], guarded: Sequence[Guarded]) -> list[int
 def show(function: FunctionType) -> None:
     """Have linecache know the text of a function whose code has a name of `generated_name`."""
     filename = function.__code__.co_filename
-    linecache.cache[filename] = _Lines((0, None, [], filename))
-    linecache.cache[filename].function = weakref.ref(function)
+    lines: Any = _Lines((0, None, [], filename))
+    lines.function = weakref.ref(function)
+    linecache.cache[filename] = lines
     weakref.finalize(function, linecache.cache.pop, filename, None)
 
 
@@ -62,7 +63,7 @@ def statements(code: CodeType) -> list[str]:
     for line, group in groups.items():
         if line > 1:
             lines[line] = "    " + statement(group)
-    return [lines.get(line, "") for line in range(1, max(lines) + 1)]
+    return [lines[line] for line in sorted(lines)]
 
 
 def statement(group: Sequence[Instruction]) -> str:

@@ -304,7 +304,7 @@ class _Builder:
             return
         if len(epilogue.stack) != depth:
             raise Bug(f"{depth} values are on the stack where an epilogue expects {len(epilogue.stack)}")
-        # Columns that no instruction of a program has: what a traceback shows there is no line of the program's.
+        # Columns that no instruction of a program has: tracebacks leave these places out.
         e.position = (e.position[0], e.position[0], 0, 0)
         carried = sum(slot in (VALUE, HANDLED) for slot in epilogue.stack)
         at = carried

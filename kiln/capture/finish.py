@@ -173,7 +173,7 @@ class Finisher:
         calls = stream_writes(world)
         for shadow in list(world.shadows.values()):
             if shadow.full:
-                calls.extend((*shadow_writes(shadow), *attribute_writes(shadow)))
+                calls.extend((*shadow_writes(shadow), *runtime.attribute_writes(shadow)))
             elif shadow.written:
                 changed = {key: item for key, item in shadow.items.items() if key in shadow.written}
                 calls.append((runtime.write_dict, (shadow.copy, changed, ())))
@@ -405,14 +405,6 @@ def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
         return []
     write = runtime.write_list if isinstance(copy, list) else runtime.write_deque
     return [(write, (copy, now_list))]
-
-
-def attribute_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """How the attributes of a container of a user's class are brought up to date."""
-    before, now = shadow.space, getattr(shadow.copy, "__dict__", {})
-    deleted = [(runtime.delete_attribute, (shadow.copy, name)) for name in before if name not in now]
-    return deleted + [(runtime.write_attribute, (shadow.copy, name, item)) for name, item in now.items()
-                      if name not in before or before[name] is not item]  # fmt: skip
 
 
 __all__ = ["Captured", "Finisher", "Skip", "Unbuildable"]

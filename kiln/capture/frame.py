@@ -61,6 +61,10 @@ class Differs(Exception):
     """A call of a module is not the same as an earlier one."""
 
 
+class Recalled(Exception):
+    """The program depends on how copied tensors were made; capture must begin again and copy none."""
+
+
 class Unfit(Exception):
     """The program does not go through with symbolic sizes; fixed ones will show why, or do."""
 

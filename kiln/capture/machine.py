@@ -30,6 +30,7 @@ from kiln.capture.frame import (
     RETURN,
     YIELD,
     Frame,
+    Recalled,
     Restart,
     Unfit,
     UserError,
@@ -71,6 +72,7 @@ class Machine:
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules so far, by what they must have in common
+        self.copying, self.copies = True, 0  # whether others are copied from them, and how many were
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
         self.lines: dict[tuple[Any, int], str] = {}  # code and place in it -> the line, as tracebacks show it
 
@@ -129,6 +131,12 @@ class Machine:
                 raise Yielded(stack.pop())
             else:
                 frame.index = jump
+
+    def recall_apart(self) -> None:
+        """The program looks at what a copied call does not have as the call itself: its tensors' history."""
+        self.world.writes += 1  # so the present call is not copied either
+        if self.copies:
+            raise Recalled
 
     def located(self, reason: Break, frame: Frame) -> Break:
         if reason.at is None:
@@ -242,7 +250,7 @@ class Machine:
         """Run native code of the program; its exceptions are the program's."""
         try:
             return function(*args, **kwargs)
-        except (UserError, Break, Bug, Skip, Restart, Unfit, Yielded):
+        except (UserError, Break, Bug, Skip, Restart, Recalled, Unfit, Yielded):
             raise
         except RecursionError:
             raise

@@ -6,9 +6,43 @@ import linecache
 import weakref
 from typing import Any
 
-from torch.fx import Graph, GraphModule, graph_module
+from torch.fx import Graph, GraphModule, Node, graph_module
 
 from kiln import _hook
+
+
+class CapturedGraph(Graph):
+    """A graph that is recorded: its nodes are made without the checks that strangers' arguments need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._labels: dict[int, str] = {}
+
+    def create_node(
+        self,
+        op: str,
+        target: Any,
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> Node:
+        """A new node at the place of insertion."""
+        if self._owning_module is not None:
+            return super().create_node(op, target, args, kwargs, name, type_expr)
+        if name is None:
+            name = self._labels.get(id(target))
+            if name is None:
+                name = self._target_to_str(target)
+                if op == "call_function":  # which the node keeps alive
+                    self._labels[id(target)] = name
+        name = self._graph_namespace.create_name(name, None)
+        node = Node(self, name, op, target, args or (), kwargs or {}, type_expr)
+        self._graph_namespace.associate_name_with_obj(name, node)
+        self._insert(node)
+        self._find_nodes_lookup_table.insert(node)
+        self._len += 1
+        return node
 
 
 class CapturedModule(GraphModule):

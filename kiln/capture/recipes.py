@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.fx import Node
 
 from kiln.base.source import Const, DictAttr, Source, Step
@@ -301,7 +302,7 @@ class Match:
             else:
                 world.guard(guard.at(self.sources[places[0]]))
         world.events += recipe.shared
-        others.update({id(fake): fake_like(fake) for fake, _ in call.made})
+        others.update({id(fake): made_like(fake) for fake, _ in call.made})
         paths = {}
         if recorder.within is not None:
             for place, value in zip(recipe.places, self.values, strict=True):
@@ -311,6 +312,14 @@ class Match:
         for fake, binding in (*call.made, *call.rebound):
             recorder.bind(others.get(id(fake), fake), moved(binding, copies))
         return replaced(call.result, others)
+
+
+def made_like(fake: FakeTensor) -> FakeTensor:
+    """A new tensor that shows the same as one that was made before."""
+    made = fake_like(fake)
+    for _ in range(0 if fake.is_inference() else fake._version):
+        increment_version(made)
+    return made
 
 
 def replaced(value: Any, fakes: dict[int, Any]) -> Any:

@@ -22,7 +22,7 @@ from kiln.base.source import Source
 from kiln.capture import computed
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray
-from kiln.capture.module import CapturedModule
+from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import (
     FACTORS,
     LEAVING,
@@ -122,7 +122,7 @@ class Recorder:
     """Builds one graph from the torch calls made on fake tensors."""
 
     def __init__(self) -> None:
-        self.graph = Graph()
+        self.graph: Graph = CapturedGraph()
         self.where: Callable[[], str] | None = None
         self.within: Callable[[], str] | None = None  # the path of the module at work, for those who listen
         self.fakes: dict[int, FakeTensor] = {}

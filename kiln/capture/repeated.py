@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from kiln.base.source import Const
-from kiln.capture import state
+from kiln.capture import runtime, state
 from kiln.capture.frame import Differs
 from kiln.capture.recipes import Call, Match, Recipe, read
 from kiln.capture.recorder import Bound, Recorder, whole
@@ -44,7 +44,7 @@ def call(
     tensors: list[FakeTensor] = []
     key = shape_of(m, module, args, kwargs, tensors)
     known = m.calls.setdefault(key, []) if key is not None else None
-    if known is None or not unchanged(m.world):
+    if known is None or not m.copying or not unchanged(m.world):
         return run()
     switches = switches_of(m)
     for earlier in known:
@@ -82,7 +82,9 @@ def copied(m: Machine, earlier: Call, module: torch.nn.Module, tensors: list[Fak
         earlier.recipe = read(m, earlier)
     if earlier.recipe is Recipe.NONE:
         raise Differs
-    return Match(m, earlier.recipe, module).copy(earlier, tensors)
+    match = Match(m, earlier.recipe, module)
+    m.copies += 1
+    return match.copy(earlier, tensors)
 
 
 def shape_of(
@@ -107,7 +109,7 @@ def describe(world: World, value: Any, tensors: list[FakeTensor], parts: list[An
             tensors.append(value)
             parts += (
                 spec_of(value), value.requires_grad, value.is_leaf, value._is_view(), layout.keys_of(value),
-                value.real_type, None if value.is_inference() else value._version,
+                value.real_type,
                 id(value) if value.value is not None or world.source(value) is not None else 0,
             )  # fmt: skip
         return value.memory is None and id(value) not in world.instance
@@ -147,7 +149,10 @@ def versions_of(tensors: list[FakeTensor]) -> list[int]:
 
 def unchanged(world: World) -> bool:
     """Whether every container from outside holds what it held."""
-    return not any(shadow.changed() for shadow in world.shadows.values())
+    for shadow in world.shadows.values():
+        if (shadow.full or shadow.written) and (shadow.changed() or runtime.attribute_writes(shadow)):
+            return False
+    return True
 
 
 def portable(
@@ -159,9 +164,8 @@ def portable(
         if id(value) in given or m.source(value) is not None:
             return True
         binding = m.recorder.binding(value)
-        written = not value.is_inference() and value._version
         bare = value.value is None and vars(value).keys() <= NOTES and id(value) not in m.world.instance
-        if value._is_view() or written or value.is_leaf and value.requires_grad or not bare:
+        if value._is_view() or value.is_leaf and value.requires_grad or not bare:
             return False
         if binding is None or whole(binding) not in nodes:
             return False

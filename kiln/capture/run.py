@@ -14,7 +14,7 @@ from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
 from kiln.capture import depth, state
 from kiln.capture.finish import Captured, Compiler, Finisher
-from kiln.capture.frame import Frame, Restart, Unfit, Unsettled, UserError
+from kiln.capture.frame import Frame, Recalled, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
@@ -47,7 +47,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     stop, reason = -1, None
-    literals = Literals()
+    literals, copying = Literals(), True
     for _ in range(ATTEMPTS):
         try:
             with depth.deep() as room:
@@ -66,12 +66,15 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                     specialises,
                     dynamic,
                     literals,
+                    copying,
                 )
         except Unsettled as again:
             literals.tried(again.reason)
             stop, reason = -1, None
         except Unfit:
             dynamic, stop, reason = STATIC, -1, None
+        except Recalled:
+            copying, stop, reason = False, -1, None
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
@@ -117,7 +120,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
             in_python: Callable[[Any], Any], room: int, specialises: bool,
-            dynamic: Dynamic, literals: Literals) -> Captured:  # fmt: skip
+            dynamic: Dynamic, literals: Literals, copying: bool) -> Captured:  # fmt: skip
     recorder = Recorder()
     LITERALS.reset(literals.open)
     varying = Varying(dynamic)
@@ -125,7 +128,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     world.specialises = specialises
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
-    machine.room = room
+    machine.room, machine.copying = room, copying
     recorder.where = machine.where
     recorder.within = listener(machine)
     names = slot_names(function.__code__)
@@ -176,7 +179,7 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                 raise Unfit from None
             kind = type(e.error).__name__
             raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
-        except (KilnError, Restart, Unfit, Unsettled):
+        except (KilnError, Restart, Recalled, Unfit, Unsettled):
             raise
         except Exception as e:
             if not varying.reads or options.config.strict:

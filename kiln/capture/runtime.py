@@ -283,3 +283,11 @@ def remove_hook(handle: Any) -> None:
 
 def seed_generator(generator: Any, seed: int) -> Any:
     return generator.manual_seed(seed)
+
+
+def attribute_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+    """How the attributes of a container of a user's class are brought up to date."""
+    before, now = shadow.space, getattr(shadow.copy, "__dict__", {})
+    deleted = [(delete_attribute, (shadow.copy, name)) for name in before if name not in now]
+    return deleted + [(write_attribute, (shadow.copy, name, item)) for name, item in now.items()
+                      if name not in before or before[name] is not item]  # fmt: skip

@@ -81,6 +81,8 @@ def module_of(machine: Machine) -> str:
             continue
         name = code.co_varnames[0]
         value = frame.locals.get(name, frame.lazy.get(name, (None,))[0])
+        if name in frame.cells:  # an inner function reads it too
+            value = getattr(frame.cells[name], "cell_contents", None)
         if isinstance(value, torch.nn.Module):
             return path_of(machine.world.source(value))
     return ""

@@ -14,6 +14,7 @@ import decimal
 import enum
 import fractions
 import functools
+import operator
 import pathlib
 import re
 import threading
@@ -101,6 +102,9 @@ class Shadow:
         """Whether the copy differs from the real container."""
         if not self.full:
             return bool(self.written)
+        if type(self.copy) is dict and type(self.before) is dict and len(self.copy) == len(self.before):
+            if all(map(operator.is_, self.copy, self.before)):  # as is usual: the very keys, in order
+                return not all(map(operator.is_, self.copy.values(), self.before.values()))
         if isinstance(self.copy, (set, frozenset)):
             return bool(self.copy != self.before)
         now = runtime.contents(self.copy) if isinstance(self.copy, dict) else dict(enumerate(self.copy))

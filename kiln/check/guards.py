@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from kiln import _hook
-from kiln.base.source import Const, Source
+from kiln.base.source import Const, Source, readable
 from kiln.check.values import MISSING as MISSING
 from kiln.check.values import is_plain, keys_of, lookup, same, show, typed
 
@@ -20,6 +20,13 @@ class Paths(Protocol):
     def node(self, source: Source) -> int: ...
 
     def instance_dict(self, base: Source) -> int: ...
+
+
+#: How a guard says what it is about, where its name does not.
+VERBS = {
+    "TypeIs": "is of type", "Length": "has length", "Keys": "has keys", "Absent": "has no attribute",
+    "SetEquals": "equals", "AnyNumber": "is any",
+}  # fmt: skip
 
 
 def words(name: str) -> str:
@@ -36,7 +43,8 @@ class Guard:
     def __str__(self) -> str:
         facts = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"]
         texts = [str(fact) if isinstance(fact, Source) else show(fact) for fact in facts]
-        return " ".join((str(self.source), words(type(self).__name__), *texts))
+        name = type(self).__name__
+        return readable(" ".join((str(self.source), VERBS.get(name) or words(name), *texts)))
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         """The nodes whose values the check reads."""
@@ -255,6 +263,9 @@ class FunctionState(Guard):
             and value.__defaults__ is self.defaults
             and value.__kwdefaults__ is self.kwdefaults
         )
+
+    def __str__(self) -> str:
+        return readable(f"{self.source} runs {self.code.co_qualname}, line {self.code.co_firstlineno}")
 
     def describe(self, value: Any) -> str:
         if getattr(value, "__code__", None) is not self.code:

@@ -80,8 +80,10 @@ class Replay:
 
     # Gradients with a history
 
-    def gradients(self, ctx: Any, present: int, tangents: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-        """The gradients of the primals, with a history, for the tangents in the set `present`."""
+    def gradients(
+        self, ctx: Any, present: int, tangents: Sequence[torch.Tensor], history: bool = True
+    ) -> tuple[Any, ...]:
+        """The gradients of the primals, by default with a history, for the tangents in the set `present`."""
         if ctx.primals is None:
             raise RuntimeError(
                 "second derivatives were asked for after the first backward pass freed the graph; "
@@ -94,15 +96,15 @@ class Replay:
                 "supported; use the form that returns a new tensor, or kiln.disable"
             )
         self._check_versions(ctx)
-        stand_ins = self._stand_ins(ctx.primals)
         with torch.enable_grad(), self._state(ctx):
+            stand_ins = self._stand_ins(ctx.primals)
             outputs = self._run(stand_ins)
             places = [at for k, at in enumerate(self.outputs) if present >> k & 1]
             results = [self._value(kind_of, place, outputs, stand_ins) for kind_of, place in places]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
             outs, given = [r for r, _ in pairs], [t for _, t in pairs]
-            found = engine.gradients(outs, [stand_ins[i] for i in wanted], given, create_graph=True)
+            found = engine.gradients(outs, [stand_ins[i] for i in wanted], given, create_graph=history)
         gradients: list[Any] = [None] * len(self.joint.primals)
         for i, gradient in zip(wanted, found, strict=True):
             gradients[i] = gradient

@@ -18,6 +18,7 @@ from kiln.differentiate.kinds import kind
 from kiln.differentiate.training import Compiler as Compiler
 from kiln.differentiate.training import Run as Run
 from kiln.differentiate.training import entered, symbol_values, training
+from kiln.differentiate.trial import Trial
 
 HeldCompiler: TypeAlias = Callable[[Graph, Mapping[int, torch.Tensor]], Run]
 """A compiler that is told which inputs, by position, are the same tensors in every call."""
@@ -30,16 +31,19 @@ def callable_for(
     compile_forward: Compiler,
     compile_backward: Compiler,
     compile_held: HeldCompiler | None = None,
+    tries: bool = False,
 ) -> Callable[..., Any]:
     """The function that stands for the captured graph `module`: takes its inputs and gives its outputs.
 
     The forward is compiled now, the backward when it first runs. Where there is none, `compile_held` compiles
     the graph, if given: it learns which inputs are tensors that the module holds and the graph leaves alone.
+    `tries` has gradients compared with eager's, as `kiln.differentiate.trial` says.
     """
     attributes = _attributes(module, joint)
     primals = _picker(joint, attributes, len([n for n in module.graph.nodes if n.op == "placeholder"]))
     values_of = symbol_values(joint)
     finish = finisher(joint, attributes, lambda args: values_of(primals(args)) if values_of else {})
+    trial = None
     if halves is None:
         if compile_held is None:
             forward = compile_forward(joint.graph)
@@ -49,10 +53,13 @@ def callable_for(
             return _direct(forward, joint, primals)
         run = _inference(joint, forward)
     else:
-        run = training(module, joint, halves, compile_forward(halves.forward), compile_backward)
+        trial = Trial(joint.graph) if tries else None
+        run = training(module, joint, halves, compile_forward(halves.forward), compile_backward, trial)
     apart = _apart(joint, attributes)
 
     def call(*args: Any) -> Any:
+        if trial is not None and trial.failed:
+            return module.forward(*args)
         return finish(run(primals(args)), args)
 
     if apart is None:

@@ -17,6 +17,7 @@ from kiln.differentiate.finish import below, resolved
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.prune import Pruned, pruned, uses
+from kiln.differentiate.trial import Trial
 
 Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes a list with the values of its inputs, which it may empty, and gives its outputs."""
@@ -28,7 +29,12 @@ _grad_enabled = torch.is_grad_enabled
 
 
 def training(
-    module: fx.GraphModule, joint: Joint, halves: Halves, forward: Run, compile_backward: Compiler
+    module: fx.GraphModule,
+    joint: Joint,
+    halves: Halves,
+    forward: Run,
+    compile_backward: Compiler,
+    trial: Trial | None = None,
 ) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
     """A function from the primals to the results that records itself as one node of autograd's graph."""
     results, count = joint.results, halves.tensors
@@ -69,9 +75,18 @@ def training(
             values = saving.load(ctx, present)
             values += ctx.numbers
             values += given
-            if not _keeps_graph() and saving.release(ctx, present):
+            del given
+            free = not _keeps_graph() and saving.release(ctx, present)
+            plain = [grads[i] for i in joint.tangents if grads[i] is not None]
+            if trial is None or replay.lost or not trial.wanted(plain):
+                if free:
+                    replay.forget(ctx)
+                return tuple(backward.run(values, present))
+            found = tuple(backward.run(values, present))
+            found = trial.settle(found, lambda: replay.gradients(ctx, present, plain, False))
+            if free:
                 replay.forget(ctx)
-            return tuple(backward.run(values, present))
+            return found
 
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply

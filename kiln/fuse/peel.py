@@ -62,9 +62,9 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     if count == 1 or count > MOST:
         return [nest]
     regions = itertools.product(*[parts[a] for a in nest.axes])
-    found = [merged(part_of(nest, tests, region, scope), scope) for region in regions]
+    nests = [merged(part_of(nest, tests, region, scope), scope) for region in regions]
     in_line_alone = count == len(parts[inner]) <= IN_LINE
-    return [nest] if in_line_alone and read_twice(found) else found
+    return [nest] if in_line_alone and read_twice(nests) else nests
 
 
 def read_twice(nests: list[Nest]) -> bool:

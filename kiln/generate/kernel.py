@@ -40,6 +40,7 @@ from kiln.generate.pieces import borders, decided
 from kiln.generate.rows import Rows
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.schedule import USUAL, Schedule
+from kiln.generate.streams import Streams
 from kiln.generate.tiles import Tiles, crossing
 
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
@@ -50,7 +51,7 @@ REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
 
 
-class Emitter(Tiles, Online, Rows, Columns):
+class Emitter(Tiles, Online, Rows, Columns, Streams):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -66,9 +67,22 @@ class Emitter(Tiles, Online, Rows, Columns):
     # The frame: tasks and loops
 
     def emit(self) -> None:
-        """Write the loop over the tasks."""
+        """Write the loop over the tasks, and a second one where stores may go past the caches."""
+        if streamed := self.streamed():
+            fn = self.fn
+            fast, usual = fn.label("fast"), fn.label("usual")
+            fn.branch(self.lie_right(streamed), fast, usual)
+            fn.start(fast)
+            self.streams = streamed
+            self.all_tasks()
+            self.streams = []
+            fn.start(usual)
+        self.all_tasks()
+
+    def all_tasks(self) -> None:
         fn = self.fn
         fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], lambda task, _: self.task(task))
+        self.finish_streams()
         fn.do("ret void")
 
     def outer(self) -> list[Axis]:

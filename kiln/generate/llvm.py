@@ -361,10 +361,10 @@ class Function:
         align = type.bits // 8
         return self.emit(f"load {type}, ptr {address.text}, align {align}{flags}", type)
 
-    def store(self, value: Value, address: Value, flags: str = "") -> None:
+    def store(self, value: Value, address: Value, flags: str = "", align: int = 0) -> None:
         if value.type.kind == "i1":
             value = value.to(U8)
-        align = value.type.bits // 8
+        align = align or value.type.bits // 8
         self.do(f"store {value.type} {value.text}, ptr {address.text}, align {align}{flags}")
 
     def label(self, hint: str) -> str:
@@ -464,6 +464,10 @@ class Module:
 
     def declare(self, name: str, result: Type, parameters: Sequence[Type]) -> None:
         self._declared.setdefault(name, f"declare {result} @{name}({', '.join(map(str, parameters))})")
+
+    def define(self, name: str, text: str) -> None:
+        """A line of the module beside its functions, once."""
+        self._declared.setdefault(name, text)
 
     def text(self) -> str:
         own = {f.name for f in self.functions}

@@ -117,7 +117,7 @@ OWN: dict[str, Callable[..., Value]] = {
 }  # fmt: skip
 #: Functions with 1 added.
 AND_ONE: dict[str, Callable[[Value], Value]] = {"erf": erf_and_one, "tanh": tanh_and_one}
-#: The same where results are rounded to half types: powers to fewer digits than f32 has, in fewer instructions.
+#: The same where results are rounded to half types: powers to fewer digits than f32 has, at less cost.
 OWN_OF_HALVES: dict[str, Callable[..., Value]] = {
     **OWN, "exp": exp_of_small,
     **{name: partial(OWN[name], power=exp_of_small) for name in ("sigmoid", "tanh", "erf")},

@@ -1,4 +1,4 @@
-"""The largest of a row and the sum of powers relative to it in one pass: as the one grows the other shrinks."""
+"""The largest of a row and the sum of powers relative to it, in one pass over the row."""
 
 from __future__ import annotations
 

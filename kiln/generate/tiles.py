@@ -130,7 +130,18 @@ class Tiles(Values):
 
             return fn.loop(low, whole, width, [], row)
 
-        fn.loop(fn.constant(0, length.type), columns, BLOCK, [], part)
+        def strip(start: Value, _: list[Value]) -> list[Value]:
+            """Rows of what is read come as a few streams: for stores that leave the caches alone."""
+
+            def column(first: Value, _: list[Value]) -> list[Value]:
+                return self.tile(found, memory, first, start, body)
+
+            return fn.loop(low, whole, width, [], column)
+
+        if self.streams:
+            fn.loop(0, columns, width, [], strip)
+        else:
+            fn.loop(0, columns, BLOCK, [], part)
         rows(low, whole, columns, length)
         rows(whole, high, 0, found.along.size)
 

@@ -31,6 +31,7 @@ NAME = "kernel"  # of the function that is emitted
 OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
 I8_OF = {"i1": Type("i8", signed=False)}
 VOID_TYPE = Type("void")
+STREAMED = "!nontemporal"
 
 
 class Values:
@@ -54,6 +55,7 @@ class Values:
         self.width = 1 if self.vector is None else lanes_along(self.vector, width)
         self.lanes = 1  # of the code being emitted
         self.decided: dict[int, bool] = {}  # conditions, by their ids, that are known where code is emitted
+        self.streams: list[Store] = []  # stores that go past the caches
         self.live: Value | None = None  # the lanes that count, where not all do
         self.layers: list[dict[int, Value]] = [{}]
         self.indices: list[dict[Any, Value]] = [{}]
@@ -259,7 +261,9 @@ class Values:
         align = fn.constant(max(memory.bits // 8, 1), I32)
         if self.stride(store.index) == 1:
             address = fn.at(base, self.index(store.index), stored)
-            if self.live is None:
+            if self.live is None and store in self.streams:
+                fn.store(value, address, f", {STREAMED} !0", align=64)
+            elif self.live is None:
                 fn.store(value, address)
             else:
                 value = value.to(memory)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kiln._launch import Plan, addresses, aliases, lend
-from kiln.base import log
+from kiln.base import log, profiling
 from kiln.base.collecting import uncollected
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Call
@@ -153,7 +153,7 @@ class Recorded:
         self.shown = count
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
-        if self.made > MOST or _capturing():
+        if self.made > MOST or profiling.active or _capturing():
             return self.plan(values)
         with self.lock:
             stream = _stream(self.device)

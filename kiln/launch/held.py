@@ -5,25 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import getitem
 from typing import Any
 
 import torch
 
 from kiln._held import Watch
+from kiln.base import log
+from kiln.base.closeness import close, worth
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph
 from kiln.base.options import Settings
 from kiln.expand.freeze import Frozen, can_watch, freeze
+from kiln.expand.packed import PURE
 from kiln.launch.cache import disk
 from kiln.launch.native import set_up
-from kiln.launch.program import compile_graph
+from kiln.launch.program import Run, compile_graph
 from kiln.launch.tune import Way, choice
 
 
 def compile_held(
     graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], dump: Dump = NOWHERE
-) -> Callable[[list[Any]], Sequence[Any]]:
+) -> Run:
     """A graph that needs no gradients, as native code; `held` inputs are the same tensors in every call."""
     frozen = None
     if settings.freeze and not settings.exact:
@@ -32,7 +36,17 @@ def compile_held(
         return compile_graph(graph, settings, dump)
     if settings.tunes and not gains(graph, settings, held, frozen):
         return compile_graph(graph, settings, dump)
-    return Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held]).run
+    made = Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held])
+    if repeatable(graph) and any(node.op in PURE for node in frozen.once.nodes):
+        made.trial = graph, lambda: compile_graph(graph, settings, dump)
+    return made.run
+
+
+def repeatable(graph: Graph) -> bool:
+    """Whether a graph may run a second time on the same values without effect, and gives the same."""
+    ops = {node.op for node in graph.nodes} - {CONSTANT, getitem}
+    aten = all(isinstance(op, torch._ops.OpOverload) and op.namespace == "aten" for op in ops)
+    return aten and not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops) and worth(graph.nodes)
 
 
 def gains(graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], frozen: Frozen) -> bool:
@@ -50,9 +64,7 @@ def gains(graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], fr
 class Held:
     """Runs a frozen graph; what follows from held tensors is computed anew when one of them has changed."""
 
-    def __init__(
-        self, frozen: Frozen, rest: Callable[[list[Any]], Sequence[Any]], tensors: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, frozen: Frozen, rest: Run, tensors: list[torch.Tensor]) -> None:
         self.rest, self.tensors, self.given = rest, tensors, frozen.given
         self.once = runner(frozen.once)
         self.lock = threading.Lock()
@@ -61,15 +73,36 @@ class Held:
         watched = (*tensors, *constants)
         self.stamp = Watch(watched, tuple(map(extent, watched))).stamp
         self.state: tuple[int, tuple[Any, ...]] = -1, ()
+        self.trial: tuple[Graph, Callable[[], Run]] | None = None
+        """The graph as it was, and its compiler: until the first call has shown that layers may be packed."""
 
     def run(self, values: list[Any]) -> Sequence[Any]:
         """The outputs on these values of the inputs; empties the list."""
+        if self.trial is not None:
+            return self.tried(values, *self.trial)
         now = self.stamp()
         state = self.state if self.state[0] == now else self.computed(now)
         given = [values[i] for i in self.given]
         values.clear()
         given += state[1]
         return self.rest(given)
+
+    def tried(self, values: list[Any], graph: Graph, compiler: Callable[[], Run]) -> Sequence[Any]:
+        """The outputs of the first call, and eager's beside them.
+
+        Packed layers add in another order than eager's. Where activations are large and cancel, that shows in
+        leading digits: then the graph is compiled with its layers as they are.
+        """
+        self.trial = None
+        given = list(values)
+        mine = self.run(values)
+        eager = runner(graph)(given)
+        if close(mine, eager):
+            return mine
+        log.say("plan", "packed layers differ from eager's by more than usual rounding and stay as they were")
+        self.rest, self.given, self.tensors = compiler(), tuple(range(len(graph.inputs))), []
+        self.stamp, self.state = lambda: 0, (0, ())
+        return eager
 
     def computed(self, now: int) -> tuple[int, tuple[Any, ...]]:
         """The values that follow from the held tensors as they are now."""

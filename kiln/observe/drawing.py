@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kiln.observe.shape import Facts, GraphFact, KernelFact, OpFact, PlaceFact, PlanFact, TextFact, ValuesFact
+from kiln.observe.shape import (
+    Facts,
+    GraphFact,
+    GuardFact,
+    KernelFact,
+    OpFact,
+    PlaceFact,
+    PlanFact,
+    TextFact,
+    ValuesFact,
+)
+
+#: Names that begin with an underscore, and sentences on classes and functions.
+PLUMBING = re.compile(r"(^|\W)_\w|as the class defines it|of its own$|has the code and")
 
 LONGEST = 60_000
 """Characters of a kernel's code that a page holds."""
@@ -58,7 +72,7 @@ class Drawing:
             "title": name, "region": graph["region"], "place": place(graph["start"]),
             "end": place(graph["end"]), "ops": graph["ops"], "inputs": graph["inputs"], "views": forms,
             "guards": [
-                {"text": one["text"], "place": place(one["place"]), "inside": inside(one["place"])}
+                {"text": one["text"], "place": place(one["place"]), "inside": inside(one)}
                 for one in graph["guards"]
             ],
             "missing": "" if forms else "Its nodes were not recorded: nobody collected when it was captured.",
@@ -77,8 +91,8 @@ class Drawing:
             if op["calls"] and launch < 0:
                 kind = "call"
             label = op["op"] if op["kind"] == "call" else op["name"]
-            path, spec = parts(op["module"]), op["spec"]
-            form.node(op["name"], label, kind, op["inputs"], spec, path, op["stack"], launch)
+            path = [] if kind in ENDS else parts(op["module"])
+            form.node(op["name"], label, kind, op["inputs"], op["spec"], path, op["stack"], launch)
         made = form.drawn(self.text("", "captured"))
         if computed:
             made["kernels"], made["codes"] = computed["kernels"], computed["codes"]
@@ -100,6 +114,7 @@ class Drawing:
             elif op and sizes[value["origin"]] > 1:
                 path = [*path, op["name"]]
             label = value["name"] if kind in NAMED else value["op"]
+            path = [] if kind == "input" else path
             form.node(value["name"], label, kind, value["inputs"], value["spec"], path,
                       op["stack"] if op else [], launches.get(value["step"], -1), value["call"],
                       value["origin"])  # fmt: skip
@@ -167,6 +182,7 @@ class Form:
                 codes.append(self.codes.add((language, text), {"title": TITLES[language], "text": text}))
         self.kernels.append({
             "name": kernel["name"], "id": kernel["id"], "device": kernel["device"], "ops": 0,
+            "what": ", ".join(dict.fromkeys(one["op"].rpartition(".")[2] for one in kernel["fused"])),
             "reads": kernel["reads"], "writes": kernel["writes"], "bytes": kernel["reads"] + kernel["writes"],
             "codes": codes,
         })  # fmt: skip
@@ -189,9 +205,12 @@ def place(fact: PlaceFact | None) -> dict[str, Any] | None:
     return {"file": fact["file"], "line": fact["line"], "function": fact["function"]}
 
 
-def inside(fact: PlaceFact | None) -> bool:
-    """Whether a line is in code of torch or of Kiln."""
-    return fact is not None and in_torch(fact["file"])
+def inside(guard: GuardFact) -> bool:
+    """Whether a guard is on how Python and torch call things: hooks, classes, what code of torch's reads."""
+    if " tensor " in guard["text"]:
+        return False
+    at = guard["place"]
+    return bool(PLUMBING.search(guard["text"])) or at is not None and in_torch(at["file"])
 
 
 def in_torch(file: str) -> bool:

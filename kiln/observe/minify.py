@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,11 @@ class Minified:
         return f"{self.path}: {size}; {what}{shown}"
 
 
-def minify(f: Any, args: Sequence[Any], arguments: Mapping[str, Any], path: Any, compile: Compile) -> Minified:
+def minify(
+    f: Any, args: Sequence[Any], arguments: Mapping[str, Any], path: Any, compile: Compile
+) -> Minified:
     """Reduce `compile(f, **arguments)(*args)`, which fails or differs from eager, and write the script."""
+    warm(arguments)
     given = apart(lambda: tried(f, args, arguments, compile))
     if given == SAME:
         raise KilnError("nothing to reduce: compiled and eager agree on these arguments")
@@ -71,6 +75,16 @@ def minify(f: Any, args: Sequence[Any], arguments: Mapping[str, Any], path: Any,
         outcome = found[1]
     target.write_text(f'"""{outcome.kind}: {plain(outcome.detail)}"""\n\n{text}')
     return Minified(text, target, outcome, calls, of, fails(target))
+
+
+WARM = ("def f(x):\n    return x + 1\n", "def inputs():\n    return [torch.ones(2, requires_grad=True)]\n")
+
+
+def warm(arguments: Mapping[str, Any]) -> None:
+    """Load what compiling needs, so that copies of this process have it."""
+    names = {"eager", arguments.get("backend", "kiln")}
+    for backend in sorted(name for name in names if isinstance(name, str)):
+        judged(script(WARM, True, {"backend": backend}))
 
 
 def plain(text: str) -> str:
@@ -101,14 +115,14 @@ def tried(f: Any, args: Sequence[Any], arguments: Mapping[str, Any], compile: Co
             results.append(flat(function(*values)))
         except Exception as error:
             return Outcome("raises" if way == "compiled" else way, f"{type(error).__name__}: {error}")
-    space = {"expected": results[0], "got": results[1]}
-    return compared(space["got"], space["expected"])
+    return compared(results[1], results[0])
 
 
 def flat(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value.detach()]
-    parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    nested = isinstance(value, (list, tuple))
+    parts: Any = value.values() if isinstance(value, dict) else value if nested else ()
     return [tensor for part in parts for tensor in flat(part)]
 
 
@@ -243,7 +257,7 @@ class Reducer:
             at = 0
             while at < len(program.calls):
                 candidate = given_values(program, at, at + size)
-                if candidate is not None and len(candidate.calls) < len(program.calls) and self.fails(candidate):
+                if len(candidate.calls) < len(program.calls) and self.fails(candidate):
                     program = candidate
                 else:
                     at += size
@@ -255,7 +269,7 @@ def earlier_outputs(program: Program) -> Iterator[Program]:
     """The program with one value as its output: values in halves of the way, then single outputs."""
     calls = program.calls
     places = [len(calls) * k // 8 for k in range(1, 8)] if len(calls) > 8 else range(len(calls) - 1)
-    outputs = [node for node in output_of(program.graph).all_input_nodes]
+    outputs = output_of(program.graph).all_input_nodes
     names = [*[calls[i].name for i in places], *[node.name for node in outputs if len(outputs) > 1]]
     for name in names:
         graph = copied(program.graph)
@@ -275,8 +289,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return made
 
 
-def given_values(program: Program, start: int, end: int) -> Program | None:
-    """The program with the values of some calls as inputs; None where one is no tensor or number."""
+def given_values(program: Program, start: int, end: int) -> Program:
+    """The program with the values of some calls as inputs; the program where one is no tensor or number."""
     values = values_of(program)
     names = [node.name for node in program.calls[start:end]]
     graph, inputs = copied(program.graph), list(program.inputs)
@@ -284,7 +298,7 @@ def given_values(program: Program, start: int, end: int) -> Program | None:
     for node in [n for n in graph.nodes if n.name in names]:
         value = values.get(node.name)
         if not isinstance(value, (torch.Tensor, int, float)):
-            return None
+            return program
         with graph.inserting_after(last[-1]) if last else graph.inserting_before(next(iter(graph.nodes))):
             given = graph.placeholder(f"given_{len(inputs)}")
         last.append(given)
@@ -304,7 +318,7 @@ def values_of(program: Program) -> dict[str, Any]:
             return result
 
     torch.manual_seed(0)
-    inputs = [value.detach() if isinstance(value, torch.Tensor) else value for value in map(kept, program.inputs)]
+    inputs = [v.detach() if isinstance(v, torch.Tensor) else v for v in map(kept, program.inputs)]
     with torch.set_grad_enabled(program.grad):
         Keeping(fx.GraphModule(torch.nn.Module(), copied(program.graph))).run(*inputs)
     needs = any(isinstance(v, torch.Tensor) and v.requires_grad for v in program.inputs)
@@ -328,7 +342,7 @@ def smaller_shapes(program: Program) -> Iterator[Program]:
             graph = copied(program.graph)
             for node in graph.nodes:
                 if node.op.startswith("call"):
-                    node.args = fx.node.map_aggregate(node.args, lambda a, s=size, n=new: n if same(a, s) else a)
+                    node.args = fx.node.map_aggregate(node.args, partial(resized, size=size, new=new))
             yield replace(program, graph=graph, inputs=tuple(resized(v, size, new) for v in program.inputs))
 
 

@@ -93,8 +93,9 @@ class Program:
     def text(self) -> str:
         """The functions `f` and `inputs`."""
         code = self.graph.python_code("self")
-        body = code.src.strip().replace("def forward(self, ", "def f(").replace("def forward(self)", "def f()")
-        known = {"torch", "device", "inf", "nan", "NoneType"}
+        body = code.src.strip().replace("def forward(self, ", "def f(", 1)
+        body = body.replace("def forward(self)", "def f()", 1)
+        known = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
         needed = [imported(name, value) for name, value in code.globals.items() if name not in known]
         values = "".join(f"        {literal(value)},\n" for value in self.inputs)
         made = f"def inputs():\n    torch.manual_seed(1)\n    return [\n{values}    ]"
@@ -137,7 +138,8 @@ def literal(value: Any) -> str:
     """An input as Python text: its numbers where it is small, else random ones."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
-    dtype, shape, where = value.dtype, tuple(value.shape), f"dtype={value.dtype}, device={str(value.device)!r}"
+    dtype, shape = value.dtype, tuple(value.shape)
+    where = f"dtype={dtype}, device={str(value.device)!r}"
     if value.numel() <= LITERAL:
         text = f"torch.tensor({value.detach().cpu().tolist()!r}, {where}).reshape({shape})"
     elif dtype.is_floating_point or dtype.is_complex:
@@ -146,7 +148,8 @@ def literal(value: Any) -> str:
         text = f"torch.rand({shape}, device={str(value.device)!r}) > 0.5"
     else:
         text = f"torch.randint({int(value.min())}, {int(value.max()) + 1}, {shape}, {where})"
-    if value.numel() and value.stride() != torch.empty(shape, device="meta").stride():
+    dense = torch.empty(shape, device="meta").stride()
+    if value.numel() and any(n > 1 and s != d for n, s, d in zip(shape, value.stride(), dense, strict=True)):
         text = f"torch.empty_strided({shape}, {value.stride()}, {where}).copy_({text})"
     return f"({text}).requires_grad_()" if value.requires_grad else text
 

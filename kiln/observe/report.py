@@ -93,7 +93,7 @@ def write(path: Path, records: Records, calls: Calls, title: str, problems: Sequ
 
 
 def page_data(records: Records, calls: Mapping[str, Call], title: str) -> dict[str, Any]:
-    """What the page shows of a run; where a part cannot be made of the records it says so, and has the others."""
+    """What the page shows of a run; it says so where a part cannot be made of the records."""
     problems: list[str] = []
 
     def part(what: str, make: Callable[..., Any], *given: Any, otherwise: Any = ()) -> Any:

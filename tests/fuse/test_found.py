@@ -68,6 +68,9 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "a loss of two dtypes": ([plain(3), plain(3)], ["v0 = F.mse_loss(a0.bfloat16(), a1)"]),
     "a sum of negative zeros": ([plain(3, 1, grad=True), plain(3, 8)], ["v0 = (a0 * 0).trunc().sum(-1)", "v1 = torch.atan2(v0, v0)", "v2 = -(a1 * a1 * 0)", "v3 = torch.atan2(v2.sum(1), v2.sum(1)) + v1"]),
     "channels last, shuffled": ([plain(8, 8, 1, 17, layout="channels last", grad=True)], ["v0 = F.pixel_shuffle(a0, 2)"]),
+    "a flip keeps the strides of one place": ([plain(1, 1, 64, 17, dtype="bf16")], ["v0 = F.pad(a0.transpose(1, -1).flip(-4), (-1, 1))"]),
+    "logaddexp of turned tensors": ([plain(2, 3, layout="transposed")], ["v0 = torch.logaddexp(a0.chunk(2, -1)[-1], a0)"]),
+    "a part of what was written to later": ([plain(100, 8, grad=True)], ["v0 = a0 * 2", "v1 = v0.chunk(2, -2)[-1]", "v0.diagonal().mul_(2)", "v2 = v1"]),
     "channels last, rolled": ([plain(3, 8, 5, 4, layout="channels last")], ["v0 = a0.roll(1, 0)"]),
 }  # fmt: skip
 

@@ -66,12 +66,10 @@ def unowned(x):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu():
     kiln.reset()
-    with pretended() as driver:
-        made = Pretended(monkeypatch)
-        made.driver = driver
-        yield made
+    with pretended(), pytest.MonkeyPatch.context() as patched:
+        yield Pretended(patched)
     kiln.reset()
     gc.collect()
 

@@ -76,9 +76,27 @@ def test_long_rows_take_a_block_and_shared_memory():
 
 
 def test_rows_that_are_too_long_as_floats_are_held_as_they_are():
-    grid = grid_of(lambda a: a.softmax(-1), torch.randn(256, 50304).to(HALF))
-    assert grid.packed and grid.turns == 7
-    assert grid_of(lambda a: a.softmax(-1), torch.randn(256, 200_000).to(HALF)).turns == 0
+    grid = grid_of(lambda a: a.softmax(-1), torch.empty(256, 32768).to(HALF))
+    assert grid.packed and (grid.team, grid.turns) == (512, 8)
+
+
+def test_the_largest_and_the_sum_of_longer_rows_come_of_one_reading():
+    def losses(a, i):
+        return F.cross_entropy(a.float(), i, reduction="none")
+
+    x, places = torch.empty(256, 50304, dtype=HALF), torch.zeros(256, dtype=torch.int64)
+    grid = grid_of(losses, x, places)
+    assert (grid.team, grid.turns) == (512, 0)
+    text = device_of(losses, x, places).text
+    # Four turns at once and those that are left; the power of what the largest grew by is one for them all.
+    assert count(r"ld\.global\.nc\.v4", text) == 5 and count(r"ex2\.approx", text) <= 5 * 8 + 2 + 2 * 10
+
+
+def test_a_thread_reads_twice_where_there_is_much_to_compute_for_little():
+    made = device_of(lambda a: F.gelu(a, approximate="tanh"), torch.empty(1 << 24, dtype=HALF))
+    (start,) = made.starts[0]
+    assert start.blocks == (1 << 24) // 8 // 256 // 2 and count(r"ld\.global\.nc\.v4", made.text) == 2
+    assert count(r"ex2\.approx", made.text) == 16 and count(r"fma\.rn\.f32", made.text) <= 16 * 4
 
 
 def test_columns_are_folded_side_by_side():

@@ -12,10 +12,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import kiln
+from kiln.base.graph import Graph, TensorSpec
 from kiln.base.records import GraphRecord, Records, StageRecord
 from kiln.cli import app
+from kiln.fuse.program import Fusing, fuse
+from kiln.fuse.split import GRIDS
+from kiln.generate.device import generate
 from kiln.observe.calls import Calls
 from kiln.observe.document import page as text_of
+from kiln.observe.drawing import code_of, split
 from kiln.observe.report import Report, page_data
 
 PROGRAM = '''\
@@ -227,3 +232,17 @@ def test_calls_are_measured_only_meanwhile():
         count = len(call.steps)
         compiled(x)
         assert len(call.steps) == count and list(calls.best.values()) == [call]
+
+
+def test_code_of_a_kernel_is_cut_out_of_its_module():
+    text = "declare float @f(float)\n\ndefine void @nest0(ptr %a) {\n  ret void\n}\n\ndefine void @nest1(ptr %a) {\n  ret void\n}\n\ndefine void @entry0(ptr %b) {\n  call void @nest1(ptr %b)\n  ret void\n}\n"
+    functions = split({"graph": "f", "half": "forward", "stage": "kernels", "language": "ll", "text": text})
+    assert list(functions) == ["nest0", "nest1", "entry0"]
+    assert [line for line in code_of(["entry0"], functions).splitlines() if "define" in line] == ["define void @entry0(ptr %b) {", "define void @nest1(ptr %a) {"]
+    graph, spec = Graph(), TensorSpec((64, 256), (256, 1), torch.float32, torch.device("cuda:0"))
+    x = graph.input("x", spec)
+    graph.outputs = (graph.call(torch.ops.aten.sin.default, (x,), spec=spec),)
+    made = generate(fuse(graph, False, Fusing(GRIDS)).kernels)
+    (start,) = made.starts[0]
+    ptx = split({"graph": "f", "half": "forward", "stage": "kernels", "language": "ptx", "text": made.ptx((9, 0))})
+    assert code_of([start.function.name], ptx).startswith(f".visible .entry {start.function.name}(")

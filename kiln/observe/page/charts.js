@@ -39,7 +39,7 @@ function totals(lanes) {
   const rows = [...sums].sort((a, b) => b[1].seconds - a[1].seconds);
   const most = rows[0][1].seconds || 1;
   return el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["What", "Times", "Seconds", ""].map((name, i) => el("th", { scope: "col", class: i && name ? "n" : "" }, name)))),
-    el("tbody", {}, rows.slice(0, 40).map(([name, sum]) => el("tr", {}, el("td", { class: "mono" }, name), el("td", { class: "n" }, sum.count), el("td", { class: "n" }, seconds(sum.seconds)),
+    el("tbody", {}, rows.slice(0, 15).map(([name, sum]) => el("tr", {}, el("td", { class: "mono" }, name), el("td", { class: "n" }, sum.count), el("td", { class: "n" }, seconds(sum.seconds)),
       el("td", { style: "width:38%" }, el("div", { style: `height:10px;border-radius:3px;background:${barColour(sum.kind || name)};width:${Math.max(0.5, (sum.seconds / most) * 100)}%` })))))));
 }
 
@@ -58,7 +58,7 @@ function planOf(plan, index) {
   const facts = [["Arena", bytes(plan.arena)], ["Without sharing", bytes(sum)], plan.eager !== undefined && plan.eager !== null && ["Peak of eager", bytes(plan.eager)], ["Values", plan.values.length], ["Steps", plan.steps]].filter(Boolean);
   const largest = [...plan.values].sort((a, b) => (b.bytes || 0) - (a.bytes || 0)).slice(0, 12);
   return [el("dl", { class: "facts" }, facts.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, String(value))))),
-    values.length > 0 && el("div", { class: "card", style: "padding:14px" }, plot(plan, values)),
+    values.length > 0 && el("div", { class: "card", style: "padding:14px" }, plot(plan, values), el("p", { class: "place" }, "The line is how many bytes are alive.")),
     plan.values.length > 0 && el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["Largest values", "Bytes", "At", "Steps"].map((name, i) => el("th", { scope: "col", class: i ? "n" : "" }, name)))),
       el("tbody", {}, largest.map((value) => el("tr", {}, el("td", {}, el("button", { type: "button", class: "link mono", onclick: () => open("graphs", { graph: index, named: value.name }) }, value.name)), el("td", { class: "n" }, bytes(value.bytes)), el("td", { class: "n" }, value.offset >= 0 ? value.offset.toLocaleString("en") : "varies"), el("td", { class: "n" }, `${value.first} to ${value.last}`))))))];
 }
@@ -82,6 +82,6 @@ function plot(plan, values) {
   const live = new Array(steps + 1).fill(0);
   for (const value of values) for (let step = value.first; step <= value.last; step++) live[step] += value.bytes;
   const path = live.slice(0, steps).map((count, step) => `${step ? "L" : "M"}${px(step)},${py(count)}L${px(step + 1)},${py(count)}`).join("");
-  made.append(svg("path", { d: path, fill: "none", stroke: "var(--ink)", "stroke-width": 1.4 }), svg("text", { x: width - 10, y: 20, "text-anchor": "end" }, "line: bytes alive"));
+  made.append(svg("path", { d: path, fill: "none", stroke: "var(--ink)", "stroke-width": 1.4 }));
   return made;
 }

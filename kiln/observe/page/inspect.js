@@ -85,7 +85,7 @@ function jump(index, drawing) {
 
 function kernelList(view, drawing) {
   if (!(view.kernels || []).length) return null;
-  return section(counted(view.kernels.length, "kernel"), el("div", { class: "list" }, view.kernels.slice(0, 200).map((kernel, k) => el("button", { type: "button", onclick: () => STATE.kernel(k) }, el("b", {}, el("i", { class: "swatch", style: `background:${palette().kernel(k)}` }), kernel.name), el("span", {}, [kernel.ops !== undefined && counted(kernel.ops, "op"), kernel.bytes !== undefined && kernel.bytes !== null && bytes(kernel.bytes)].filter(Boolean).join(", "))))));
+  return section(counted(view.kernels.length, "kernel"), el("div", { class: "list" }, view.kernels.slice(0, 200).map((kernel, k) => el("button", { type: "button", onclick: () => STATE.kernel(k) }, el("b", {}, el("i", { class: "swatch", style: `background:${palette().kernel(k)}` }), kernel.name, kernel.what && el("span", {}, ` ${kernel.what}`)), el("span", {}, [kernel.ops !== undefined && counted(kernel.ops, "op"), kernel.bytes !== undefined && kernel.bytes !== null && bytes(kernel.bytes)].filter(Boolean).join(", "))))));
 }
 
 function aboutGraph(graph, view, drawing) {
@@ -143,7 +143,7 @@ function aboutKernel(view, k, drawing) {
   const inside = view.nodes.map((node, index) => (node.g === k ? index : -1)).filter((index) => index >= 0);
   const rows = [["Reads", kernel.reads], ["Writes", kernel.writes]].filter(([, count]) => count !== undefined && count !== null);
   return [
-    el("div", {}, el("h2", {}, el("i", { class: "swatch", style: `background:${palette().kernel(k)}` }), kernel.name), el("p", { class: "what" }, `Kernel of ${counted(inside.length, "op")}`)),
+    el("div", {}, el("h2", {}, el("i", { class: "swatch", style: `background:${palette().kernel(k)}` }), kernel.name), el("p", { class: "what" }, `Kernel of ${counted(inside.length, "op")}${kernel.what ? `: ${kernel.what}` : ""}`)),
     rows.length > 0 && el("dl", { class: "pairs" }, rows.map(([label, count]) => [el("dt", {}, label), el("dd", {}, bytes(count))]), kernel.seconds && [el("dt", {}, "One call"), el("dd", {}, seconds(kernel.seconds))]),
     kernelText(view, kernel), nodeList("Ops", inside, view, drawing),
   ];

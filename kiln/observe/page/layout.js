@@ -45,20 +45,15 @@ function treeOf(view, hidden) {
   return { root, leaves, modules: kept };
 }
 
-/** Open modules from the top until about `room` items are seen. */
+/** Open modules from the top, level by level, while no more than `room` items are seen; the first level is one at least. */
 function openSome(tree, room) {
-  let seen = tree.root.children.length;
   let level = tree.root.children.filter((item) => item.children);
+  let seen = tree.root.children.length;
   while (level.length) {
-    const next = [];
-    for (const item of level.sort((a, b) => a.count - b.count)) {
-      const alone = item.parent.children.length === 1;
-      if (!alone && seen + item.children.length - 1 > room) continue;
-      seen += item.children.length - 1;
-      item.open = true;
-      next.push(...item.children.filter((child) => child.children));
-    }
-    level = next;
+    seen += level.reduce((sum, item) => sum + item.children.length - 1, 0);
+    if (seen > room && level.length > 1) return;
+    for (const item of level) item.open = true;
+    level = level.flatMap((item) => item.children.filter((child) => child.children));
   }
 }
 
@@ -180,10 +175,11 @@ function components(items, edges) {
 /** Put parts on shelves, so that the whole is about as wide as high. */
 function packed(parts) {
   const area = parts.reduce((sum, part) => sum + (part.w + OP.gap) * (part.h + OP.gap), 0);
-  const wide = Math.max(Math.sqrt(area) * 1.5, 0, ...parts.map((part) => part.w));
+  const row = parts.reduce((sum, part) => sum + part.w + OP.gap * 1.6, 0);
+  const wide = Math.max(Math.sqrt(area) * 1.5, parts.length <= 8 && row < 1400 ? row : 0, ...parts.map((part) => part.w));
   let x = 0, y = 0, shelf = 0, most = 0;
   for (const part of parts) {
-    if (x && x + part.w > wide) [x, y, shelf] = [0, y + shelf + OP.gap, 0];
+    if (x && x + part.w > wide) [x, y, shelf] = [0, y + shelf + OP.layer, 0];
     [part.x, part.y] = [x, y];
     x += part.w + OP.gap * 1.6;
     most = Math.max(most, part.x + part.w);
@@ -274,7 +270,8 @@ function layered(part) {
       left = Math.min(left, cell.x - cell.w / 2);
       right = Math.max(right, cell.x + cell.w / 2);
     }
-    y += high && layer !== layers[last - 1] ? high + OP.layer : high;
+    const door = layer === layers[0] ? layer.length : layer === layers[last - 1] ? layers[last].length : 0;
+    y += layer === layers[0] || layer === layers[last - 1] ? high + (door ? OP.gap : 0) : high ? high + OP.layer : 0;
   }
   for (const [item, cell] of cells) {
     item.rx = cell.x - cell.w / 2 - left;

@@ -125,7 +125,7 @@ function guards(main, asked) {
       if (!kept.length) return null;
       const own = kept.filter((guard) => !guard.inside), inside = kept.filter((guard) => guard.inside);
       return el("section", {}, el("h2", { class: "mono" }, graph.title), guardTable(own),
-        inside.length > 0 && el("details", { open: words.length > 0 }, el("summary", {}, `${counted(inside.length, "more guard")} that code of PyTorch asked for`), guardTable(inside)));
+        inside.length > 0 && el("details", { open: words.length > 0 }, el("summary", {}, `${counted(inside.length, "more guard")} on hooks, classes and what code of PyTorch reads`), guardTable(inside)));
     }).filter(Boolean));
   };
   filter.addEventListener("input", show);

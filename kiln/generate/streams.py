@@ -1,0 +1,92 @@
+"""Stores past the caches: of results so large that nothing of them is there any more when they are read.
+
+A store of a whole line then saves reading it first. Where the memory does not lie right for it, or is that of
+a value that is read, which is known when the kernel runs, stores are the usual ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from kiln.base.symbols import Expr
+from kiln.fuse.nest import Axis, Load, Nest, Store, terms
+from kiln.generate.llvm import I1, I64, Function, Value
+from kiln.generate.pieces import borders
+from kiln.generate.values import STREAMED, Values
+
+#: Bytes of a line.
+LINE = 64
+#: What is taken for the last cache where the system does not say.
+USUAL_CACHE = 32 << 20
+
+
+@functools.cache
+def last_cache() -> int:
+    """Bytes of the processor's last cache."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return int(text.removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return USUAL_CACHE
+
+
+class Streams(Values):
+    """Says which stores of a nest go past the caches, and when."""
+
+    def streamed(self) -> list[Store]:
+        """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
+        nest, vector = self.nest, self.vector
+        if vector is None or nest.part is not None or self.width * 4 != LINE or moved(nest) < last_cache():
+            return []
+        edges = borders(nest, vector, self.width)
+        if vector.low != 0 or any(edge % self.width for edge in edges):
+            return []
+        return [s for s in nest.stores if not s.kept and self.in_lines(s, vector)]
+
+    def in_lines(self, store: Store, vector: Axis) -> bool:
+        """Whether the places of vectors are those of lines, given that the memory starts at one."""
+        if store.buffer.dtype.itemsize < 4 or not isinstance(store.index, Expr):
+            return False
+        if store.index.poly.get((vector.variable,)) != 1:
+            return False
+        rest = [(m, factor) for m, factor in store.index.poly.items() if m != (vector.variable,)]
+        return all(
+            factor % self.width == 0 and not any(vector.variable in atom.symbols() for atom in m)
+            for m, factor in rest
+        )
+
+    def lie_right(self, stores: list[Store]) -> Value:
+        """Whether the memory of these stores starts at a line and is none of what is read."""
+        fn = self.fn
+        written = [self.pointers[s.buffer] for s in stores]
+        kinds = {s.buffer.dtype for s in stores}
+        loads = [t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)]
+        read = dict.fromkeys(t.buffer for t in loads if t.dtype in kinds)
+        right = fn.constant(1, I1)
+        for pointer in written:
+            address = _number(fn, pointer)
+            right = right & (address & (LINE - 1)).compare("eq", 0)
+            for buffer in read:
+                right = right & address.compare("ne", _number(fn, self.pointers[buffer]))
+        return right
+
+    def finish_streams(self) -> None:
+        """Let what was stored be seen before anything that comes after."""
+        if self.streams:
+            self.module.define(STREAMED, "!0 = !{i32 1}")
+            self.fn.do("call void @llvm.x86.sse.sfence()")
+            self.module.define("llvm.x86.sse.sfence", "declare void @llvm.x86.sse.sfence()")
+
+
+def _number(fn: Function, pointer: Value) -> Value:
+    return fn.emit(f"ptrtoint ptr {pointer.text} to i64", I64)
+
+
+def moved(nest: Nest) -> int:
+    """Bytes of what a nest reads and writes in all of its loops, by the sizes when traced."""
+    variables = {a.variable for a in nest.axes}
+    places = {t.buffer: t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)}
+    places |= {s.buffer: s.index for s in nest.stores}
+    large = [b for b, index in places.items() if isinstance(index, Expr) and variables <= index.symbols()]
+    return sum(nest.volume() * b.dtype.itemsize for b in large)

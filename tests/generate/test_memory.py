@@ -1,0 +1,136 @@
+"""How kernels go through memory: rows once, columns in its order, results past the caches."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kiln.expand.expand import expand
+from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.program import fuse
+from kiln.generate import cpu, streams
+from kiln.generate.kernel import Emitter
+from kiln.generate.softmax import pair
+from kiln.launch.program import compile_graph
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import check, rand
+from tests.generate.test_loops import nest_of
+
+aten = torch.ops.aten
+wide = pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
+
+
+def exact(function, *inputs):
+    return function(*[x.double() if x.is_floating_point() else x for x in inputs])
+
+
+def error(got, reference):
+    return float((got.double() - reference).abs().max())
+
+
+# The largest of a row and the sum of exponentials below it
+
+
+@wide
+def test_the_largest_and_the_sum_of_exponentials_are_one_pass():
+    x = rand(5, 5000)
+    nest = nest_of(lambda a: F.log_softmax(a, -1), x)
+    assert pair(nest) is not None and Emitter(nest, 16).online() is not None
+    assert pair(nest_of(lambda a: (a.amax(-1), a.exp().sum(-1)), x)) is None
+    short = nest_of(lambda a: F.softmax(a, -1), rand(5, 1500))
+    assert Emitter(short, 16).online() is None, "its exponentials are kept beside the row"
+
+
+@pytest.mark.parametrize("length", [1024, 1031, 2181, 4096 + 128, 30522])
+def test_rows_with_edges(length):
+    x = rand(8, length) * 5
+    x[0] = -math.inf
+    x[1, : length // 2] = -math.inf
+    x[2, 5], x[3, -1] = math.inf, math.nan
+    x[4], x[5], x[6] = 0.0, torch.arange(length), -3.4028234663852886e38
+    check(lambda a: a.logsumexp(-1), x, kernels=1)
+    check(lambda a: F.log_softmax(a, -1), x, kernels=1)
+    check(lambda a: F.softmax(a, -1), x, kernels=1)
+    check(lambda a: (a.amax(-1), (a - a.amax(-1, True)).exp().sum(-1)), x)
+
+
+@pytest.mark.parametrize("length", [100, 1000, 20_000])
+def test_softmax_is_as_exact_as_eager(length):
+    x = rand(6, length) * 8
+    for f in (lambda a: F.softmax(a, -1), lambda a: F.log_softmax(a, -1)):
+        (got,), reference = compile_graph(recorded(f, x))([x]), exact(f, x)
+        assert error(got, reference) <= 2 * error(f(x), reference) + 1e-9
+
+
+# Columns
+
+
+@pytest.mark.parametrize("shape", [(40, 300), (700, 257), (3, 90, 129), (9, 5000), (5000, 136)])
+def test_columns_are_folded_row_by_row(shape):
+    x = rand(*shape)
+    check(lambda a: (a.sum(-2), a.amax(-2)), x, atol=1e-3)
+    check(lambda a: (a * 2, (a * 2).sum(-2)), x, atol=1e-3)
+    check(lambda a: (a.argmax(-2), a.to(torch.bfloat16).sum(-2)), x, rtol=1e-2, atol=1e-2)
+    (got,), reference = compile_graph(recorded(lambda a: a.sum(-2), x))([x]), x.double().sum(-2)
+    assert error(got, reference) <= 2 * error(x.sum(-2), reference)
+
+
+def test_which_columns_wait_in_memory():
+    assert Emitter(nest_of(lambda a: a.sum(0), rand(100, 300)), 16).by_rows()
+    assert not Emitter(nest_of(lambda a: a.sum(0), rand(100, 64)), 16).by_rows(), "registers hold them"
+
+
+# Rows and columns at once
+
+
+def norm_backward(rows, columns, *more):
+    args = rand(rows, columns), rand(rows, columns), rand(rows, 1), rand(rows, 1).abs(), rand(columns)
+
+    def backward(g, x, m, s, w):
+        dx, dw, db = aten.native_layer_norm_backward(g, x, [columns], m, s, w, w, [True, True, True])
+        return (dx, dw, db, *[f(dx) for f in more])
+
+    return backward, args
+
+
+@pytest.mark.parametrize("shape", [(512, 768), (1000, 103), (2000, 64)])
+def test_gradients_of_a_layer_norm_read_their_inputs_once(shape):
+    for more in ((), (lambda d: d.sum(0),)):
+        backward, args = norm_backward(*shape, *more)
+        program = fuse(expand(recorded(backward, *args), "prims", FOR_LOOPS))
+        (kernel,) = program.kernels
+        first, *_ = kernel.stages
+        assert len(first) == 1 and first[0].part is not None
+        assert sum(s.adds for s in first[0].stores) == 2 + len(more)
+        got, reference = compile_graph(recorded(backward, *args))(list(args)), exact(backward, *args)
+        for mine, eager, right in zip(got, backward(*args), reference, strict=True):
+            assert error(mine, right) <= 2 * error(eager, right) + 1e-6
+
+
+def test_sums_of_other_rows_stay_apart():
+    x, y = rand(600, 300), rand(300, 600)
+    program = fuse(expand(recorded(lambda a, b: (F.softmax(a, -1), b.sum(0)), x, y), "prims", FOR_LOOPS))
+    assert all(nest.part is None for kernel in program.kernels for nest in kernel.nests)
+
+
+# Stores past the caches
+
+
+@wide
+def test_large_results_go_past_the_caches(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x, row = rand(300, 256), rand(256)
+    for f in (lambda a, r: a * 2 + r, lambda a, r: F.softmax(a + r, -1), lambda a, r: a.t() + 1,
+              lambda a, r: torch.cat([a, a * 2], 1) + 1):  # fmt: skip
+        emitter = Emitter(nest_of(f, x, row), 16)
+        assert len(emitter.streamed()) == 1
+        assert "!nontemporal" in emitter.fn.text() and "sfence" in emitter.fn.text()
+        check(f, x, row)
+        check(f, torch.cat([x.flatten(), row])[1:76801].view(300, 256), row)
+    odd = nest_of(lambda a: a * 2 + a[0], rand(300, 257))
+    assert not Emitter(odd, 16).streamed(), "its rows start within lines"
+
+
+def test_small_results_stay_in_the_caches():
+    assert not Emitter(nest_of(lambda a: a + 1, rand(1000)), 16).streamed()
