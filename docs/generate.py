@@ -64,9 +64,8 @@ def section(kind: Kind) -> str:
     text = f"### {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}. Remedy: {kind.remedy}."
     if not kind.failing:
         return text + " No short program leads here."
-    since = f" (Python {kind.python} and later)" if kind.python else ""
     return (
-        f"{text}\n\nBreaks{since}:\n\n```python\n{kind.failing.strip()}\n```\n\n"
+        f"{text}\n\nBreaks:\n\n```python\n{kind.failing.strip()}\n```\n\n"
         f"Does not:\n\n```python\n{kind.fixed.strip()}\n```"
     )
 

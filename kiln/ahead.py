@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import fx
 
 from kiln import _hook
 from kiln.base import log, records
+from kiln.base.begun import Begun, begin
 from kiln.base.collecting import uncollected
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Break
@@ -130,23 +132,32 @@ def compiled(
     except Exception as error:
         return _as_captured(module, error)
     ahead = forward if halves else inference
-    return callable_for(module, joint, halves, ahead, unseen(backward), held, tries)
+    return callable_for(module, joint, halves, ahead, Unseen(backward), held, tries)
 
 
-def unseen(compiler: Compiler) -> Compiler:
+class Unseen:
     """A compiler whose own code is not captured: the backward is compiled while the program runs."""
 
-    def compile_graph(graph: Graph) -> Run:
+    def __init__(self, compiler: Compiler) -> None:
+        self.compiler = compiler
+        # Op by op, a gradient may come with other strides than were traced: the kernels look at them.
+        self.any_strides = compiler is runner
+
+    def __call__(self, graph: Graph) -> Run:
+        return self.aside(partial(self.compiler, graph))
+
+    def begin(self, graph: Graph) -> Begun:
+        begun = begin(self.compiler, graph)
+        return replace(begun, finish=partial(self.aside, begun.finish))
+
+    @staticmethod
+    def aside(make: Callable[[], Run]) -> Run:
         _hook.pause()
         try:
             with uncollected():
-                return compiler(graph)
+                return make()
         finally:
             _hook.resume()
-
-    # Op by op, a gradient may come with other strides than those that were traced: the kernels look at them.
-    compile_graph.any_strides = compiler is runner  # type: ignore[attr-defined]
-    return compile_graph
 
 
 def refuse_effects(module: fx.GraphModule) -> None:

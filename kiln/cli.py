@@ -151,13 +151,12 @@ def report(
             pages.write(to, records, calls, Path(script).name, problems)
         except OSError as error:
             _fail(f"{to}: {error.strerror or error}")
+    found = _part("kiln.observe.facts").facts(records)
     if as_json:
-        summary = _part("kiln.observe.facts").facts(records)["summary"]
         told = {"error": problems[0] if problems else None, "file": str(to) if written else None}
-        typer.echo(json.dumps({**told, **summary}))
+        typer.echo(json.dumps({**told, **found["summary"]}))
     elif written:
-        counts = f"{len(records.graphs)} graphs, {len(records.breaks)} breaks"
-        typer.echo(f"{to}: {counts}, {_size(to.stat().st_size)}")
+        typer.echo(f"{to}: {_part('kiln.observe.tables').summary(found)}")
     if problems:
         _fail(problems[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from kiln.ahead import compiled
+from kiln.base.begun import Begun
 from kiln.base.dump import NOWHERE, Dump, dump_for
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
@@ -18,7 +20,7 @@ from kiln.base.reports import fell_back
 from kiln.differentiate.run import Run
 from kiln.expand.edited import EditedFile
 from kiln.launch.held import compile_held
-from kiln.launch.program import compile_graph
+from kiln.launch.program import begin_graph
 
 
 def kiln(
@@ -41,8 +43,7 @@ def kiln(
         if not plain:
             return compiled(module, examples, runner, runner, runner, dump=dump)
         forward, backward, inference = (
-            partial(native, settings=settings, dump=dump.of(half))
-            for half in ("forward", "backward", "inference")
+            Native(settings, dump.of(half)) for half in ("forward", "backward", "inference")
         )
         held = partial(native_held, settings=settings, dump=dump.of("inference"))
         return compiled(
@@ -55,21 +56,37 @@ def kiln(
 kiln.reads_graph = True  # type: ignore[attr-defined]
 
 
-def native(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Run:
-    """Native code for a graph of aten ops; where a stage of ours fails the graph runs op by op."""
-    return _or_op_by_op(graph, settings, partial(compile_graph, graph, settings, dump), dump.title)
+@dataclass(frozen=True, slots=True)
+class Native:
+    """Compiles graphs of aten ops to native code; where a stage of ours fails a graph runs op by op."""
+
+    settings: Settings
+    dump: Dump = NOWHERE
+
+    def __call__(self, graph: Graph) -> Run:
+        run: Run = self.begin(graph).finish()
+        return run
+
+    def begin(self, graph: Graph) -> Begun:
+        """The native code in the making: what LLVM does is done by other threads."""
+        settings, dump = self.settings, self.dump
+        made = _or_op_by_op(graph, settings, partial(begin_graph, graph, settings, dump), dump.title)
+        if not isinstance(made, Begun):
+            return Begun(lambda: made)
+        return Begun(partial(_or_op_by_op, graph, settings, made.finish, dump.title), made.is_done)
 
 
 def native_held(
     graph: Graph, held: Mapping[int, torch.Tensor], settings: Settings, dump: Dump = NOWHERE
 ) -> Run:
     """Native code for a graph without gradients over held tensors, by position."""
-    return _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held, dump), dump.title)
+    run: Run = _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held, dump), dump.title)
+    return run
 
 
-def _or_op_by_op(graph: Graph, settings: Settings, compile_it: Callable[[], Run], title: str) -> Run:
+def _or_op_by_op(graph: Graph, settings: Settings, make: Callable[[], Any], title: str) -> Any:
     try:
-        return compile_it()
+        return make()
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:

@@ -204,7 +204,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     if first:
         family.first[region] = captured.guards.guards
         return captured.run
-    return install(region, captured, name)
+    return install(region, captured, name, argv)
 
 
 def as_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -244,12 +244,12 @@ def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any
     return compiler
 
 
-def install(region: Any, captured: Captured, name: str) -> Any:
+def install(region: Any, captured: Captured, name: str, argv: tuple[Any, ...]) -> Any:
     made = "" if captured.graph is None else captured.graph.meta["name"]
     with records.timed("guards", made or name):
         built = captured.guards.build()
     entry = Entry(captured.guards.guards, built, captured.guards.places)
-    telling.captured_frame(region.function, captured, entry, made, name)
+    telling.captured_frame(region.function, captured, entry, made, name, argv)
     region.add(built, captured.run, entry)
     return captured.run
 

@@ -33,7 +33,9 @@ ASKED_FOR = frozenset({"graph-break-called", "disabled", "disallowed", "stopped"
 """Kinds of breaks that a program asks for."""
 
 
-def captured_frame(function: FunctionType, captured: Captured, entry: Any, made: str, name: str) -> None:
+def captured_frame(
+    function: FunctionType, captured: Captured, entry: Any, made: str, name: str, argv: Sequence[Any]
+) -> None:
     """A frame was captured: its graph, its break and the code that runs instead."""
     listening = records.listening()
     if captured.graph is not None:
@@ -52,9 +54,11 @@ def captured_frame(function: FunctionType, captured: Captured, entry: Any, made:
         if captured.looped and reason.kind not in ASKED_FOR:
             key = "loop", reason.at and (reason.at.file, reason.at.line)
             log.warn_once(key, f"a loop leaves the graph in every turn: {reason}")
-    records.emit(records.ResidualRecord(name, captured.code, function.__code__))
-    if log.wants("code"):
-        log.say("code", f"{name}\n{beside(function.__code__, captured.code)}")
+    original = (forward_of(function, argv) or function).__code__
+    broke = None if reason is None else reason.at
+    records.emit(records.ResidualRecord(name, captured.code, original, made, broke))
+    if log.wants("code") and (made or not is_library(original.co_filename)):
+        log.say("code", f"{name}\n{beside(original, captured.code, made, broke)}")
     for code in captured.continued:
         records.emit(records.ResidualRecord(name, code))
 
@@ -88,7 +92,7 @@ def forward_of(function: FunctionType, argv: Sequence[Any]) -> FunctionType | No
     """The forward that a call of a module leads to; None for another function."""
     if not argv or not isinstance(argv[0], torch.nn.Module) or not is_library(function.__code__.co_filename):
         return None
-    forward = type(argv[0]).forward
+    forward = inspect.unwrap(type(argv[0]).forward)
     return forward if isinstance(forward, FunctionType) else None
 
 
@@ -139,16 +143,18 @@ def spoken(one: Failure, function: FunctionType, argv: Sequence[Any]) -> Failure
     forward = forward_of(function, argv)
     if forward is None:
         return one
-    names = list(inspect.signature(forward).parameters)[1:]
+    names = list(forward.__code__.co_varnames[1 : forward.__code__.co_argcount])
     place, text = one.place, one
     if place is None or is_library(place.file):
-        place = read_at(forward, [name for i, name in enumerate(names) if f"args[{i}]" in one.source])
+        given = [name for i, name in enumerate(names) if f"args[{i}]" in one.source]
+        given += [name for name in names if f"kwargs[{name!r}]" in one.source]
+        place = read_at(forward, given)
     for i, name in enumerate(names):
-        old = f"args[{i}]"
-        text = replace(
-            text, guard=text.guard.replace(old, name), source=text.source.replace(old, name),
-            advice=text.advice.replace(old, name),
-        )  # fmt: skip
+        for old in (f"kwargs[{name!r}]", f"args[{i}]"):
+            text = replace(
+                text, guard=text.guard.replace(old, name), source=text.source.replace(old, name),
+                advice=text.advice.replace(old, name),
+            )  # fmt: skip
     return replace(text, place=place)
 
 

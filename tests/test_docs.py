@@ -31,7 +31,7 @@ def test_the_table_of_kinds_is_that_of_the_sources():
     assert raised() == set(kinds()) - {"backward-fails"}
 
 
-SHOWN = [kind for kind in kinds().values() if kind.failing and tuple(map(int, (kind.python or "3.0").split("."))) <= sys.version_info]
+SHOWN = [kind for kind in kinds().values() if kind.failing]
 
 
 @pytest.mark.parametrize("kind", SHOWN, ids=lambda kind: kind.name)
@@ -45,7 +45,7 @@ def test_examples_of_kinds(kind):
 
 
 def test_few_kinds_have_no_example():
-    assert len([kind for kind in kinds().values() if not kind.failing]) <= 8
+    assert len([kind for kind in kinds().values() if not kind.failing]) <= 9
 
 
 def generator():
@@ -74,6 +74,7 @@ def blocks(path):
 
 
 @pytest.mark.parametrize("path", [p for p in (*DOCS, ROOT / "README.md") if p.name not in UNRUN and blocks(p)], ids=lambda p: p.name)
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_programs_on_pages_run(path, capsys):
     space = {"__name__": "page", "model": torch.nn.Linear(2, 2)}
     for i, block in enumerate(blocks(path)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kiln
+from kiln.launch import held
 from tests import faults
 
 ROOT = Path(__file__).parent.parent
@@ -67,6 +68,23 @@ def test_modules_and_their_parameters(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     made = kiln.minify(model, torch.randn(4, 8), path=tmp_path / "r.py", backend=faults.wrong)
     assert made.calls == 1 and "tanh" in made.text and "linear" not in made.text and made.confirmed
+
+
+def test_a_fault_that_would_fall_back_is_found(tmp_path, monkeypatch):
+    """Planted in this process alone: the script, run on its own, does not fail, and the result says so."""
+    real = held.compile_graph
+
+    def faulty(graph, *rest):
+        if any("tanh" in str(node.op) for node in graph.nodes):
+            raise LookupError("no loops for tanh")
+        return real(graph, *rest)
+
+    monkeypatch.setattr(held, "compile_graph", faulty)
+    with torch.no_grad():
+        made = kiln.minify(program, *arguments(), path=tmp_path / "r.py")
+    assert made.outcome.kind == "raises" and "no loops for tanh" in made.outcome.detail
+    assert made.calls == 1 and "tanh" in made.text and not made.confirmed
+    assert "on its own the script does not fail" in str(made)
 
 
 def unfit(x):

@@ -6,6 +6,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import kiln
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+
 
 def step(x, w):
     y = (x @ w).relu() * 2

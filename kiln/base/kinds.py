@@ -13,8 +13,7 @@ class Kind:
     """A kind of break, or of a graph that is not differentiated (`ahead`).
 
     `failing` and `fixed` are programs that define `f`, and `args` or `calls` for its arguments where it takes
-    other than one tensor; "" for kinds that no short program shows. `python` is the first version that breaks
-    so.
+    other than one tensor; "" for kinds that no short program shows.
     """
 
     name: str
@@ -23,7 +22,6 @@ class Kind:
     failing: str = ""
     fixed: str = ""
     ahead: bool = False
-    python: str = ""
 
 
 @cache

@@ -102,7 +102,10 @@ class Screen:
 
     def _draw(self) -> None:
         """Show what is at work until nothing is."""
-        bar, task = started()
+        with self._change:
+            if not self._works:
+                return
+            bar, task = started(self._works[-1].title)
         try:
             while True:
                 with self._change:
@@ -119,9 +122,9 @@ class Screen:
 _screen = Screen()
 
 
-def started() -> tuple[Any, Any]:
+def started(title: str) -> tuple[Any, Any]:
     """A bar that is shown from now on, and its task. What draws it is loaded when one is first needed."""
     console = importlib.import_module("rich.console").Console(stderr=True)
     bar = importlib.import_module("rich.progress").Progress(console=console, transient=True)
     bar.start()
-    return bar, bar.add_task("", total=None)
+    return bar, bar.add_task(title, total=None)

@@ -158,11 +158,15 @@ class FallbackRecord:
 
 @dataclass(frozen=True, slots=True)
 class ResidualRecord:
-    """The bytecode that runs in place of the frame; `original` is the frame's own."""
+    """The bytecode that runs in place of the frame; `original` is the frame's own, or that of a forward."""
 
     region: str
     code: CodeType | None
     original: CodeType | None = None
+    graph: str = ""
+    """The graph that it calls, where it calls one."""
+    broke: Place | None = None
+    """Where the graph ended, where what it returns is a call of what goes on."""
 
     def light(self) -> ResidualRecord:
         return replace(self, code=None, original=None)

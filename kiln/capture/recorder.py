@@ -535,23 +535,25 @@ class Recorder:
             return made
 
         before, now = where
-        for node in nodes:
-            last = len(self._nodes)
-            if node.op == "get_attr":
-                made = image(node)
-            else:
+        here, within = self.where, self.within
+        try:
+            for node in nodes:
+                trace, path = node.meta["stack_trace"], node.meta.get("module", "")
+                trace = now + trace[len(before) :] if trace.startswith(before) else trace
+                self.where = lambda trace=trace: trace  # type: ignore[misc]
+                if within is not None:
+                    self.within = lambda path=paths.get(path, path): path  # type: ignore[misc]
+                if node.op == "get_attr":
+                    image(node)
+                    continue
                 args, kwargs = map_arg(node.args, image), map_arg(node.kwargs, image)
                 example = node.meta.get("example_value")
                 made = copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
                 self._added(made, others.get(id(example), example))
                 if "flips" in node.meta:
                     made.meta["flips"] = True
-            if len(self._nodes) > last and self.where is not None:
-                trace = node.meta["stack_trace"]
-                made.meta["stack_trace"] = now + trace[len(before) :] if trace.startswith(before) else trace
-                if self.within is not None:
-                    path = node.meta.get("module", "")
-                    made.meta["module"] = paths.get(path, path)
+        finally:
+            self.where, self.within = here, within
         return copies
 
     # Marks and the end

@@ -35,7 +35,8 @@ def callable_for(
 ) -> Callable[..., Any]:
     """The function that stands for the captured graph `module`: takes its inputs and gives its outputs.
 
-    The forward is compiled now, the backward when it first runs. Where there is none, `compile_held` compiles
+    The forward is compiled now, the backward when it first runs; it is begun now where other threads are
+    at work on the forward. Where there is none, `compile_held` compiles
     the graph, if given: it learns which inputs are tensors that the module holds and the graph leaves alone.
     `tries` has gradients compared with eager's, as `kiln.differentiate.trial` says.
     """
@@ -54,7 +55,7 @@ def callable_for(
         run = _inference(joint, forward)
     else:
         trial = Trial(joint.graph) if tries else None
-        run = training(module, joint, halves, compile_forward(halves.forward), compile_backward, trial)
+        run = training(module, joint, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
 
     def call(*args: Any) -> Any:

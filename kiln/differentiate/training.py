@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
+from kiln.base.begun import Begun, begin
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.fx import bindings
 from kiln.base.graph import Graph, Node, TensorSpec
@@ -32,7 +34,7 @@ def training(
     module: fx.GraphModule,
     joint: Joint,
     halves: Halves,
-    forward: Run,
+    compile_forward: Compiler,
     compile_backward: Compiler,
     trial: Trial | None = None,
 ) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
@@ -40,6 +42,10 @@ def training(
     results, count = joint.results, halves.tensors
     twice, aside = _unusual_results(joint)
     backward = Backward(halves, len(joint.tangents), compile_backward)
+    begun = begin(compile_forward, halves.forward)
+    if not begun.is_done:
+        backward.begin()
+    forward: Run = begun.finish()
     saving = Saving(joint, halves)
     tangents = Tangents(joint, getattr(compile_backward, "any_strides", False))
     replay = Replay(module, joint)
@@ -128,8 +134,14 @@ class Backward:
         self.graph, self.compiler, self.tangents = halves.backward, compiler, tangents
         self.saved = halves.tensors + halves.numbers
         self.everything = (1 << tangents) - 1
+        self._begun: Begun | None = None
         self._built: dict[int, tuple[Run, tuple[int, ...] | None]] = {}
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Let the backward for all tangents be compiled by other threads, as far as they can."""
+        with suppress(Exception):  # it is seen when the backward runs
+            self._begun = begin(self.compiler, self.graph)
 
     def run(self, values: list[Any], present: int) -> Sequence[Any]:
         """The gradients; `values` are the saved ones, None where not needed, and the tangents given."""
@@ -152,7 +164,8 @@ class Backward:
 
     def _build(self, present: int) -> tuple[Run, tuple[int, ...] | None]:
         if present == self.everything:
-            return entered(self.compiler(self.graph)), None
+            begun, self._begun = self._begun, None
+            return entered(self.compiler(self.graph) if begun is None else begun.finish()), None
         part: Pruned = pruned(self.graph, self.tangents, present)
         return entered(self.compiler(part.graph)), part.inputs
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kiln.fuse.products import convolution_backward
+from kiln.fuse.repeated import REPEATED
 from kiln.fuse.running import RUNNING
 from kiln.fuse.windows import avg_pool, max_pool
 from kiln.ops.expansions.norms import batch_norm, batch_norm_backward, batch_norm_functional
@@ -108,7 +109,9 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices.default: max_pool,
     aten.avg_pool2d.default: avg_pool,
     aten.convolution_backward.default: convolution_backward,
+    aten.index_add.default: _eager,  # faster than an index_put that adds, with the same sums
     **RUNNING,
+    **REPEATED,
     # What `kiln.ops.random` left: those draw eager's numbers.
     aten.bernoulli.p: _eager,
     aten.bernoulli.default: _eager,

@@ -34,7 +34,9 @@ JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round",
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
 
 #: Functions of integers that indices may be made of.
-INDEXED: dict[str, Callable[..., Any]] = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+INDEXED: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div_floor": operator.floordiv,
+}  # fmt: skip
 
 Lowering: TypeAlias = "Callable[[Terms, Node, Coords, Term | None, Read], Term]"
 LOWER: dict[str, Lowering] = {}
@@ -124,7 +126,9 @@ class Terms:
         if not isinstance(term, Apply) or term.dtype is not torch.int64 or term.op not in INDEXED:
             return None
         parts = [self.as_index(arg) for arg in term.args]
-        return None if None in parts else INDEXED[term.op](*parts)
+        if None in parts or term.op == "div_floor" and (type(parts[1]) is not int or parts[1] < 1):
+            return None
+        return INDEXED[term.op](*parts)
 
     def guarded(self, term: Term, valid: Term | None, harmless: int) -> Term:
         """A value, or a harmless one where it is not valid: there it must raise nothing."""

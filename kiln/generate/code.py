@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from kiln.base import records
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
-from kiln.generate.cpu import Code, depends_on, host, load, machine_code
+from kiln.generate.cpu import Code, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
 from kiln.generate.schedule import USUAL, Schedule
@@ -24,14 +26,13 @@ ENTRY = "entry"  # the function of a stage while it is written
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Compiled:
-    """A kernel in machine code: the addresses and tasks of its stages, the order of its buffers and sizes."""
+    """A kernel in machine code: the functions and tasks of its stages, the order of its buffers and sizes."""
 
     kernel: Kernel
-    addresses: tuple[int, ...]
     tasks: tuple[Any, ...]
     buffers: tuple[Buffer, ...]
     sizes: tuple[Any, ...]
-    code: Code
+    code: Coming
     names: tuple[str, ...]
     """The functions of the stages in the text of the module."""
 
@@ -45,6 +46,10 @@ class Store(Protocol):
 
 _loaded: WeakValueDictionary[str, Code] = WeakValueDictionary()
 """The machine code in use in this process, by key."""
+
+_in_the_making: WeakSet[Coming] = WeakSet()
+# What other threads work on is not there in a process that is forked off.
+os.register_at_fork(before=lambda: wait([part for code in list(_in_the_making) for part in code.parts]))
 
 
 Schedules: TypeAlias = Mapping[Kernel, Schedule]
@@ -66,9 +71,9 @@ def generate(
     started = perf_counter()
     writer = Writer(host().vector_bytes // 4)
     entries = {k: Entries(k, writer, schedules.get(k, USUAL)) for k in dict.fromkeys(kernels)}
-    code, source = code_for(revise(writer.text()), store)
+    code = code_for(revise(writer.text()), store)
     counts = len(kernels), len(writer.entries), len(writer.nests)
-    records.emit(records.CodeRecord(*counts, source, perf_counter() - started))
+    code.report(lambda: records.emit(records.CodeRecord(*counts, code.source, perf_counter() - started)))
     made = {kernel: e.compiled(code) for kernel, e in entries.items()}
     return [made[kernel] for kernel in kernels]
 
@@ -78,22 +83,57 @@ def variant(kernel: Kernel, schedule: Schedule) -> tuple[str, Callable[[], Compi
     writer = Writer(host().vector_bytes // 4)
     entries = Entries(kernel, writer, schedule)
     text = writer.text()
-    return text, lambda: entries.compiled(code_for(text, None)[0])
+    return text, lambda: entries.compiled(code_for(text, None))
 
 
-def code_for(text: str, store: Store | None) -> tuple[Code, str]:
-    """Machine code for a module, and whether it was "compiled", or came from "disk" or "memory"."""
+class Coming:
+    """Machine code that other threads may still be at work on; `source` says where it comes from."""
+
+    def __init__(self, key: str, text: str, store: Store | None) -> None:
+        self.key = key
+        self._code = _loaded.get(key)
+        self.source, self._store = "memory", store
+        self.parts: list[Future[bytes]] = []
+        self._report: Callable[[], None] | None = None
+        if self._code is not None:
+            return
+        kept = store.get(key) if store is not None else None
+        if kept is not None:
+            self.source, self._code = "disk", load(kept)
+            _loaded[key] = self._code
+            return
+        self.source = "compiled"
+        self.parts = compiling(text)
+        _in_the_making.add(self)
+
+    @property
+    def is_here(self) -> bool:
+        return self._code is not None
+
+    def report(self, report: Callable[[], None]) -> None:
+        """Call this once the code is there."""
+        if self.is_here:
+            report()
+        else:
+            self._report = report
+
+    def wait(self) -> Code:
+        """The code, when it is there."""
+        if self._code is None:
+            data = joined([part.result() for part in self.parts])
+            if self._store is not None:
+                self._store.put(self.key, data)
+            self._code = _loaded[self.key] = load(data)
+            _in_the_making.discard(self)
+            if self._report is not None:
+                self._report()
+        return self._code
+
+
+def code_for(text: str, store: Store | None) -> Coming:
+    """Machine code for a module."""
     # The text says all that the functions do: nothing of how it came about belongs into the key.
-    key = hashlib.sha256(f"{depends_on()}\n{text}".encode()).hexdigest()
-    code = _loaded.get(key)
-    if code is not None:
-        return code, "memory"
-    kept = store.get(key) if store is not None else None
-    data = machine_code(text) if kept is None else kept
-    if store is not None and kept is None:
-        store.put(key, data)
-    code = _loaded[key] = load(data)
-    return code, "compiled" if kept is None else "disk"
+    return Coming(hashlib.sha256(f"{depends_on()}\n{text}".encode()).hexdigest(), text, store)
 
 
 class Writer:
@@ -132,11 +172,10 @@ class Entries:
         self.names: list[str] = []
         self.tasks = [self.stage(stage) for stage in kernel.stages]
 
-    def compiled(self, code: Code) -> Compiled:
+    def compiled(self, code: Coming) -> Compiled:
         """The kernel with its functions in machine code."""
-        addresses = tuple([code.address(name) for name in self.names])
         parts = tuple(self.tasks), tuple(self.buffers), tuple(self.sizes)
-        return Compiled(self.kernel, addresses, *parts, code, tuple(self.names))
+        return Compiled(self.kernel, *parts, code, tuple(self.names))
 
     def stage(self, nests: Sequence[Nest]) -> Any:
         """Write the entry of a stage: `void (ptr buffers, ptr sizes, ptr status, i64 begin, i64 end)`."""

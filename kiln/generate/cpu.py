@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import re
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
+from llvmlite.binding import ffi
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +81,17 @@ def conversions() -> Code:
 class Code:
     """Machine code in memory; lives as long as this object."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = engines
 
     def address(self, name: str) -> int:
-        return int(self._engine.get_function_address(name))
+        return next((found for one in self._engines if (found := int(one.get_function_address(name)))), 0)
 
 
 LEVEL = 2
-"""How much LLVM optimises."""
+"""How much LLVM's code generator optimises."""
+SIMPLIFIED = 1
+"""How much its passes do before: nests come as vectors and unrolled, and more gains nothing."""
 
 
 def compile_text(text: str) -> Code:
@@ -94,13 +103,13 @@ def depends_on() -> str:
     """What machine code depends on beside its text: the code generator and the processor."""
     known = host()
     version = ".".join(map(str, llvm.llvm_version_info))
-    return f"llvmlite {llvmlite.__version__}, LLVM {version}, {known.name}, {known.features}, level {LEVEL}"
+    levels = f"levels {SIMPLIFIED}, {LEVEL}"
+    return f"llvmlite {llvmlite.__version__}, LLVM {version}, {known.name}, {known.features}, {levels}"
 
 
 def machine_code(text: str) -> bytes:
-    """An object file with the functions of a module."""
-    machine = _machine()
-    return bytes(machine.emit_object(_optimised(text, machine)))
+    """Object files, one after the other, with the functions of a module."""
+    return joined([object_file(text)])
 
 
 def assembly(text: str) -> str:
@@ -109,15 +118,97 @@ def assembly(text: str) -> str:
     return str(machine.emit_assembly(_optimised(text, machine)))
 
 
+def object_file(text: str) -> bytes:
+    """An object file with the functions of a module; modules may be compiled at the same time."""
+    machine = _machine()
+    parsed = _optimised(text, machine)
+    with ffi.OutputString() as error:
+        made = _at_once("LLVMPY_TargetMachineEmitToMemory")(machine, parsed, 1, error)
+        if not made:
+            raise RuntimeError(str(error))
+    try:
+        return ctypes.string_at(ffi.lib.LLVMPY_GetBufferStart(made), ffi.lib.LLVMPY_GetBufferSize(made))
+    finally:
+        ffi.lib.LLVMPY_DisposeMemoryBuffer(made)
+
+
+SHARE = 1 << 14
+"""Characters of text that are worth a thread."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_cores(), "kiln")
+
+
+os.register_at_fork(after_in_child=lambda: _workers.cache_clear())
+
+
+def compiling(text: str) -> list[Future[bytes]]:
+    """The object files of a module, which other threads make meanwhile."""
+    parts = parts_of(text, min(len(text) // SHARE + 1, _cores()))
+    return [_workers().submit(object_file, part) for part in parts]
+
+
 def _optimised(text: str, machine: Any) -> Any:
     """A module as LLVM's passes leave it."""
     parsed = llvm.parse_assembly(text, llvm.create_context())
     parsed.triple = llvm.get_default_triple()
-    tuning = llvm.create_pipeline_tuning_options(speed_level=LEVEL)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=SIMPLIFIED)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, tuning)
-    builder.getModulePassManager().run(parsed, builder)
+    passes = builder.getFunctionPassManager()
+    for function in parsed.functions:
+        if not function.is_declaration:
+            _at_once("LLVMPY_RunNewFunctionPassManager")(passes, function, builder)
     return parsed
+
+
+def _at_once(name: str) -> Any:
+    """A function of LLVM's without llvmlite's lock: what works on a context of its own needs none."""
+    locked = getattr(ffi.lib, name)
+    return getattr(locked, "_cfn", locked)
+
+
+def parts_of(text: str, count: int) -> list[str]:
+    """A module as at most `count` modules of about the same length that call nothing of each other."""
+    head, *bodies = text.replace("\ndefine ", "\n\0define ").split("\0")
+    if count < 2 or len(bodies) < 2:
+        return [text]
+    group = {re.search(r"@(\w+)", body)[1]: [body] for body in bodies}  # type: ignore[index]
+    for name, body in zip(list(group), bodies, strict=True):
+        for called in set(re.findall(r"call \w+ @(\w+)", body)):
+            mine, its = group[name], group.get(called)
+            if its is not None and its is not mine:
+                mine += its
+                group.update((one, mine) for one, held in group.items() if held is its)
+    parts: list[list[str]] = [[] for _ in range(count)]
+    together = {id(held): held for held in group.values()}.values()
+    for held in sorted(together, key=lambda held: -sum(map(len, held))):
+        min(parts, key=lambda part: sum(map(len, part))).extend(held)
+    return ["".join([head, *part]) for part in parts if part]
+
+
+LENGTH = struct.Struct("<Q")
+
+
+def joined(objects: Sequence[bytes]) -> bytes:
+    """Object files as one piece of data."""
+    return b"".join([LENGTH.pack(len(made)) + made for made in objects])
+
+
+def separate(data: bytes) -> list[bytes]:
+    """The object files in a piece of data."""
+    made, place = [], 0
+    while place < len(data):
+        (length,) = LENGTH.unpack_from(data, place)
+        made.append(data[place + LENGTH.size :][:length])
+        place += LENGTH.size + length
+    return made
 
 
 def load(code: bytes) -> Code:
@@ -128,10 +219,14 @@ def load(code: bytes) -> Code:
 
 
 def _loaded(code: bytes) -> Code:
+    return Code(list(map(_engine, separate(code))))
+
+
+def _engine(code: bytes) -> Any:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    return Code(engine)
+    return engine
 
 
 def _machine() -> Any:

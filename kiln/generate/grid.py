@@ -24,6 +24,8 @@ HELD = 32  # elements of a row that a thread holds in registers
 PACKED = 128  # bytes of a row that a thread holds as they are in memory, where they are too many as floats
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
+#: Functions of several instructions.
+COSTLY = frozenset({"exp", "log", "tanh", "erf", "sigmoid", "exp2", "expm1", "log1p", "sin", "cos", "pow"})
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,10 +76,12 @@ def laid(nest: Nest) -> Grid:
 
 
 def several(nest: Nest, vector: Axis | None, width: int) -> int:
-    """How many groups of elements a thread takes: two where it reads little at once and there are enough."""
+    """How many groups of elements a thread takes: two where it computes much of the little that it reads."""
     known = all(type(a.size) is int and type(a.low) is int for a in nest.axes)
     groups = nest.volume() // width
     enough = known and groups >= 4 * BUSY and nest.volume() % (width * BLOCK * 2) == 0
+    computed = terms(s.value for s in nest.stores)
+    enough = enough and any(isinstance(t, Apply) and t.op in COSTLY for t in computed)
     return 2 if enough and 0 < row_bytes(nest, vector, width) <= WIDEST else 1
 
 
@@ -113,12 +117,10 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     team = min(power_of_two(chunks), WARP)
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
-    if team == LARGEST and known and -(-chunks // LOOPED) * row_bytes(nest, vector, width) <= PACKED:
-        team = LOOPED  # two blocks on a processor: one reads while the other computes
     turns = -(-chunks // team)
     packed = turns > most
-    if team == LARGEST and largest_and_sum(nest) is not None:
-        return Grid(vector, width, 1, LOOPED, True)
+    if team == LARGEST and all(s.kept for s in nest.stores) and largest_and_sum(nest) is not None:
+        return Grid(vector, width, 1, BLOCK, True)  # one reading does for all
     if not known or packed and turns * row_bytes(nest, vector, width) > PACKED:
         team, turns, packed = min(team, LOOPED), 0, False
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, packed)

@@ -250,6 +250,8 @@ class Value:
         Through i32 for narrow types, whose bits then are the low ones.
         """
         whole = (I64 if wide.bits == 64 else I32).wide(wide.width)
+        if self.fn.module.saturates:
+            return self.fn.emit(f"fptosi {self.type} {self.text} to {whole}", whole).to(wide)
         limit = 2.0 ** (whole.bits - 1)
         fits = self.compare("ge", -limit) & self.compare("lt", limit)
         inside = fits.where(self, 0.0)
@@ -273,10 +275,11 @@ def fma(a: Value, b: Value | Number, c: Value | Number) -> Value:
     return a.intrinsic("fma", b, c)
 
 
-#: Instructions that give the same wherever they stand, as their first word or as the start of what is called.
+#: Instructions whose results depend on their operands alone; and calls of LLVM's for which that is not so.
 PURE = frozenset((
-    "add sub mul and or xor shl ashr lshr sdiv udiv srem urem fadd fsub fmul fdiv fneg icmp fcmp select bitcast "
-    "trunc zext sext fptrunc fpext sitofp uitofp fptosi getelementptr extractelement insertelement shufflevector"
+    "add sub mul and or xor shl ashr lshr sdiv udiv srem urem fadd fsub fmul fdiv fneg icmp fcmp select "
+    "bitcast trunc zext sext fptrunc fpext sitofp uitofp fptosi getelementptr extractelement insertelement "
+    "shufflevector"
 ).split())  # fmt: skip
 IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86", "llvm.assume", "llvm.prefetch")
 
@@ -284,7 +287,7 @@ IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86", "llvm.assume", "llvm.pre
 class Function:
     """The text of one function: emits instructions into the current block.
 
-    A value that was computed before, in this block or in one that always comes before it, is not computed again.
+    What was computed before, in this block or in one that always comes before it, is not computed again.
     """
 
     def __init__(
@@ -454,6 +457,7 @@ class Module:
     def __init__(self) -> None:
         self.functions: list[Function] = []
         self.memory: list[str] = []  # definitions of data
+        self.saturates = False  # whether the machine's conversions to integers end at the largest
         self.own: dict[str, Callable[..., Value]] = {}  # elementary functions that the machine does better
         self._declared: dict[str, str] = {}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from kiln.generate.functions import absolute, is_nan, polynomial, with_sign
 from kiln.generate.llvm import F64, I64, PTR, Module, Type, Value, fma
+from kiln.generate.ptx_angles import acos, asin, atan, atan2, erf, pow
 
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 HALF_PI = (1.5707963267948966, 6.123233995736766e-17)
@@ -205,8 +206,13 @@ def fmod(x: Value, y: Value) -> Value:
 
 LIBRARY: dict[str, Callable[..., Value]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "tanh": tanh, "sin": sin,
-    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)),
+    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)), "atan": atan,
+    "asin": asin, "acos": acos, "atan2": atan2, "erf": lambda x: erf(x, exp),
+    "pow": lambda x, y: pow(x, y, exp, log),
 }  # fmt: skip
+
+
+OF_TWO = frozenset({"fmod", "atan2", "pow"})
 
 
 @functools.cache
@@ -214,7 +220,7 @@ def defined(name: str) -> tuple[str, dict[str, str]]:
     """The text of one function, and what it calls."""
     module = Module()
     function = LIBRARY[name]
-    fn = module.function(name, [(n, F64) for n in ("x", "y")[: 2 if name == "fmod" else 1]], F64)
+    fn = module.function(name, [(n, F64) for n in ("x", "y")[: 2 if name in OF_TWO else 1]], F64)
     fn.convention, fn.attributes = "internal ", "nounwind"
     fn.do(f"ret double {function(*fn.parameters.values()).text}")
     return module.definitions(), module.declarations()

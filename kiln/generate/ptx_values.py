@@ -38,6 +38,7 @@ class DeviceValues(Values):
         self.vector, self.width = self.grid.vector, self.grid.width
         halves = rounds_to_halves(nest)
         self.module.own = OWN_OF_HALVES if halves else OWN
+        self.module.saturates = True
         self.and_one = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
         self.fn.attributes = "nounwind"

@@ -23,6 +23,7 @@ from kiln.fuse.nest import (
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import STRIDES, aligned, lanes_along, shuffled, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
+from kiln.generate.pieces import borders
 from kiln.generate.scalar import SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import bounded
@@ -183,7 +184,41 @@ class Values:
             return self.loaded(address, self.index(term.index), stored, self.lanes, mask)
         if step in STRIDES and stored.bits >= 32:
             return self.strided(address, self.index(term.index), stored, step, mask)
+        times = self.repeats(term.index)
+        if times:
+            return self.repeated(address, self.index(term.index), stored, times, mask)
         return self.gathered(address, self.lanes_of(term.index), stored, mask)
+
+    def repeats(self, index: Expr) -> int:
+        """How many lanes, one after the other, read the same of elements side by side; 0 for other reads."""
+        assert self.vector is not None
+        variable, times = self.vector.variable, 0
+        if any(s in self.variables and self.variables[s].type.width > 1 for s in index.symbols()):
+            return 0
+        for monomial, factor in index.poly.items():
+            if not any(variable in atom.symbols() for atom in monomial):
+                continue
+            if len(monomial) != 1 or factor != 1 or times:
+                return 0
+            (atom,) = monomial
+            if atom.op is not FLOORDIV or atom.args[0] is not variable or type(atom.args[1]) is not int:
+                return 0
+            times = atom.args[1]
+        whole = times > 1 and self.lanes % times == 0 and self.vector.low == 0
+        return times if whole and not borders(self.nest, self.vector, self.width) else 0
+
+    def repeated(self, base: Value, place: Value, stored: Type, times: int, mask: Value | None) -> Value:
+        """Few elements, each in several lanes: vectors start where such lanes do."""
+        few = self.lanes // times
+        if mask is not None:
+            wide = mask if mask.type.width == self.lanes else mask.splat(self.lanes)
+            if few == 1:
+                return self.gathered(base, place.splat(self.lanes), stored, wide)
+            mask = shuffled(wide, range(0, self.lanes, times))
+        value = self.loaded(base, place, stored, few, mask)
+        if few == 1:
+            return value
+        return shuffled(value, [lane // times for lane in range(self.lanes)])
 
     def loaded(self, base: Value, place: Value, stored: Type, lanes: int, mask: Value | None) -> Value:
         fn, held = self.fn, compute_type(stored)

@@ -180,7 +180,7 @@ class Recorded:
         now, before = addresses(values, b""), self.last
         self.last = now
         self.calls += 1
-        if threading.get_ident() not in self.threads:  # libraries have handles for each thread, made at first use
+        if threading.get_ident() not in self.threads:  # libraries make handles for each thread at first use
             self.threads.add(threading.get_ident())
             return None
         if self.calls <= WARM or len(before) != len(now):

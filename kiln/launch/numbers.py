@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kiln.base.errors import Bug
@@ -91,22 +92,25 @@ class Numbers:
         table, others = ("".join(f"{one}, " for one in some) for some in ([*entries, total], objects))
         lines.append(f"    return ({table}), ({others})")
         head = ["def resolve(_key):", f"    {', '.join(map(str, symbols))}, = _key"]
-        space: dict[str, Any] = {"math": math}
-        exec("\n".join([*head, *lines]), space)
         self.values.append(None)
-        return Settled(_bound(symbols, graph), None, space["resolve"])
+        return Settled(_bound(symbols, graph), None, "\n".join([*head, *lines]))
 
 
+@dataclass(frozen=True, slots=True)
 class Settled:
-    """The table: fixed numbers, or a function from the sizes, which are dimensions of inputs."""
+    """The table: fixed numbers, or the text of a function from the sizes, which are dimensions of inputs."""
 
-    def __init__(
-        self,
-        symbols: tuple[tuple[int, int], ...],
-        fixed: tuple[tuple[int, ...], tuple[()]] | None,
-        resolve: Callable[[tuple[Any, ...]], Any] | None,
-    ) -> None:
-        self.symbols, self.fixed, self.resolve = symbols, fixed, resolve
+    symbols: tuple[tuple[int, int], ...]
+    fixed: tuple[tuple[int, ...], tuple[()]] | None
+    text: str | None
+
+    def function(self) -> Callable[[tuple[Any, ...]], Any] | None:
+        """From the values of the symbols to the table."""
+        if self.text is None:
+            return None
+        space: dict[str, Any] = {"math": math}
+        exec(self.text, space)
+        return space["resolve"]  # type: ignore[no-any-return]
 
 
 def _bound(symbols: Sequence[Symbol], graph: Graph) -> tuple[tuple[int, int], ...]:

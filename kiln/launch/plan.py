@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from kiln.fuse.nest import Buffer, Kernel, Nest, terms
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
+from kiln.generate.cpu import Code
 from kiln.launch.events import Event, Events, events_of, last_uses, lodgers, native_reads
 from kiln.launch.inplace import heirs
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, set_up
 from kiln.launch.numbers import Numbers, Settled
-from kiln.launch.shims import words_of, work_of_call
+from kiln.launch.shims import LASTING, lasting, words_of, work_of_call
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
@@ -38,8 +39,45 @@ class Place:
 
 def plan_for(program: Program, compiled: Sequence[Compiled]) -> Plan:
     """The plan of a program whose kernels, in order, are these."""
+    planner = Planner(program, compiled)
+    return linked(planner.described(), planner.constants, compiled[0].code.wait() if compiled else None)
+
+
+def linked(
+    made: Description, constants: Sequence[Any], code: Code | None, device: tuple[int, int, int] = (0, 0, 0)
+) -> Plan:
+    """The plan that a description is of, with the functions of this process in place of their names."""
     set_up()
-    return Planner(program, compiled).plan()
+    settled = made.settled
+    plan = Plan(
+        tuple([LINKED[step[0]](step, code) for step in made.steps]), made.lodged, made.outputs,
+        settled.symbols, tuple(constants), made.inputs, len(made.names), len(made.numbers) - 1, settled.fixed,
+        settled.function(), replace(made, code=code), GRAIN, device,
+    )  # fmt: skip
+    plan.failing = made.sources
+    return plan
+
+
+def with_addresses(step: tuple[Any, ...], code: Code | None) -> tuple[Any, ...]:
+    """A launch of the functions that have these names in the code."""
+    assert code is not None
+    return step[0], tuple([(code.address(name), *rest) for name, *rest in step[1]]), *step[2:]
+
+
+def with_function(step: tuple[Any, ...], code: Code | None) -> tuple[Any, ...]:
+    """A call of what has this name in torch's library, or of an op through Python."""
+    kind, op, arguments, names, results, packed, native, words, work, drops = step
+    op = op._op if isinstance(op, torch._ops.OpOverload) else op
+    words = tuple([lasting(word) if word[0] in LASTING else word for word in words])
+    return kind, op, arguments, names, results, packed, function(native) if native else 0, words, work, drops
+
+
+def as_it_is(step: tuple[Any, ...], code: Code | None) -> tuple[Any, ...]:
+    return step
+
+
+LINKED = {"launch": with_addresses, "call": with_function}
+LINKED |= dict.fromkeys(("make", "show", "grid"), as_it_is)
 
 
 class Planner:
@@ -72,9 +110,14 @@ class Planner:
         self.taken: set[Node] = set()
         self.works: dict[int, float] = {}
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
+        self.constants: list[Any] = []
         self.now = 0
 
     def plan(self) -> Plan:
+        return linked(self.described(), self.constants, None, self.device)
+
+    def described(self) -> Description:
+        """What the plan is made of, without anything of this process."""
         graph = self.program.graph
         for node in graph.inputs:
             self.slot(node)
@@ -84,6 +127,7 @@ class Planner:
         ]
         for node in constants:
             self.slot(node)
+        self.constants = [node.args[0] for node in constants]
         ending: dict[int, list[Node]] = {}
         for node, i in self.last.items():
             if node.op is not CONSTANT:
@@ -102,18 +146,11 @@ class Planner:
         outputs = tuple([self.argument(out) for out in graph.outputs])
         settled: Settled = self.numbers.settle(self.lodgings, graph)
         steps, lodged = tuple(self.steps), tuple(self.tensors)
-        owner = Description(
+        return Description(
             steps, lodged, outputs, tuple(self.names), tuple(self.lodgings), settled,
             tuple(self.numbers.values), tuple(made.kernel.name for made in self.code), tuple(self.labels),
-            tuple(made.code for made in self.code), tuple(getattr(made, "names", ()) for made in self.code),
+            len(graph.inputs), Sources([step[0] for step in steps], self.sources),
         )  # fmt: skip
-        plan = Plan(
-            steps, lodged, outputs, settled.symbols, tuple([node.args[0] for node in constants]),
-            len(graph.inputs), len(self.names), len(self.numbers.values) - 1, settled.fixed, settled.resolve,
-            owner, GRAIN, self.device,
-        )  # fmt: skip
-        plan.failing = Sources([step[0] for step in steps], self.sources)
-        return plan
 
     # Homes
 
@@ -200,11 +237,9 @@ class Planner:
     def started(self, compiled: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
         """The step that runs a kernel."""
         stages = []
-        for nests, address, tasks in zip(
-            compiled.kernel.stages, compiled.addresses, compiled.tasks, strict=True
-        ):
+        for nests, name, tasks in zip(compiled.kernel.stages, compiled.names, compiled.tasks, strict=True):
             count = max(float(getattr(tasks, "hint", tasks)), 1.0)
-            stages.append((address, self.numbers.run((tasks,)), self.work(nests) / count))
+            stages.append((name, self.numbers.run((tasks,)), self.work(nests) / count))
         return "launch", tuple(stages), buffers, self.numbers.run(tuple(compiled.sizes)), ()
 
     def work(self, nests: Sequence[Nest]) -> float:
@@ -255,7 +290,6 @@ class Planner:
         node, shim = event.node, event.shim
         assert node is not None
         op, args, kwargs = (node.op, node.args, node.kwargs) if plain(node) else flattened(node)
-        op = op._op if isinstance(op, torch._ops.OpOverload) else op
         arguments = tuple([self.argument(a) for a in (*args, *kwargs.values())])
         names = tuple(kwargs) or None
         self.labels.append(label(node.op))
@@ -263,7 +297,7 @@ class Planner:
         words = words_of(node, self.tensor, self.numbers.run) if shim is not None else None
         if shim is None or words is None:
             results, packed = self.results(node)
-            self.steps.append(("call", op, arguments, names, results, packed, 0, (), 0.0, ()))
+            self.steps.append(("call", op, arguments, names, results, packed, "", (), 0.0, ()))
             return
         if shim.writes:
             self.made(node)
@@ -274,8 +308,8 @@ class Planner:
             self.fresh.update(event.makes)
             made = enumerate(node.op._schema.returns)
             words = (*words, *[("q" if str(one.type) == "int" else "r", i) for i, one in made])
-        native, work = function(shim.name), work_of_call(node)
-        self.steps.append(("call", op, arguments, names, results, packed, native, words, work, ()))
+        work = work_of_call(node)
+        self.steps.append(("call", op, arguments, names, results, packed, shim.name, words, work, ()))
 
     def results(self, node: Node) -> tuple[tuple[Any, ...], bool]:
         """Where the results of a call go, and whether they come as a sequence."""
@@ -327,15 +361,23 @@ def flattened(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         leaves.append(leaf)
         return Given(len(leaves) - 1)
 
-    op, args, kwargs = node.op, mapped(node.args, place), mapped(node.kwargs, place)
+    made = Flattened(node.op, mapped(node.args, place), mapped(node.kwargs, place))
+    return made, tuple(leaves), {}
 
-    def call(*values: Any) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class Flattened:
+    """A call of an op with values in the places of those that are Given."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, *values: Any) -> Any:
         def value(leaf: Any) -> Any:
             return values[leaf.index] if type(leaf) is Given else leaf
 
-        return op(*mapped(args, value), **mapped(kwargs, value))
-
-    return call, tuple(leaves), {}
+        return self.op(*mapped(self.args, value), **mapped(self.kwargs, value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from kiln._launch import set_limit
 from kiln.base import records
+from kiln.base.begun import Begun
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
 from kiln.base.graph import Graph, Node, TensorSpec
@@ -31,39 +32,49 @@ from kiln.generate.cpu import assembly
 from kiln.launch.cache import disk
 from kiln.launch.device import plan_on
 from kiln.launch.graphs import Recorded, can_record
-from kiln.launch.plan import plan_for
+from kiln.launch.plan import Planner, linked
 from kiln.launch.told import tell
 from kiln.launch.tune import choice, tuned
 
 aten = torch.ops.aten
 
 Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
-Link: TypeAlias = Callable[[Program, torch.device, Settings, Dump], Run]
 
 
-def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
+Link: TypeAlias = Callable[[Program, torch.device, Settings, Dump], Begun]
+
+
+def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Begun:
     """A program as a plan."""
     store = disk(settings.cache_bytes)
     schedules = tuned(program, store, dump.title) if settings.tunes else {}
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
         compiled = generate(program.kernels, store, partial(revised, dump), schedules)
+        code = compiled[0].code if compiled else None
+        if code is not None and records.listening():
+            code.wait()
     set_limit(settings.arena_bytes)
     with records.timed("plan", dump.name, dump.half):
-        plan = plan_for(program, compiled)
-    plan.title = dump.title
-    dump.show("plan", "plan", "txt", lambda: str(plan))
-    return plan
+        planner = Planner(program, compiled)
+        made = planner.described()
+
+    def finish() -> Run:
+        plan = linked(made, planner.constants, code.wait() if code is not None else None)
+        plan.title = dump.title
+        dump.show("plan", "plan", "txt", lambda: str(plan))
+        return plan
+
+    return Begun(finish, code is None or code.is_here)
 
 
-def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Run:
+def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Begun:
     """A program as a plan that starts kernels on a GPU."""
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
         plan = plan_on(program, device, disk(settings.cache_bytes))
     plan.title = dump.title
     dump.show("plan", "plan", "txt", lambda: str(plan))
-    if settings.records and can_record(program):
-        return Recorded(plan, device.index or 0)
-    return plan
+    run = Recorded(plan, device.index or 0) if settings.records and can_record(program) else plan
+    return Begun(lambda: run)
 
 
 def revised(dump: Dump, text: str) -> str:
@@ -82,27 +93,34 @@ def revised(dump: Dump, text: str) -> str:
 
 def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = NOWHERE) -> Run:
     """A graph of aten ops as native kernels and eager calls."""
-    settings = settings or config.now
+    run: Run = begin_graph(graph, settings or config.now, dump).finish()
+    return run
+
+
+def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun:
+    """A graph of aten ops as native kernels and eager calls, whose machine code other threads may be at."""
     graph = determined(graph)
     device = device_of(graph)
     if device is None:
-        return runner(graph, dump.title)
+        return Begun(partial(runner, graph, dump.title))
     fusing, link = TARGETS[device.type]
     if settings.tunes and device.type == "cpu":
         untuned = replace(settings, mode="default")
 
         def made(way: Fusing) -> tuple[str, Callable[[], Run]]:
             program = fused(graph, untuned, way)
-            return show_kernels(program.kernels), lambda: link(program, device, untuned, NOWHERE)
+            return show_kernels(program.kernels), lambda: link(program, device, untuned, NOWHERE).finish()
 
         ways = {name: partial(made, way) for name, way in WAYS.items()}
         specs = [node.spec for node in graph.inputs]
         fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes), title=dump.title)]
     program = fused(graph, settings, fusing, dump)
-    run = link(program, device, settings, dump)
-    if records.listening() and dump is not NOWHERE:
-        tell(program, graph, device, dump, run)
-    return run
+    begun = link(program, device, settings, dump)
+    if not records.listening() or dump is NOWHERE:
+        return begun
+    run = begun.finish()
+    tell(program, graph, device, dump, run)
+    return Begun(lambda: run)
 
 
 def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE) -> Program:

@@ -3,7 +3,8 @@
 An argument is a word by what the schema says of its type; a list is two, its address and its length. The
 kinds are those that `_call.c` knows: `h` a tensor, `o` a tensor or nothing, `l` tensors, `i` a number, `p`
 the address of numbers, `P` the address of such an address, `n` a constant, `d` and `D` a real number
-and the address of one, `b` bytes, `r` where a result goes.
+and the address of one, `b` bytes, `r` where a result goes. Until a plan is linked there are `t` and `T`
+too, a text and the address of its address, and `f`, the address of the addresses of numbers.
 """
 
 from __future__ import annotations
@@ -214,16 +215,27 @@ _LASTING: list[Any] = []
 
 
 def _text(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("n", _lasting(value))]
+    return [("t", value)]
 
 
 def _maybe_text(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("n", 0)] if value is None else [("n", _lasting(_lasting(value)))]
+    return [("n", 0)] if value is None else [("T", value)]
 
 
 def _maybe_numbers(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    each = [_lasting(float(item)) for item in value]
-    return [("n", _lasting(*each) if each else 0), ("n", len(each))]
+    return [("f", tuple(map(float, value))), ("n", len(value))]
+
+
+LASTING: dict[str, Callable[[Any], int]] = {
+    "t": _lasting,
+    "T": lambda text: _lasting(_lasting(text)),
+    "f": lambda values: _lasting(*map(_lasting, values)) if values else 0,
+}
+
+
+def lasting(word: Word) -> Word:
+    """A text, or numbers, as the word that `_call.c` takes: their address."""
+    return "n", LASTING[word[0]](word[1])
 
 
 MAKERS: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {

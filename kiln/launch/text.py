@@ -7,6 +7,7 @@ from typing import Any
 
 from kiln.launch.memory import Lodging, rounded
 from kiln.launch.numbers import Settled
+from kiln.launch.sources import Sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class Description:
     numbers: tuple[Any, ...]
     kernels: tuple[str, ...]
     labels: tuple[str, ...]
-    code: tuple[Any, ...]
-    functions: tuple[tuple[str, ...], ...] = ()
-    """For each kernel its functions in the text of the code."""
+    inputs: int
+    sources: Sources
+    code: Any = None
 
     def __str__(self) -> str:
         return "\n".join(_Text(self).lines())

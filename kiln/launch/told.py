@@ -68,7 +68,9 @@ def functions_of(
 ) -> Sequence[tuple[str, ...]]:
     """For each launch the names of its functions in the text of the half's code."""
     if device.type != "cuda":
-        return run.owner.functions if isinstance(run, Plan) else [()] * len(program.kernels)
+        steps = run.owner.steps if isinstance(run, Plan) else ()
+        found = [tuple([name for name, *_ in step[1]]) for step in steps if step[0] == "launch"]
+        return found or [()] * len(program.kernels)
     made = generate(program.kernels)
     dump.show("llvm", "kernels", "ptx", lambda: made.ptx(capability(device)))
     return [tuple(dict.fromkeys(start.function.name for start in starts)) for starts in made.starts]

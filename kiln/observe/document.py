@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from html import escape
+from math import isfinite
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,5 +25,24 @@ def page(data: Mapping[str, Any]) -> str:
         title=escape(str(data.get("title", "Kiln"))),
         style=(PARTS / "page.css").read_text(encoding="utf-8"),
         script="\n".join((PARTS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
-        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False).translate(ESCAPED),
+        data=written(data).translate(ESCAPED),
     )
+
+
+def written(data: Any) -> str:
+    """Data as JSON that a browser reads: it knows neither infinities nor objects of Python's."""
+    try:
+        return json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        return json.dumps(plain(data), separators=(",", ":"), ensure_ascii=False)
+
+
+def plain(value: Any) -> Any:
+    """A value of dicts, lists, texts and finite numbers; what is none of these as text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)) or isinstance(value, float) and isfinite(value):
+        return value
+    return str(value)

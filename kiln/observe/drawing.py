@@ -79,7 +79,7 @@ class Drawing:
         }  # fmt: skip
 
     def captured(self, computed: dict[str, Any] | None) -> dict[str, Any]:
-        """The graph as it was captured; kernels are those of the half that computes its results."""
+        """The graph as it was captured; its kernels are those of a form `like` which it is computed."""
         form = Form("captured", "Captured", self.files)
         launches: dict[str, Counter[int]] = {}
         for node in computed["nodes"] if computed else ():
@@ -94,9 +94,7 @@ class Drawing:
             path = [] if kind in ENDS else parts(op["module"])
             form.node(op["name"], label, kind, op["inputs"], op["spec"], path, op["stack"], launch)
         made = form.drawn(self.text("", "captured"))
-        if computed:
-            made["kernels"], made["codes"] = computed["kernels"], computed["codes"]
-        return made
+        return {**made, "like": computed["name"]} if computed else made
 
     def half(self, half: ValuesFact) -> dict[str, Any]:
         """A half in primitives; those of one captured op are a module of their own."""
@@ -123,7 +121,8 @@ class Drawing:
             steps = max([len(plan["steps"]), *(one["last"] + 1 for one in half["lodged"])])
             made["memory"] = {
                 "arena": plan["arena"], "peak": plan["peak"], "eager": plan["eager_peak"], "steps": steps,
-                "values": half["lodged"],
+                "values": half["lodged"], "alive": [step["bytes"] for step in plan["steps"]],
+                "running": plan["eager"],
             }  # fmt: skip
         return made
 

@@ -84,13 +84,19 @@ class Explanation:
 
     def bytecode(self) -> str:
         """What each frame became, as lines that read like Python."""
-        shown = [(r.region, became(r.code)) for r in self.residuals if r.code is not None and r.original]
-        return "\n".join("\n".join([f"{region}:", *lines]) for region, lines in shown)
+        return "\n".join(
+            "\n".join([f"{r.region}:", *became(r.code, r.graph, r.broke)])
+            for r in self.residuals
+            if r.code is not None and r.original is not None
+        )
 
     def beside(self) -> str:
         """What each frame became, beside its source."""
-        shown = [(r.region, r.original, r.code) for r in self.residuals]
-        return "\n\n".join(f"{name}\n{beside(old, new)}" for name, old, new in shown if old and new)
+        return "\n\n".join(
+            f"{r.region}\n{beside(r.original, r.code, r.graph, r.broke)}"
+            for r in self.residuals
+            if r.code is not None and r.original is not None
+        )
 
     def summary(self) -> str:
         """One line of counts."""

@@ -19,6 +19,7 @@ from torch import fx
 
 from kiln.base.errors import KilnError
 from kiln.base.log import warn
+from kiln.base.options import config
 from kiln.observe.programs import SAME, Outcome, Program, apart, judged, literal, script
 
 TRIES = 400
@@ -105,14 +106,14 @@ def fails(path: Path) -> bool:
 
 def tried(f: Any, args: Sequence[Any], arguments: Mapping[str, Any], compile: Compile) -> Outcome:
     """What becomes of the whole program."""
-    os.environ["KILN_STRICT"] = "1"  # in the copy of the process alone
     results = []
     for way in ("eager", "compiled"):
         torch.manual_seed(0)
         mine, values = copy.deepcopy((f, list(args)))
         try:
             function = compile(mine, **arguments) if way == "compiled" else mine
-            results.append(flat(function(*values)))
+            with config.patch(strict=True):
+                results.append(flat(function(*values)))
         except Exception as error:
             return Outcome("raises" if way == "compiled" else way, f"{type(error).__name__}: {error}")
     return compared(results[1], results[0])

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from kiln.base.options import config
+
 TOLERANCES = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """How far a result may be from eager's, relatively, where it is not 1e-3; a tenth of it absolutely."""
 
@@ -178,7 +180,8 @@ def judged(text: str) -> Outcome:
     except Exception as error:
         return Outcome("eager", f"{type(error).__name__}: {error}")
     try:
-        exec(compile(check.replace("print(", "("), "<report>", "exec"), space)
+        with config.patch(strict=True):
+            exec(compile(check.replace("print(", "("), "<report>", "exec"), space)
     except AssertionError as error:
         return Outcome("differs", str(error))
     except Exception as error:

@@ -208,7 +208,7 @@ def compile_lanes(stages: Sequence[StageFact], graphs: Sequence[dict[str, Any]])
 
 
 def call_lanes(calls: Mapping[str, Call], graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The steps of the quickest call of each graph."""
+    """The steps of the quickest call of each graph; the kernels that are drawn learn what they took."""
     known = {
         f"{graph['title']} {view['name']}": (number, view)
         for number, graph in enumerate(graphs)
@@ -224,7 +224,10 @@ def call_lanes(calls: Mapping[str, Call], graphs: Sequence[dict[str, Any]]) -> d
             label, _, ops = rest.partition(" ")
             span = {"label": label, "kind": kind, "start": start, "seconds": taken, "own": taken, "note": ops}
             if view is not None and kind == "kernel":
-                span |= {"graph": graph, "view": view["name"], "kernel": launch(view, label, kernels)}
+                number = launch(view, label, kernels)
+                span |= {"graph": graph, "view": view["name"], "kernel": number}
+                if number is not None:
+                    view["kernels"][number]["seconds"] = taken
             spans.append(span)
         lanes.append({"name": title or "graph", "spans": spans, "seconds": call.seconds})
     return {"lanes": lanes}

@@ -18,8 +18,9 @@ from kiln.observe.shape import BreakFact, Facts, KernelFact, PlaceFact, Recompil
 
 WIDTH = 110
 """Columns of what is shown where no terminal says how many it has."""
-ROWS = 40
-"""Rows of a table; what is beyond is counted."""
+ROWS, TALL = 40, 16
+"""Rows of a table, and of one whose rows take several lines; what is beyond is counted."""
+PACKAGES = f"site-packages{os.sep}"
 SHOWN = 8
 """Values of a history, ops of a kernel."""
 
@@ -149,18 +150,51 @@ def stages(facts: Facts) -> list[RenderableType]:
 
 
 def kernels(facts: Facts) -> list[RenderableType]:
-    rows = [
-        (one["id"], fused_text(one), size(one["reads"]), size(one["writes"]), str(one["launches"]))
-        for one in facts["kernels"]
-    ]
-    return table(("kernel", "fused", "reads", "writes", "launches"), rows, right=(2, 3, 4))
+    """The kernels, those alike in one row, the ones that move most first."""
+    alike: dict[object, list[KernelFact]] = {}
+    for one in facts["kernels"]:
+        key = one["graph"], one["half"], fused_text(one), one["reads"], one["writes"]
+        alike.setdefault(key, []).append(one)
+    rows = []
+    for group in sorted(alike.values(), key=lambda group: -sum(map(moved, group))):
+        first = group[0]
+        name = first["id"] + (f" and {len(group) - 1} alike" if len(group) > 1 else "")
+        launches = sum(one["launches"] for one in group)
+        rows.append((name, fused_text(first), size(first["reads"]), size(first["writes"]), str(launches)))
+    return table(("kernel", "fused", "reads", "writes", "launches"), rows, right=(2, 3, 4), most=TALL)
+
+
+def moved(kernel: KernelFact) -> int:
+    return (kernel["reads"] + kernel["writes"]) * kernel["launches"]
 
 
 def fused_text(kernel: KernelFact) -> str:
-    """The ops of a kernel, with the lines that they stand on."""
-    ops = [f"{one['op']} {line_of(one['place'])}".strip() for one in kernel["fused"]]
-    more = f", … {len(ops) - SHOWN} more" if len(ops) > SHOWN else ""
-    return ", ".join(ops[:SHOWN]) + more
+    """The ops of a kernel, and the lines that they stand on."""
+    ops = [one["op"].rpartition(".")[2] for one in kernel["fused"]]
+    counts = Counter(ops)
+    names = [name if n == 1 else f"{n} {name}" for name, n in counts.items()]
+    lines: dict[str, set[int]] = {}
+    for one in kernel["fused"]:
+        if one["place"] is not None:
+            lines.setdefault(os.path.basename(one["place"]["file"]), set()).add(one["place"]["line"])
+    where = [f"{file}:{span(sorted(found))}" for file, found in lines.items()]
+    return shortened(names) + (f" ({shortened(where)})" if where else "")
+
+
+def shortened(texts: Sequence[str]) -> str:
+    more = f", … {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+    return ", ".join(texts[:SHOWN]) + more
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Numbers in order, neighbours as ranges: "3-5,9"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def memory(facts: Facts) -> list[RenderableType]:
@@ -185,14 +219,14 @@ def roofline(lines: Sequence[Line]) -> RenderableType:
     rows = [
         (
             one["kernel"], ", ".join(one["fused"][:SHOWN]), size(one["bytes"]),
-            f"{one['seconds'] * 1e6:.1f} µs", f"{one['bandwidth'] / 1e9:.1f} GB/s", f"{one['share']:.0%}", str(one["launches"]),
+            f"{one['seconds'] * 1e6:.1f} µs", f"{one['bandwidth'] / 1e9:.1f} GB/s", f"{one['share']:.0%}",
+            str(one["launches"]),
         )
         for one in lines
     ]  # fmt: skip
     titles = ("kernel", "fused", "bytes", "time", "bandwidth", "of a copy", "timed")
-    return Group(
-        Text(""), Text("Roofline", style="bold cyan"), *table(titles, rows, right=(2, 3, 4, 5, 6))
-    )  # fmt: skip
+    shown = table(titles, rows, right=(2, 3, 4, 5, 6), most=TALL)
+    return Group(Text(""), Text("Roofline", style="bold cyan"), *shown)
 
 
 SECTIONS = {
@@ -208,7 +242,7 @@ SECTIONS = {
 
 
 def table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = ()
+    titles: Sequence[str], rows: Sequence[Sequence[str]], right: Iterable[int] = (), most: int = ROWS
 ) -> list[RenderableType]:
     """Rows below titles; nothing where there are none."""
     if not rows:
@@ -216,11 +250,11 @@ def table(
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for i, title in enumerate(titles):
         made.add_column(title, justify="right" if i in right else "left", overflow="fold")
-    for row in rows[:ROWS]:
+    for row in rows[:most]:
         made.add_row(*map(Text, row))
     parts: list[RenderableType] = [Padding(made, (0, 0, 0, 2))]
-    if len(rows) > ROWS:
-        parts.append(Text(f"  … and {len(rows) - ROWS} more; --json gives all"))
+    if len(rows) > most:
+        parts.append(Text(f"  … and {len(rows) - most} more; --json gives all"))
     return parts
 
 
@@ -233,11 +267,11 @@ def block(lines: Iterable[tuple[str, str]]) -> Text:
 
 
 def located(place: PlaceFact | None) -> str:
-    """A file and a line, the file relative to where we are when it lies below."""
+    """A file and a line, the file relative to where we are when it lies below, or to where packages are."""
     if place is None:
         return "?"
-    here = os.getcwd() + os.sep
-    return f"{place['file'].removeprefix(here)}:{place['line']}"
+    file = place["file"].removeprefix(os.getcwd() + os.sep)
+    return f"{file.rpartition(PACKAGES)[2]}:{place['line']}"
 
 
 def line_of(place: PlaceFact | None) -> str:

@@ -380,9 +380,11 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
 
 
 def _log_sigmoid(x: torch.Tensor) -> Any:
-    # The CPU's kernel works on contiguous memory, whatever the layout of its input.
-    if x.dtype not in FLOATS or x.device.type != "cpu":
+    if x.dtype not in FLOATS or x.device.type not in ("cpu", "cuda"):
         return NotImplemented
+    if x.device.type == "cuda":  # which keeps nothing for the gradient
+        return like(x, x.dtype), make((0,), None, x.dtype, x.device)
+    # The CPU's kernel works on contiguous memory, whatever the layout of its input.
     return make(x.shape, None, x.dtype, x.device), make(x.shape, None, x.dtype, x.device)
 
 

@@ -25,7 +25,7 @@ def bars(monkeypatch):
     """The bars that are drawn on a terminal where work is shown after a moment."""
     made = []
 
-    def started():
+    def started(title):
         made.append(Bar())
         return made[-1], 0
 

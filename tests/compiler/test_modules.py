@@ -10,7 +10,7 @@ from torch import nn
 import kiln
 from tests.compiler.nearness import Nearness
 from tests.differentiate.samples import compare
-from tests.differentiate.test_modules import ALL, BREAKS, MODULES, SOMETIMES, check
+from tests.differentiate.test_modules import ALL, BREAKS, MODES, MODULES, SOMETIMES, check
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = None if ALL else 1
@@ -41,6 +41,6 @@ def compiled(module: nn.Module, random: bool) -> Any:
 @pytest.mark.parametrize("name", MODULES)
 def test_compiled_is_eager(name: str) -> None:
     kinds: set[str] = set()
-    for training in (True, False):
+    for training in MODES.get(name, (True, False)):
         kinds |= check(name, training, compiled, agree, SAMPLES)
     assert kinds <= BREAKS.get(name, set()) | SOMETIMES.get(name, set()), f"breaks: {kinds}"

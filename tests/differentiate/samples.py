@@ -49,6 +49,15 @@ BREAKS: dict[str, set[str]] = {
                     {"foreign-object"}),
 }  # fmt: skip
 
+if DEVICE == "cuda":
+    jiterated = ["jiterator_unary", "jiterator_binary", "jiterator_4inputs_with_extra_args",
+                 "jiterator_binary_return_by_ref", "jiterator_2inputs_2outputs"]  # fmt: skip
+    BREAKS |= {
+        **dict.fromkeys(jiterated, {"native-call"}),  # a kernel that is compiled from a text
+        "combinations": {"data-dependent"},  # the mask of the indices is asked for its values
+        "corrcoef": {"data-dependent"},
+    }
+
 #: Ops without tensors in and out: nothing is captured.
 NO_GRAPH = {"broadcast_shapes"}
 

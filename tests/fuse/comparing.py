@@ -43,9 +43,9 @@ class Ran:
     backward_error: Exception | None = None
 
 
-def run(program: Program, function: Callable[..., Any], dtypes: dict[str, torch.dtype]) -> Ran:
+def run(program: Program, function: Callable[..., Any], dtypes: dict[str, torch.dtype], device: str | None = None) -> Ran:
     """Call a program's function on fresh inputs and send fixed gradients back."""
-    made, ran = [given.make(dtypes) for given in program.inputs], Ran()
+    made, ran = [given.make(dtypes, device) for given in program.inputs], Ran()
     try:
         ran.results = list(function(*made))
     except Exception as error:

@@ -113,7 +113,7 @@ class Input:
     grad: bool
     seed: int
 
-    def make(self, dtypes: dict[str, torch.dtype]) -> torch.Tensor:
+    def make(self, dtypes: dict[str, torch.dtype], device: str | None = None) -> torch.Tensor:
         """The tensor; quarters between -2 and 2 for floats, and small whole numbers."""
         n = math.prod(self.shape)
         generator = torch.Generator().manual_seed(self.seed)
@@ -124,7 +124,7 @@ class Input:
                     values[torch.randint(0, n, (1,), generator=generator)] = value
         else:
             values = torch.randint(0 if self.dtype in ("u8", "bl") else -6, 2 if self.dtype == "bl" else 7, (n,), generator=generator)
-        values = values.reshape(self.shape).to(DEVICE, dtypes[self.dtype])
+        values = values.reshape(self.shape).to(device or DEVICE, dtypes[self.dtype])
         return laid_out(values, self.layout).requires_grad_(self.grad)
 
 
@@ -170,9 +170,11 @@ class Program:
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"def program({arguments}):\n{body}    return {', '.join(self.outputs)},\n"
 
-    def function(self, dtypes: dict[str, torch.dtype], disturb: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    def function(
+        self, dtypes: dict[str, torch.dtype], disturb: Callable[[Any], Any] | None = None, device: str | None = None
+    ) -> Callable[..., Any]:
         """The program as a function; `disturb` is applied to the result of each line."""
-        text = placed(self.text())
+        text = self.text() if device == "cpu" else placed(self.text())
         if disturb is not None:
             text = re.sub(r"^(    (v\d+) = .*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
         space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **PLACED, **dtypes}
@@ -204,8 +206,8 @@ class Drawing:
         self.program = Program(self.inputs())
         self.spaces: list[dict[str, Any]] = []
         for dtypes in (PLAIN, EXACT):
-            values = {f"a{i}": given.make(dtypes) for i, given in enumerate(self.program.inputs)}
-            self.spaces.append({"torch": torch, "F": F, **PLACED, **dtypes, **values})
+            values = {f"a{i}": given.make(dtypes, "cpu") for i, given in enumerate(self.program.inputs)}
+            self.spaces.append({"torch": torch, "F": F, **dtypes, **values})
         self.names = [f"a{i}" for i in range(len(self.program.inputs))]
         self.vague: set[str] = set()
         """Values that depend on rounded ones."""
@@ -262,7 +264,7 @@ class Drawing:
 
     def tried(self, line: str, name: str, space: dict[str, Any]) -> bool:
         try:
-            exec(placed(line), space)
+            exec(line, space)  # on the CPU: on a GPU an index out of range ends all that comes after
         except Exception:
             return False
         value = space.get(name)

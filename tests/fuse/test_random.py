@@ -49,7 +49,7 @@ def check(program: Program, resized: Program | None = None) -> None:
 
 def runs(program: Program) -> bool:
     """Whether eager takes these inputs."""
-    return run(program, program.function(PLAIN), PLAIN).error is None
+    return run(program, program.function(PLAIN, device="cpu"), PLAIN, "cpu").error is None
 
 
 def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kiln import _launch
+from kiln.base.begun import Begun
 from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Fusing
 from kiln.fuse.split import GRIDS
@@ -83,8 +84,8 @@ class Driver:
         (made,) = code.generate([Kernel("k", ((nest,),))])
         assert not made.sizes
         buffers = (WORD * len(made.buffers))(*[given[b] for b in made.buffers])
-        status = ctypes.c_int64()
-        entry = ctypes.CFUNCTYPE(None, WORD, WORD, WORD, ctypes.c_int64, ctypes.c_int64)(made.addresses[0])
+        status, address = ctypes.c_int64(), made.code.wait().address(made.names[0])
+        entry = ctypes.CFUNCTYPE(None, WORD, WORD, WORD, ctypes.c_int64, ctypes.c_int64)(address)
         entry(ctypes.addressof(buffers), None, ctypes.addressof(status), 0, made.tasks[0])
         assert not status.value
 
@@ -122,7 +123,8 @@ def pretended():
     driver, targets = Driver(), dict(programs.TARGETS)
 
     def link(program, device, settings, dump):
-        return driver.plan(program, device)
+        plan = driver.plan(program, device)
+        return Begun(lambda: plan)
 
     programs.TARGETS["cpu"] = (Fusing(GRIDS), link)
     try:

@@ -50,7 +50,9 @@ def test_masks(make, nothing, monkeypatch):
 
     monkeypatch.setitem(masks_of(), F.scaled_dot_product_attention, attention)
     kiln.reset()
-    got = kiln.compile(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=make(q)), fullgraph=True)(Q)
+    got = kiln.compile(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=make(q)), fullgraph=True)(
+        Q
+    )
     assert found == [nothing]
     torch.testing.assert_close(got, F.scaled_dot_product_attention(Q, Q, Q, attn_mask=make(Q)))
 

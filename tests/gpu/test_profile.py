@@ -6,7 +6,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import kiln
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events", "ignore:.*no current CUDA context"),
+]
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -157,10 +157,10 @@ PROGRAM = """
 import json, sys, torch
 import kiln
 from kiln.base import records
-import llvmlite.binding as llvm
+from kiln.generate import cpu
 generated = []
-emit = llvm.TargetMachine.emit_object
-llvm.TargetMachine.emit_object = lambda self, module: generated.append(len(str(module))) or emit(self, module)
+emit = cpu.object_file
+cpu.object_file = lambda text: generated.append(text) or emit(text)
 
 def f(x, y):
     return torch.softmax(x * SCALE, -1) + torch.nn.functional.gelu(y)
@@ -191,7 +191,7 @@ def in_process(folder, scale=2.0, **environment):
 def test_a_second_process_generates_no_code(tmp_path):
     folder = tmp_path / "kept"
     sources, generated = in_process(folder)
-    assert (sources, generated) == (["compiled"] * 2, 2)
+    assert sources == ["compiled"] * 2 and generated >= 2
     assert in_process(folder) == [["disk"] * 2, 0]
     # Another program finds nothing of it: a constant is part of the text.
     assert in_process(folder, scale=3.0)[0] == ["compiled"] * 2
@@ -215,11 +215,12 @@ def test_the_key_holds_what_code_depends_on(monkeypatch):
 
     text = "define void @entry0() {\n ret void\n}\n"
     held = [code.code_for(text, Store())]
-    assert [source for _, source in held] == ["compiled"]
-    assert code.code_for(text, Store())[1] == "memory"
+    assert held[0].source == "compiled" and held[0].wait().address("entry0")
+    assert code.code_for(text, Store()).source == "memory"
     held.clear()
-    assert code.code_for(text, Store())[1] == "disk"
+    assert code.code_for(text, Store()).source == "disk"
     monkeypatch.setattr(code, "depends_on", lambda: "another processor")
-    assert code.code_for(text, Store())[1] == "compiled"
-    assert code.code_for(text.replace("entry0", "entry1"), Store())[1] == "compiled"
+    for other in (text, text.replace("entry0", "entry1")):
+        made = code.code_for(other, Store())
+        assert made.source == "compiled" and made.wait()
     assert len(kept) == 3

@@ -296,6 +296,26 @@ def test_a_record_that_cannot_be_read_says_so(opened, how):
     assert seen.errors == []
 
 
+def test_numbers_that_are_none_and_strange_objects_do_no_harm(opened):
+    given = data(20, fallbacks=[{"region": "f", "error": object(), "file": ""}])
+    given["summary"][0]["value"] = float("nan")
+    given["timeline"]["call"]["lanes"][0]["spans"][0]["seconds"] = float("inf")
+    seen = opened(given)
+    for name in SECTIONS:
+        assert seen.section(name).inner_text().strip()
+    assert "object object" in seen.section("overview").inner_text() and seen.errors == []
+
+
+def test_what_is_not_drawn_can_be_found(opened):
+    seen = opened(data(40))
+    seen.fill("#search", "weight_")
+    seen.wait_for_selector(".hit[aria-selected=true]")
+    seen.keyboard.press("Enter")
+    assert "Tensor that the program holds" in seen.locator(".side").inner_text()
+    seen.click("text=Parameters")
+    assert any(label.startswith("weight_") for label in seen.items()) and seen.errors == []
+
+
 def test_a_damaged_part_leaves_the_others(opened):
     given = json.loads(json.dumps(data(20)))
     given["graphs"][0]["views"][0]["nodes"] = 7

@@ -12,12 +12,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import kiln
+from kiln.base.dump import Dump
 from kiln.base.graph import Graph, TensorSpec
 from kiln.base.records import GraphRecord, Records, StageRecord
 from kiln.cli import app
 from kiln.fuse.program import Fusing, fuse
 from kiln.fuse.split import GRIDS
 from kiln.generate.device import generate
+from kiln.launch import told
 from kiln.observe.calls import Calls
 from kiln.observe.document import page as text_of
 from kiln.observe.drawing import code_of, split
@@ -246,3 +248,18 @@ def test_code_of_a_kernel_is_cut_out_of_its_module():
     (start,) = made.starts[0]
     ptx = split({"graph": "f", "half": "forward", "stage": "kernels", "language": "ptx", "text": made.ptx((9, 0))})
     assert code_of([start.function.name], ptx).startswith(f".visible .entry {start.function.name}(")
+
+
+def test_functions_of_a_program_for_a_gpu_are_told(monkeypatch):
+    """As on a machine with a GPU, up to the start of kernels."""
+    graph, spec = Graph(), TensorSpec((64, 256), (256, 1), torch.float32, torch.device("cuda:0"))
+    x = graph.input("x", spec)
+    graph.outputs = (graph.call(torch.ops.aten.exp.default, (x,), spec=spec),)
+    monkeypatch.setattr(told, "capability", lambda device: (9, 0))
+    with Records() as records:
+        told.tell(fuse(graph, False, Fusing(GRIDS)), graph, torch.device("cuda:0"), Dump("f").of("inference"), None)
+    (kernel,), (text,) = records.kernels, [one for one in records.texts if one.language == "ptx"]
+    assert kernel.device == "cuda" and f".entry {kernel.functions[0]}(" in text.text
+    records.add(GraphRecord("f", None, 1, 1, None, "f"))
+    (view,) = [one for one in page_data(records, {}, "gpu")["graphs"][0]["views"] if one["name"] == "inference"]
+    assert [view["codes"][i]["title"] for i in view["kernels"][0]["codes"]] == ["Loops", "PTX"]

@@ -49,18 +49,34 @@ function memory(main) {
   const plans = DATA.graphs.flatMap((graph, index) => graph.views.filter((view) => view.memory).map((view) => ({ graph, index, view })));
   main.append(el("div", { class: "sheet" },
     el("section", {}, el("h2", {}, "Memory over the plan"), el("p", { class: "lead" }, "Where intermediate values lie in the arena, from the step that writes each to the last that reads it. Values whose times do not meet share memory."), !plans.length && el("div", { class: "nothing" }, "No plan with memory of its own was recorded.")),
-    plans.map(({ graph, index, view }) => el("section", {}, el("h2", { class: "mono" }, `${graph.title}, ${view.name}`), planOf(view.memory, index)))));
+    plans.map(({ graph, index, view }) => el("section", {}, el("h2", { class: "mono" }, `${graph.title}, ${view.name}`), planOf(view.memory, index, view.name)))));
 }
 
-function planOf(plan, index) {
+function planOf(plan, index, form) {
   const values = plan.values.filter((value) => typeof value.bytes === "number" && value.offset >= 0);
   const sum = values.reduce((total, value) => total + value.bytes, 0);
-  const facts = [["Arena", bytes(plan.arena)], ["Without sharing", bytes(sum)], plan.eager !== undefined && plan.eager !== null && ["Peak of eager", bytes(plan.eager)], ["Values", plan.values.length], ["Steps", plan.steps]].filter(Boolean);
+  const facts = [["Arena", bytes(plan.arena)], ["Without sharing", bytes(sum)], plan.peak !== undefined && ["Peak of the plan", bytes(plan.peak)], plan.eager !== undefined && plan.eager !== null && ["Peak of eager", bytes(plan.eager)], ["Values", plan.values.length], ["Steps", plan.steps]].filter(Boolean);
   const largest = [...plan.values].sort((a, b) => (b.bytes || 0) - (a.bytes || 0)).slice(0, 12);
   return [el("dl", { class: "facts" }, facts.map(([label, value]) => el("div", {}, el("dt", {}, label), el("dd", {}, String(value))))),
     values.length > 0 && el("div", { class: "card", style: "padding:14px" }, plot(plan, values), el("p", { class: "place" }, "The line is how many bytes are alive.")),
+    (plan.alive || []).length > 1 && el("div", { class: "card", style: "padding:14px" }, curves(plan), el("div", { class: "legend" }, el("span", {}, el("i", { style: "background:var(--accent)" }), "bytes alive in the plan, results included"), el("span", {}, el("i", { style: "background:var(--firm)" }), "if the graph ran op by op"))),
     plan.values.length > 0 && el("div", { class: "card scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["Largest values", "Bytes", "At", "Steps"].map((name, i) => el("th", { scope: "col", class: i ? "n" : "" }, name)))),
-      el("tbody", {}, largest.map((value) => el("tr", {}, el("td", {}, el("button", { type: "button", class: "link mono", onclick: () => open("graphs", { graph: index, named: value.name }) }, value.name)), el("td", { class: "n" }, bytes(value.bytes)), el("td", { class: "n" }, value.offset >= 0 ? value.offset.toLocaleString("en") : "varies"), el("td", { class: "n" }, `${value.first} to ${value.last}`))))))];
+      el("tbody", {}, largest.map((value) => el("tr", {}, el("td", {}, el("button", { type: "button", class: "link mono", onclick: () => open("graphs", { graph: index, view: form, named: value.name }) }, value.name)), el("td", { class: "n" }, bytes(value.bytes)), el("td", { class: "n" }, value.offset >= 0 ? value.offset.toLocaleString("en") : "varies"), el("td", { class: "n" }, `${value.first} to ${value.last}`))))))];
+}
+
+/** Bytes alive over a call: of the plan, and of eager; both from the first step to the last. */
+function curves(plan) {
+  const [width, height, left, bottom] = [1040, 190, 62, 12];
+  const lines = [[plan.running || [], "var(--firm)"], [plan.alive, "var(--accent)"]];
+  const top = Math.max(1, ...lines.flatMap(([list]) => list));
+  const py = (count) => 8 + (height - bottom - 8) * (1 - count / top);
+  const made = svg("svg", { class: "plot", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `At most ${bytes(Math.max(...plan.alive))} alive in the plan, ${bytes(Math.max(0, ...(plan.running || [])))} op by op` });
+  for (const part of [0, 1]) made.append(svg("line", { x1: left, x2: width - 8, y1: py(top * part), y2: py(top * part), stroke: "var(--line)" }), svg("text", { x: left - 8, y: py(top * part) + 4, "text-anchor": "end" }, bytes(Math.round(top * part))));
+  for (const [list, colour] of lines) {
+    const px = (step) => left + ((width - left - 8) * step) / Math.max(1, list.length);
+    made.append(svg("path", { d: list.map((count, step) => `${step ? "L" : "M"}${px(step)},${py(count)}L${px(step + 1)},${py(count)}`).join(""), fill: "none", stroke: colour, "stroke-width": 2 }));
+  }
+  return made;
 }
 
 function plot(plan, values) {

@@ -56,9 +56,9 @@ function graphs(main, asked) {
     side.replaceChildren(...aboutKernel(view, k, drawing).flat(Infinity).filter(Boolean));
   };
   pick(current, asked.view);
-  if (asked.node !== undefined) drawing.selectNode(asked.node);
+  if (asked.node !== undefined) jump(asked.node, drawing);
   else if (asked.kernel !== undefined && asked.kernel !== null) STATE.kernel(asked.kernel);
-  else if (asked.named) drawing.selectNode(view.nodes.findIndex((node) => node.n === asked.named));
+  else if (asked.named) jump(Math.max(0, view.nodes.findIndex((node) => node.n === asked.named)), drawing);
   else if (asked.at) {
     const at = view.nodes.findIndex((node) => !HIDDEN.has(node.k) && placesOf(view, node).some((place) => place.file === asked.at[0] && place.line === asked.at[1]));
     if (at >= 0) drawing.selectNode(at);
@@ -144,7 +144,7 @@ function aboutKernel(view, k, drawing) {
   const rows = [["Reads", kernel.reads], ["Writes", kernel.writes]].filter(([, count]) => count !== undefined && count !== null);
   return [
     el("div", {}, el("h2", {}, el("i", { class: "swatch", style: `background:${palette().kernel(k)}` }), kernel.name), el("p", { class: "what" }, `Kernel of ${counted(inside.length, "op")}${kernel.what ? `: ${kernel.what}` : ""}`)),
-    rows.length > 0 && el("dl", { class: "pairs" }, rows.map(([label, count]) => [el("dt", {}, label), el("dd", {}, bytes(count))]), kernel.seconds && [el("dt", {}, "One call"), el("dd", {}, seconds(kernel.seconds))]),
+    rows.length > 0 && el("dl", { class: "pairs" }, rows.map(([label, count]) => [el("dt", {}, label), el("dd", {}, bytes(count))]), kernel.seconds && [el("dt", {}, "One run"), el("dd", {}, `${seconds(kernel.seconds)}, ${bytes(Math.round(kernel.bytes / kernel.seconds))} a second`)]),
     kernelText(view, kernel), nodeList("Ops", inside, view, drawing),
   ];
 }

@@ -208,6 +208,10 @@ function start() {
   } catch (error) {
     DATA = { ...EMPTY, problems: [`The record in this page cannot be read: ${error.message}. Write the report again.`] };
   }
+  for (const graph of DATA.graphs) for (const view of graph.views || []) {
+    const like = view.like && graph.views.find((other) => other.name === view.like);
+    if (like) [view.kernels, view.codes] = [like.kernels, like.codes];
+  }
   theme();
   tabs();
   search();

@@ -85,7 +85,7 @@ function source(main, asked) {
     buttons.forEach((button, i) => button.setAttribute("aria-current", String(i === index)));
     listing.replaceChildren(...fileRows(DATA.files[index], line));
     const here = listing.querySelector(".here") || listing.querySelector(".stop, .t0, .t1, .t2, .t3");
-    if (here) here.scrollIntoView({ block: line ? "center" : "nearest" });
+    if (here) here.scrollIntoView({ block: "center" });
   };
   main.append(el("div", { class: "source" }, el("nav", { class: "files", "aria-label": "Files" }, buttons), listing));
   show(asked.file || 0, asked.line);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,13 +89,13 @@ def embedding(
 
 @expansion(aten.embedding_dense_backward.default)
 def embedding_backward(grad: Tensor, index: Tensor, rows: int, padding: int, scale_by_freq: bool) -> Any:
-    # Half types: eager adds in float32, index_put in the type itself.
+    # Half types: eager adds in float32, index_add in the type itself.
     if scale_by_freq or grad.dtype in HALF:
         return NotImplemented
     if padding >= 0:
         grad = torch.where((index == padding).unsqueeze(-1), zero(grad), grad)
     table = grad.new_zeros([rows, grad.shape[-1]])
-    return aten.index_put(table, [index], grad, True)
+    return aten.index_add(table, 0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
 
 
 # Nearest neighbours
@@ -106,12 +107,24 @@ def _nearest(x: Tensor, sizes: list[int], scales: tuple[Any, ...], exact: bool) 
         extent = x.shape[dim]
         # Eager computes places in float32: so must this, or borders shift by one.
         ratio = 1 / scale if scale is not None and scale > 0 else extent / size
+        if _in_whole_steps(size, extent, ratio, exact):
+            places = torch.div(torch.arange(size, device=x.device), size // extent, rounding_mode="floor")
+            x = aten.index(x, [None] * dim + [places])
+            continue
         step = torch.full((), ratio, dtype=torch.float32, device=x.device)
         places = torch.arange(size, device=x.device).to(torch.float32)
         places = torch.floor(((places + 0.5) if exact else places) * step).to(torch.int64)
         places = torch.clamp(places, 0, extent - 1)
         x = aten.index(x, [None] * dim + [places])
     return x
+
+
+def _in_whole_steps(size: Any, extent: Any, ratio: float, exact: bool) -> bool:
+    """Whether each place is taken equally often, one after the other."""
+    if type(size) is not int or type(extent) is not int or size % extent:
+        return False
+    turns = np.arange(size, dtype=np.float32) + np.float32(0.5 if exact else 0)
+    return np.array_equal(np.floor(turns * np.float32(ratio)), np.arange(size) // (size // extent))
 
 
 @expansion(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)

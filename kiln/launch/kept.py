@@ -1,0 +1,321 @@
+"""Plans on disk: a graph that was compiled before, by whichever process, is not fused and generated again.
+
+A plan is kept under a key of all that it follows from: the graph with its types and its lines, what is known of
+symbolic sizes, the settings, the versions of Kiln, Python, torch and LLVM, the processor. It is JSON: numbers and
+texts, ops by name, functions of Kiln's by module and name; addresses are found anew. What has no such form is
+not kept, and what cannot be read is a miss.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kiln
+from kiln.base.expressions import Expr
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
+from kiln.base.options import Settings
+from kiln.generate.code import Store
+from kiln.generate.cpu import depends_on
+from kiln.launch.events import FORGETFUL
+from kiln.launch.memory import Lodging
+from kiln.launch.numbers import Settled
+from kiln.launch.plan import Flattened, Given
+from kiln.launch.sources import Sources
+from kiln.launch.text import Description
+
+FORMAT = "plan 1"
+#: Namespaces of ops that are what their names say; others belong to the program and may change with it.
+NAMESPACES = FORGETFUL | {"kiln"}
+LARGEST = 1 << 16
+"""Bytes of a constant that becomes part of a key or of a plan."""
+
+
+class NotKept(Exception):
+    """A graph or a plan with something that has no form on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """Where the plan of one graph is kept."""
+
+    store: Store
+    key: str
+    given: tuple[Any, ...]
+    """The constants of the graph: a plan refers to them by their places."""
+    facts: Callable[[], Any]
+
+    def find(self) -> tuple[Description, list[Any], str] | None:
+        """The description of the plan, its constants, and the key of its code; None where it is not there."""
+        data = self.store.get(self.key)
+        if data is None:
+            return None
+        try:
+            made, constants, code = json.loads(data)
+            return _description(made), [self._constant(one) for one in constants], code
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, NotKept):
+            return None
+
+    def keep(self, made: Description, constants: Sequence[Any], code: str) -> None:
+        """Keep a plan, where it has a form on disk and nothing was decided on the way."""
+        if self.key != _key(self.facts()):
+            return
+        try:
+            parts = [_fields(made), [self._place(one) for one in constants], code]
+        except NotKept:
+            return
+        self.store.put(self.key, json.dumps(parts, separators=(",", ":")).encode())
+
+    def _place(self, constant: Any) -> Any:
+        for i, one in enumerate(self.given):
+            if one is constant:
+                return i
+        return [*_tensor(constant)]
+
+    def _constant(self, place: Any) -> Any:
+        if type(place) is int:
+            return self.given[place]
+        dtype, shape, data = place
+        flat = torch.frombuffer(bytearray.fromhex(data), dtype=getattr(torch, dtype))
+        return flat.reshape(shape)
+
+
+def keeping(graph: Graph, settings: Settings, store: Store | None) -> Keeping | None:
+    """Where the plan of a graph is kept, if it can be."""
+    if store is None or settings.tunes:
+        return None
+    constants = tuple([node.args[0] for node in graph.nodes if node.op is CONSTANT])
+    known = replace(settings, dump="", cache_bytes=0, arena_bytes=0)
+    try:
+        text = "\n".join(_lines(graph))
+    except NotKept:
+        return None
+    scopes = {id(leaf.scope): leaf.scope for leaf in _expressions(graph)}.values()
+
+    def facts() -> Any:
+        sizes = [(s.name, s.hint, s.low, s.high) for scope in scopes for s in scope.symbols]
+        return text, repr(known), sizes, [str(r) for scope in scopes for r in scope.records]
+
+    return Keeping(store, _key(facts()), constants, facts)
+
+
+def _key(facts: Any) -> str:
+    state = torch.get_num_threads(), torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
+    parts = FORMAT, _versions(), depends_on(), *map(str, state), *map(str, facts)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _versions() -> str:
+    """What the stages themselves are: the files of this package as they are now, Python and torch."""
+    folder = Path(kiln.__file__).parent
+    files = []
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith((".py", ".so")):
+                state = os.stat(path := os.path.join(place, name))
+                files.append((os.path.relpath(path, folder), state.st_size, state.st_mtime_ns))
+    return f"{sorted(files)} {sys.version} torch {torch.__version__} {torch.version.git_version}"
+
+
+# Graphs as keys
+
+
+def _lines(graph: Graph) -> Iterator[str]:
+    """All that a graph is, without the addresses of what it holds."""
+    specs: dict[int, str] = {}
+
+    def typed(spec: Any) -> str:
+        text = specs.get(id(spec))
+        if text is None:
+            text = specs[id(spec)] = _spec(spec)
+        return text
+
+    for node in graph.inputs:
+        yield f"{node.name}: {typed(node.spec)}"
+    for node in graph.nodes:
+        given = _tensor(node.args[0]) if node.op is CONSTANT else (_shown(node.args), _shown(node.kwargs))
+        flags = f"{node.backward:d} {node.region}"
+        yield f"{node.name} = {_function(node.op)}{given}: {typed(node.spec)} {flags} {node.where}"
+    yield f"return {_shown(graph.outputs)}"
+
+
+def _spec(spec: Any) -> str:
+    if isinstance(spec, TensorSpec):
+        sizes = (*spec.shape, *spec.stride, spec.offset)
+        return f"{spec.dtype}{spec.device}[{len(spec.shape)}: {', '.join(map(str, sizes))}]"
+    if isinstance(spec, (tuple, list)):
+        return f"({', '.join(map(_spec, spec))})"
+    return str(spec)
+
+
+def _shown(value: Any) -> str:
+    """An argument of a node as text that differs where it does."""
+    kind = type(value)
+    if kind is Node:
+        return str(value.name)
+    if kind is tuple or kind is list:
+        return f"{kind.__name__}({', '.join(map(_shown, value))})"
+    if kind is dict:
+        return f"dict({', '.join(f'{_shown(k)}: {_shown(v)}' for k, v in value.items())})"
+    if kind is slice:
+        return f"slice{_shown((value.start, value.stop, value.step))}"
+    if isinstance(value, Expr):
+        return f"<{value}>"
+    return f"{kind.__name__} {_encoded(value)}"
+
+
+def _expressions(graph: Graph) -> list[Expr]:
+    found: list[Expr] = []
+
+    def leaf(value: Any) -> None:
+        if isinstance(value, Expr):
+            found.append(value)
+        elif isinstance(value, TensorSpec):
+            for size in (*value.shape, *value.stride, value.offset):
+                leaf(size)
+
+    for node in (*graph.inputs, *graph.nodes):
+        if node.op is not CONSTANT:
+            mapped((node.args, node.kwargs, node.spec), leaf)
+    mapped(graph.outputs, leaf)
+    return found
+
+
+def _tensor(value: Any) -> tuple[str, list[int], str]:
+    """The contents of a constant."""
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+        raise NotKept
+    if not value.is_contiguous() or value.nbytes > LARGEST or value.is_conj() or value.is_neg():
+        raise NotKept
+    data = value.detach().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+    return str(value.dtype).removeprefix("torch."), list(value.shape), data.hex()
+
+
+# Plans as JSON: a list stands for a tuple, an object of one entry for anything that JSON has no form for
+
+
+def _fields(made: Description) -> list[Any]:
+    lodgings = [(one.name, _number(one.size), one.first, one.last, one.offset) for one in made.lodgings]
+    settled = made.settled
+    return [_encoded(part) for part in (
+        made.steps, made.lodged, made.outputs, made.names, tuple(lodgings),
+        (settled.symbols, settled.fixed, settled.text), tuple(map(_number, made.numbers)), made.kernels,
+        made.labels, made.inputs, (made.sources.names, made.sources.places), made.functions,
+    )]  # fmt: skip
+
+
+def _description(fields: list[Any]) -> Description:
+    steps, lodged, outputs, names, lodgings, settled, numbers, kernels, labels, inputs, told, functions = map(
+        _decoded, fields
+    )
+    lodged_at = tuple([Lodging(*one[:4], offset=one[4]) for one in lodgings])
+    sources = Sources((), ())
+    sources.names, sources.places = told
+    return Description(
+        steps, lodged, outputs, names, lodged_at, Settled(*settled), numbers, kernels, labels, inputs, sources,
+        functions=functions,
+    )  # fmt: skip
+
+
+def _number(value: Any) -> Any:
+    """A number of a plan as it is shown."""
+    return value if value is None or type(value) is int else str(value)
+
+
+def _function(op: Any) -> str:
+    """What finds an op, or a function of ours, again."""
+    if op is INPUT or op is CONSTANT:
+        return str(op)
+    if isinstance(op, torch._ops.OpOverload):
+        if op.namespace not in NAMESPACES:
+            raise NotKept
+        return str(op.name())
+    name = f"{getattr(op, '__module__', '')}:{getattr(op, '__qualname__', '')}"
+    try:
+        found = _found(name)
+    except (AttributeError, KeyError, ValueError, NotKept):
+        raise NotKept from None
+    if found is not op:
+        raise NotKept
+    return name
+
+
+def _found(name: str) -> Any:
+    """The op, or the function of a module of ours, that has this name."""
+    if "::" in name:
+        namespace, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    module, _, path = name.partition(":")
+    if module == "_operator":
+        return getattr(operator, path)
+    if not module.startswith("kiln.") or "<" in path:
+        raise NotKept
+    return operator.attrgetter(path)(sys.modules[module])
+
+
+PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def _encoded(value: Any) -> Any:
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is tuple:
+        return [_encoded(item) if type(item) not in PLAIN else item for item in value]
+    encode = ENCODED.get(kind)
+    if encode is not None:
+        return encode(value)
+    if callable(value):
+        return {"function": _function(value)}
+    raise NotKept
+
+
+ENCODED: dict[type, Callable[[Any], dict[str, Any]]] = {
+    list: lambda value: {"list": [_encoded(item) for item in value]},
+    dict: lambda value: {"dict": [[_encoded(k), _encoded(v)] for k, v in value.items()]},
+    slice: lambda value: {"slice": [_encoded(part) for part in (value.start, value.stop, value.step)]},
+    bytes: lambda value: {"bytes": value.hex()},
+    complex: lambda value: {"complex": [value.real, value.imag]},
+    torch.dtype: lambda value: {"torch": str(value).removeprefix("torch.")},
+    torch.layout: lambda value: {"torch": str(value).removeprefix("torch.")},
+    torch.memory_format: lambda value: {"torch": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"device": str(value)},
+    Given: lambda value: {"given": value.index},
+    Flattened: lambda value: {"flattened": [_encoded(part) for part in (value.op, value.args, value.kwargs)]},
+}
+
+
+def _decoded(value: Any) -> Any:
+    kind = type(value)
+    if kind is list:
+        return tuple([_decoded(item) if type(item) not in PLAIN else item for item in value])
+    if kind is dict:
+        ((name, inner),) = value.items()
+        return DECODED[name](inner)
+    return value
+
+
+DECODED: dict[str, Callable[[Any], Any]] = {
+    "list": lambda value: [_decoded(item) for item in value],
+    "dict": lambda value: {_decoded(k): _decoded(v) for k, v in value},
+    "slice": lambda value: slice(*map(_decoded, value)),
+    "bytes": bytes.fromhex,
+    "complex": lambda value: complex(*value),
+    "torch": lambda value: getattr(torch, value),
+    "device": torch.device,
+    "given": Given,
+    "flattened": lambda value: Flattened(*map(_decoded, value)),
+    "function": _found,
+}
