@@ -91,7 +91,8 @@ class Kernels:
         pointers = [self.memory[owners.get(b, b)].data_ptr() for b in made.buffers]
         buffers = (ctypes.c_void_p * len(pointers))(*pointers)
         status, sizes = ctypes.c_int64(0), (ctypes.c_int64 * 1)(0)
-        for address, tasks in zip(made.addresses, made.tasks, strict=True):
+        addresses = [made.code.wait().address(name) for name in made.names]
+        for address, tasks in zip(addresses, made.tasks, strict=True):
             job = (ctypes.c_int64 * 5)(
                 address, ctypes.addressof(buffers), ctypes.addressof(sizes), ctypes.addressof(status), tasks
             )

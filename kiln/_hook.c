@@ -18,6 +18,7 @@ static PyMethodDef hook_methods[] = {
      "hide(code, how): keeps its frames out of tracebacks, as HIDDEN, INNER or GENERATED says."},
     {"then", hook_then, METH_O, "What a miss gives for the region to run on the arguments of the call."},
     {"set_marker", hook_set_marker, METH_O, "Sets marker(region) -> end(), called around runs of regions; or None."},
+    {"leave_alone", hook_leave_alone, METH_O, "Frames of this code object are left alone, with all that they call."},
     {"forget", hook_forget, METH_O, "The callback is asked about this code object again."},
     {NULL},
 };

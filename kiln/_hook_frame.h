@@ -20,6 +20,7 @@ typedef struct Runner {
 /* What is known of a code object. */
 typedef struct {
     int skipped;
+    int alone; /* what runs while its frames do is left alone, too */
     enum { SHOWN, HIDDEN, INNER, GENERATED } shown; /* in tracebacks; see hook_hide */
     PyObject *region; /* a weak reference to the region that ran last */
 } CodeState;
@@ -285,10 +286,28 @@ static void divert(Frame *frame)
     Py_DECREF(function);
 }
 
+static PyObject *evaluated(PyThreadState *tstate, Frame *frame, int throwflag)
+{
+    if (next_eval == _PyEval_EvalFrameDefault || evaluating == frame)
+        return _PyEval_EvalFrameDefault(tstate, frame, throwflag);
+    Frame *before = evaluating;
+    evaluating = frame;
+    PyObject *result = next_eval(tstate, frame, throwflag);
+    evaluating = before;
+    return result;
+}
+
 static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
 {
     /* While `tracing`, the interpreter calls an audit hook, a tracer or a profiler: no part of the program. */
     if (depth > 0 && paused == 0 && tstate->tracing == 0 && !throwflag && evaluating != frame) {
+        CodeState *state = code_state((PyCodeObject *)FRAME_CODE(frame), false);
+        if (state != NULL && state->alone) {
+            paused++;
+            PyObject *result = evaluated(tstate, frame, throwflag);
+            paused--;
+            return result;
+        }
         if (left_alone != NULL && FRAME_FUNCTION(frame) == left_alone)
             left_alone = NULL;
         else {
@@ -297,13 +316,7 @@ static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
             paused--;
         }
     }
-    if (next_eval == _PyEval_EvalFrameDefault || evaluating == frame)
-        return _PyEval_EvalFrameDefault(tstate, frame, throwflag);
-    Frame *before = evaluating;
-    evaluating = frame;
-    PyObject *result = next_eval(tstate, frame, throwflag);
-    evaluating = before;
-    return result;
+    return evaluated(tstate, frame, throwflag);
 }
 
 static PyObject *hook_enter(PyObject *module, PyObject *unused)
@@ -379,6 +392,14 @@ static PyObject *set_skipped(PyObject *code, int skipped)
 static PyObject *hook_skip(PyObject *module, PyObject *code)
 {
     return set_skipped(code, 1);
+}
+
+static PyObject *hook_leave_alone(PyObject *module, PyObject *code)
+{
+    PyObject *done = set_skipped(code, 1);
+    if (done != NULL)
+        code_state((PyCodeObject *)code, true)->alone = 1;
+    return done;
 }
 
 /* HIDDEN never shows in tracebacks, INNER only where it raised itself, GENERATED where an instruction has columns of

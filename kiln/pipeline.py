@@ -6,6 +6,7 @@ import threading
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -76,6 +77,7 @@ def frame_region(function: types.FunctionType, family: Family) -> Any:
 
 nested.install(frame_region)
 hide(nested, runtime, state)
+_hook.leave_alone(_find_and_load.__code__)  # modules that the program imports on its way
 _hook.hide(runtime.make_error.__code__, _hook.HIDDEN)
 
 
@@ -166,7 +168,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         raise RecompileError(f"{name} would be compiled again: {why}")
     limit = asked.setting("cache_limit")
     if entries and telling.recompiled(
-        function, argv, name, failures, limit, len(entries), region in family.resumed
+        function, argv, name, failures, limit, len(entries), region in family.resumed, asked.dynamic
     ):
         region.limit_hit = True
         return None
@@ -258,7 +260,8 @@ def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
     if family.options.fullgraph:
         raise error
     why = error.broke or Break("skipped", error.why)
-    records.emit(records.BreakRecord(why.kind, why.at, why.why, why.hint, name))
+    at = why.at or telling.defined(region.function)
+    records.emit(records.BreakRecord(why.kind, at, why.why, why.hint, name))
     _hook.skip(region.function.__code__)
     region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry((), None))
     return region.entries[0].run

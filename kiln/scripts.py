@@ -20,6 +20,8 @@ from kiln.base.options import Compile
 from kiln.base.records import Records
 
 HERE = str(Path(__file__).parent)
+PATTERNS = ("re", "regex")
+"""Modules whose `compile` is for patterns."""
 
 
 class ScriptFailed(KilnError):
@@ -72,12 +74,15 @@ def read(path: str) -> ast.Module:
 
 
 def compiles(tree: ast.Module) -> bool:
-    """Whether a script compiles something itself: it names `compile` of some module."""
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == "compile"
-        or isinstance(node, ast.ImportFrom) and any(alias.name == "compile" for alias in node.names)
-        for node in ast.walk(tree)
-    )  # fmt: skip
+    """Whether a script compiles something itself: it names `compile` of something that compiles models."""
+    return any(map(names_compile, ast.walk(tree)))
+
+
+def names_compile(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == "compile" and getattr(node.value, "id", "") not in PATTERNS
+    named = isinstance(node, ast.ImportFrom) and any(alias.name == "compile" for alias in node.names)
+    return named and getattr(node, "module", "") not in PATTERNS
 
 
 def left_with(code: Any) -> int:

@@ -26,6 +26,7 @@ from kiln.check.sentences import sentence
 
 OFTEN = 3
 """Entries that fail for one reason before it is said aloud."""
+UNFIX = "compile without dynamic=False, so that a size that varies is symbolic"
 STACK = "__stack"
 STACKED = re.compile(rf"{STACK}\d+")
 CARRIED = "a value from before the break"
@@ -40,14 +41,15 @@ def captured_frame(
     listening = records.listening()
     if captured.graph is not None:
         all_ops = operations(captured.graph) if listening else ()
-        guarded = tuple([(sentence(guard), entry.place(guard)) for guard in entry.guards]) if listening else ()
+        guards = entry.guards if listening else ()
+        guarded = tuple([(sentence(guard), entry.place(guard)) for guard in guards])
         start, end = span(function, captured)
         records.emit(records.GraphRecord(
             made, captured.graph, captured.ops, captured.inputs, start, name, entry.guards, end, all_ops,
             guarded,
         ))  # fmt: skip
         if log.wants("guards"):
-            log.say("guards", "\n  ".join([made, *map(str, entry.guards)]))
+            log.say("guards", "\n  ".join([made, *map(sentence, entry.guards)]))
     reason = captured.reason
     if reason is not None and reason.kind != "raises":
         records.emit(records.BreakRecord(reason.kind, reason.at, reason.why, reason.hint, name, made))
@@ -98,12 +100,14 @@ def forward_of(function: FunctionType, argv: Sequence[Any]) -> FunctionType | No
 
 def recompiled(
     function: FunctionType, argv: Sequence[Any], name: str, failures: Sequence[Sequence[Failure]], limit: int,
-    entries: int, resumed: bool,
+    entries: int, resumed: bool, dynamic: bool | None,
 ) -> bool:  # fmt: skip
     """No entry holds: leave the record, warn of what keeps happening; whether the limit is reached.
 
     `failures` are those of each entry; the record has those of the entry that is nearest.
     """
+    if dynamic is False:
+        failures = [[fixed(one) for one in found] for found in failures]
     firsts = [spoken(found[0], function, argv) for found in failures]
     nearest = tuple([spoken(one, function, argv) for one in outer(min(failures, key=len, default=()))])
     reasons = tuple(map(str, firsts)) or ("the guards hold now",)
@@ -125,6 +129,11 @@ def recompiled(
         log.warn_once(("recompiles", place.file, place.line, source),
                       f"{where} is compiled again and again, {count} times so far: {text}")  # fmt: skip
     return limited
+
+
+def fixed(one: Failure) -> Failure:
+    """A failure of what was compiled with `dynamic=False`: no mark ends it."""
+    return replace(one, advice=UNFIX) if "mark_dynamic" in one.advice else one
 
 
 def outer(failures: Sequence[Failure]) -> list[Failure]:

@@ -145,7 +145,7 @@ def test_topics_of_the_log(monkeypatch, caplog):
     for start, part in {
         "graph: scaled captured": "torch.relu(x)",
         "graph: scaled inference_prims": "aten.relu.default(x)",
-        "guards: scaled": "x is a float32 tensor of sizes [9] on cpu",
+        "guards: scaled": "x is a float32 tensor of shape (9,) on cpu",
         "code: scaled": "return __out[0]",
         "kernels: scaled": "for i0 in 0 .. 9",
         "llvm: scaled": "define void @entry0",

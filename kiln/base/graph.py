@@ -111,6 +111,7 @@ def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
+@lru_cache(4096)
 def identifier(wanted: str) -> str:
     """`wanted` as the name of a variable that hides nothing of Python's."""
     text = re.sub(r"\W", "_", wanted) or "value"

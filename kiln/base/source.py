@@ -66,7 +66,8 @@ class Step(Source):
 
     def after(self, base: Source) -> Step:
         """The same step after another path."""
-        return type(self)(base, *[getattr(self, name) for name in self.__match_args__[1:]])
+        names: tuple[str, ...] = self.__match_args__[1:]
+        return type(self)(base, *[getattr(self, name) for name in names])
 
     def fetch(self, args: Sequence[Any]) -> Any:
         return self.of(self.base.fetch(args))

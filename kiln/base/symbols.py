@@ -104,6 +104,13 @@ class Scope:
     def __deepcopy__(self, memo: Any) -> Scope:
         return self
 
+    def knowledge(self) -> str:
+        """All that is known of the symbols, as text that differs where it does."""
+        facts = [*map(str, self.records), *map(str, self._facts)]
+        facts += [f"{value} <= {most}" for value, most in self._most.items()]
+        facts += [f"{value} = {simpler}" for value, simpler in self._solved.items()]
+        return "; ".join(sorted(facts))
+
     def next_order(self) -> int:
         """A number for a new expression, larger than all before."""
         self._orders += 1

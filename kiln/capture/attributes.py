@@ -406,9 +406,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
         return m.torch_call(getattr, (value, name), {})
     if source is not None and name in UNCOVERED and id(value) in world.reals:
         return world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
-    world.looked = True
-    if name in UNCOVERED:
-        m.recall_apart()
+    m.look_at(name in UNCOVERED)
     return m.native(getattr, value, name)
 
 

@@ -71,7 +71,7 @@ class Machine:
         )
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
-        self.calls: dict[Any, list[Call] | None] = {}  # those of modules so far, by what they must have in common
+        self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
         self.copying, self.copies = True, 0  # whether others are copied from them, and how many were
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
         self.lines: dict[tuple[Any, int], str] = {}  # code and place in it -> the line, as tracebacks show it
@@ -132,11 +132,13 @@ class Machine:
             else:
                 frame.index = jump
 
-    def recall_apart(self) -> None:
-        """The program looks at what a copied call does not have as the call itself: its tensors' history."""
-        self.world.writes += 1  # so the present call is not copied either
-        if self.copies:
-            raise Recalled
+    def look_at(self, history: bool) -> None:
+        """The program looks at a fact of a tensor, or at its history, which copied calls have another of."""
+        self.world.looked = True
+        if history:
+            self.world.writes += 1  # so the present call is not copied
+            if self.copies:
+                raise Recalled
 
     def located(self, reason: Break, frame: Frame) -> Break:
         if reason.at is None:

@@ -54,6 +54,7 @@ class Call:
     where: str
     result: Any
     made: list[Bound]  # the new tensors in the result, and what they are in the graph
+    models: list[FakeTensor]  # what those were like when they were given
     rebound: list[Bound]  # other tensors that nodes of this call stand for since
     recipe: Recipe | None = None
 
@@ -100,7 +101,9 @@ class _Reader:
         self.m, self.world, self.recipe = m, m.world, Recipe()
         self._index: dict[Source, int] = {}
         self._met: set[int] = set()  # places of objects that this call met first
-        self._fixed: set[int] = set()  # places of objects that were known by other paths, and are read by those
+        self._fixed: set[int] = (
+            set()
+        )  # places of objects that were known by other paths, and are read by those
         self._module(call.module, -1)
         seen: set[object] = set()
         for event in self.world.events[slice(*call.events)]:
@@ -249,14 +252,20 @@ class Match:
 
     def _paired(self, old: Any, new: Any) -> None:
         """Objects are told apart by identity: two of one are two of the other."""
-        if self.old.setdefault(id(old), id(new)) != id(new) or self.new.setdefault(id(new), id(old)) != id(old):
+        if self.old.setdefault(id(old), id(new)) != id(new) or self.new.setdefault(id(new), id(old)) != id(
+            old
+        ):
             raise Differs
         if id(new) in self.world.instance or id(getattr(new, "__dict__", None)) in self.world.shadow_of:
             raise Differs
 
+    def _same(self, places: tuple[int, ...]) -> bool:
+        """Whether a guard speaks of nothing that this module has of its own."""
+        return all(at < 0 or self.shared[at] for at in places)
+
     def _compare(self, guard: Guard, places: tuple[int, ...]) -> None:
         place = places[0]
-        if all([at < 0 or self.shared[at] for at in places]):
+        if self._same(places):
             return
         if type(guard) is SameObject and min(places) < 0:
             at = max(places)
@@ -279,14 +288,14 @@ class Match:
 
     def copy(self, call: Call, tensors: list[FakeTensor]) -> Any:
         """Add the guards and nodes that this call leads to; its result."""
-        world, recipe, recorder = self.world, self.recipe, self.m.recorder
+        world, recipe = self.world, self.recipe
         for place, shared in enumerate(self.shared):
             base = recipe.places[place].base
             if shared and base >= 0 and not self.shared[base]:
                 world.outside(self.values[place], self.sources[place])
         others = dict(zip(map(id, call.tensors), tensors, strict=True))
         for guard, places in recipe.checks:
-            if all([at < 0 or self.shared[at] for at in places]):
+            if self._same(places):
                 world.events.append(guard)
             elif len(places) > 1:
                 sources = [
@@ -302,16 +311,36 @@ class Match:
             else:
                 world.guard(guard.at(self.sources[places[0]]))
         world.events += recipe.shared
-        others.update({id(fake): made_like(fake) for fake, _ in call.made})
         paths = {}
-        if recorder.within is not None:
-            for place, value in zip(recipe.places, self.values, strict=True):
-                if isinstance(place.source, Const):
-                    paths[path_of(world.source(place.value))] = path_of(world.source(value))
-        copies = recorder.copy(recipe.nodes, others, (call.where, self.m.where()), paths)
-        for fake, binding in (*call.made, *call.rebound):
-            recorder.bind(others.get(id(fake), fake), moved(binding, copies))
-        return replaced(call.result, others)
+        if self.m.recorder.within is not None:
+            for old, new in zip(recipe.places, self.values, strict=True):
+                if isinstance(old.source, Const):
+                    paths[path_of(world.source(old.value))] = path_of(world.source(new))
+        return recorded_again(self.m, call, recipe.nodes, others, paths)
+
+
+def recorded_again(
+    m: Machine, call: Call, nodes: list[Node], others: dict[int, FakeTensor], paths: dict[str, str]
+) -> Any:
+    """The result of a call whose nodes are recorded once more, with other tensors in place of some."""
+    m.copies += 1
+    others.update(
+        {id(fake): made_like(model) for (fake, _), model in zip(call.made, call.models, strict=True)}
+    )
+    copies = m.recorder.copy(nodes, others, (call.where, m.where()), paths)
+    for fake, binding in (*call.made, *call.rebound):
+        m.recorder.bind(others.get(id(fake), fake), moved(binding, copies))
+    return replaced(call.result, others)
+
+
+def same_again(m: Machine, call: Call, tensors: list[FakeTensor]) -> Any:
+    """The result of the same call of the same module, of which everything is known but the tensors given."""
+    others = dict(zip(map(id, call.tensors), tensors, strict=True))
+    nodes = m.recorder.copyable(call.nodes, set(others), m.world.sources)
+    if nodes is None:
+        raise Differs
+    m.world.events += m.world.events[slice(*call.events)]
+    return recorded_again(m, call, nodes, others, {})
 
 
 def made_like(fake: FakeTensor) -> FakeTensor:

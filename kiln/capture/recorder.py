@@ -95,7 +95,9 @@ Bound: TypeAlias = tuple[FakeTensor, Binding]
 
 def whole(binding: Binding | None) -> Node | None:
     """The node that a tensor comes from."""
-    return binding.whole if isinstance(binding, (_Part, _Row)) else binding if isinstance(binding, Node) else None
+    if isinstance(binding, (_Part, _Row)):
+        return binding.whole
+    return binding if isinstance(binding, Node) else None
 
 
 def moved(binding: Binding, copies: dict[Node, Node]) -> Binding:
@@ -524,6 +526,7 @@ class Recorder:
         begins now, `paths` the names of modules that others stand for.
         """
         copies: dict[Node, Node] = {}
+        block = object()
 
         def image(node: Node) -> Node:
             made = copies.get(node)
@@ -540,9 +543,9 @@ class Recorder:
             for node in nodes:
                 trace, path = node.meta["stack_trace"], node.meta.get("module", "")
                 trace = now + trace[len(before) :] if trace.startswith(before) else trace
-                self.where = lambda trace=trace: trace  # type: ignore[misc]
+                self.where = partial(str, trace)
                 if within is not None:
-                    self.within = lambda path=paths.get(path, path): path  # type: ignore[misc]
+                    self.within = partial(str, paths.get(path, path))
                 if node.op == "get_attr":
                     image(node)
                     continue
@@ -550,6 +553,7 @@ class Recorder:
                 example = node.meta.get("example_value")
                 made = copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
                 self._added(made, others.get(id(example), example))
+                made.meta["copied"] = block, node
                 if "flips" in node.meta:
                     made.meta["flips"] = True
         finally:

@@ -1,10 +1,10 @@
 """A module called again: what an earlier call read is compared, and what it recorded is copied.
 
 The guards of a capture cover all that it read, and so do those that came while one call of a module was
-interpreted. Where each of them holds for another module of that class, with the paths that lead through the one
-leading through the other instead, tensors of the same facts where its parameters were and arguments of the same
-types, interpreting the call would record the same nodes over the other's parameters. A call that did more than
-that, wrote something or gave more than tensors and constants, is always interpreted.
+interpreted. Where each of them holds for another module of that class, with the paths that lead through the
+one leading through the other instead, tensors of the same facts where its parameters were and arguments of
+the same types, interpreting the call would record the same nodes over the other's parameters. A call that
+did more than that, wrote something or gave more than tensors and constants, is always interpreted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.fx import Node
 from kiln.base.source import Const
 from kiln.capture import runtime, state
 from kiln.capture.frame import Differs
-from kiln.capture.recipes import Call, Match, Recipe, read
+from kiln.capture.recipes import Call, Match, Recipe, made_like, read, replaced, same_again
 from kiln.capture.recorder import Bound, Recorder, whole
 from kiln.capture.world import CONSTANTS, World
 from kiln.check import layout
@@ -71,24 +71,31 @@ def call(
         m.calls[key] = None
     elif len(known) < MOST:
         rebound = recorder.rebound(mark, lambda fake: id(fake) in given or m.source(fake) is not None)
-        span = events, len(m.world.events)
-        known.append(Call(module, tensors, switches, before[0], span, nodes, where, result, made, rebound))
+        span, models = (events, len(m.world.events)), [made_like(fake) for fake, _ in made]
+        kept = replaced(result, {})
+        known.append(
+            Call(module, tensors, switches, before[0], span, nodes, where, kept, made, models, rebound)
+        )
     return result
 
 
 def copied(m: Machine, earlier: Call, module: torch.nn.Module, tensors: list[FakeTensor]) -> Any:
     """The result of a copy; Differs, with nothing done, where the call is another one."""
+    if module is earlier.module:
+        return same_again(m, earlier, tensors)
     if earlier.recipe is None:
         earlier.recipe = read(m, earlier)
     if earlier.recipe is Recipe.NONE:
         raise Differs
-    match = Match(m, earlier.recipe, module)
-    m.copies += 1
-    return match.copy(earlier, tensors)
+    return Match(m, earlier.recipe, module).copy(earlier, tensors)
 
 
 def shape_of(
-    m: Machine, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[FakeTensor]
+    m: Machine,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tensors: list[FakeTensor],
 ) -> Any:
     """What must be equal in two calls for one to be copied; None for a call that is always interpreted."""
     if type(m.recorder) is not Recorder or not isinstance(m.world.source(module), Const):
@@ -115,7 +122,7 @@ def describe(world: World, value: Any, tensors: list[FakeTensor], parts: list[An
         return value.memory is None and id(value) not in world.instance
     if kind is tuple:
         parts.append(len(value))
-        return all([describe(world, item, tensors, parts) for item in value])
+        return all(describe(world, item, tensors, parts) for item in value)
     if kind in SYMBOLIC:
         parts += (kind, expr_of(value))
         return True
@@ -155,9 +162,7 @@ def unchanged(world: World) -> bool:
     return True
 
 
-def portable(
-    m: Machine, value: Any, given: set[int], nodes: set[Node], made: list[Bound]
-) -> bool:
+def portable(m: Machine, value: Any, given: set[int], nodes: set[Node], made: list[Bound]) -> bool:
     """Whether a result can be made again for another call: tensors and constants in new containers."""
     kind = type(value)
     if kind is FakeTensor:

@@ -9,7 +9,7 @@ from types import CodeType
 from typing import Any, Protocol
 
 from kiln import _hook
-from kiln.base.source import Const, Source, readable
+from kiln.base.source import Const, Source
 from kiln.check.values import MISSING as MISSING
 from kiln.check.values import is_plain, keys_of, lookup, same, show, typed
 
@@ -20,13 +20,6 @@ class Paths(Protocol):
     def node(self, source: Source) -> int: ...
 
     def instance_dict(self, base: Source) -> int: ...
-
-
-#: How a guard says what it is about, where its name does not.
-VERBS = {
-    "TypeIs": "is of type", "Length": "has length", "Keys": "has keys", "Absent": "has no attribute",
-    "SetEquals": "equals", "AnyNumber": "is any",
-}  # fmt: skip
 
 
 def words(name: str) -> str:
@@ -43,8 +36,7 @@ class Guard:
     def __str__(self) -> str:
         facts = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"]
         texts = [str(fact) if isinstance(fact, Source) else show(fact) for fact in facts]
-        name = type(self).__name__
-        return readable(" ".join((str(self.source), VERBS.get(name) or words(name), *texts)))
+        return " ".join((str(self.source), words(type(self).__name__), *texts))
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         """The nodes whose values the check reads."""
@@ -68,7 +60,8 @@ class Guard:
 
     def at(self, source: Source) -> Guard:
         """The same predicate on the value at another path."""
-        return type(self)(source, *[getattr(self, name) for name in self.__match_args__[1:]])
+        names: tuple[str, ...] = self.__match_args__[1:]
+        return type(self)(source, *[getattr(self, name) for name in names])
 
     def holds(self, argv: Sequence[Any]) -> bool:
         try:
@@ -263,9 +256,6 @@ class FunctionState(Guard):
             and value.__defaults__ is self.defaults
             and value.__kwdefaults__ is self.kwdefaults
         )
-
-    def __str__(self) -> str:
-        return readable(f"{self.source} runs {self.code.co_qualname}, line {self.code.co_firstlineno}")
 
     def describe(self, value: Any) -> str:
         if getattr(value, "__code__", None) is not self.code:

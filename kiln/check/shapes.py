@@ -12,7 +12,7 @@ from kiln import _hook
 from kiln.base.source import Source
 from kiln.check import layout
 from kiln.check.guards import Equals, Guard, Paths
-from kiln.check.torch_guards import TensorMatch, facts, said
+from kiln.check.torch_guards import TensorMatch, facts
 from kiln.check.values import show
 
 MOST = 2**63 - 1
@@ -111,7 +111,8 @@ class ShapedMatch(Guard):
         return ShapedMatch(source, type(tensor), dtype, device, shape, strides, requires_grad, keys, seen)
 
     def __str__(self) -> str:
-        return said(self, f"[{', '.join(map(str, self.shape))}]")
+        sizes = ", ".join(map(str, self.shape))
+        return f"{self.source} shaped match {show(self.type)} {self.dtype} {self.device} sizes ({sizes})"
 
     def test(self, value: Any) -> bool:
         return type(value) is self.type and self._differs(facts(value)) is None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kiln import _hook
-from kiln.base.source import Const, Source, readable
+from kiln.base.source import Const, Source
 from kiln.check import layout, state
 from kiln.check.guards import Guard, Paths
 from kiln.check.state import State, read_state
@@ -31,9 +31,6 @@ class TensorMatch(Guard):
     @staticmethod
     def of(source: Source, tensor: torch.Tensor) -> TensorMatch:
         return TensorMatch(source, type(tensor), *facts(tensor))
-
-    def __str__(self) -> str:
-        return said(self, list(self.shape))
 
     def test(self, value: Any) -> bool:
         return type(value) is self.type and facts(value) == self._expected()
@@ -59,14 +56,6 @@ class TensorMatch(Guard):
 
     def key(self) -> object:
         return TensorMatch, self.source, self.type, *self._expected()
-
-
-def said(guard: Any, sizes: object) -> str:
-    """What a guard on a tensor asks, in words."""
-    kind = "tensor" if guard.type is torch.Tensor else show(guard.type)
-    dtype = str(guard.dtype).removeprefix("torch.")
-    grad = ", requires grad" if guard.requires_grad else ""
-    return readable(f"{guard.source} is a {dtype} {kind} of sizes {sizes} on {guard.device}{grad}")
 
 
 _DTYPE, _DEVICE, _SHAPE = (torch._C.TensorBase.__dict__[n].__get__ for n in ("dtype", "device", "shape"))

@@ -60,7 +60,10 @@ def lookup(cls: type, name: str) -> Any:
 
 def show(value: Any, limit: int = 60) -> str:
     """A short text of a value for a recompile reason."""
-    text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
+    try:
+        text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
+    except Exception:  # the program's own code
+        text = f"a {type(value).__name__}"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -103,7 +103,7 @@ class Functionaliser:
 
     def fake(self, place: Place) -> FakeTensor:
         """The tensor of the trace that the own place of a memory stands for."""
-        return self.recording.fakes[place.made]
+        return self.recording.fake(place.made)
 
     def value(self, node: Node) -> Node:
         """The node of `graph` with the present value of a recorded one."""

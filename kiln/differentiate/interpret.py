@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks
+from kiln.differentiate.copied import Copies
 
 
 def fetch(module: Any, path: str) -> Any:
@@ -118,17 +119,22 @@ def interpret(
     attribute: Callable[[str], Any],
     owned: Callable[[str, torch.Tensor], Any],
     entering: Callable[[fx.Node], None],
+    copies: Copies | None = None,
 ) -> Any:
     """The output nest of the graph on `inputs`.
 
     `attribute` gives the value of a get_attr; `owned` what stands for a tensor inside a called module, given
-    its name; `entering` is told of each node before it runs.
+    its name; `entering` is told of each node before it runs; `copies` are those that need not run.
     """
     known: dict[fx.Node, Any] = {}
     given = iter(inputs)
     for node in module.graph.nodes:
         kind = node.op
         entering(node)
+        if copies is not None:
+            if copies.add(node, known):
+                continue
+            copies.begin(node, known)
         if kind == "call_function":
             args = [argument(a, known) for a in node.args]
             kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
@@ -146,6 +152,8 @@ def interpret(
             known[node] = call_module(module, node, known, owned)
         else:
             return argument(node.args[0], known)
+        if copies is not None:
+            copies.end(node, known[node])
     raise ValueError("the graph has no output")
 
 

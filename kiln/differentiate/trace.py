@@ -20,6 +20,7 @@ from kiln.base.graph import Node
 from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
+from kiln.differentiate.copied import Copies
 from kiln.differentiate.engine import gradients
 from kiln.differentiate.functionalise import Functionaliser
 from kiln.differentiate.interpret import fetch, interpret
@@ -125,8 +126,9 @@ class Tracer:
         for node in self.module.graph.nodes:
             if node.op == "get_attr":
                 self.attribute(node.target)
+        copies = Copies.of(recording, self.module.graph)
         with recording:
-            nest = interpret(self.module, inputs, self.attribute, self.owned, self.entering)
+            nest = interpret(self.module, inputs, self.attribute, self.owned, self.entering, copies)
         effects = () if torch.is_grad_enabled() == grad else ((torch._C._set_grad_enabled, (not grad,)),)
         recording.where, recording.region = "", None
         forward = len(recording.graph.nodes)

@@ -18,9 +18,13 @@ COSTLY functions are kept beside it while it lasts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from kiln.base.expressions import Expr
 from kiln.base.graph import Node
 from kiln.fuse.axes import hinted
-from kiln.fuse.nest import Apply, Fold, Load, Place, Term, children
+from kiln.fuse.nest import Apply, Fold, Load, Place, Term, children, terms
 from kiln.fuse.views import shape_of
 
 #: Terms of a value that is much smaller than the loops that read it.
@@ -52,6 +56,22 @@ def of_data(made_of: list[Term]) -> list[Term]:
         if isinstance(term, (Load, Fold)) or any(id(child) in found for child in children(term)):
             found[id(term)] = term
     return list(found.values())
+
+
+def along(made_of: list[Term], coords: Sequence[Any]) -> list[Term]:
+    """Those of some terms that differ from one element to the next one of the last dimension of several."""
+    last = next((c for c in reversed(coords) if isinstance(c, Expr)), None)
+    if last is None or sum(isinstance(c, Expr) for c in coords) < 2:
+        return made_of
+    inner = last.symbols()
+    found: set[int] = set()
+    for term in terms(made_of):
+        differs = any(id(child) in found for child in children(term))
+        if isinstance(term, (Load, Place)) and isinstance(term.index, Expr):
+            differs = differs or not inner.isdisjoint(term.index.symbols())
+        if differs or isinstance(term, Fold):
+            found.add(id(term))
+    return [term for term in made_of if id(term) in found]
 
 
 def reads_no_more(node: Node, made_of: list[Term], read: list[Node]) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from kiln.base.arithmetic import without_quotients
+from kiln.base.expressions import FLOORDIV, from_poly
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
 from kiln.fuse.nest import Apply, Axis, Computed, Fold, Load, Nest, Place, Store, Term, terms
@@ -13,6 +15,8 @@ from kiln.fuse.nest import Apply, Axis, Computed, Fold, Load, Nest, Place, Store
 
 def merged(nest: Nest, scope: Scope) -> Nest:
     """The nest with as few loops as its indices allow."""
+    if any(whole(index) is not index for index in indices(nest)):
+        nest = replace(nest, stores=rewritten(nest.stores, whole))
     place = len(nest.axes) - 2
     while place >= 0:
         outer, inner = nest.axes[place : place + 2]
@@ -22,6 +26,14 @@ def merged(nest: Nest, scope: Scope) -> Nest:
         else:
             place -= 1
     return nest
+
+
+def whole(index: Any) -> Any:
+    """An index without quotients and remainders that make up what they are of."""
+    if not isinstance(index, Expr) or not any(part.op is FLOORDIV for m in index.poly for part in m):
+        return index
+    shorter = without_quotients(index.poly)
+    return index if len(shorter) == len(index.poly) else from_poly(index.scope, shorter)
 
 
 def indices(nest: Nest) -> Iterator[Any]:

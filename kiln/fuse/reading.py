@@ -9,7 +9,7 @@ from typing import Any
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, coordinates, hinted
-from kiln.fuse.costs import CHEAP, MUCH_SMALLER, SLIGHT, elements, of_data, reads_no_more
+from kiln.fuse.costs import CHEAP, MUCH_SMALLER, SLIGHT, along, elements, of_data, reads_no_more
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
@@ -192,10 +192,14 @@ class Groups:
         return found
 
     def cost(self, group: Group, node: Node) -> int:
-        """How many terms of data a member's element is made of; those of places alone cost little."""
+        """How many terms of data a member's element is made of; those of places alone cost little.
+
+        Neither do those that are the same along the innermost loop.
+        """
         known = group.costs.get(node)
         if known is None:
-            known = group.costs[node] = len(of_data(terms([self.natural(group, node)[1]])))
+            coords, term, _ = self.natural(group, node)
+            known = group.costs[node] = len(along(of_data(terms([term])), coords))
         return known
 
     def buffer(self, node: Node) -> Buffer:

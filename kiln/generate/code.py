@@ -90,21 +90,14 @@ class Coming:
     """Machine code that other threads may still be at work on; `source` says where it comes from."""
 
     def __init__(self, key: str, text: str, store: Store | None) -> None:
-        self.key = key
-        self._code = _loaded.get(key)
-        self.source, self._store = "memory", store
+        self.key, self._store = key, store
         self.parts: list[Future[bytes]] = []
         self._report: Callable[[], None] | None = None
-        if self._code is not None:
-            return
-        kept = store.get(key) if store is not None else None
-        if kept is not None:
-            self.source, self._code = "disk", load(kept)
-            _loaded[key] = self._code
-            return
-        self.source = "compiled"
-        self.parts = compiling(text)
-        _in_the_making.add(self)
+        self._code, self.source = kept_code(key, store)
+        if self._code is None:
+            self.source = "compiled"
+            self.parts = compiling(text)
+            _in_the_making.add(self)
 
     @property
     def is_here(self) -> bool:
@@ -123,11 +116,26 @@ class Coming:
             data = joined([part.result() for part in self.parts])
             if self._store is not None:
                 self._store.put(self.key, data)
-            self._code = _loaded[self.key] = load(data)
+            self._code = _ready(self.key, data)
             _in_the_making.discard(self)
             if self._report is not None:
                 self._report()
         return self._code
+
+
+def kept_code(key: str, store: Store | None) -> tuple[Code | None, str]:
+    """The code of a key, where it is in "memory" or on "disk"."""
+    code = _loaded.get(key)
+    if code is not None:
+        return code, "memory"
+    data = store.get(key) if store is not None else None
+    return (None, "") if data is None else (_ready(key, data), "disk")
+
+
+def _ready(key: str, data: bytes) -> Code:
+    code = _loaded[key] = load(data)
+    code.key = key
+    return code
 
 
 def code_for(text: str, store: Store | None) -> Coming:

@@ -25,6 +25,11 @@ class Host:
     features: str
     vector_bytes: int
 
+    @property
+    def reads_lanes_faster(self) -> bool:
+        """Whether elements here and there are read faster one by one than by one instruction."""
+        return self.name.startswith("znver")
+
 
 @functools.cache
 def host() -> Host:
@@ -83,6 +88,7 @@ class Code:
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = engines
+        self.key = ""  # under which it is kept on disk
 
     def address(self, name: str) -> int:
         return next((found for one in self._engines if (found := int(one.get_function_address(name)))), 0)

@@ -21,21 +21,20 @@ from kiln.fuse.nest import (
     children,
 )
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import STRIDES, aligned, lanes_along, shuffled, symbols_of, vector_axis
+from kiln.generate.lanes import STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
-from kiln.generate.pieces import borders
+from kiln.generate.reads import I8_OF, Reads
 from kiln.generate.scalar import SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import bounded
 
 NAME = "kernel"  # of the function that is emitted
 OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
-I8_OF = {"i1": Type("i8", signed=False)}
 VOID_TYPE = Type("void")
 STREAMED = "!nontemporal"
 
 
-class Values:
+class Values(Reads):
     """A function under construction, over the buffers and sizes of a nest."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -188,96 +187,6 @@ class Values:
         if times:
             return self.repeated(address, self.index(term.index), stored, times, mask)
         return self.gathered(address, self.lanes_of(term.index), stored, mask)
-
-    def repeats(self, index: Expr) -> int:
-        """How many lanes, one after the other, read the same of elements side by side; 0 for other reads."""
-        assert self.vector is not None
-        variable, times = self.vector.variable, 0
-        if any(s in self.variables and self.variables[s].type.width > 1 for s in index.symbols()):
-            return 0
-        for monomial, factor in index.poly.items():
-            if not any(variable in atom.symbols() for atom in monomial):
-                continue
-            if len(monomial) != 1 or factor != 1 or times:
-                return 0
-            (atom,) = monomial
-            if atom.op is not FLOORDIV or atom.args[0] is not variable or type(atom.args[1]) is not int:
-                return 0
-            times = atom.args[1]
-        whole = times > 1 and self.lanes % times == 0 and self.vector.low == 0
-        return times if whole and not borders(self.nest, self.vector, self.width) else 0
-
-    def repeated(self, base: Value, place: Value, stored: Type, times: int, mask: Value | None) -> Value:
-        """Few elements, each in several lanes: vectors start where such lanes do."""
-        few = self.lanes // times
-        if mask is not None:
-            wide = mask if mask.type.width == self.lanes else mask.splat(self.lanes)
-            if few == 1:
-                return self.gathered(base, place.splat(self.lanes), stored, wide)
-            mask = shuffled(wide, range(0, self.lanes, times))
-        value = self.loaded(base, place, stored, few, mask)
-        if few == 1:
-            return value
-        return shuffled(value, [lane // times for lane in range(self.lanes)])
-
-    def loaded(self, base: Value, place: Value, stored: Type, lanes: int, mask: Value | None) -> Value:
-        fn, held = self.fn, compute_type(stored)
-        kind = stored.wide(lanes)
-        if mask is None:
-            return fn.load(fn.at(base, place, stored), kind).to(held)
-        if lanes == 1 and mask.type.width == 1:  # a guarded read: of the first element where it must not be
-            place = mask.where(place, 0)
-            return fn.load(fn.at(base, place, stored), kind).to(held)
-        if lanes == 1:
-            return self.gathered(base, place.splat(mask.type.width), stored, mask)
-        wide = mask if mask.type.width == lanes else mask.splat(lanes)
-        memory = I8_OF[kind.kind].wide(lanes) if kind.kind == "i1" else kind
-        zero = fn.constant(0, memory)
-        address = fn.at(base, place, stored)
-        align = fn.constant(max(memory.bits // 8, 1), I32)
-        name = f"llvm.masked.load.{memory.suffix}.p0"
-        value = fn.call(name, memory, address, align, wide, zero)
-        return (value.to(I1) if kind.kind == "i1" else value).to(held)
-
-    def strided(self, base: Value, place: Value, stored: Type, step: int, mask: Value | None) -> Value:
-        """Every second, third or fourth element, or all backwards: whole vectors are read and sorted out."""
-        fn, lanes = self.fn, self.lanes
-        first, span = (0, lanes * step) if step > 0 else (1 - lanes, lanes)
-        chosen = [lane * step - first for lane in range(lanes)]
-        memory = stored.wide(span)
-        bits = ", ".join(f"i1 {str(i in chosen).lower()}" for i in range(span))
-        wanted = Value(fn, f"<{bits}>", I1.wide(span))
-        if mask is not None:
-            mask = mask if mask.type.width == lanes else mask.splat(lanes)
-            source = [i // step if step > 0 else lanes - 1 - i for i in range(span)]
-            wanted = wanted & shuffled(mask, source)
-        address = fn.at(base, place + first, stored)
-        if mask is None and step < 0:
-            value = fn.load(address, memory)
-        else:
-            align = fn.constant(stored.bits // 8, I32)
-            name = f"llvm.masked.load.{memory.suffix}.p0"
-            value = fn.call(name, memory, address, align, wanted, fn.constant(0, memory))
-        return shuffled(value, chosen).to(compute_type(stored))
-
-    def gathered(self, base: Value, places: Value, stored: Type, mask: Value | None) -> Value:
-        fn, held, lanes = self.fn, compute_type(stored), places.type.width
-        memory = I8_OF["i1"] if stored.kind == "i1" else stored
-        pointers = fn.emit(
-            f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
-        )
-        wide = (
-            fn.constant(1, I1.wide(lanes))
-            if mask is None
-            else mask
-            if mask.type.width > 1
-            else mask.splat(lanes)
-        )
-        kind = memory.wide(lanes)
-        align = fn.constant(max(memory.bits // 8, 1), I32)
-        name = f"llvm.masked.gather.{kind.suffix}.v{lanes}p0"
-        value = fn.call(name, kind, pointers, align, wide, fn.constant(0, kind))
-        return (value.to(I1) if stored.kind == "i1" else value).to(held)
 
     def store(self, store: Store) -> None:
         fn = self.fn

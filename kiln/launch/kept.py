@@ -1,9 +1,9 @@
 """Plans on disk: a graph that was compiled before, by whichever process, is not fused and generated again.
 
-A plan is kept under a key of all that it follows from: the graph with its types and its lines, what is known of
-symbolic sizes, the settings, the versions of Kiln, Python, torch and LLVM, the processor. It is JSON: numbers and
-texts, ops by name, functions of Kiln's by module and name; addresses are found anew. What has no such form is
-not kept, and what cannot be read is a miss.
+A plan is kept under a key of all that it follows from: the graph with its types and its lines, what is known
+of symbolic sizes, the settings, the versions of Kiln, Python, torch and LLVM, the processor. It is JSON:
+numbers and texts, ops by name, functions of Kiln's by module and name; addresses are found anew. What has no
+such form is not kept, and what cannot be read is a miss.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import json
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
 
-import kiln
+from kiln._launch import Plan
+from kiln.base import records
 from kiln.base.expressions import Expr
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
 from kiln.base.options import Settings
-from kiln.generate.code import Store
+from kiln.generate.code import Store, kept_code
 from kiln.generate.cpu import depends_on
 from kiln.launch.events import FORGETFUL
 from kiln.launch.memory import Lodging
 from kiln.launch.numbers import Settled
-from kiln.launch.plan import Flattened, Given
+from kiln.launch.plan import Flattened, Given, linked
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
@@ -55,26 +57,40 @@ class Keeping:
     """The constants of the graph: a plan refers to them by their places."""
     facts: Callable[[], Any]
 
-    def find(self) -> tuple[Description, list[Any], str] | None:
-        """The description of the plan, its constants, and the key of its code; None where it is not there."""
+    def find(self) -> Plan | None:
+        """The plan, where it is there with its code."""
+        started = perf_counter()
         data = self.store.get(self.key)
         if data is None:
             return None
         try:
-            made, constants, code = json.loads(data)
-            return _description(made), [self._constant(one) for one in constants], code
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError, NotKept):
+            fields, constants, key = json.loads(data)
+            made = replace(_description(fields), constants=tuple(map(self._constant, constants)))
+            code, source = kept_code(key, self.store) if key else (None, "")
+            if key and code is None:
+                return None
+            plan = linked(made, code)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, NotKept):
             return None
+        if key:
+            names = {stage[0] for step in made.steps if step[0] == "launch" for stage in step[1]}
+            counts = len(made.kernels), len(names), len(names)
+            records.emit(records.CodeRecord(*counts, source, perf_counter() - started))
+        return plan
 
-    def keep(self, made: Description, constants: Sequence[Any], code: str) -> None:
-        """Keep a plan, where it has a form on disk and nothing was decided on the way."""
+    def keep(self, finish: Callable[[], Plan]) -> Plan:
+        """The plan that is made now, kept where it has a form on disk and nothing was decided on the way."""
+        plan = finish()
+        made: Description = plan.owner
         if self.key != _key(self.facts()):
-            return
+            return plan
         try:
-            parts = [_fields(made), [self._place(one) for one in constants], code]
+            key = made.code.key if made.code is not None else ""
+            parts = [_fields(made), list(map(self._place, made.constants)), key]
         except NotKept:
-            return
+            return plan
         self.store.put(self.key, json.dumps(parts, separators=(",", ":")).encode())
+        return plan
 
     def _place(self, constant: Any) -> Any:
         for i, one in enumerate(self.given):
@@ -104,7 +120,7 @@ def keeping(graph: Graph, settings: Settings, store: Store | None) -> Keeping | 
 
     def facts() -> Any:
         sizes = [(s.name, s.hint, s.low, s.high) for scope in scopes for s in scope.symbols]
-        return text, repr(known), sizes, [str(r) for scope in scopes for r in scope.records]
+        return text, repr(known), sizes, [scope.knowledge() for scope in scopes]
 
     return Keeping(store, _key(facts()), constants, facts)
 
@@ -118,7 +134,7 @@ def _key(facts: Any) -> str:
 @functools.cache
 def _versions() -> str:
     """What the stages themselves are: the files of this package as they are now, Python and torch."""
-    folder = Path(kiln.__file__).parent
+    folder = Path(__file__).parents[1]
     files = []
     for place, _, names in os.walk(folder):
         for name in names:
@@ -211,20 +227,19 @@ def _fields(made: Description) -> list[Any]:
     return [_encoded(part) for part in (
         made.steps, made.lodged, made.outputs, made.names, tuple(lodgings),
         (settled.symbols, settled.fixed, settled.text), tuple(map(_number, made.numbers)), made.kernels,
-        made.labels, made.inputs, (made.sources.names, made.sources.places), made.functions,
+        made.labels, made.inputs, (made.sources.names, made.sources.places),
     )]  # fmt: skip
 
 
 def _description(fields: list[Any]) -> Description:
-    steps, lodged, outputs, names, lodgings, settled, numbers, kernels, labels, inputs, told, functions = map(
-        _decoded, fields
-    )
-    lodged_at = tuple([Lodging(*one[:4], offset=one[4]) for one in lodgings])
+    parts = map(_decoded, fields)
+    steps, lodged, outputs, names, lodgings, settled, numbers, kernels, labels, inputs, told = parts
+    places = [Lodging(name, size, first, last, offset=at) for name, size, first, last, at in lodgings]
     sources = Sources((), ())
     sources.names, sources.places = told
     return Description(
-        steps, lodged, outputs, names, lodged_at, Settled(*settled), numbers, kernels, labels, inputs, sources,
-        functions=functions,
+        steps, lodged, outputs, names, tuple(places), Settled(*settled), numbers, kernels, labels, inputs,
+        sources,
     )  # fmt: skip
 
 

@@ -39,19 +39,16 @@ class Place:
 
 def plan_for(program: Program, compiled: Sequence[Compiled]) -> Plan:
     """The plan of a program whose kernels, in order, are these."""
-    planner = Planner(program, compiled)
-    return linked(planner.described(), planner.constants, compiled[0].code.wait() if compiled else None)
+    return linked(Planner(program, compiled).described(), compiled[0].code.wait() if compiled else None)
 
 
-def linked(
-    made: Description, constants: Sequence[Any], code: Code | None, device: tuple[int, int, int] = (0, 0, 0)
-) -> Plan:
+def linked(made: Description, code: Code | None, device: tuple[int, int, int] = (0, 0, 0)) -> Plan:
     """The plan that a description is of, with the functions of this process in place of their names."""
     set_up()
     settled = made.settled
     plan = Plan(
         tuple([LINKED[step[0]](step, code) for step in made.steps]), made.lodged, made.outputs,
-        settled.symbols, tuple(constants), made.inputs, len(made.names), len(made.numbers) - 1, settled.fixed,
+        settled.symbols, made.constants, made.inputs, len(made.names), len(made.numbers) - 1, settled.fixed,
         settled.function(), replace(made, code=code), GRAIN, device,
     )  # fmt: skip
     plan.failing = made.sources
@@ -110,11 +107,10 @@ class Planner:
         self.taken: set[Node] = set()
         self.works: dict[int, float] = {}
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
-        self.constants: list[Any] = []
         self.now = 0
 
     def plan(self) -> Plan:
-        return linked(self.described(), self.constants, None, self.device)
+        return linked(self.described(), None, self.device)
 
     def described(self) -> Description:
         """What the plan is made of, without anything of this process."""
@@ -127,7 +123,6 @@ class Planner:
         ]
         for node in constants:
             self.slot(node)
-        self.constants = [node.args[0] for node in constants]
         ending: dict[int, list[Node]] = {}
         for node, i in self.last.items():
             if node.op is not CONSTANT:
@@ -150,6 +145,7 @@ class Planner:
             steps, lodged, outputs, tuple(self.names), tuple(self.lodgings), settled,
             tuple(self.numbers.values), tuple(made.kernel.name for made in self.code), tuple(self.labels),
             len(graph.inputs), Sources([step[0] for step in steps], self.sources),
+            tuple([node.args[0] for node in constants]),
         )  # fmt: skip
 
     # Homes

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln._launch import set_limit
-from kiln.base import records
+from kiln.base import log, records
 from kiln.base.begun import Begun
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.fx import runner
@@ -32,6 +32,7 @@ from kiln.generate.cpu import assembly
 from kiln.launch.cache import disk
 from kiln.launch.device import plan_on
 from kiln.launch.graphs import Recorded, can_record
+from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
 from kiln.launch.told import tell
 from kiln.launch.tune import choice, tuned
@@ -55,11 +56,10 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
             code.wait()
     set_limit(settings.arena_bytes)
     with records.timed("plan", dump.name, dump.half):
-        planner = Planner(program, compiled)
-        made = planner.described()
+        made = Planner(program, compiled).described()
 
     def finish() -> Run:
-        plan = linked(made, planner.constants, code.wait() if code is not None else None)
+        plan = linked(made, code.wait() if code is not None else None)
         plan.title = dump.title
         dump.show("plan", "plan", "txt", lambda: str(plan))
         return plan
@@ -103,6 +103,14 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     device = device_of(graph)
     if device is None:
         return Begun(partial(runner, graph, dump.title))
+    kept = None
+    if device.type == "cpu" and not is_watched(dump):
+        kept = keeping(graph, settings, disk(settings.cache_bytes))
+        plan = kept.find() if kept is not None else None
+        if plan is not None:
+            plan.title = dump.title
+            set_limit(settings.arena_bytes)
+            return Begun(lambda: plan)
     fusing, link = TARGETS[device.type]
     if settings.tunes and device.type == "cpu":
         untuned = replace(settings, mode="default")
@@ -116,11 +124,19 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
         fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes), title=dump.title)]
     program = fused(graph, settings, fusing, dump)
     begun = link(program, device, settings, dump)
+    if kept is not None:
+        return replace(begun, finish=partial(kept.keep, begun.finish))
     if not records.listening() or dump is NOWHERE:
         return begun
     run = begun.finish()
     tell(program, graph, device, dump, run)
     return Begun(lambda: run)
+
+
+def is_watched(dump: Dump) -> bool:
+    """Whether somebody wants to see what the stages make of a graph: then they all run."""
+    shown = any(map(log.wants, ("kernels", "llvm", "plan")))
+    return shown or dump.folder is not None or records.listening()
 
 
 def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE) -> Program:

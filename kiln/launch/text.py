@@ -25,6 +25,7 @@ class Description:
     labels: tuple[str, ...]
     inputs: int
     sources: Sources
+    constants: tuple[Any, ...] = ()
     code: Any = None
 
     def __str__(self) -> str:

@@ -139,7 +139,8 @@ def steps_of(program: Program, names: dict[Any, str]) -> Iterable[Step]:
     ]  # fmt: skip
     for step, size in zip(program.steps, alive(done, program.graph.outputs), strict=True):
         if isinstance(step, Launch):
-            yield Step("kernel", names[step.kernel], bytes=size)
+            origins = tuple([one.origin for one in fused_in(step) if one.origin])
+            yield Step("kernel", names[step.kernel], bytes=size, origins=origins)
             continue
         one = fused(step.node)
         yield Step(call_kind(step.node), one.op, one.origin, one.place, size)

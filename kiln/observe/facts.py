@@ -82,15 +82,13 @@ def graph_fact(record: GraphRecord, records: Records) -> GraphFact:
     """A graph, its nodes with the kernels and eager kernels that compute them."""
     kernels: dict[str, list[str]] = defaultdict(list)
     calls: dict[str, list[str]] = defaultdict(list)
-    for kernel in records.kernels:
-        if kernel.graph == record.name:
-            for fused in kernel.fused:
-                kernels[fused.origin].append(kernel_id(kernel.graph, kernel.half, kernel.name))
     for plan in records.plans:
         if plan.graph == record.name:
             for step in plan.steps:
                 if step.kind in ("native", "python"):
                     calls[step.origin].append(f"{plan.half} {step.name}")
+                for origin in step.origins:
+                    kernels[origin].append(kernel_id(plan.graph, plan.half, step.name))
     return {
         "name": record.name,
         "region": record.region,

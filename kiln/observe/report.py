@@ -215,7 +215,8 @@ def call_lanes(calls: Mapping[str, Call], graphs: Sequence[dict[str, Any]]) -> d
         for view in graph["views"]
     }
     lanes = []
-    for title, call in calls.items():
+    order = {title: number for number, title in enumerate(known)}
+    for title, call in sorted(calls.items(), key=lambda item: order.get(item[0], len(order))):
         graph, view = known.get(title, (None, None))
         kernels = Counter[str]()
         spans = []

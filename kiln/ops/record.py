@@ -107,6 +107,14 @@ class Recording(TorchDispatchMode):
         fake.node = node
         self.fakes[node] = fake
 
+    def fake(self, node: Node) -> FakeTensor:
+        """The tensor that a node stands for."""
+        known = self.fakes.get(node)
+        if known is None:
+            known = fake_of(node.spec)
+            self.bind(known, node)
+        return known
+
     def node(self, value: torch.Tensor) -> Node:
         """The node of a fake, or of a real tensor that the graph then holds as a constant."""
         bound: Node | None = value.node if type(value) is FakeTensor else None
@@ -159,23 +167,25 @@ class Recording(TorchDispatchMode):
         elif kind is not tuple and kind is not list and not (out is None or MUTATING[func]):
             return None
         argument = self.argument
-        node = Node(
+        node = self.add(
             func,
             tuple([a if type(a) in PLAIN else argument(a) for a in args]),
             {k: argument(v) for k, v in kwargs.items()} if kwargs else {},
             spec_of(out),
-            self._name(func),
-            self.where if self.origin is None else self.origin(),
-            self.backward,
-            self.region,
         )
-        self.graph.nodes.append(node)
         if kind is FakeTensor:
             if out.node is None:
                 out.node = node
                 self.fakes[node] = out
         elif kind is tuple or kind is list:
             self._parts(node, out)
+        return node
+
+    def add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any) -> Node:
+        """A new node of this place in the program."""
+        where = self.where if self.origin is None else self.origin()
+        node = Node(func, args, kwargs, spec, self._name(func), where, self.backward, self.region)
+        self.graph.nodes.append(node)
         return node
 
     def _parts(self, whole: Node, out: Sequence[Any]) -> None:

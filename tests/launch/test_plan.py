@@ -132,7 +132,7 @@ def test_no_output_lies_in_the_arena():
     described = list(plan.owner.steps)
     described[described.index(step)] = (*step[:1], lambda x: (x, x), *step[2:])
     owner = plan.owner
-    faked = linked(replace(owner, steps=tuple(described)), (), owner.code)
+    faked = linked(replace(owner, steps=tuple(described)), owner.code)
     x = rand(8)
     (first,) = faked(x)
     (second,) = faked(x + 1)

@@ -1,5 +1,6 @@
 """The commands on scripts and on the machine: what they print, their exit codes, their one-line errors."""
 
+import ast
 import json
 import tarfile
 import textwrap
@@ -9,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import kiln
-from kiln import doctor
+from kiln import doctor, scripts
 from kiln.cli import app
 from kiln.launch.cache import Cache
 
@@ -167,3 +168,18 @@ def test_export_writes_whole_entries_to_an_archive(tmp_path, monkeypatch):
     other.chmod(0o700)
     assert Cache(other, 1 << 20).get("a" * 64) == b"x" * 100
     assert "No such file" in command("cache", "export", str(tmp_path / "no" / "out.tar"), code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import torch\nf = torch.compile(g)", True),
+        ("from kiln import compile\n@compile\ndef f(): ...", True),
+        ("model.compile()", True),
+        ("import re\nre.compile('a')", False),
+        ("from re import compile\ncompile('a')", False),
+        ("compile('1', '', 'eval')", False),
+    ],
+)
+def test_what_counts_as_compiling(text, found):
+    assert scripts.compiles(ast.parse(text)) is found

@@ -162,6 +162,21 @@ def test_both_halves_are_told_by_module_and_source_line():
     assert all(stage["own"] > -1e-3 for stage in made["stages"])
 
 
+@pytest.mark.parametrize("how", ["place", "name"])
+def test_a_recompile_of_a_module_speaks_of_its_forward(how):
+    compiled = kiln.compile(Block())
+    with kiln.records() as seen:
+        for n in (2, 3, 4):
+            x = torch.randn(n, 4)
+            compiled(x) if how == "place" else compiled(x=x)
+    (fact,) = facts(seen)["recompiles"]
+    assert (fact["guard"], fact["count"]) == ("x.shape was (2, 4), now (3, 4)", 1)
+    assert fact["function"]["function"] == "Block.forward"
+    assert fact["place"]["text"] == "return torch.relu(self.inner(x)) + x"
+    assert fact["place"]["text"][fact["place"]["column"]] == "x"
+    assert "call kiln.mark_dynamic(x, 0)" in fact["remedy"]
+
+
 def test_memory_is_planned_below_what_eager_holds():
     def chain(x):
         return (((x + 1) * 2).sin() - 1).cos()

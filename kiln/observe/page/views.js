@@ -45,7 +45,7 @@ function graphTable() {
 }
 
 function kernelCount(graph) {
-  const counts = graph.views.map((view) => (view.kernels || []).length);
+  const counts = graph.views.map((view) => (view.like ? 0 : (view.kernels || []).length));
   return counts.some(Boolean) ? counts.reduce((a, b) => a + b) : "–";
 }
 
