@@ -1,14 +1,16 @@
-/* Memory for intermediate values: blocks that calls borrow and give back. The GIL guards the list. */
+/* Memory for intermediate values: blocks that calls borrow and give back. The GIL guards the list.
+
+   Small blocks are kept, and large ones too: the system takes long to map them. Those between come from the C
+   library, which has them at hand for the tensors of others while no call needs them. */
 
 #define _GNU_SOURCE
 #include "_launch.h"
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { LINE = 64, PAGE = 4096, MAPPED = 1 << 20, LARGE = 4 << 20 };
+enum { LINE = 64, PAGE = 4096, SHARED = 64 << 10, MAPPED = 4 << 20 };
 
 static Block *idle;
-static uint64_t made;
 static size_t kept, leased, limit = (size_t)1 << 32;
 
 static void
@@ -28,12 +30,12 @@ block_new(size_t size)
     if (block == NULL)
         return NULL;
     size_t page = size >= MAPPED ? PAGE : LINE;
-    *block = (Block){NULL, NULL, (size + page - 1) / page * page, ++made};
+    *block = (Block){NULL, NULL, (size + page - 1) / page * page, 0};
     if (block->size >= MAPPED) {
         block->memory = mmap(NULL, block->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (block->memory == MAP_FAILED)
             block->memory = NULL;
-        else if (size >= LARGE)
+        else
             madvise(block->memory, block->size, MADV_HUGEPAGE);
     } else
         block->memory = aligned_alloc(LINE, block->size);
@@ -41,6 +43,7 @@ block_new(size_t size)
         free(block);
         return NULL;
     }
+    block->serial = (uint64_t)(uintptr_t)block->memory;
     return block;
 }
 
@@ -83,7 +86,7 @@ void
 block_return(Block *block)
 {
     leased -= block->size;
-    if (kept + block->size > limit) {
+    if (kept + block->size > limit || (block->size >= SHARED && block->size < MAPPED)) {
         block_free(block);
         return;
     }

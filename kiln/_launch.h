@@ -48,7 +48,7 @@ typedef struct {
 
 extern Torch torch;
 
-/* Memory that calls borrow for their intermediate values; it stays mapped between calls. */
+/* Memory that calls borrow for their intermediate values. Equal serials mean equal addresses. */
 typedef struct Block {
     struct Block *next;
     char *memory;

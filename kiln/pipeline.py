@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
@@ -42,6 +43,7 @@ class Family:
     raising: Break | None = None  # where the latest capture saw the program raise
     first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
     resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
+    causes: WeakKeyDictionary[Any, Counter[str]] = field(default_factory=WeakKeyDictionary)  # of recompiles
 
 
 @dataclass(eq=False, slots=True)
@@ -162,14 +164,15 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     stance = options.stance()
     if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
         return None  # a functorch transform runs its function on tensors of its own
-    failures = [found for entry in entries if (found := failed_guards(entry, argv))]
+    failures = [failed_guards(entry, argv) for entry in entries]
     if stance == "fail_on_recompile":
-        why = "; ".join(str(found[0]) for found in failures) or "it has not been compiled yet"
+        why = "; ".join(str(found[0]) for found in failures if found) or "it has not been compiled yet"
         raise RecompileError(f"{name} would be compiled again: {why}")
-    limit = asked.setting("cache_limit")
+    causes = family.causes.setdefault(region, Counter()) if entries else Counter()
     if entries and telling.recompiled(
-        function, argv, name, failures, limit, len(entries), region in family.resumed, asked.dynamic
-    ):
+        function, argv, name, failures, asked.setting("cache_limit"), region in family.resumed, asked.dynamic,
+        causes,
+    ):  # fmt: skip
         region.limit_hit = True
         return None
     unstable = frozenset(

@@ -25,7 +25,7 @@ from kiln.capture.told import operations
 from kiln.check.sentences import sentence
 
 OFTEN = 3
-"""Entries that fail for one reason before it is said aloud."""
+"""Recompiles for one reason before it is said aloud."""
 UNFIX = "compile without dynamic=False, so that a size that varies is symbolic"
 STACK = "__stack"
 STACKED = re.compile(rf"{STACK}\d+")
@@ -100,33 +100,34 @@ def forward_of(function: FunctionType, argv: Sequence[Any]) -> FunctionType | No
 
 def recompiled(
     function: FunctionType, argv: Sequence[Any], name: str, failures: Sequence[Sequence[Failure]], limit: int,
-    entries: int, resumed: bool, dynamic: bool | None,
+    resumed: bool, dynamic: bool | None, causes: Counter[str],
 ) -> bool:  # fmt: skip
     """No entry holds: leave the record, warn of what keeps happening; whether the limit is reached.
 
-    `failures` are those of each entry; the record has those of the entry that is nearest.
+    `failures` are those of each entry; the record has those of the entry that is nearest. `causes` counts
+    how often the function was compiled again for each of them.
     """
-    if dynamic is False:
-        failures = [[fixed(one) for one in found] for found in failures]
-    firsts = [spoken(found[0], function, argv) for found in failures]
+    entries = len(failures)
+    failures = [list(map(fixed, found)) if dynamic is False else found for found in failures if found]
     nearest = tuple([spoken(one, function, argv) for one in outer(min(failures, key=len, default=()))])
-    reasons = tuple(map(str, firsts)) or ("the guards hold now",)
+    reasons = tuple([str(spoken(found[0], function, argv)) for found in failures])
     place, limited = defined(function, argv), entries >= limit
-    records.emit(records.RecompileRecord(name, reasons, place, nearest, limited, resumed))
-    often = Counter(one.source for one in firsts).most_common(1)
-    if not often:
+    records.emit(records.RecompileRecord(
+        name, reasons or ("the guards hold now",), place, nearest, limited, resumed
+    ))  # fmt: skip
+    if not nearest:
         return limited
-    source, count = often[0]
-    worst = next(one for one in firsts if one.source == source)
+    worst = nearest[0]
+    causes[worst.source] += 1
     read = f", read at {worst.place.file}:{worst.place.line}" if worst.place else ""
     text = f"{worst.guard}{read}; {worst.advice}"
-    where = f"{name} ({place.file}:{place.line})"
+    where, count = f"{name} ({place.file}:{place.line})", causes[worst.source]
     if limited:
         log.warn_once(("cache_limit", place.file, place.line, name),
                       f"{where} was compiled {entries} times and runs eagerly from now on; "
                       f"the guard that keeps failing: {text}")  # fmt: skip
     elif count >= OFTEN:
-        log.warn_once(("recompiles", place.file, place.line, source),
+        log.warn_once(("recompiles", place.file, place.line, worst.source),
                       f"{where} is compiled again and again, {count} times so far: {text}")  # fmt: skip
     return limited
 

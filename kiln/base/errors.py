@@ -43,7 +43,7 @@ class Break(KilnError):
 
 
 class Skip(KilnError):
-    """This frame is left to Python, unchanged; `broke` is the break that leaves no place to split it, if any."""
+    """This frame is left to Python, unchanged; `broke` is the break that left no place to split it."""
 
     def __init__(self, why: str, broke: Break | None = None) -> None:
         self.why, self.broke = why, broke

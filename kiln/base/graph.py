@@ -62,10 +62,21 @@ class Node:
     def inputs(self) -> list[Node]:
         """The nodes that this one reads, with repetitions."""
         found: list[Node] = []
-        _gather(self.args, found)
+        for item in self.args:
+            kind = type(item)
+            if kind is Node:
+                found.append(item)
+            elif kind in NESTS:
+                _gather((item,), found)
         if self.kwargs:
             _gather(self.kwargs, found)
         return found
+
+    def over(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Node:
+        """The same op over other arguments."""
+        return Node(
+            self.op, args, kwargs, self.spec, name or self.name, self.where, self.backward, self.region
+        )
 
     def __repr__(self) -> str:
         return self.name or f"<{label(self.op)}>"

@@ -31,11 +31,8 @@ class Copies:
 
     @staticmethod
     def of(recording: Recording, graph: fx.Graph) -> Copies | None:
-        """The copies of a graph; None where they have to run."""
-        calls = [node for node in graph.nodes if node.op.startswith("call")]
-        if torch.is_grad_enabled() or any(node.meta.get("example_value") is None for node in calls):
-            return None
-        return Copies(recording, graph)
+        """The copies in a graph; None where it has none."""
+        return Copies(recording, graph) if any("copied" in node.meta for node in graph.nodes) else None
 
     def begin(self, node: fx.Node, known: dict[fx.Node, Any]) -> None:
         """A node is going to run: it reads tensors."""
@@ -60,7 +57,7 @@ class Copies:
         """Whether a node was added as a copy: then its value is known."""
         block, original = node.meta.get("copied", (None, None))
         span = self._spans.get(original) if block is not None else None
-        if span is None:
+        if span is None or torch.is_grad_enabled() or node.meta.get("example_value") is None:
             return False
         images = self._images.setdefault(block, {})
         for old, new in zip(_inputs(original), _inputs(node), strict=True):
@@ -91,7 +88,7 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is known by its type: tensors of unknown contents, numbers, and tuples and lists of them."""
+    """Whether a value is known by its type: tensors of unknown contents, numbers, and nests of them."""
     if type(value) is tuple or type(value) is list:
         return all(map(_plain, value))
     return _node(value) is not None or type(value) in (int, bool, float, type(None))

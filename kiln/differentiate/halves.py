@@ -200,7 +200,7 @@ class Builder:
             return value
 
         args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
-        copy = replace(node, args=args, kwargs=mapped(node.kwargs, leaf) if node.kwargs else {})
+        copy = node.over(args, mapped(node.kwargs, leaf) if node.kwargs else {})
         made[node] = copy
         return copy
 

@@ -81,7 +81,7 @@ def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
             made[node] = made[rest]
             continue
         args = node.args if node.op == "constant" else mapped(node.args, leaf)
-        made[node] = replace(node, args=args, kwargs=mapped(node.kwargs, leaf), name=new.name(node.name))
+        made[node] = node.over(args, mapped(node.kwargs, leaf), new.name(node.name))
         new.nodes.append(made[node])
     new.outputs = tuple(
         None if type(out) is Node and absent(out) else made[out] if type(out) is Node else out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -165,7 +165,7 @@ def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], kept: set[Nod
             rest.nodes.append(node)
             continue
         args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
-        replaced[node] = rest.add(replace(node, args=args, kwargs=kwargs))
+        replaced[node] = rest.add(node.over(args, kwargs))
     rest.outputs = retarget(graph.outputs, replaced)
     users = graph.users()
     acting = {replaced.get(node, node) for node in graph.nodes if not users[node] and node not in kept}

@@ -99,7 +99,7 @@ class Relayout:
         args, kwargs = node.args, node.kwargs
         if node.op is not CONSTANT:
             args, kwargs = mapped(args, value), mapped(kwargs, value)
-        return self.graph.add(replace(node, args=args, kwargs=kwargs, name=self.graph.name(node.name)))
+        return self.graph.add(node.over(args, kwargs, self.graph.name(node.name)))
 
     def again(self, node: Node, value: Callable[[Any], Any]) -> Any:
         """The op called on what its inputs are now; where it does not take them so, on what they were."""

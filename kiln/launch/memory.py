@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,8 +42,66 @@ def rounded(size: int) -> int:
     return max(-(-size // LINE), 1) * LINE
 
 
+#: Lodgings up to which a second arrangement is tried: its time grows with their square.
+FEW = 300
+
+
 def arrange(lodgings: Iterable[Lodging]) -> int:
-    """Give each an offset, the best fitting gap among what is alive with it; the bytes of all."""
+    """Give each an offset, so that what is alive at once lies apart; the bytes of all."""
+    listed = list(lodgings)
+    total = _in_time(listed)
+    if len(listed) <= FEW and total > _least(listed):
+        before = [one.offset for one in listed]
+        by_size = _by_size(listed)
+        if by_size < total:
+            return by_size
+        for one, offset in zip(listed, before, strict=True):
+            one.offset = offset
+    return total
+
+
+def _line(lodging: Lodging) -> list[Lodging]:
+    """A lodging and those that are written in its place, one after the other."""
+    line = [lodging]
+    while line[-1].heir is not None:
+        line.append(line[-1].heir)
+    return line
+
+
+def _least(lodgings: Sequence[Lodging]) -> int:
+    """The most bytes that are alive at once."""
+    changes: dict[int, int] = {}
+    for one in lodgings:
+        if not one.inherited:
+            last = _line(one)[-1].last + 1
+            changes[one.first] = changes.get(one.first, 0) + rounded(one.size)
+            changes[last] = changes.get(last, 0) - rounded(one.size)
+    now = most = 0
+    for step in sorted(changes):
+        now += changes[step]
+        most = max(most, now)
+    return most
+
+
+def _by_size(lodgings: Sequence[Lodging]) -> int:
+    """The largest first, each as low as what is alive with it admits."""
+    placed: list[tuple[int, int, int, int]] = []
+    for one in sorted((one for one in lodgings if not one.inherited), key=lambda one: -one.size):
+        line, size = _line(one), rounded(one.size)
+        first, last, offset = one.first, line[-1].last, 0
+        for start, end, begin, over in placed:
+            if begin <= last and first <= over:
+                if start - offset >= size:
+                    break
+                offset = max(offset, end)
+        for part in line:
+            part.offset = offset
+        insort(placed, (offset, offset + size, first, last))
+    return max([end for _, end, _, _ in placed], default=0)
+
+
+def _in_time(lodgings: Sequence[Lodging]) -> int:
+    """In the order in which they are written, each in the best fitting gap among what is alive with it."""
     gaps = _Gaps()
     alive: list[tuple[int, int, Lodging]] = []
     for number, lodging in enumerate(sorted(lodgings, key=lambda one: one.first)):

@@ -20,6 +20,7 @@ from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
+from kiln.expand.padding import padded
 from kiln.expand.sizes import determined
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import WAYS, Fusing, Program, fuse
@@ -142,8 +143,7 @@ def is_watched(dump: Dump) -> bool:
 def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE) -> Program:
     """A graph of aten ops as a program, fused in one way."""
     given = revisable(graph, dump)
-    if settings.exact:
-        given = sealed(given)
+    given = sealed(given) if settings.exact else padded(given)
     with records.timed("expand", dump.name, dump.half):
         prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
     with records.timed("fuse", dump.name, dump.half):

@@ -35,7 +35,8 @@ def summary(facts: Facts) -> str:
     s = facts["summary"]
     counts = [counted(s["graphs"], "graph"), counted(s["ops"], "op")]
     if s["outside"]:
-        counts[-1] += f" ({s['share']:.0%} of the operations)"
+        share = min(s["share"], 0.99)
+        counts[-1] += f" ({share:.0%} of the operations)"
     counts.append(counted(s["breaks"], "break"))
     if s["recompiles"]:
         counts.append(counted(s["recompiles"], "recompile"))

@@ -120,14 +120,16 @@ class Driver:
 @contextmanager
 def pretended():
     """Programs for the CPU become plans that a driver of no GPU starts."""
-    driver, targets = Driver(), dict(programs.TARGETS)
+    driver, targets, keeping = Driver(), dict(programs.TARGETS), programs.keeping
 
     def link(program, device, settings, dump):
         plan = driver.plan(program, device)
         return Begun(lambda: plan)
 
+    programs.keeping = lambda *_: None  # these plans are not for the disk
     programs.TARGETS["cpu"] = (Fusing(GRIDS), link)
     try:
         yield driver
     finally:
         programs.TARGETS.update(targets)
+        programs.keeping = keeping

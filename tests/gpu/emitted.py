@@ -13,17 +13,17 @@ from kiln.launch import program
 @contextmanager
 def kernels_noted():
     """The kernels that programs are fused into for a GPU while they are compiled for the CPU."""
-    found, fuse = [], program.fuse
+    found, fuse, keeping = [], program.fuse, program.keeping
 
     def noted(graph, exact=False, fusing=Fusing()):
         found.extend(fuse(graph, exact, Fusing(GRIDS)).kernels)
         return fuse(graph, exact, fusing)
 
-    program.fuse = noted
+    program.fuse, program.keeping = noted, lambda *_: None
     try:
         yield found
     finally:
-        program.fuse = fuse
+        program.fuse, program.keeping = fuse, keeping
 
 
 def kernels_of(f, *inputs, dynamic=None):
