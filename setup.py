@@ -13,7 +13,7 @@ HOOK = Extension(
 
 LAUNCH = Extension(
     "kiln._launch",
-    sources=["kiln/_launch.c", "kiln/_arena.c", "kiln/_call.c", "kiln/_grid.c", "kiln/_plan.c", "kiln/_run.c"],
+    sources=[f"kiln/_{part}.c" for part in ("launch", "arena", "call", "grid", "plan", "run")],
     depends=["kiln/_launch.h"],
     extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
 )

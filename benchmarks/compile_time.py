@@ -1,11 +1,12 @@
 """First calls: of few and many equal layers, and of models against torch.compile, in fresh processes.
 
-    python benchmarks/compile_time.py [--torch] [--repeat N] [--cpu]
+    python benchmarks/compile_time.py [--torch] [--repeat N] [--cpu] [--models resnet18,mobilenet_v2,llama]
 
 A first call is measured from before the import of the compiler to the end of the call (the backward too where
 the model trains); torch and the model are there before. Cold runs find an empty disk cache, warm runs a full
 one. The best of the repeats counts. `--torch` measures torch.compile as well, which takes minutes; `--cpu` takes
-the time of the processor, its children's too, for machines that do other things at the same time.
+the time of the processor, its children's too, for machines that do other things at the same time. The models
+are those of `models.py` and three of this file.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import models
+
 
 def layers(count):
     import torch
@@ -28,15 +31,6 @@ def layers(count):
                          vocab_size=1000)  # fmt: skip
     ids = torch.randint(0, 1000, (1, 32))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids, "use_cache": False}
-
-
-def bert():
-    import torch
-    from transformers import BertConfig, BertForMaskedLM
-
-    ids = torch.randint(0, 1000, (1, 64))
-    config = BertConfig(hidden_size=256, num_attention_heads=4, intermediate_size=1024, vocab_size=1000)
-    return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
 
 
 def convolutions():
@@ -66,7 +60,7 @@ def convolutions():
     return Net(), {"image": torch.randn(2, 3, 32, 32)}
 
 
-MODELS = {"llama4": lambda: layers(4), "llama48": lambda: layers(48), "bert": bert, "convolutions": convolutions}
+MODELS = {**models.MODELS, "llama4": lambda: layers(4), "llama48": lambda: layers(48), "convolutions": convolutions}
 
 
 def spent():
@@ -84,7 +78,8 @@ def measure(compiler, name, training, clock):
 
     def step(function):
         with torch.set_grad_enabled(training):
-            loss = function(**inputs)["loss"]
+            out = function(**inputs)
+            loss = out["loss"] if isinstance(out, dict) and "loss" in out else models.tensor_of(out).square().mean()
         if training:
             loss.backward()
 
@@ -131,7 +126,7 @@ def main():
     parser.add_argument("--torch", action="store_true", help="measure torch.compile too")
     parser.add_argument("--cpu", action="store_true", help="processor time")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="llama4,llama48,bert,convolutions")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:

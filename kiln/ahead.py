@@ -104,12 +104,13 @@ def compiled(
     held: HeldCompiler | None = None,
     tries: bool = False,
     dump: Dump = NOWHERE,
+    arrange: Callable[[Graph], Graph] = lambda graph: graph,
 ) -> Callable[..., Any]:
     """The callable of a captured graph whose halves these compilers compile.
 
     `random` says which random numbers are Kiln's own, as the option of that name does. `held`, where given,
     compiles graphs without gradients in the place of `inference`, and learns which tensors the module holds.
-    `tries` has gradients that may cancel compared with eager's once.
+    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses the graph's layouts.
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
@@ -118,7 +119,7 @@ def compiled(
         name = str(module.meta.get("name", ""))
         with records.timed("differentiate", name):
             joint = trace(module, list(examples))
-        joint = replace(joint, graph=draw(joint.graph, random), random=random)
+        joint = replace(joint, graph=arrange(draw(joint.graph, random)), random=random)
         if joint.differentiates:
             dump.show("graph", "joint", "py", lambda: str(joint.graph))
         if level != "aten":

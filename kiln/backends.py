@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from torch.fx import GraphModule
 
+from kiln.base.collecting import uncollected
 from kiln.base.options import MODES, OPTION_NAMES, Backend, config, unknown, with_changes
 
 ENTRY_POINTS = ("kiln.backends", "torch_dynamo_backends")
@@ -58,10 +59,11 @@ def lookup_backend(backend: str | Backend) -> Backend:
             raise TypeError(f"backend is a name or a callable, got {backend!r}. Known names: {_names()}")
         return backend
     if backend not in _registered:
-        found = _installed().get(backend)
+        found = OWN.get(backend) or _installed().get(backend)
         if found is None:
             raise unknown("backend", backend, list_backends())
-        _registered[backend] = found.load()
+        with uncollected():
+            _registered[backend] = found.load()
     return _registered[backend]
 
 

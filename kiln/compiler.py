@@ -18,6 +18,7 @@ from kiln.base.graph import Graph
 from kiln.base.options import Settings, config
 from kiln.base.reports import fell_back
 from kiln.differentiate.run import Run
+from kiln.expand.channels import side_by_side
 from kiln.expand.edited import EditedFile
 from kiln.launch.held import compile_held
 from kiln.launch.program import begin_graph
@@ -49,6 +50,7 @@ def kiln(
         return compiled(
             module, examples, forward, backward, inference,
             random=settings.draws, held=held, tries=not settings.exact, dump=dump,
+            arrange=(lambda graph: graph) if settings.exact else side_by_side,
         )
 
 

@@ -38,16 +38,13 @@ def captured_frame(
     function: FunctionType, captured: Captured, entry: Any, made: str, name: str, argv: Sequence[Any]
 ) -> None:
     """A frame was captured: its graph, its break and the code that runs instead."""
-    listening = records.listening()
+    heard = records.heard()
     if captured.graph is not None:
-        all_ops = operations(captured.graph) if listening else ()
-        guards = entry.guards if listening else ()
-        guarded = tuple([(sentence(guard), entry.place(guard)) for guard in guards])
-        start, end = span(function, captured)
-        records.emit(records.GraphRecord(
-            made, captured.graph, captured.ops, captured.inputs, start, name, entry.guards, end, all_ops,
-            guarded,
-        ))  # fmt: skip
+        records.emit(
+            graph_record(function, captured, entry, made, name)
+            if heard or log.wants("graph")
+            else records.GraphRecord(made, None, captured.ops, captured.inputs, defined(function, argv), name)
+        )
         if log.wants("guards"):
             log.say("guards", "\n  ".join([made, *map(sentence, entry.guards)]))
     reason = captured.reason
@@ -56,8 +53,32 @@ def captured_frame(
         if captured.looped and reason.kind not in ASKED_FOR:
             key = "loop", reason.at and (reason.at.file, reason.at.line)
             log.warn_once(key, f"a loop leaves the graph in every turn: {reason}")
+    if heard or log.wants("code"):
+        residual(function, captured, made, name, argv)
+
+
+def graph_record(
+    function: FunctionType, captured: Captured, entry: Any, made: str, name: str
+) -> records.GraphRecord:
+    """The record of a captured graph; its ops and guards one by one where somebody listens."""
+    assert captured.graph is not None
+    listening = records.listening()
+    all_ops = operations(captured.graph) if listening else ()
+    guards = entry.guards if listening else ()
+    guarded = tuple([(sentence(guard), entry.place(guard)) for guard in guards])
+    start, end = span(function, captured)
+    counts = captured.ops, captured.inputs
+    return records.GraphRecord(
+        made, captured.graph, *counts, start, name, entry.guards, end, all_ops, guarded
+    )
+
+
+def residual(
+    function: FunctionType, captured: Captured, made: str, name: str, argv: Sequence[Any]
+) -> None:
+    """The code that runs in place of a frame, and what goes on after a break."""
     original = (forward_of(function, argv) or function).__code__
-    broke = None if reason is None else reason.at
+    broke = None if captured.reason is None else captured.reason.at
     records.emit(records.ResidualRecord(name, captured.code, original, made, broke))
     if log.wants("code") and (made or not is_library(original.co_filename)):
         log.say("code", f"{name}\n{beside(original, captured.code, made, broke)}")
@@ -70,7 +91,7 @@ def span(function: FunctionType, captured: Captured) -> tuple[Place, Place]:
     assert captured.graph is not None
     ops = [node for node in captured.graph.graph.nodes if node.op.startswith("call")]
     first = outermost(places_of(ops[0].meta.get("stack_trace") or "")) if ops else None
-    end = captured.end
+    end = place_at(*captured.end)
     if is_library(end.file):
         last = outermost(places_of(ops[-1].meta.get("stack_trace") or "")) if ops else None
         at = captured.reason.at if captured.reason is not None else None

@@ -17,14 +17,13 @@ from kiln.launch import held
 def seen(monkeypatch, tmp_path):
     """The settings of each graph that was compiled."""
     monkeypatch.setenv("KILN_CACHE_DIR", str(tmp_path / "cache"))
-    found, compile_graph = [], compiler.compile_graph
+    found = []
 
-    def watched(graph, settings, *rest, **named):
-        found.append(settings)
-        return compile_graph(graph, settings, *rest, **named)
+    def watched(compile_it):
+        return lambda graph, settings, *rest: found.append(settings) or compile_it(graph, settings, *rest)
 
-    for place in (compiler, held):
-        monkeypatch.setattr(place, "compile_graph", watched)
+    monkeypatch.setattr(compiler, "begin_graph", watched(compiler.begin_graph))
+    monkeypatch.setattr(held, "compile_graph", watched(held.compile_graph))
     kiln.reset()
     return found
 

@@ -90,6 +90,8 @@ class GraphRecord:
 
     def light(self) -> GraphRecord:
         """The record without what keeps the user's objects alive."""
+        if self.graph is None and not self.guards:
+            return self
         return replace(self, graph=None, guards=(), operations=(), guarded=())
 
     def __str__(self) -> str:
@@ -349,4 +351,4 @@ TOPICS: dict[type, str] = {
 }  # fmt: skip
 
 #: Records that are not kept for nobody.
-HEAVY = (StageRecord, KernelRecord, PlanRecord, ValuesRecord, TextRecord)
+HEAVY = (StageRecord, KernelRecord, PlanRecord, ValuesRecord, TextRecord, ResidualRecord, CacheRecord)

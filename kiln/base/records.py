@@ -122,15 +122,22 @@ _names: Counter[str] = Counter()
 
 def emit(record: Record) -> None:
     """Hand a record to the collectors of this context, to those of all threads, and to the log."""
+    topic = TOPICS.get(type(record), "")
+    if isinstance(record, HEAVY) and not heard() and not lines.wants(topic):
+        return
     light = record.light() if isinstance(record, (GraphRecord, ResidualRecord)) else record
     for collector in (*_collectors.get(), *_everywhere):
         collector.add(light if collector.light else record)
     if not isinstance(record, HEAVY):
         with _lock:
             log.add(light)
-    topic = TOPICS.get(type(record), "")
     if lines.wants(topic):
         lines.say(topic, str(record))
+
+
+def heard() -> bool:
+    """Whether somebody collects, if only what is light."""
+    return bool(_everywhere or _collectors.get())
 
 
 def listening() -> bool:
@@ -158,8 +165,7 @@ class timed:  # noqa: N801
         self._stage, self.graph, self._half = stage, graph, half
 
     def __enter__(self) -> timed:
-        heard = _everywhere or _collectors.get() or lines.wants("time")
-        self._began = perf_counter() if heard else 0.0
+        self._began = perf_counter() if heard() or lines.wants("time") else 0.0
         return self
 
     def __exit__(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kiln import _hook
-from kiln.base.errors import Break, Place, Skip
+from kiln.base.errors import Break, Skip
 from kiln.bytecode import decompile, versions
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
@@ -43,7 +43,7 @@ class Captured:
     code: types.CodeType
     continued: tuple[types.CodeType, ...]  # the code that goes on after a break, outermost frame first
     reason: Break | None
-    end: Place
+    end: tuple[Any, int]  # the code and the instruction at which it ended
     looped: bool = False  # whether what goes on after the break comes back to it
 
 
@@ -92,10 +92,8 @@ class Finisher:
         _hook.hide(built, _hook.INNER)
         run = types.FunctionType(built, self.root.globals)
         decompile.show(run)
-        counts = self.ops, self.inputs
-        return Captured(
-            None, self.graph, *counts, run, built, tuple(self.continued), reason, self.root.place()
-        )
+        counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
+        return Captured(None, self.graph, *counts, run, built, tuple(self.continued), reason, last)
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""

@@ -42,7 +42,7 @@ def uneven(node: Node) -> frozenset[str]:
         return frozenset()
     if not all(type(n) is int for spec in specs for n in (*spec.shape, *spec.stride)):
         return frozenset()
-    rows, summed, columns = *a.shape, b.shape[1]
+    (rows, summed), columns = a.shape, b.shape[1]
     if rows * summed * columns < LEAST or min(rows, summed, columns) < STEP:
         return frozenset()
     if first and (node.args[0].spec.shape != (columns,) or node.args[0].spec.dtype != node.spec.dtype):

@@ -21,12 +21,14 @@ Maker: TypeAlias = "Callable[[Relayout], Node]"
 
 #: Ops that take a tensor in any layout as well as in the one that was traced. Elementwise ones do, too.
 FOLLOW = frozenset({
-    "_adaptive_avg_pool2d", "_softmax", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax",
-    "argmin", "avg_pool2d", "cat", "clone", "constant_pad_nd", "convolution", "detach", "expand", "getitem",
-    "max_pool2d_with_indices", "mean", "native_batch_norm", "native_group_norm", "native_layer_norm",
-    "permute", "reflection_pad2d", "replication_pad2d", "select", "slice", "split", "split_with_sizes",
-    "squeeze", "stack", "sum", "t", "transpose", "unbind", "unsqueeze", "upsample_bicubic2d",
-    "upsample_bilinear2d", "upsample_nearest2d", "var", "var_mean", "view",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_batch_norm_with_update_functional", "_softmax",
+    "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin", "avg_pool2d",
+    "avg_pool2d_backward", "batch_norm_backward", "cat", "clone", "constant_pad_nd", "convolution",
+    "cudnn_batch_norm_backward", "detach", "expand", "getitem", "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward", "mean", "native_batch_norm", "native_batch_norm_backward",
+    "native_group_norm", "native_layer_norm", "permute", "reflection_pad2d", "replication_pad2d", "select",
+    "slice", "split", "split_with_sizes", "squeeze", "stack", "sum", "t", "transpose", "unbind", "unsqueeze",
+    "upsample_bicubic2d", "upsample_bilinear2d", "upsample_nearest2d", "var", "var_mean", "view",
 })  # fmt: skip
 
 
@@ -137,7 +139,8 @@ class Relayout:
         moved = strictly or any(
             n != 1 and a != b for n, a, b in zip(spec.shape, node.spec.stride, spec.stride, strict=True)
         )
-        if not moved or not is_dense(spec.shape, spec.stride):
+        # Outputs have gaps where they are parts of others; elements that share a place cannot be copied so.
+        if not moved or not is_dense(spec.shape, spec.stride) and (not strictly or 0 in spec.stride):
             return node
         return self.with_strides(node, spec.stride)
 

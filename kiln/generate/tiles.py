@@ -10,14 +10,16 @@ from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Load, Nest, terms
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import access_cost, hint, shuffled
-from kiln.generate.llvm import Value
+from kiln.generate.llvm import I32, Value
 from kiln.generate.scalar import TYPES
-from kiln.generate.values import Values
+from kiln.generate.values import VOID_TYPE, Values
 
 #: The side of squares in which a large transpose goes: with many elements of each page, and within the cache.
 BLOCK = 256
 #: Rows of the result in one task otherwise.
 FEW = 16
+#: Elements ahead that are asked for along the rows of what is turned.
+AHEAD = 64
 #: Elements that fit the cache.
 CACHED = 1 << 18
 
@@ -163,6 +165,9 @@ class Tiles(Values):
             self.lanes = width
             for load, kind, held in zip(found.loads, kinds, memory, strict=True):
                 self.layers[-1][id(load)] = fn.load(fn.at(held, i * width, kind), kind.wide(width))
+            if self.streams:
+                for load in self.side_by_side(found):
+                    self.fetch(load, width)
             body()
             self.lanes = 1
             self.pop()
@@ -170,6 +175,21 @@ class Tiles(Values):
 
         fn.loop(0, width, 1, [], row)
         return []
+
+    def side_by_side(self, found: Crossing) -> list[Load]:
+        """Loads along the axis of results: the next strip of squares reads the lines beside theirs."""
+        loads = [t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)]
+        near = [t for t in loads if isinstance(t.index, Expr) and not t.places and t not in found.loads]
+        axes = {found.along.variable, found.across.variable}
+        return [t for t in near if axes <= t.index.symbols() and access_cost(t.index, found.along) == 1]
+
+    def fetch(self, load: Load, ahead: int, place: Value | None = None) -> None:
+        """Ask for elements that are read soon, in an order that processors do not foresee."""
+        fn, stored = self.fn, TYPES[load.dtype]
+        place = self.index(load.index) if place is None else place
+        address = fn.at(self.pointers[load.buffer], place + ahead, stored)
+        flags = [fn.constant(n, I32) for n in (0, 2, 1)]  # for reading, to the second cache, data
+        fn.call("llvm.prefetch.p0", VOID_TYPE, address, *flags)
 
     def across(self, found: Crossing, load: Load, first: Value, column: Value) -> Value:
         """What a load reads in one column of a square."""
@@ -180,4 +200,6 @@ class Tiles(Values):
         self.pop()
         stored = TYPES[load.dtype]
         address = self.fn.at(self.pointers[load.buffer], place, stored)
+        if self.streams:
+            self.fetch(load, AHEAD, place)
         return self.fn.load(address, stored.wide(self.width)).to(compute_type(stored))

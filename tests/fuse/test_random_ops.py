@@ -26,11 +26,13 @@ def strict():
 @pytest.fixture
 def graphs(monkeypatch):
     """The graphs that were compiled."""
-    found, compile_graph = [], compiler.compile_graph
-    for place in (compiler, held):
-        monkeypatch.setattr(
-            place, "compile_graph", lambda graph, *rest, **named: found.append(graph) or compile_graph(graph, *rest, **named)
-        )
+    found = []
+
+    def watched(compile_it):
+        return lambda graph, *rest, **named: found.append(graph) or compile_it(graph, *rest, **named)
+
+    monkeypatch.setattr(compiler, "begin_graph", watched(compiler.begin_graph))
+    monkeypatch.setattr(held, "compile_graph", watched(held.compile_graph))
     return found
 
 
