@@ -69,6 +69,9 @@ test-page: develop
 test-gpu: develop
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'no GPU here'"
 	$(BIN)/python -m pytest -n $(JOBS) tests/gpu $(ARGS)
+	KILN_DEVICE=cuda $(BIN)/python -m pytest -n $(JOBS) tests/compiler/test_opinfo.py tests/compiler/test_modules.py $(ARGS)
+	KILN_DEVICE=cuda KILN_DTYPE=bfloat16 $(BIN)/python -m pytest -n $(JOBS) tests/compiler/test_opinfo.py tests/compiler/test_modules.py $(ARGS)
+	KILN_DEVICE=cuda KILN_FUZZ=$(or $(PROGRAMS),5000) $(BIN)/python -m pytest tests/fuse/test_random.py $(ARGS)
 	$(BIN)/python benchmarks/gpu.py
 
 smoke: develop

@@ -110,7 +110,7 @@ def compiled(
 
     `random` says which random numbers are Kiln's own, as the option of that name does. `held`, where given,
     compiles graphs without gradients in the place of `inference`, and learns which tensors the module holds.
-    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses the graph's layouts.
+    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses layouts without one.
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
@@ -119,7 +119,9 @@ def compiled(
         name = str(module.meta.get("name", ""))
         with records.timed("differentiate", name):
             joint = trace(module, list(examples))
-        joint = replace(joint, graph=arrange(draw(joint.graph, random)), random=random)
+        joint = replace(joint, graph=draw(joint.graph, random), random=random)
+        if not joint.differentiates:
+            joint = replace(joint, graph=arrange(joint.graph))
         if joint.differentiates:
             dump.show("graph", "joint", "py", lambda: str(joint.graph))
         if level != "aten":

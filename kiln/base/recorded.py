@@ -131,7 +131,8 @@ class RecompileRecord:
     """Whether it is what goes on after a break."""
 
     def __str__(self) -> str:
-        return f"{self.region}: " + " | ".join(self.reasons)
+        remedy = f"; {self.failures[0].advice}" if self.failures else ""
+        return f"{self.region}: {' | '.join(self.reasons)}{remedy}"
 
 
 @dataclass(frozen=True, slots=True)

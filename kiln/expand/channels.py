@@ -1,16 +1,13 @@
 """Convolutions of half types on a GPU with the channels of a place side by side, as matrix units take them.
 
 Images and filters are turned once, and what lies between convolutions stays so: elementwise ops, norms and
-pooling follow. It is done before a graph is parted, so that what is saved for the backward pass lies so too.
+pooling follow.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.expand.relayout import Maker, Relayout
@@ -23,19 +20,17 @@ FEWEST = 3
 
 def side_by_side(graph: Graph) -> Graph:
     """The graph with its convolutions over channels that lie side by side."""
-    layers = {node: MAKERS[node.op] for node in graph.nodes if node.op in MAKERS}
-    forward = sum(node.op is aten.convolution.default for node in layers)
-    if forward < FEWEST or not all(map(fits, layers)):
+    layers = [node for node in graph.nodes if node.op is aten.convolution.default]
+    if len(layers) < FEWEST or not all(map(fits, layers)):
         return graph
-    made: dict[Node, Maker] = {node: partial(make, node) for node, make in layers.items()}
+    made: dict[Node, Maker] = {node: partial(convolution, node) for node in layers}
     return Relayout(graph, made, ()).run()
 
 
 def fits(node: Node) -> bool:
     """Whether a convolution is a plain one of two dimensions, of a half type and known sizes."""
-    first = 0 if node.op is aten.convolution.default else 1
-    specs = [operand.spec for operand in node.args[: first + 2]]
-    transposed, groups = node.args[first + 6], node.args[first + 8]
+    specs = [operand.spec for operand in node.args[:2]]
+    transposed, groups = node.args[6], node.args[8]
     return not transposed and groups == 1 and all(
         spec.dtype.itemsize == 2 and spec.device.type in DEVICES and len(spec.shape) == 4
         and all(type(n) is int and n > 0 for n in spec.shape)
@@ -61,24 +56,3 @@ def convolution(node: Node, walk: Relayout) -> Node:
     image, filters, *rest = node.args
     given = (operand(walk, image), operand(walk, filters), *[walk.value(one) for one in rest])
     return walk.graph.call(node.op, given, dict(node.kwargs), spec=turned(node.spec), like=node)
-
-
-def gradients(node: Node, walk: Relayout) -> Any:
-    """The gradients of a convolution, one by one."""
-    given = tuple([operand(walk, one) for one in node.args[:3]])
-    specs = [
-        turned(spec) if isinstance(spec, TensorSpec) and len(spec.shape) == 4 else spec for spec in node.spec
-    ]
-    args, kwargs = (*given, *node.args[3:]), dict(node.kwargs)
-    whole = walk.graph.call(node.op, args, kwargs, spec=tuple(specs), like=node)
-    return tuple([
-        walk.graph.call(operator.getitem, (whole, i), spec=spec, like=node)
-        if isinstance(spec, TensorSpec) else None
-        for i, spec in enumerate(specs)
-    ])  # fmt: skip
-
-
-MAKERS: dict[Any, Callable[[Node, Relayout], Any]] = {
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: gradients,
-}

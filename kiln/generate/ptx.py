@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,15 +85,6 @@ class GridEmitter(Online):
     def outer(self) -> list[Axis]:
         """The kept axes that do not run in the elements of a thread."""
         return [a for a in self.nest.kept if a is not self.vector]
-
-    def place(self, axes: Sequence[Axis], rest: Value) -> None:
-        """Let loop variables have their values in turn `rest` of their loops."""
-        for number, axis in enumerate(reversed(axes)):
-            last = number == len(axes) - 1
-            size = self.index(axis.size - axis.low)
-            here = rest if last else rest % size
-            self.variables[axis.variable] = here if axis.low == 0 else here + self.index(axis.low)
-            rest = rest if last else rest / size
 
     # Without folds
 
@@ -298,26 +289,6 @@ class GridEmitter(Online):
             return values
 
         return self.shared_turns(carried, several, UNROLLED)
-
-    def shared_turns(
-        self, carried: list[Value], body: Callable[[Value, list[Value], int], list[Value]], many: int
-    ) -> list[Value]:
-        """A loop over a thread's turns of the reduced axes, `many` at a time, and what is left one by one."""
-        fn, grid = self.fn, self.grid
-        count: Any = 1
-        for axis in self.nest.reduced:
-            count = count * (axis.size - axis.low)
-        each = grid.width if grid.along else 1
-        step = self.step = grid.team * each
-        end, first = self.index(count), self.mine * each
-        whole_turns = end / (step * many) * (step * many)
-        carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: body(at, values, many))
-        return fn.loop(first + whole_turns, end, step, carried, lambda at, values: body(at, values, 1))
-
-    def folded(self) -> list[Axis]:
-        """The reduced axes, the one that neighbouring threads are along last."""
-        axes = [a for a in self.nest.reduced if a is not self.vector]
-        return axes if not self.grid.along or self.vector is None else [*axes, self.vector]
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

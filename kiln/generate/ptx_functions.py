@@ -122,4 +122,7 @@ OWN_OF_HALVES: dict[str, Callable[..., Value]] = {
     **OWN, "exp": exp_of_small,
     **{name: partial(OWN[name], power=exp_of_small) for name in ("sigmoid", "tanh", "erf")},
 }  # fmt: skip
-AND_ONE_OF_HALVES = {**AND_ONE, "tanh": partial(tanh_and_one, power=exp_of_small)}
+AND_ONE_OF_HALVES: dict[str, Callable[[Value], Value]] = {
+    **AND_ONE,
+    "tanh": partial(tanh_and_one, power=exp_of_small),
+}

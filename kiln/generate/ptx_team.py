@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from kiln.fuse.nest import Nest
+from kiln.fuse.nest import Axis, Nest
 from kiln.generate.grid import WARP
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.ptx_values import DeviceValues
@@ -24,6 +25,35 @@ class Team(DeviceValues):
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
         super().__init__(nest, aligned)
         self.shared = 0
+
+    def place(self, axes: Sequence[Axis], rest: Value) -> None:
+        """Let loop variables have their values in turn `rest` of their loops."""
+        for number, axis in enumerate(reversed(axes)):
+            last = number == len(axes) - 1
+            size = self.index(axis.size - axis.low)
+            here = rest if last else rest % size
+            self.variables[axis.variable] = here if axis.low == 0 else here + self.index(axis.low)
+            rest = rest if last else rest / size
+
+    def folded(self) -> list[Axis]:
+        """The reduced axes, the one that neighbouring threads are along last."""
+        axes = [a for a in self.nest.reduced if a is not self.vector]
+        return axes if not self.grid.along or self.vector is None else [*axes, self.vector]
+
+    def shared_turns(
+        self, carried: list[Value], body: Callable[[Value, list[Value], int], list[Value]], many: int
+    ) -> list[Value]:
+        """A loop over a thread's turns of the reduced axes, `many` at a time, and what is left one by one."""
+        fn, grid = self.fn, self.grid
+        count: Any = 1
+        for axis in self.nest.reduced:
+            count = count * (axis.size - axis.low)
+        each = grid.width if grid.along else 1
+        step = self.step = grid.team * each
+        end, first = self.index(count), self.mine * each
+        whole_turns = end / (step * many) * (step * many)
+        carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: body(at, values, many))
+        return fn.loop(first + whole_turns, end, step, carried, lambda at, values: body(at, values, 1))
 
     def exchanged(self, values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
         """What the threads of a team have, folded into one; every thread has it, the order is always one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ class DeviceValues(Values):
         halves = rounds_to_halves(nest)
         self.module.own = OWN_OF_HALVES if halves else OWN
         self.module.saturates = True
-        self.and_one = AND_ONE_OF_HALVES if halves else AND_ONE
+        self.and_one: dict[str, Callable[[Value], Value]] = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
         self.fn.attributes = "nounwind"
         self.conditions: list[Value] = []  # under which what is stored is stored

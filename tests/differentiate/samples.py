@@ -42,8 +42,8 @@ BREAKS: dict[str, set[str]] = {
     # the memory of an argument is exchanged
     **dict.fromkeys(["resize_", "resize_as_"], {"metadata-mutation"}),
     # an argument or the result is sparse: the whole frame is left to Python
-    **dict.fromkeys(["sparse.mm.reduce", "sparse.sampled_addmm"], {"skipped"}),
-    "to_sparse": {"sparse", "skipped"},
+    **dict.fromkeys(["sparse.mm.reduce", "sparse.sampled_addmm"], {"tensor-layout"}),
+    "to_sparse": {"sparse", "tensor-layout"},
     # an object of a class that the recorder does not know is an argument
     **dict.fromkeys(["nn.functional.linear_cross_entropy.chunked", "nn.functional.linear_cross_entropy.chunked_none"],
                     {"foreign-object"}),
@@ -56,7 +56,10 @@ if DEVICE == "cuda":
         **dict.fromkeys(jiterated, {"native-call"}),  # a kernel that is compiled from a text
         "combinations": {"data-dependent"},  # the mask of the indices is asked for its values
         "corrcoef": {"data-dependent"},
+        "nn.functional.ctc_loss": {"data-dependent", "no-meta-kernel"},  # cuDNN's
     }
+    # Among the results is the state of the generator, which is not the same twice.
+    UNDEFINED |= {"torch.ops.aten._efficient_attention_forward", "torch.ops.aten._flash_attention_forward"}
 
 #: Ops without tensors in and out: nothing is captured.
 NO_GRAPH = {"broadcast_shapes"}
@@ -73,6 +76,11 @@ FALLBACKS: dict[str, str] = {
     "index_fill": "the gradient of the value counts the distinct indices",
     "index_put": "the gradient of values put by a mask has as many as the mask holds",
 }
+
+if DEVICE == "cuda":
+    margins = ("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss")
+    FALLBACKS |= dict.fromkeys(margins, "the gradient has no kernel for tensors without data")
+
 
 @dataclass
 class Outcome:

@@ -31,7 +31,7 @@ BREAKS: dict[str, set[str]] = {
     # the implementation looks at values: whether a variance is negative, how long each target is
     **dict.fromkeys(["nn.CTCLoss", "nn.GaussianNLLLoss"], {"data-dependent"}),
     # the first call of a lazy module makes its parameters: it is left to Python
-    **dict.fromkeys([f"nn.LazyConv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3)], {"skipped"}),
+    **dict.fromkeys([f"nn.LazyConv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3)], {"tensor-subclass"}),
 }
 
 #: Modules that end the graph on some samples only.
@@ -42,6 +42,11 @@ SOMETIMES = {
     "nn.LinearCrossEntropyLoss": {"foreign-object"},
 }
 
+if DEVICE == "cuda":
+    SOMETIMES |= {
+        **dict.fromkeys(["nn.RNN", "nn.GRU", "nn.LSTM"], {"metadata-mutation"}),  # cuDNN has weights side by side
+        **dict.fromkeys(["nn.GRUCell", "nn.CTCLoss"], {"no-meta-kernel"}),
+    }
 
 #: Modules that eager differentiates in training mode alone, on GPUs.
 MODES = dict.fromkeys(("nn.RNN", "nn.GRU", "nn.LSTM") if DEVICE == "cuda" else (), (True,))

@@ -71,6 +71,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "a flip keeps the strides of one place": ([plain(1, 1, 64, 17, dtype="bf16")], ["v0 = F.pad(a0.transpose(1, -1).flip(-4), (-1, 1))"]),
     "logaddexp of turned tensors": ([plain(2, 3, layout="transposed")], ["v0 = torch.logaddexp(a0.chunk(2, -1)[-1], a0)"]),
     "a part of what was written to later": ([plain(100, 8, grad=True)], ["v0 = a0 * 2", "v1 = v0.chunk(2, -2)[-1]", "v0.diagonal().mul_(2)", "v2 = v1"]),
+    "a norm of a part, channels last": ([plain(5, 16, 6, 6, layout="channels last")], ["v0 = F.batch_norm(a0[:, :, 1:], None, None, training=True)"]),
     "channels last, rolled": ([plain(3, 8, 5, 4, layout="channels last")], ["v0 = a0.roll(1, 0)"]),
 }  # fmt: skip
 
@@ -85,6 +86,8 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
                                    ["v0 = F.layer_norm(torch.minimum(a0, a0.long()), (4,))"]),
     "sizes that are one": ([plain(16, 1, 3, grad=True), plain(16, 3, 3, dtype="u8")], [plain(40, 1, 3, grad=True), plain(40, 3, 3, dtype="u8")],
                            ["v0 = a1.float() * a1 + a0"]),
+    "a product of sizes that is known": ([plain(4, 3, 16)], [plain(8, 2, 12)],
+                                         ["v0 = a0.flatten()", "v1 = torch.gather(v0, 0, torch.arange(192))", "v2 = v1.cumsum(0).masked_fill(v0 <= 2, 1.5)"]),
     "halves of sizes": ([plain(4, 6, grad=True)], [plain(3, 8, grad=True)], ["v0 = F.glu(a0)"]),
     "sizes that are asked for": ([plain(5, 4, 4, grad=True)], [plain(3, 2, 2, grad=True)], ["v0 = F.interpolate(a0, scale_factor=2)"]),
     "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),
