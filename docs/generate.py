@@ -62,8 +62,8 @@ def rows(part: list[Kind]) -> list[str]:
 
 def section(kind: Kind) -> str:
     text = f"### {kind.name}\n\n{kind.meaning[0].upper()}{kind.meaning[1:]}. Remedy: {kind.remedy}."
-    if not kind.failing:
-        return text + " No short program leads here."
+    if kind.since:
+        text += f" (Python {kind.since} and later.)"
     return (
         f"{text}\n\nBreaks:\n\n```python\n{kind.failing.strip()}\n```\n\n"
         f"Does not:\n\n```python\n{kind.fixed.strip()}\n```"

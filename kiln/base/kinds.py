@@ -13,15 +13,16 @@ class Kind:
     """A kind of break, or of a graph that is not differentiated (`ahead`).
 
     `failing` and `fixed` are programs that define `f`, and `args` or `calls` for its arguments where it takes
-    other than one tensor; "" for kinds that no short program shows.
+    other than one tensor; `since` is the first version of Python that reads them.
     """
 
     name: str
     meaning: str
     remedy: str
-    failing: str = ""
-    fixed: str = ""
+    failing: str
+    fixed: str
     ahead: bool = False
+    since: str = ""
 
 
 @cache

@@ -198,13 +198,16 @@ def super_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     cls = m.world.read_cell(cell) if cell is not None else frame.locals.get("__class__", MISSING)
     if type(cls) is types.CellType:
         cls = m.world.read_cell(cls)
+    if not frame.code.code.co_argcount:
+        raise UserError(RuntimeError("super(): no arguments"))
     name = frame.code.code.co_varnames[0]
-    names = [n for n in frame.code.code.co_varnames if not n.startswith("$")]
     owner = first_read(m, frame, name) if name in frame.lazy else frame.locals.get(name, MISSING)
     if owner is MISSING and name in frame.cells:
         owner = m.world.read_cell(frame.cells[name])
-    if owner is MISSING or cls is MISSING:
-        raise Break("super", f"super() has no first argument among {names}", "write super(Class, self)")
+    if cls is MISSING:
+        raise UserError(RuntimeError("super(): __class__ cell not found"))
+    if owner is MISSING:
+        raise UserError(RuntimeError("super(): arg[0] deleted"))
     if type(owner) is types.CellType:
         owner = m.world.read_cell(owner)
     return m.native(super, cls, owner)

@@ -21,7 +21,7 @@ import torch
 
 from kiln import _hook
 from kiln.base import marks
-from kiln.base.errors import Break, Skip
+from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
@@ -289,11 +289,7 @@ def fill_defaults(
 def refused(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -> NoReturn:
     """Arguments that do not fit: Python itself says so before it runs anything."""
     m.native(function, *args, **kwargs)
-    raise Break(
-        "argument-binding",
-        f"the arguments of {function.__qualname__} are not understood",
-        "call it with plain arguments",
-    )
+    raise Bug(f"the arguments of {function.__qualname__} are not understood, but Python takes them")
 
 
 # ---------------------------------------------------------------------- other callables

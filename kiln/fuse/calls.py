@@ -16,7 +16,7 @@ CALLED: dict[str, str] = {
     "scatter_reduce": "the same",
     "rand": "eager's numbers in eager's order, unless random numbers are our own",
     "randn": "the same",
-    "max_pool2d_with_indices_backward": "windows that overlap are sums over scattered places (see repeated.py)",
+    "max_pool2d_with_indices_backward": "windows that overlap: sums over scattered places (repeated.py)",
     "avg_pool2d_backward": "the same",
     "max_pool3d_with_indices": "rare",
     "avg_pool3d": "rare",

@@ -1,8 +1,10 @@
-"""What a softmax is in terms: its bounds make exponentials and quotients cheaper."""
+"""What a softmax and a GELU by tanh are in terms: other forms of them cost less and lose nothing."""
 
 from __future__ import annotations
 
-from kiln.fuse.nest import Apply, Fold, Nest, Term
+from typing import TypeGuard
+
+from kiln.fuse.nest import Apply, Const, Fold, Nest, Term
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value, fma
@@ -39,6 +41,31 @@ def subtracted(power: Term) -> Fold | None:
     if not isinstance(top, Fold) or top.kind != "amax" or top.value is not value:
         return None
     return top if compute_type(TYPES[value.dtype]) == F32 else None
+
+
+def logistic(term: Term) -> tuple[Term, Term] | None:
+    """x and u of x / 2 (1 + tanh u) in f32, which is x / (1 + e^(-2 u)); None for other terms."""
+    if not isinstance(term, Apply) or term.op != "mul" or compute_type(TYPES[term.dtype]) != F32:
+        return None
+    half, sum_ = term.args
+    if not _is(half, "mul", 0.5) or not _is(sum_, "add", 1.0):
+        return None
+    curve = sum_.args[0]
+    return (half.args[0], curve.args[0]) if isinstance(curve, Apply) and curve.op == "tanh" else None
+
+
+def _is(term: Term, op: str, number: float) -> TypeGuard[Apply]:
+    """Whether a term is a function of another one and of this number."""
+    if not isinstance(term, Apply) or term.op != op:
+        return False
+    other = term.args[1]
+    return isinstance(other, Const) and other.value == number
+
+
+def weighted(x: Value, u: Value) -> Value:
+    """x / (1 + e^(-2 u))."""
+    power = functions.apply("exp", u * -2.0)
+    return x / (power + 1.0)
 
 
 def bounded(term: Apply, given: list[Value]) -> Value | None:

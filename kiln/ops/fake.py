@@ -437,14 +437,14 @@ def refuse_exotic(real: torch.Tensor) -> None:
     """Raise Break for tensors that have no strides or whose dtype carries more than its numbers."""
     if real.is_nested:
         raise Break(
-            "nested", "a nested tensor is used", "pad it, or keep this code out of the compiled function"
+            "tensor-layout", "a nested tensor is used", "pad it, or keep it out of the compiled function"
         )
     if real.layout is not torch.strided:
         raise Break(
             "sparse", f"a tensor of layout {real.layout} is used", "convert it with to_dense() outside"
         )
     if real.is_quantized:
-        raise Break("quantized", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
+        raise Break("tensor-layout", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
 
 
 def fake_like(

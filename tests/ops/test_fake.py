@@ -290,7 +290,7 @@ def test_break(kind: str, program: Callable[[Tensor], Any]) -> None:
 def test_exotic_tensors_are_refused() -> None:
     quantised = torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.randn(2), torch.randn(3)])
-    for kind, real in (("sparse", torch.eye(3).to_sparse()), ("quantized", quantised), ("nested", nested)):
+    for kind, real in (("sparse", torch.eye(3).to_sparse()), ("tensor-layout", quantised), ("tensor-layout", nested)):
         with pytest.raises(Break) as caught:
             fake_like(real)
         assert caught.value.kind == kind

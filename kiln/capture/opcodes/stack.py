@@ -207,11 +207,6 @@ def delete_name(m: Machine, f: Frame, i: Instruction) -> Any:
     f.locals.pop(i.value, None)
 
 
-@opcode("LOAD_FROM_DICT_OR_GLOBALS", "LOAD_FROM_DICT_OR_DEREF")
-def load_from_dict(m: Machine, f: Frame, i: Instruction) -> Any:
-    raise Break("class-body", "names of a class body are looked up in its dict", "define the class outside")
-
-
 @opcode("STORE_GLOBAL")
 def store_global(m: Machine, f: Frame, i: Instruction) -> Any:
     m.world.write_global(f.globals, i.value, f.stack.pop())

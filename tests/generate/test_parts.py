@@ -1,0 +1,102 @@
+"""Machine code in parts: functions that call each other stay together, all are there, and other threads make them."""
+
+import ctypes
+import os
+
+import pytest
+import torch
+
+import kiln
+from kiln.generate import code, cpu
+from kiln.generate.llvm import F64, I64, Module
+
+
+def defined(name, value, *called):
+    calls = "".join(f"  call void @{other}(ptr %p)\n" for other in called)
+    store = f"  %o.{value} = load i64, ptr %p\n  %n.{value} = add i64 %o.{value}, {value}\n  store i64 %n.{value}, ptr %p\n"
+    return f"define void @{name}(ptr %p) noinline {{\n{calls}{store}  ret void\n}}\n"
+
+
+TEXT = "declare double @llvm.fabs.f64(double)\n" + "\n".join([
+    defined("nest0", 1), defined("nest1", 10), defined("nest2", 100), defined("entry0", 1000, "nest0"),
+    defined("entry1", 1000, "nest0", "nest1"), defined("entry2", 1000, "nest2"),
+])  # fmt: skip
+VALUES = {"entry0": 1001, "entry1": 1011, "entry2": 1100}
+
+
+def called(made, name):
+    place = ctypes.c_int64(0)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address(name))(ctypes.addressof(place))
+    return place.value
+
+
+def names(part):
+    return {line.split("@")[1].split("(")[0] for line in part.splitlines() if line.startswith("define")}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_functions_that_call_each_other_stay_together(count):
+    parts = cpu.parts_of(TEXT, count)
+    found = [names(part) for part in parts]
+    assert len(parts) == min(count, 2) and sum(map(len, found)) == 6
+    assert {"nest0", "nest1", "entry0", "entry1"} <= found[0] and all("@llvm.fabs" in part for part in parts)
+    made = cpu.load(cpu.joined([part.result() for part in map(cpu._workers().submit, [cpu.object_file] * 2, parts)]))
+    assert {name: called(made, name) for name in VALUES} == VALUES and made.address("entry9") == 0
+
+
+def test_object_files_are_found_in_what_they_are_joined_to():
+    assert cpu.separate(cpu.joined([b"one", b"", b"three" * 99])) == [b"one", b"", b"three" * 99]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_off_has_its_code():
+    made = code.code_for(TEXT.replace("entry1", "entry5"), None)
+    assert made.source == "compiled"
+    child = os.fork()
+    if not child:
+        right = called(made.wait(), "entry5") == 1011 and called(code.code_for(TEXT, None).wait(), "entry0") == 1001
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0 and called(made.wait(), "entry5") == 1011
+
+
+def test_the_backward_is_begun_while_the_forward_is_made(monkeypatch):
+    monkeypatch.setenv("KILN_CACHE", "0")
+    begun = []
+    start = code.compiling
+    monkeypatch.setattr(code, "compiling", lambda text: begun.append(text) or start(text))
+    kiln.reset()
+    x = torch.linspace(-2, 2, 23 * 7).reshape(23, 7).requires_grad_()
+    out = kiln.compile(lambda x: (torch.tanh(x) * 1.2345).softmax(-1))(x)
+    assert len(begun) == 2
+    (out * torch.arange(7.0)).sum().backward()
+    grad, x.grad = x.grad, None
+    ((torch.tanh(x) * 1.2345).softmax(-1) * torch.arange(7.0)).sum().backward()
+    torch.testing.assert_close(grad, x.grad)
+    assert len(begun) == 2
+
+
+def test_what_was_computed_is_not_computed_again():
+    module = Module()
+    fn = module.function("f", [("n", I64)], F64)
+    n = fn.parameters["n"]
+    before = n * 3
+
+    def turn(i, held):
+        inside = i * 5
+        assert (n * 3).text == before.text and (i * 5).text == inside.text
+        return [held[0] + inside.to(F64)]
+
+    (total,) = fn.loop(0, n, 1, [fn.constant(0.0, F64)], turn)
+    yes, after = fn.label("yes"), fn.label("after")
+    fn.branch(n > 2, yes, after)
+    fn.start(yes)
+    arm = n * 7
+    fn.jump(after)
+    fn.start(after)
+    assert (n * 7).text != arm.text  # control may come here without it
+    fn.do(f"ret double {total.text}")
+    text = module.text()
+    assert text.count("mul i64 %n, 3") == 1 and text.count("mul i64 %n, 7") == 2
+    address = cpu.compile_text(text)
+    assert ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64)(address.address("f"))(4) == 30.0
