@@ -15,6 +15,16 @@ from kiln.ops.meta import MUTATING
 from kiln.ops.record import Recording
 
 
+class Span:
+    """What one node of a captured graph recorded, and what that reads."""
+
+    __slots__ = ("nodes", "reads")
+
+    def __init__(self, nodes: list[Node]) -> None:
+        self.nodes = nodes
+        self.reads = {read for node in nodes for read in node.inputs()}.difference(nodes)
+
+
 class Copies:
     """The nodes that capture copied, each from another one that works on values of the same types.
 
@@ -24,7 +34,7 @@ class Copies:
 
     def __init__(self, recording: Recording, graph: fx.Graph) -> None:
         self.recording = recording
-        self._spans: dict[fx.Node, list[Node] | None] = {}
+        self._spans: dict[fx.Node, Span | None] = {}
         self._images: dict[Any, dict[Node, Node]] = {}
         self._originals = {node.meta["copied"][1] for node in graph.nodes if "copied" in node.meta}
         self._start = 0
@@ -51,7 +61,7 @@ class Copies:
                 made.op is getitem or isinstance(made.op, torch._ops.OpOverload) and not MUTATING[made.op]
                 for made in nodes
             )
-            self._spans[node] = nodes if plain else None
+            self._spans[node] = Span(nodes) if plain else None
 
     def add(self, node: fx.Node, known: dict[fx.Node, Any]) -> bool:
         """Whether a node was added as a copy: then its value is known."""
@@ -61,21 +71,22 @@ class Copies:
             return False
         images = self._images.setdefault(block, {})
         for old, new in zip(_inputs(original), _inputs(node), strict=True):
-            if old is not new and not _pair(known[old], known[new], images):
+            if not _pair(known[old], known[new], images):
                 return False
+        if not span.reads <= images.keys():
+            return False  # a value that the op came by otherwise: a cast that autocast has kept
 
         def image(leaf: Any) -> Any:
             return images.get(leaf, leaf) if type(leaf) is Node else leaf
 
         recording = self.recording
         made = []
-        for old in span:
-            args, kwargs = mapped(old.args, image), mapped(old.kwargs, image) if old.kwargs else {}
-            new = recording.add(old.op, args, kwargs, old.spec)
-            images[old] = new
-            made.append(new)
+        for one in span.nodes:
+            args, kwargs = mapped(one.args, image), mapped(one.kwargs, image) if one.kwargs else {}
+            images[one] = recording.add(one.op, args, kwargs, one.spec)
+            made.append(images[one])
         if node in self._originals:
-            self._spans[node] = made
+            self._spans[node] = Span(made)
         known[node] = mapped(known[original], lambda leaf: _value(leaf, images))
         return True
 

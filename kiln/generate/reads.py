@@ -51,6 +51,8 @@ class Reads:
             if few == 1:
                 return self.gathered(base, place.splat(self.lanes), stored, wide)
             mask = shuffled(wide, range(0, self.lanes, times))
+            for turn in range(1, times):  # an element is read where one of its lanes wants it
+                mask = mask | shuffled(wide, range(turn, self.lanes, times))
         value = self.loaded(base, place, stored, few, mask)
         if few == 1:
             return value

@@ -77,6 +77,30 @@ def test_the_trace_is_the_same(train):
     assert counts[0] >= 4 * 10 and counts[1] == 0
 
 
+class Twice(nn.Module):
+    """Uses one weight twice: autocast keeps what it made of it for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        return self.inner(self.inner(x).relu_()).float(), mask
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_casts_that_autocast_keeps(repeat):
+    torch.manual_seed(0)
+    model = Model()
+    model.layers = nn.ModuleList([Twice()] * 5 if repeat else [Twice() for _ in range(5)])
+    x = t(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        (copied, run), counts = traced(model, x, False)
+        with torch.no_grad():
+            torch.testing.assert_close(kiln.compile(model, fullgraph=True)(x), model(x), atol=2e-2, rtol=2e-2)
+    assert counts[0] and (repeat or copied == run)
+
+
 def test_with_gradients_everything_runs():
     torch.manual_seed(0)
     (copied, run), counts = traced(Model(), t(3, 4), True)

@@ -72,6 +72,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "logaddexp of turned tensors": ([plain(2, 3, layout="transposed")], ["v0 = torch.logaddexp(a0.chunk(2, -1)[-1], a0)"]),
     "a part of what was written to later": ([plain(100, 8, grad=True)], ["v0 = a0 * 2", "v1 = v0.chunk(2, -2)[-1]", "v0.diagonal().mul_(2)", "v2 = v1"]),
     "a norm of a part, channels last": ([plain(5, 16, 6, 6, layout="channels last")], ["v0 = F.batch_norm(a0[:, :, 1:], None, None, training=True)"]),
+    "lanes that want an element in turn": ([plain(17), plain()], ["v0 = torch.atan2(a0, a1)", "v1 = torch.stack([v0, v0], -1) * -2.5", "v2 = torch.cat([v1.flatten(), v1.flatten()])"]),
     "channels last, rolled": ([plain(3, 8, 5, 4, layout="channels last")], ["v0 = a0.roll(1, 0)"]),
 }  # fmt: skip
 
