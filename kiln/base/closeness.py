@@ -30,4 +30,4 @@ def worth(nodes: Iterable[Node]) -> bool:
     specs: list[TensorSpec] = [spec for node in nodes for spec in tensors([node.spec])]
     if any(spec.device.type != "cpu" or not all(type(n) is int for n in spec.shape) for spec in specs):
         return False
-    return sum(prod(spec.shape) * spec.dtype.itemsize for spec in specs) <= WORTH
+    return bool(sum(prod(spec.shape) * spec.dtype.itemsize for spec in specs) <= WORTH)

@@ -88,7 +88,7 @@ class Results:
                 _ = is_fake(leaf) and leaf.grad_fn
             except RuntimeError:
                 # Eager raises that too, but not before somebody asks for a gradient.
-                why = "an output is one of several views of a tensor that was written to after they were taken"
+                why = "an output is one of several views of a tensor that was written to afterwards"
                 raise Break("write-to-view", why, "return a copy of it") from None
         if not any(primal.requires_grad for primal in tracer.primals):
             if any(is_fake(t) and t.requires_grad for t in leaves):

@@ -25,6 +25,7 @@ from tests.differentiate.samples import (
     Found,
     Outcome,
     check_op,
+    compared,
     compare,
     outcome,
 )  # fmt: skip
@@ -54,7 +55,7 @@ def again(name: str, sample: Any, change: Any) -> list[Any]:
     """What eager gives for a changed sample."""
     other = copy.copy(sample)
     other.input, other.args, other.kwargs = (change(v) for v in (sample.input, sample.args, sample.kwargs))
-    return everything(outcome(OPS[name].op, other))
+    return everything(compared(name, outcome(OPS[name].op, other)))
 
 
 def everything(found: Outcome) -> list[Any]:
