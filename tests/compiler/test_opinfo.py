@@ -25,8 +25,8 @@ from tests.differentiate.samples import (
     Found,
     Outcome,
     check_op,
-    compared,
     compare,
+    compared,
     outcome,
 )  # fmt: skip
 
