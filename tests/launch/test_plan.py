@@ -233,7 +233,7 @@ def test_no_tensor_is_left_behind():
     before = count()
     for _ in range(100):
         plan([rand(8, 8)])
-    assert count() == before
+    assert count() <= before
 
 
 def test_two_threads_and_calls_within_calls():
