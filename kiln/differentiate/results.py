@@ -9,7 +9,7 @@ import torch
 from kiln.base.errors import Break
 from kiln.base.graph import Node
 from kiln.differentiate.functionalise import Functionaliser, Memory, Place
-from kiln.differentiate.joint import Constant, Fresh, Given, Mutation, Origin, Output, Storage, View
+from kiln.differentiate.joint import Constant, Fresh, Given, Mutation, Origin, Output, Step, Storage, View
 from kiln.ops.fake import FakeTensor
 from kiln.ops.symint import expr_of
 from kiln.ops.table import aten
@@ -30,6 +30,8 @@ class Results:
         self.values: list[Node] = []
         self.fakes: list[FakeTensor] = []
         self.tangents: list[int] = []
+        self.turned: dict[int, tuple[Step, ...]] = {}
+        """The views that lead from a result to its tensor, where that changed its own shape later."""
         self.mutated: list[Mutation] = []
         self.outputs: list[Output] = []
         self.own: set[int] = set()
@@ -178,10 +180,19 @@ class Results:
         if bases.get(memory, -1) < 0:
             bases[memory] = index = self.add(memory.root, root, False)
             self.own.add(index)
+            self._turn(index, root)
         index = bases[memory]
         if leaf.requires_grad and index not in self.tangents:
             self.tangents.append(index)
         return View(index, place.steps(), leaf.grad_fn is not None)
+
+    def _turn(self, index: int, root: FakeTensor) -> None:
+        """Note what became of a base whose tensor changed its own shape: its gradient is of the first one."""
+        steps = self.functional.place(self.tracer.recording.node(root)).steps()
+        if any(step.op is aten.as_strided.default for step in steps):
+            why = "several outputs view a tensor that as_strided_ changed"
+            raise Break("output-view", why, "return a copy of it")
+        self.turned[index] = steps
 
 
 def inner_leaf() -> Break:

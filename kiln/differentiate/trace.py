@@ -29,7 +29,7 @@ from kiln.differentiate.results import Results
 from kiln.differentiate.writes import LOOKS_AT_GRAD_MODE, InGradMode
 from kiln.ops.fake import FakeTensor, fake_like, make
 from kiln.ops.layout import is_dense
-from kiln.ops.record import Recording
+from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import expr_of
 
 _tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
@@ -264,13 +264,20 @@ class Tracer:
         recording = self.recording
         recording.backward = True
         outs = [results.fakes[i] for i in results.tangents]
-        tangents = [self.tangent(i, out) for i, out in enumerate(outs)]
+        turned = [results.turned.get(i, ()) for i in results.tangents]
+        tangents = [
+            self.tangent(k, fake_of(results.values[i].spec) if turned[k] else results.fakes[i])
+            for k, i in enumerate(results.tangents)
+        ]
         wanted = [i for i, edge in enumerate(self.edges) if edge is not None]
         with ExitStack() as stack:
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(recording)
+            for k, steps in enumerate(turned):
+                for step in steps:
+                    tangents[k] = step.op(tangents[k], *step.args, **step.kwargs)
             recording.origin = self.origin if self._origins else None
             found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
             recording.origin = None

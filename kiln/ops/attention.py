@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import make
-from kiln.ops.layout import FLOATS, wrap_dim
+from kiln.ops.layout import FLOATS, INEXACT, Mismatch, broadcast, wrap_dim
+from kiln.ops.pointwise import like
 from kiln.ops.table import RULES, aten, rule
 
 
@@ -80,6 +81,24 @@ def _nll_loss_backward(
     if not _classes(x, target, weight) or not x.is_contiguous():
         return NotImplemented
     return make(x.shape, None, x.dtype, x.device)
+
+
+@rule(aten.binary_cross_entropy_with_logits.default)
+def _binary_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    reduction: int = 1,
+) -> Any:
+    # Eager computes it in place of a tensor like the target; meta kernels of some versions promote.
+    if x.dtype not in FLOATS or target.dtype not in INEXACT or broadcast(x.shape, target.shape) != target.shape:
+        raise Mismatch("the loss does not fit into the target")
+    if x.dtype is target.dtype or target.dtype not in FLOATS or x.device != target.device:
+        return NotImplemented
+    if weight is not None or pos_weight is not None:
+        return NotImplemented
+    return make((), None, target.dtype, x.device) if reduction else like(target, target.dtype)
 
 
 @rule(aten.multilabel_margin_loss_forward.default)

@@ -50,6 +50,17 @@ def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: An
     return _reduce(x, dims, keepdim, dtype) if dtype in INEXACT else NotImplemented
 
 
+@rule(aten.linalg_vector_norm.default)
+def _norm(
+    x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    # Meta kernels of some versions forget to drop dimensions of extent 1.
+    wanted = dtype or x.dtype
+    if x.dtype not in FLOATS or 0 in x.shape or torch.promote_types(x.dtype, wanted) is not wanted:
+        return NotImplemented
+    return _reduce(x, dims, keepdim, wanted) if wanted in FLOATS else NotImplemented
+
+
 @rule(aten.amax.default, aten.amin.default)
 def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
     if x.dtype in COMPLEX:

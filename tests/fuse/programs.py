@@ -77,7 +77,7 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
     (5, ("{t}.unbind({d})[-1]", "{t}.split(2, {d})[0]", "torch.stack({t}.unbind({d}), -1)", "torch.aminmax({f}, dim={d})[1]", "torch.var_mean({f}, {d})[1]", "{f}.std()", "torch.triu({t}, 1)", "torch.rot90({t}) if {t}.dim() > 1 else {t}",
          "{t}.tile(2)", "{f}.clamp(max={f}.mean())", "F.huber_loss({f}, {f}.detach() * 0.5)", "F.l1_loss({f}, {f}.flip(0) * 0.5)", "torch.where({b}, {q}, {q})", "{t}.diag_embed()", "torch.addmm({m}, {m}, {m})",
          "F.scaled_dot_product_attention({k}, {k}, {k})", "F.conv_transpose1d({k}, torch.full(({k}.shape[1], 2, 3), 0.25), stride=2)", "F.conv2d({k}, torch.full((4, {k}.shape[1], 3, 3), 0.125), stride=2, padding=1)",
-         "F.batch_norm({k}, torch.zeros({k}.shape[1]), torch.ones({k}.shape[1]))", "{v}.fill_diagonal_(1)", "{w}.exp_()", "{v}.index_put_(({index},), {v}[:1].sum())", "{v}.t().copy_({t})", "torch.linalg.vector_norm({f}, dim={d})",
+         "F.batch_norm({k}, torch.zeros({k}.shape[1]), torch.ones({k}.shape[1]))", "{v}.fill_diagonal_(1)", "{w}.exp_()", "{v}.index_put_(({index},), {v}[:1].sum())", "{v}.t().copy_({t}.clone())", "torch.linalg.vector_norm({f}, dim={d})",
          "{t}.ravel()[::2]", "{f}.square().mean({d}, keepdim=True).add(1).rsqrt() * {f}", "torch.cat([{t}[:1], {t}[1:]])", "{t}[..., None] * {t}[..., None, :] if {t}.dim() == 1 else {t}", "{i}.remainder(4).float()", "{f}.nanmean({d})")),
     (4, ("{m} @ {m}.t()", "torch.mm({m}.t(), {m}) * 0.5", "F.linear({f}, {m})", "torch.matmul({f}, {f}.transpose(-1, -2)) if {f}.dim() > 1 else {f}", "torch.einsum('ij,kj->ik', {m}, {m})", "({m} @ {m}.t()).softmax(-1)",
          "torch.baddbmm({f}, {f}, {f})", "torch.outer({f}.flatten()[:5], {f}.flatten()[:7])")),

@@ -73,6 +73,14 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "a part of what was written to later": ([plain(100, 8, grad=True)], ["v0 = a0 * 2", "v1 = v0.chunk(2, -2)[-1]", "v0.diagonal().mul_(2)", "v2 = v1"]),
     "a norm of a part, channels last": ([plain(5, 16, 6, 6, layout="channels last")], ["v0 = F.batch_norm(a0[:, :, 1:], None, None, training=True)"]),
     "lanes that want an element in turn": ([plain(17), plain()], ["v0 = torch.atan2(a0, a1)", "v1 = torch.stack([v0, v0], -1) * -2.5", "v2 = torch.cat([v1.flatten(), v1.flatten()])"]),
+    "a norm over one element": ([plain(3, 1, 5, grad=True), plain(1, 4, dtype="bf16")], ["v0 = a0.norm(2, -2)", "v1 = torch.linalg.vector_norm(a1, dim=0).sum() + v0"]),
+    "a norm of elements that are one": ([plain(3, 2, 4, 1, grad=True)], ["v0 = torch.nan_to_num(torch.sigmoid(a0)).norm(2, -1)"]),
+    "a mean of one negative zero": ([plain(), plain()], ["v0 = -(a0 * a0 * 0)", "v1 = torch.atan2(torch.stack([a1, v0.sum()]), v0.mean())"]),
+    "a logit loss is of its target's dtype": ([plain(16), plain(16, dtype="f16", grad=True)],
+                                              ["v0 = F.binary_cross_entropy_with_logits(a0, a1.sigmoid().detach())", "v1 = v0 * v0 + v0"]),
+    "a slice of an expanded argument": ([plain(8, 3, dtype="f16", layout="expanded", grad=True), plain(8, 3)],
+                                        ["v0 = torch.slice_scatter(a0, a1.narrow(0, 0, 1), 0, 0, 1)"]),
+    "rows of no columns": ([plain(4, 0, grad=True)], ["v0 = F.embedding(torch.tensor([[0, 1, 0], [1, 1, 0]]), a0.abs().log1p())"]),
     "channels last, rolled": ([plain(3, 8, 5, 4, layout="channels last")], ["v0 = a0.roll(1, 0)"]),
 }  # fmt: skip
 
@@ -100,6 +108,19 @@ def test_program_of_two_sizes(name: str) -> None:
     first, second, lines = RESIZED[name]
     outputs = [lines[-1].split(" = ")[0]]
     check(Program(first, lines, outputs), Program(second, lines, outputs))
+
+
+#: Several outputs that view a tensor which changed its own shape: its gradient is of the first one.
+TURNED: dict[str, list[str]] = {
+    "squeezed by a product": ["v0 = F.linear(a0[0], a0[:1])", "v1 = v0.expand(2)", "v2 = v0.contiguous()"],
+    "turned": ["v0 = a0 * 2", "v0.t_()", "v1 = v0.expand(2, 3, 3)", "v2 = v0[0]"],
+    "turned after it was viewed": ["v0 = a0 * 2", "v1 = v0[0]", "v0.t_()", "v2 = v0[1]"],
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_views_of_what_changed_its_shape(name: str) -> None:
+    check(Program([plain(3, 3, grad=True)], TURNED[name], ["v1", "v2"]))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

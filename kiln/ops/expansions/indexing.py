@@ -95,7 +95,7 @@ def embedding_backward(grad: Tensor, index: Tensor, rows: int, padding: int, sca
     if padding >= 0:
         grad = torch.where((index == padding).unsqueeze(-1), zero(grad), grad)
     table = grad.new_zeros([rows, grad.shape[-1]])
-    return aten.index_add(table, 0, index.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+    return aten.index_add(table, 0, index.reshape(-1), grad.reshape(index.numel(), grad.shape[-1]))
 
 
 # Nearest neighbours

@@ -24,6 +24,11 @@ def _gathered(x: Tensor, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.
     return torch.int64, end
 
 
+def _alone(x: Tensor) -> Tensor:
+    """The sum of one number: of -0.0 it is 0.0, since sums start there."""
+    return x + zero(x)
+
+
 @expansion(aten.sum.default, aten.sum.dim_IntList, complex_too=True)
 def total(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """At level prims: a sum is of its operand's dtype, and names its dimensions."""
@@ -31,7 +36,7 @@ def total(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = No
     if end is torch.bool or (dims and dtype is None and x.dtype is start):
         return NotImplemented
     if not x.dim():
-        return x.to(end).clone()
+        return _alone(x.to(end)) if end in INEXACT else x.to(end).clone()
     return torch.sum(x.to(start), dims_of(dims, x.dim()), keepdim).to(end)
 
 
@@ -75,7 +80,7 @@ def all_true(x: Tensor, *dims: Any, **keep: Any) -> Any:
 def mean(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     wanted = dtype or x.dtype
     over = dims_of(dims, x.dim())
-    summed = torch.sum(x.to(wide(wanted)), over, keepdim) if x.dim() else x.to(wide(wanted))
+    summed = torch.sum(x.to(wide(wanted)), over, keepdim) if x.dim() else _alone(x.to(wide(wanted)))
     return (summed / extent(x, over)).to(wanted)
 
 
