@@ -92,7 +92,8 @@ def _binary_loss(
     reduction: int = 1,
 ) -> Any:
     # Eager computes it in place of a tensor like the target; meta kernels of some versions promote.
-    if x.dtype not in FLOATS or target.dtype not in INEXACT or broadcast(x.shape, target.shape) != target.shape:
+    fits = broadcast(x.shape, target.shape) == target.shape
+    if x.dtype not in FLOATS or target.dtype not in INEXACT or not fits:
         raise Mismatch("the loss does not fit into the target")
     if x.dtype is target.dtype or target.dtype not in FLOATS or x.device != target.device:
         return NotImplemented
