@@ -11,6 +11,7 @@ import torch
 
 from kiln.base.graph import Node, TensorSpec, argument
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
+from kiln.fuse.axes import hinted
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
 from kiln.fuse.views import Coords, broadcast, from_front, shape_of, supported
 from kiln.ops.levels import BINARY, TERNARY, UNARY, name_of
@@ -364,7 +365,8 @@ def common_shape(shapes: Sequence[Coords]) -> Coords:
     """What shapes that fit each other are broadcast to."""
     rank = max(map(len, shapes))
     columns = zip(*[(1,) * (rank - len(shape)) + tuple(shape) for shape in shapes], strict=True)
-    return tuple([next((n for n in column if n != 1), 1) for column in columns])
+    wide = [[n for n in column if n != 1] for column in columns]
+    return tuple([next((n for n in column if hinted(n) != 1), (*column, 1)[0]) for column in wide])
 
 
 @lowering("index")

@@ -10,6 +10,7 @@ import torch
 
 from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec, argument
 from kiln.base.symbols import Expr, lt
+from kiln.fuse.axes import hinted
 from kiln.ops.levels import name_of
 
 Coords: TypeAlias = "tuple[Any, ...]"
@@ -27,8 +28,13 @@ def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coord
     """Coordinates in a tensor of `shape` that was broadcast to `out`."""
     skip = len(coords) - len(shape)
     return tuple(
-        [0 if n == 1 and m != 1 else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)]
+        [0 if _repeated(n, m) else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)]
     )
+
+
+def _repeated(size: Any, out: Any) -> bool:
+    """Whether one element is read along an extent; a size that varies was asked for that when traced."""
+    return bool(size == 1 and out != 1 or hinted(size) == 1 and hinted(out) != 1)
 
 
 def view(name: str) -> Callable[[Callable[[Node, Coords], Coords]], Callable[[Node, Coords], Coords]]:

@@ -200,3 +200,18 @@ def test_sizes_that_eager_refuses(name: str) -> None:
         torch.testing.assert_close(outcomes[1], outcomes[0])
     else:
         assert outcomes[1] is outcomes[0]
+
+
+def test_a_computed_size_that_is_one() -> None:
+    """A size that follows from others and is 1 is broadcast, also where loops take sizes as they come."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 80, 1).bool() + x
+
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    for rows, columns in ((5, 16), (4, 20), (10, 8)):
+        x = torch.randint(0, 2, (rows, 1, columns)) * torch.rand(rows, 1, columns)
+        torch.testing.assert_close(compiled(x), function(x))
+    x = torch.rand(2, 1, 80)
+    torch.testing.assert_close(compiled(x), function(x))
