@@ -120,10 +120,10 @@ def compiled(
         with records.timed("differentiate", name):
             joint = trace(module, list(examples))
         joint = replace(joint, graph=draw(joint.graph, random), random=random)
-        if not joint.differentiates:
-            joint = replace(joint, graph=arrange(joint.graph))
         if joint.differentiates:
             dump.show("graph", "joint", "py", lambda: str(joint.graph))
+        else:
+            joint = replace(joint, graph=arrange(joint.graph))
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None

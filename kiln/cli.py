@@ -295,12 +295,7 @@ def _fail(why: str) -> NoReturn:
 
 
 def _size(count: int) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return str(_part("kiln.observe.tables").size(count))
 
 
 def _time(seconds: float) -> str:
