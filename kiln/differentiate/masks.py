@@ -1,8 +1,9 @@
-"""Masks of attention that hide nothing: libraries make them where they cannot look whether they need one."""
+"""Masks of attention that hide nothing, or what comes later: libraries make them where they cannot look."""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional
@@ -13,7 +14,11 @@ from kiln.ops.record import Recording
 
 aten = torch.ops.aten
 #: Elements of what is computed to look at a mask at most.
-LARGEST = 1 << 24
+LARGEST = 1 << 27
+#: Where fused kernels take few kinds of masks.
+DEVICES = frozenset({"cuda"})
+#: What masks hide.
+NOTHING, LATER, SOMETHING = "nothing", "later", "something"
 #: What gives one number everywhere, whatever the contents of its first argument.
 FILLED: dict[Any, float] = {
     aten.new_ones.default: 1, aten.ones_like.default: 1,
@@ -21,27 +26,56 @@ FILLED: dict[Any, float] = {
 }  # fmt: skip
 
 
-def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **named: Any) -> Any:
-    """Attention; on a GPU, whose fused kernels take few kinds of masks, without one that hides nothing."""
-    if attn_mask is not None and attn_mask.device.type == "cuda" and hides_nothing(attn_mask):
-        attn_mask = None
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask, *rest, **named)
+_known: WeakKeyDictionary[Recording, dict[Node, Any]] = WeakKeyDictionary()
+"""The values that were computed to look at masks: a model has one for all of its layers."""
 
 
-def hides_nothing(mask: Any) -> bool:
-    """Whether a mask in a trace follows from constants, and is true everywhere, or zero where it is added."""
-    node = getattr(mask, "node", None)
-    if type(node) is not Node:
-        return False
-    below, recording = sources(node), _get_current_dispatch_mode()
-    if below is None or not isinstance(recording, Recording) or written(recording.graph, set(below)):
-        return False
-    known: dict[Node, Any] = {}
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
+) -> Any:
+    """Attention; on a GPU without a mask that hides nothing, or nothing but what comes later."""
+    if attn_mask is not None and attn_mask.device.type in DEVICES and not is_causal:
+        hidden = what_it_hides(attn_mask)
+        square = query.shape[-2] == key.shape[-2]
+        if hidden == NOTHING or hidden == LATER and square:
+            attn_mask, is_causal = None, hidden == LATER
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, **named
+    )
+
+
+def what_it_hides(mask: Any) -> str:
+    """What a mask in a trace hides, where it follows from constants: nothing, or all that comes later."""
+    node, recording = getattr(mask, "node", None), _get_current_dispatch_mode()
+    if type(node) is not Node or not isinstance(recording, Recording):
+        return SOMETHING
+    below = sources(node)
+    if below is None or written(recording.graph, set(below)):
+        return SOMETHING
+    known = _known.setdefault(recording, {})
     with torch._C._DisableTorchDispatch(), torch.no_grad():  # type: ignore[attr-defined]
         for each in below:
-            known[each] = made(each, known)
-        found = known[node]
-        return bool(found.all() if found.dtype is torch.bool else not found.any())
+            if each not in known:
+                known[each] = made(each, known)
+        return kind_of(known[node])
+
+
+def kind_of(mask: torch.Tensor) -> str:
+    """What a mask hides, by its values: where it is false, or adds what leaves nothing of any value."""
+    shown = mask if mask.dtype is torch.bool else mask == 0
+    if bool(shown.all()):
+        return NOTHING
+    lower = torch.ones(mask.shape[-2:], dtype=torch.bool).tril() if mask.dim() > 1 else shown
+    if mask.shape[-1] != lower.shape[0] or not torch.equal(shown, lower.expand_as(shown)):
+        return SOMETHING
+    lost = mask.dtype is torch.bool or bool((shown | (mask <= torch.finfo(mask.dtype).min)).all())
+    return LATER if lost else SOMETHING
 
 
 def sources(root: Node) -> list[Node] | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from operator import getitem
+from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.expand.relayout import Maker, Relayout
@@ -19,18 +21,19 @@ FEWEST = 3
 
 
 def side_by_side(graph: Graph) -> Graph:
-    """The graph with its convolutions over channels that lie side by side."""
-    layers = [node for node in graph.nodes if node.op is aten.convolution.default]
-    if len(layers) < FEWEST or not all(map(fits, layers)):
+    """The graph with its convolutions, and their gradients, over channels that lie side by side."""
+    made: dict[Node, Maker] = {
+        node: partial(maker, node) for node in graph.nodes if (maker := MAKERS.get(node.op)) is not None
+    }
+    if len(made) < FEWEST or not all(map(fits, made)):
         return graph
-    made: dict[Node, Maker] = {node: partial(convolution, node) for node in layers}
     return Relayout(graph, made, ()).run()
 
 
 def fits(node: Node) -> bool:
     """Whether a convolution is a plain one of two dimensions, of a half type and known sizes."""
-    specs = [operand.spec for operand in node.args[:2]]
-    transposed, groups = node.args[6], node.args[8]
+    specs = [operand.spec for operand in node.args[: OPERANDS[node.op]]]
+    transposed, groups = (node.args[OPERANDS[node.op] + place] for place in (4, 6))
     return not transposed and groups == 1 and all(
         spec.dtype.itemsize == 2 and spec.device.type in DEVICES and len(spec.shape) == 4
         and all(type(n) is int and n > 0 for n in spec.shape)
@@ -39,20 +42,46 @@ def fits(node: Node) -> bool:
 
 
 def turned(spec: TensorSpec) -> TensorSpec:
-    """The type of a tensor with its channels side by side."""
+    """The type of a tensor with its channels side by side; one of single places may lie in both ways."""
     _, channels, height, width = spec.shape
+    if height == width == 1 and spec.stride[1] == 1:
+        return spec
     row = channels * width
     return replace(spec, stride=(row * height, 1, row, channels), offset=0)
 
 
-def operand(walk: Relayout, read: Node) -> Node:
-    """An image or a filter, turned; a filter for single places lies in both ways at once."""
-    node: Node = walk.values[read]
-    single = node.spec.shape[2:] == (1, 1) and node.spec.stride[1] == 1
-    return node if single else walk.with_strides(node, turned(node.spec).stride)
+def operands(node: Node, walk: Relayout) -> tuple[Any, ...]:
+    """The arguments of a convolution, with its images and filters turned."""
+    many = OPERANDS[node.op]
+    tensors: list[Node] = [walk.values[read] for read in node.args[:many]]
+    given = [walk.with_strides(one, turned(one.spec).stride) for one in tensors]
+    return *given, *[walk.value(one) for one in node.args[many:]]
 
 
 def convolution(node: Node, walk: Relayout) -> Node:
-    image, filters, *rest = node.args
-    given = (operand(walk, image), operand(walk, filters), *[walk.value(one) for one in rest])
+    given = operands(node, walk)
     return walk.graph.call(node.op, given, dict(node.kwargs), spec=turned(node.spec), like=node)
+
+
+def gradients(node: Node, walk: Relayout) -> tuple[Node | None, ...]:
+    """The gradients of an image and of filters, turned, and of what was added."""
+    image, filters, added = node.spec
+    specs = [None if spec is None else turned(spec) for spec in (image, filters)]
+    specs.append(added)
+    whole = walk.graph.call(node.op, operands(node, walk), dict(node.kwargs), spec=tuple(specs), like=node)
+    return tuple([None if spec is None else result(walk, whole, i, spec) for i, spec in enumerate(specs)])
+
+
+def result(walk: Relayout, whole: Node, place: int, spec: TensorSpec) -> Node:
+    """One of several results; the kernel's strides for extents of 1 are any, so a view gives those traced."""
+    found = walk.graph.call(getitem, (whole, place), spec=spec, like=whole)
+    if 1 not in spec.shape:
+        return found
+    return walk.graph.call(aten.view.default, (found, list(spec.shape)), spec=spec, like=whole)
+
+
+#: How many images and filters the ops take first, and what makes them anew.
+OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
+MAKERS: dict[Any, Any] = {
+    aten.convolution.default: convolution, aten.convolution_backward.default: gradients,
+}  # fmt: skip

@@ -21,8 +21,9 @@ Maker: TypeAlias = "Callable[[Relayout], Node]"
 
 #: Ops that take a tensor in any layout as well as in the one that was traced. Elementwise ones do, too.
 FOLLOW = frozenset({
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_batch_norm_with_update_functional", "_softmax",
-    "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin", "avg_pool2d",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_batch_norm_with_update_functional",
+    "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+    "_softmax", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin", "avg_pool2d",
     "avg_pool2d_backward", "batch_norm_backward", "cat", "clone", "constant_pad_nd", "convolution",
     "cudnn_batch_norm_backward", "detach", "expand", "getitem", "max_pool2d_with_indices",
     "max_pool2d_with_indices_backward", "mean", "native_batch_norm", "native_batch_norm_backward",

@@ -45,21 +45,35 @@ def test_few_convolutions_of_groups_or_other_dtypes_stay():
         assert channels.side_by_side(graph) is graph
 
 
-def test_a_model_without_gradients(monkeypatch):
+@pytest.mark.parametrize("training", [False, True])
+def test_models(training, monkeypatch):
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(),
         nn.Conv2d(16, 16, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
-    ).to(HALF).eval()  # fmt: skip
+    ).to(HALF).train(training)  # fmt: skip
     graphs, arrange = [], compiler.side_by_side
     monkeypatch.setattr(compiler, "side_by_side", lambda graph: graphs.append(arrange(graph)) or graphs[-1])
     x = torch.randn(4, 3, 16, 16).to(HALF)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     kiln.reset()
-    compiled = kiln.compile(model, fullgraph=True)
-    with torch.no_grad():
-        got, expected = compiled(x), model(x)
-    assert (got - expected).norm() <= 0.1 * expected.norm() and got.stride() == expected.stride()
+    found = []
+    for run in (kiln.compile(model, fullgraph=True), model):
+        model.load_state_dict(state)
+        model.zero_grad()
+        with torch.set_grad_enabled(training):
+            out = run(x)
+        if training:
+            out.float().square().sum().backward()
+        found.append([out, *[p.grad for p in model.parameters() if p.grad is not None], *model.buffers()])
+        found[-1] = [value.detach().clone() for value in found[-1]]
+    for got, expected in zip(*found, strict=True):
+        assert (got - expected).float().norm() <= 0.1 * expected.float().norm() and got.stride() == expected.stride()
     (graph,) = graphs
-    assert all(n.spec.stride[1] == 1 for n in graph.nodes if n.op is torch.ops.aten.convolution.default)
-    compiled(x).float().mean().backward()  # with gradients, layouts stay
-    assert len(graphs) == 1
+    layers = [n for n in graph.nodes if n.op in channels.OPERANDS]
+    assert len(layers) == (6 if training else 3)
+    for layer in layers:
+        assert all(operand.spec.stride[1] == 1 for operand in layer.args[: channels.OPERANDS[layer.op]])
+    # Turned are the image, two filters and their gradients, and the gradient of a mean; between layers nothing is.
+    images = [n for n in graph.nodes if n.op is torch.ops.aten.clone.default]
+    assert len(images) == (6 if training else 3)
     kiln.reset()

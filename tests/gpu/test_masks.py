@@ -1,4 +1,6 @@
-"""Masks that hide nothing are found in a trace."""
+"""Masks that hide nothing, or what comes later, are found in a trace."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +25,20 @@ def zeros(q):
     return torch.zeros(16, 16, dtype=q.dtype, device=q.device)
 
 
+def added(q):
+    return torch.full((16, 16), torch.finfo(q.dtype).min, device=q.device).triu(1).expand(2, 1, 16, 16)
+
+
+def less(q):
+    return torch.full((16, 16), -5.0, device=q.device).triu(1)
+
+
+def packed(q):
+    place = torch.arange(16, device=q.device)
+    part = (place.diff(prepend=place[:1]) > 1).cumsum(0)
+    return ((place[:, None] >= place) & (part[:, None] == part)).expand(2, 1, 16, 16)
+
+
 def causal(q):
     return torch.ones(16, 16, dtype=torch.bool, device=q.device).tril()
 
@@ -38,26 +54,22 @@ def written(q):
 
 
 @pytest.mark.parametrize(
-    ("make", "nothing"),
-    [(ones, True), (compared, True), (zeros, True), (causal, False), (given, False), (written, False)],
-)
-def test_masks(make, nothing, monkeypatch):
+    ("make", "hidden"),
+    [(ones, "nothing"), (compared, "nothing"), (zeros, "nothing"), (causal, "later"), (added, "later"),
+     (packed, "later"), (less, None), (given, None), (written, None)],
+)  # fmt: skip
+def test_masks(make, hidden, monkeypatch):
     found = []
 
-    def attention(q, k, v, attn_mask=None, **rest):
-        found.append(masks.hides_nothing(attn_mask))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, **rest)
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **rest):
+        found.append((attn_mask is None, is_causal))
+        return plain(q, k, v, attn_mask, dropout_p, is_causal, **rest)
 
-    monkeypatch.setitem(masks_of(), F.scaled_dot_product_attention, attention)
+    plain = F.scaled_dot_product_attention
+    expected = plain(Q, Q, Q, attn_mask=make(Q))
+    monkeypatch.setattr(masks, "DEVICES", {"cpu"})
+    monkeypatch.setattr(masks, "functional", SimpleNamespace(scaled_dot_product_attention=attention))
     kiln.reset()
-    got = kiln.compile(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=make(q)), fullgraph=True)(
-        Q
-    )
-    assert found == [nothing]
-    torch.testing.assert_close(got, F.scaled_dot_product_attention(Q, Q, Q, attn_mask=make(Q)))
-
-
-def masks_of():
-    from kiln.differentiate.interpret import STAND_INS
-
-    return STAND_INS
+    got = kiln.compile(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=make(q)), fullgraph=True)(Q)
+    assert found == [(hidden is not None, hidden == "later")]
+    torch.testing.assert_close(got, expected)
