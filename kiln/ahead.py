@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -35,6 +35,8 @@ from kiln.ops.symint import wrap
 
 # What stands between the program and its compiled graphs.
 hide(finish, results, run, training)
+
+T = TypeVar("T")
 
 LEVELS = ("aten", "core", "prims")
 
@@ -110,7 +112,7 @@ def compiled(
 
     `random` says which random numbers are Kiln's own, as the option of that name does. `held`, where given,
     compiles graphs without gradients in the place of `inference`, and learns which tensors the module holds.
-    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses layouts without one.
+    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses layouts.
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
@@ -120,10 +122,9 @@ def compiled(
         with records.timed("differentiate", name):
             joint = trace(module, list(examples))
         joint = replace(joint, graph=draw(joint.graph, random), random=random)
+        joint = replace(joint, graph=arrange(joint.graph))
         if joint.differentiates:
             dump.show("graph", "joint", "py", lambda: str(joint.graph))
-        else:
-            joint = replace(joint, graph=arrange(joint.graph))
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None
@@ -150,11 +151,11 @@ class Unseen:
         return self.aside(partial(self.compiler, graph))
 
     def begin(self, graph: Graph) -> Begun:
-        begun = begin(self.compiler, graph)
+        begun = self.aside(partial(begin, self.compiler, graph))
         return replace(begun, finish=partial(self.aside, begun.finish))
 
     @staticmethod
-    def aside(make: Callable[[], Run]) -> Run:
+    def aside(make: Callable[[], T]) -> T:
         _hook.pause()
         try:
             with uncollected():

@@ -34,6 +34,14 @@ def _autocast(device: str) -> list[Switch]:
     ]
 
 
+@functools.cache
+def _settle_order() -> None:
+    """Have torch choose the order of attention's kernels on the GPU: it does so at the first attention."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        one = torch.empty(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(one, one, one)
+
+
 def _attention() -> list[Switch]:
     """Which kernels attention may use."""
     names = ("flash", "math", "mem_efficient", "cudnn", "overrideable")
@@ -67,6 +75,8 @@ def read_now(read: Callable[[], Any]) -> Any:
 
 def snapshot() -> tuple[Any, ...]:
     """The values of all switches."""
+    if torch.cuda.is_initialized():  # what torch chooses during a capture would be undone after it
+        _settle_order()
     return tuple([read() for read, _ in SWITCHES])
 
 

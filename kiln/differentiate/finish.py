@@ -158,17 +158,20 @@ def _write(
 ) -> Callable[[Results, Args], None]:
     """A function that gives a mutated input its new value, with the history and version as in eager."""
     origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
+    # What was given its own value is written with itself: autograd hands it over as a view, with other strides.
+    itself = joint.graph.outputs[index] is joint.graph.inputs[mutation.primal] and not mutation.with_grad
 
     def hidden(results: Results, args: Args) -> None:
         target = origin(args)
         with below():
-            target.copy_(results[index])
+            target.copy_(target if itself else results[index])
 
     def seen(results: Results, args: Args) -> None:
         before = torch.is_grad_enabled()
         _switch(mutation.with_grad)
         try:
-            origin(args).copy_(results[index])
+            target = origin(args)
+            target.copy_(target if itself else results[index])
         finally:
             _switch(before)
 

@@ -52,9 +52,13 @@ class Place:
         self.memory: Memory = Memory(self) if parent is None else parent.memory
         self.version = self.memory.version
 
+    def path(self) -> list[Place]:
+        """This place and those that it is a view of."""
+        return [self, *(self.parent.path() if self.parent is not None else ())]
+
     def above(self) -> list[TensorSpec]:
         """The types of this tensor and of those that it is a view of."""
-        return [self.spec, *(self.parent.above() if self.parent is not None else ())]
+        return [place.spec for place in self.path()]
 
     def steps(self) -> tuple[Step, ...]:
         """The views that lead from the memory's own tensor here."""
@@ -81,6 +85,8 @@ class Functionaliser:
         self._fakes: dict[Node, Any] = {}
         self._dirty = False
         self._context: Node | None = None
+        self.turned: set[Place] = set()
+        """Views of tensors that changed their own shape afterwards: the trace's history of them is not eager's."""
 
     # Places and values
 
@@ -204,6 +210,8 @@ class Functionaliser:
         for node in nodes:
             self._context = node
             op = node.op
+            if self.turned and not node.backward:
+                self._refuse_turned(node)
             if op is operator.getitem:
                 self._getitem(node)
             elif op is CONSTANT:
@@ -280,7 +288,15 @@ class Functionaliser:
         step = Step(form.twin, node.args[1:], node.kwargs)
         new = self.take(self.current(parent), step, parent.spec)
         self._dirty = True
+        self.turned |= {p for p in self._places.values() if p is not parent and parent in p.path()}
         self._places[target] = Place(new, new.spec, parent, step)
+
+    def _refuse_turned(self, node: Node) -> None:
+        """Break where a view of a tensor that changed its own shape afterwards is computed with."""
+        for read in node.inputs():
+            if self._places.get(read) in self.turned and self.recording.fake(read).requires_grad:
+                why = "a view is used of a tensor that changed its own shape afterwards"
+                raise Break("write-to-view", why, "use the form that returns a view")
 
     def moved(self, node: Node, new: Node) -> None:
         """Let `new` stand for the recorded `node` from now on."""

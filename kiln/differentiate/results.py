@@ -110,7 +110,8 @@ class Results:
             if place.memory in self._origins:
                 continue
             odd = leaf.requires_grad and leaf.grad_fn is None
-            if place.parent is None or len(sharing[place.memory]) == 1 and not odd:
+            alone = len(sharing[place.memory]) == 1 and place not in self.functional.turned
+            if place.parent is None or alone and not odd:
                 if odd:
                     raise inner_leaf()
                 fresh[id(leaf)] = index = self.add(place, leaf, leaf.grad_fn is not None)
@@ -147,16 +148,21 @@ class Results:
                 bases[memory] = -1 if known is None else known
         return bases
 
-    def _refuse_leaf(self, leaf: FakeTensor, place: Place) -> None:
-        """Break for a view that was made a leaf.
+    def _refuse_history(self, leaf: FakeTensor, place: Place) -> None:
+        """Break for a view that was made a leaf, and for one that has another history than its base.
 
         A view taken without grad mode of a tensor that requires grad claims to require it as well, and will
-        again when it is taken anew; one that was detached does not.
+        again when it is taken anew; one that was detached does not, unless it was written to since.
         """
-        if leaf.requires_grad and leaf.grad_fn is None:
-            root = self.functional.fake(place.memory.root)
-            if not root.requires_grad or any(step.op is aten.detach.default for step in place.steps()):
+        if not leaf.requires_grad:
+            return
+        detached = any(step.op is aten.detach.default for step in place.steps())
+        if leaf.grad_fn is None:
+            if detached or not self.functional.fake(place.memory.root).requires_grad:
                 raise inner_leaf()
+        elif detached:
+            why = "an output was detached from a tensor that is seen outside, and written with gradients"
+            raise Break("write-to-view", why, "return a copy of it")
 
     def _output(
         self, leaf: FakeTensor, place: Place, fresh: dict[int, int], bases: dict[Memory, int]
@@ -170,9 +176,9 @@ class Results:
             member = self.tracer.members.get(leaf.node)
             if own is place or member is not None:
                 return Given(member or origin)
-            self._refuse_leaf(leaf, place)
+            self._refuse_history(leaf, place)
             return View(origin, place.steps(), leaf.grad_fn is not None)
-        self._refuse_leaf(leaf, place)
+        self._refuse_history(leaf, place)
         root = self.functional.fake(memory.root)
         if leaf.requires_grad and root.grad_fn is None:
             why = "an output that requires grad views a tensor that does not"

@@ -43,13 +43,16 @@ def training(
     twice, aside = _unusual_results(joint)
     backward = Backward(halves, len(joint.tangents), compile_backward)
     begun = begin(compile_forward, halves.forward)
-    if not begun.is_done:
-        backward.begin()
+    values_of = symbol_values(joint)
+    if values_of is not None:
+        # What compiling the backward decides about sizes must be among the guards, made after this.
+        backward.begin(backward.everything)
+    elif not begun.is_done:
+        backward.begin(likely(joint))
     forward: Run = begun.finish()
     saving = Saving(joint, halves)
     tangents = Tangents(joint, getattr(compile_backward, "any_strides", False))
     replay = Replay(module, joint)
-    values_of = symbol_values(joint)
     run = entered(forward)
     if hasattr(forward, "shows"):
         forward.shows(results)
@@ -134,14 +137,14 @@ class Backward:
         self.graph, self.compiler, self.tangents = halves.backward, compiler, tangents
         self.saved = halves.tensors + halves.numbers
         self.everything = (1 << tangents) - 1
-        self._begun: Begun | None = None
+        self._begun: dict[int, tuple[Begun, tuple[int, ...] | None]] = {}
         self._built: dict[int, tuple[Run, tuple[int, ...] | None]] = {}
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Let the backward for all tangents be compiled by other threads, as far as they can."""
+    def begin(self, present: int) -> None:
+        """Let the backward for these tangents be compiled by other threads, as far as they can."""
         with suppress(Exception):  # it is seen when the backward runs
-            self._begun = begin(self.compiler, self.graph)
+            self._begun[present] = self._start(present)
 
     def run(self, values: list[Any], present: int) -> Sequence[Any]:
         """The gradients; `values` are the saved ones, None where not needed, and the tangents given."""
@@ -163,11 +166,21 @@ class Backward:
         return run(values)
 
     def _build(self, present: int) -> tuple[Run, tuple[int, ...] | None]:
+        begun, inputs = self._begun.pop(present, None) or self._start(present)
+        return entered(begun.finish()), inputs
+
+    def _start(self, present: int) -> tuple[Begun, tuple[int, ...] | None]:
         if present == self.everything:
-            begun, self._begun = self._begun, None
-            return entered(self.compiler(self.graph) if begun is None else begun.finish()), None
+            return begin(self.compiler, self.graph), None
         part: Pruned = pruned(self.graph, self.tangents, present)
-        return entered(self.compiler(part.graph)), part.inputs
+        return begin(self.compiler, part.graph), part.inputs
+
+
+def likely(joint: Joint) -> int:
+    """The tangents that a program probably gives, as bits: where a loss is among the results, its alone."""
+    nodes = joint.graph.inputs[len(joint.primals) :]
+    losses = sum(1 << k for k, node in enumerate(nodes) if not node.spec.shape)
+    return losses or (1 << len(nodes)) - 1
 
 
 class _Holder(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import make
-from kiln.ops.layout import FLOATS, INEXACT, Mismatch, broadcast, wrap_dim
+from kiln.ops.layout import FLOATS, INEXACT, Mismatch, broadcast, pointwise, wrap_dim
 from kiln.ops.pointwise import like
 from kiln.ops.table import RULES, aten, rule
 
@@ -100,6 +100,15 @@ def _binary_loss(
     if weight is not None or pos_weight is not None:
         return NotImplemented
     return make((), None, target.dtype, x.device) if reduction else like(target, target.dtype)
+
+
+@rule(aten.huber_loss.default, aten.soft_margin_loss.default)
+def _loss_like_input(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any, **__: Any) -> Any:
+    # Eager computes it in place of a tensor like the input; meta kernels promote.
+    if x.dtype is target.dtype or not x.dtype.is_floating_point or x.shape != target.shape:
+        return NotImplemented
+    strides = pointwise(x.shape, (x.shape, x.stride()), (target.shape, target.stride()))
+    return make((), None, x.dtype, x.device) if reduction else make(x.shape, strides, x.dtype, x.device)
 
 
 @rule(aten.multilabel_margin_loss_forward.default)

@@ -445,6 +445,10 @@ def refuse_exotic(real: torch.Tensor) -> None:
         )
     if real.is_quantized:
         raise Break("tensor-layout", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
+    if real.requires_grad and not (real.is_floating_point() or real.is_complex()):
+        # Filled with a tensor that requires grad, eager's integers do too, and most calls on them raise.
+        why = f"a tensor of {real.dtype} requires grad"
+        raise Break("tensor-layout", why, "fill it with a detached tensor")
 
 
 def fake_like(

@@ -10,7 +10,7 @@ import torch
 from kiln.base.symbols import LIMIT
 from kiln.ops.fake import FakeTensor, make
 from kiln.ops.layout import Mismatch, Size, contiguous, row_major, wrap_dim
-from kiln.ops.remember import remembered
+from kiln.ops.remember import remembered, same
 from kiln.ops.symint import assume
 from kiln.ops.table import aten, rule
 
@@ -71,9 +71,10 @@ def view_strides(old: Size, stride: Size, new: Size) -> Size:
 def _view(x: torch.Tensor, size: list[int]) -> Any:
     old, stride = x.shape, x.stride()
     new = inferred_size(tuple(size), x.numel())
-    if 0 in new:
-        return NotImplemented
-    strides = contiguous(new) if row_major(old, stride) else view_strides(old, stride, new)
+    if 0 in new:  # of no elements any view is one
+        strides = stride if same(old, new) else contiguous(new)
+    else:
+        strides = contiguous(new) if row_major(old, stride) else view_strides(old, stride, new)
     return _view_of(x, new, strides, x.storage_offset())
 
 

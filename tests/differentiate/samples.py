@@ -213,7 +213,9 @@ Agree = Callable[[str, Any, Outcome, Outcome], None]
 
 def compared(name: str, found: Outcome) -> Outcome:
     """The part of what an op left behind that is the same twice."""
-    return replace(found, value=found.value[: SEEDED[name]]) if name in SEEDED else found
+    if name not in SEEDED or found.value is None:
+        return found
+    return replace(found, value=found.value[: SEEDED[name]])
 
 
 def check_op(name: str, compiled: Callable[[Any, Outcome], Any], agree: Agree, count: int | None) -> Found:

@@ -176,12 +176,13 @@ class Program:
         return f"def program({arguments}):\n{body}    return {', '.join(self.outputs)},\n"
 
     def function(
-        self, dtypes: dict[str, torch.dtype], disturb: Callable[[Any], Any] | None = None, device: str | None = None
+        self, dtypes: dict[str, torch.dtype], disturb: Callable[..., Any] | None = None, device: str | None = None
     ) -> Callable[..., Any]:
-        """The program as a function; `disturb` is applied to the result of each line."""
+        """The program as a function; `disturb` is applied to the result of each line, told whether it is centred."""
         text = self.text() if device == "cpu" else placed(self.text())
         if disturb is not None:
-            text = re.sub(r"^(    (v\d+) = .*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
+            text = re.sub(r"^(    (v\d+) = .*_norm\(.*)$", r"\1; \2 = disturb(\2, True)", text, flags=re.MULTILINE)
+            text = re.sub(r"^(    (v\d+) = [^;]*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
         space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **PLACED, **dtypes}
         exec(compile(text, "<random program>", "exec"), space)
         function: Callable[..., Any] = space["program"]
@@ -209,10 +210,7 @@ class Drawing:
     def __init__(self, random: Random, lines: int) -> None:
         self.random = random
         self.program = Program(self.inputs())
-        self.spaces: list[dict[str, Any]] = []
-        for dtypes in (PLAIN, EXACT):
-            values = {f"a{i}": given.make(dtypes, "cpu") for i, given in enumerate(self.program.inputs)}
-            self.spaces.append({"torch": torch, "F": F, **dtypes, **values})
+        self.spaces = self.run()
         self.names = [f"a{i}" for i in range(len(self.program.inputs))]
         self.vague: set[str] = set()
         """Values that depend on rounded ones."""
@@ -221,6 +219,16 @@ class Drawing:
                 if self.line(random.choice(DRAWN)):
                     break
         self.finish()
+
+    def run(self) -> list[dict[str, Any]]:
+        """The names and values of the program so far, in eager's dtypes and in float64."""
+        spaces: list[dict[str, Any]] = []
+        for dtypes in (PLAIN, EXACT):
+            values = {f"a{i}": given.make(dtypes, "cpu") for i, given in enumerate(self.program.inputs)}
+            spaces.append({"torch": torch, "F": F, **dtypes, **values})
+            for line in self.program.lines:
+                exec(line, spaces[-1])
+        return spaces
 
     def inputs(self) -> list[Input]:
         r = self.random
@@ -254,6 +262,8 @@ class Drawing:
         name = f"v{len(self.program.lines)}"
         line = text if writes else f"{name} = {text}"
         if not all(self.tried(line, name, space) for space in self.spaces):
+            if writes:
+                self.spaces = self.run()  # without what the line wrote
             return False
         self.program.lines.append(line)
         if not writes:
@@ -274,7 +284,8 @@ class Drawing:
             return False
         value = space.get(name)
         if value is None:
-            return True
+            # Integers filled with what requires grad do so too, by a fault of eager's; other calls on them raise.
+            return not any(space[n].requires_grad and not space[n].is_floating_point() for n in self.names)
         fine = isinstance(value, torch.Tensor) and value.numel() <= max(MOST, max(v.numel() for v in self.tensors()))
         if fine and value.is_floating_point() and value.numel():
             sizes = value.detach().abs().double()
