@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from kiln.base.expressions import FLOORDIV
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
 
@@ -19,9 +20,12 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     found = {border for term in _conditions(nest) if (border := _border(term, axis)) is not None}
     inside = sorted(b for b in found if 0 < b < axis.size)
     edges = [0, *inside, axis.size]
-    if len(edges) - 1 > MOST or any(b - a < shortest for a, b in pairwise(edges)):
-        return []
-    return inside
+    if len(inside) < MOST and all(b - a >= shortest for a, b in pairwise(edges)):
+        return inside
+    # Whole vectors around the borders, in which conditions are not decided.
+    around = {place for b in inside for place in (b // shortest * shortest, -(-b // shortest) * shortest)}
+    around = {place for place in around if 0 < place < axis.size}
+    return sorted(around) if len(around) < MOST else []
 
 
 def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:
@@ -53,7 +57,10 @@ def _conditions(nest: Nest) -> list[Term]:
 
 
 def _border(term: Term, axis: Axis) -> int | None:
-    """The first turn in which `variable + a < b` fails or `variable + a >= b` holds; None for others."""
+    """The first turn in which `place + a < b` fails or `place + a >= b` holds; None for others.
+
+    The place is the variable, a multiple or a quotient of it.
+    """
     if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
         return None
     place, bound = term.args
@@ -61,8 +68,13 @@ def _border(term: Term, axis: Axis) -> int | None:
         return None
     if place.index.symbols() != {axis.variable} or type(bound.value) is not int:
         return None
-    if any(monomial not in ((), (axis.variable,)) for monomial in place.index.poly):
+    room = bound.value - place.index.poly.get((), 0)
+    (moving, step), *more = [(m, factor) for m, factor in place.index.poly.items() if m] or [((), 0)]
+    if more or len(moving) != 1 or type(step) is not int or step < 1:
         return None
-    if place.index.poly.get((axis.variable,)) != 1:
+    (atom,) = moving
+    if atom is axis.variable:
+        return int(-(-room // step))
+    if step != 1 or atom.op is not FLOORDIV or atom.args[0] is not axis.variable:
         return None
-    return int(bound.value - place.index.poly.get((), 0))
+    return int(room * atom.args[1]) if type(atom.args[1]) is int else None

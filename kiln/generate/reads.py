@@ -41,7 +41,8 @@ class Reads:
                 return 0
             times = atom.args[1]
         whole = times > 1 and self.lanes % times == 0 and self.vector.low == 0
-        return times if whole and not borders(self.nest, self.vector, self.width) else 0
+        whole = whole and all(edge % times == 0 for edge in borders(self.nest, self.vector, self.width))
+        return times if whole else 0
 
     def repeated(self, base: Value, place: Value, stored: Type, times: int, mask: Value | None) -> Value:
         """Few elements, each in several lanes: vectors start where such lanes do."""

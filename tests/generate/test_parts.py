@@ -76,6 +76,28 @@ def test_the_backward_is_begun_while_the_forward_is_made(monkeypatch):
     assert len(begun) == 2
 
 
+def test_the_backward_of_a_loss_is_begun_where_there_is_one(monkeypatch):
+    monkeypatch.setenv("KILN_CACHE", "0")
+    begun = []
+    start = code.compiling
+    monkeypatch.setattr(code, "compiling", lambda text: begun.append(text) or start(text))
+
+    def f(x):
+        y = torch.tanh(x) * 1.2346
+        return y, (y * y).mean()
+
+    kiln.reset()
+    x = torch.linspace(-2, 2, 23 * 7).reshape(23, 7).requires_grad_()
+    _, loss = kiln.compile(f)(x)
+    assert len(begun) == 2
+    (grad,) = torch.autograd.grad(loss, x)
+    torch.testing.assert_close(grad, torch.autograd.grad(f(x)[1], x)[0])
+    assert len(begun) == 2
+    out = kiln.compile(f)(x)  # the other gradients are compiled when they are asked for
+    (grad,) = torch.autograd.grad(sum(map(torch.sum, out)), x)
+    torch.testing.assert_close(grad, torch.autograd.grad(sum(map(torch.sum, f(x))), x)[0])
+
+
 def test_what_was_computed_is_not_computed_again():
     module = Module()
     fn = module.function("f", [("n", I64)], F64)
