@@ -78,6 +78,7 @@ class Coalescing(Groups):
         group.memo.clear()
         group.terms = self.new_terms()
         group.costs.clear()
+        group.spots.clear()
         for member in group.members:
             self.natural(group, member)
 

@@ -7,6 +7,8 @@ long as a function costs a cycle or so for a vector, so what counts is bytes, up
   - what is much smaller than the loops that read it comes out of the cache either way: it is made anew up to
     CHEAP functions, and saves a kernel;
   - what one node alone reads is made there up to SLIGHT functions: nothing is computed twice;
+  - what is read at SEVERAL places of its own loops, as neighbours are, is made for each up to CHEAP functions
+    in all;
   - what several read is made anew where that reads no more bytes than the value has (a mask of what is read
     anyway, a normalised value of statistics and its source) and computes at most SLIGHT functions, none of
     them COSTLY; then its write is saved and nothing is lost;
@@ -21,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kiln.base.expressions import Expr
+from kiln.base.expressions import FLOORDIV, Expr
 from kiln.base.graph import Node
 from kiln.fuse.axes import hinted
 from kiln.fuse.nest import Apply, Fold, Load, Place, Term, children, terms
@@ -31,6 +33,12 @@ from kiln.fuse.views import shape_of
 CHEAP = 24
 #: Terms of a value that is made where it is read.
 SLIGHT = 8
+#: Places of a value from which on it counts how much is computed for each.
+SEVERAL = 3
+#: Terms that a read here and there counts as.
+SCATTERED = 8
+#: Functions of dozens of instructions: they are not computed twice.
+HEAVY = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow"})
 #: What is this many times smaller is small beside something.
 MUCH_SMALLER = 4
 
@@ -72,6 +80,16 @@ def along(made_of: list[Term], coords: Sequence[Any]) -> list[Term]:
         if differs or isinstance(term, Fold):
             found.add(id(term))
     return [term for term in made_of if id(term) in found]
+
+
+def weight(term: Term) -> int:
+    """In how many terms a term counts: reads that do not go through memory in order are several."""
+    if isinstance(term, Apply) and term.op in HEAVY:
+        return CHEAP + 1
+    if not isinstance(term, Load) or not isinstance(term.index, Expr):
+        return 1
+    scattered = bool(term.places) or any(atom.op is FLOORDIV for m in term.index.poly for atom in m)
+    return SCATTERED if scattered else 1
 
 
 def reads_no_more(node: Node, made_of: list[Term], read: list[Node]) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kiln.fuse.products import convolution_backward
-from kiln.fuse.repeated import REPEATED
 from kiln.fuse.running import RUNNING
-from kiln.fuse.windows import avg_pool, max_pool
+from kiln.fuse.taps import TAPS
+from kiln.fuse.windows import avg_pool, max_pool, max_pool_backward
 from kiln.ops.expansions.norms import batch_norm, batch_norm_backward, batch_norm_functional
 from kiln.ops.table import aten
 
@@ -31,9 +31,12 @@ def _var_mean(
     mean = aten.sum.dim_IntList(x, dims, True) / float(count)
     centred = x - mean
     divisor = count - (1 if correction is None else correction)
-    spread = aten.sum.dim_IntList(centred * centred, dims, keepdim) / float(max(divisor, 0))
+    spread = aten.sum.dim_IntList(centred * centred, dims, True) / float(max(divisor, 0))
+    if count > 1:  # an infinity makes eager's running mean NaN
+        mean = torch.where(torch.isnan(spread), spread, mean)
     if not keepdim:
-        mean = mean.reshape([n for d, n in enumerate(x.shape) if d not in dims])
+        kept = [n for d, n in enumerate(x.shape) if d not in dims]
+        spread, mean = spread.reshape(kept), mean.reshape(kept)
     return spread, mean
 
 
@@ -107,11 +110,12 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten._native_batch_norm_legit_functional.default: _batch_norm_functional,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.max_pool2d_with_indices.default: max_pool,
+    aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     aten.avg_pool2d.default: avg_pool,
     aten.convolution_backward.default: convolution_backward,
     aten.index_add.default: _eager,  # faster than an index_put that adds, with the same sums
     **RUNNING,
-    **REPEATED,
+    **TAPS,
     # What `kiln.ops.random` left: those draw eager's numbers.
     aten.bernoulli.p: _eager,
     aten.bernoulli.default: _eager,

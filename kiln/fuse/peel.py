@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kiln.base.arithmetic import maximum, minimum
-from kiln.base.expressions import OPERATORS, SUM
+from kiln.base.expressions import FLOORDIV, OPERATORS, SUM
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
 from kiln.fuse.merge import merged, rewritten
@@ -98,20 +98,23 @@ def turning(term: Term, nest: Nest) -> tuple[Axis, int, bool] | None:
     if not isinstance(past, Expr):
         return None
     step = start = 0
+    repeats = 1
     found: Axis | None = None
     for monomial, factor in past.poly.items():
         if not monomial:
             start = factor
             continue
-        found = next((a for a in nest.axes if len(monomial) == 1 and monomial[0] is a.variable), None)
-        if found is None or step:
+        if len(monomial) > 1 or step or type(factor) is not int:
             return None
-        step = factor
-    if found is None or type(step) is not int or type(start) is not int:
+        atom, step = monomial[0], factor
+        if atom.op is FLOORDIV and type(atom.args[1]) is int:
+            atom, repeats = atom.args
+        found = next((a for a in nest.axes if atom is a.variable), None)
+    if found is None or type(start) is not int:
         return None
     # `step * place + start < 0` holds up to a place, or from it on.
     turn = -(start // step) if step > 0 else start // -step + 1
-    return found, turn, (step > 0) == (term.op == "lt")
+    return found, turn * repeats, (step > 0) == (term.op == "lt")
 
 
 def number(term: Term) -> Any:

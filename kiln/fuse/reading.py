@@ -9,7 +9,7 @@ from typing import Any
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, coordinates, hinted
-from kiln.fuse.costs import CHEAP, MUCH_SMALLER, SLIGHT, along, elements, of_data, reads_no_more
+from kiln.fuse.costs import CHEAP, MUCH_SMALLER, SEVERAL, SLIGHT, along, elements, of_data, reads_no_more, weight
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
@@ -28,6 +28,8 @@ class Group:
     memo: dict[Any, Term] = field(default_factory=dict)
     costs: dict[Node, int] = field(default_factory=dict)
     reads: set[Node] = field(default_factory=set)
+    spots: dict[Node, set[Coords]] = field(default_factory=dict)
+    """The coordinates at which members are read."""
 
     @property
     def kept(self) -> list[Axis]:
@@ -103,9 +105,11 @@ class Groups:
             if is_map(node):
                 return self.read(group, node.args[0], VIEWS[name_of(node.op)](node, coords), valid)
             if self.place[node] == group.position or node in self.free:
-                if folded_dims(node) is None:
-                    return self.element(group, node, coords, valid)
-                return self.result_of_fold(group, node, coords)
+                if folded_dims(node) is not None:
+                    return self.result_of_fold(group, node, coords)
+                if node not in self.free:
+                    self.read_at(group, node, coords)
+                return self.element(group, node, coords, valid)
             if self.small(group, node):
                 return self.element(group, node, coords, valid)
         spec: TensorSpec = node.spec
@@ -114,6 +118,13 @@ class Groups:
             index = index + c * s
         index = self.scope.simplify(index)
         return group.terms.load(self.buffer(node), index, spec.dtype, valid)
+
+    def read_at(self, group: Group, node: Node, coords: Coords) -> None:
+        """Note where a member is read; Misfit where that makes it too often."""
+        spots = group.spots.setdefault(node, set())
+        spots.add(coords)
+        if len(spots) >= SEVERAL and len(spots) * self.cost(group, node) > CHEAP:
+            raise Misfit
 
     def element(self, group: Group, node: Node, coords: Coords, valid: Term | None) -> Term:
         """The element of a pointwise node at coordinates."""
@@ -199,7 +210,7 @@ class Groups:
         known = group.costs.get(node)
         if known is None:
             coords, term, _ = self.natural(group, node)
-            known = group.costs[node] = len(along(of_data(terms([term])), coords))
+            known = group.costs[node] = sum(map(weight, along(of_data(terms([term])), coords)))
         return known
 
     def buffer(self, node: Node) -> Buffer:

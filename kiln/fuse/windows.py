@@ -1,14 +1,15 @@
 """Pooling for loop nests: windows are views, what they give is folded over them.
 
 Largest values and means of windows are several times faster this way than eager's kernels, which go through
-them element by element. Left to eager's kernels: gradients of overlapping windows, which are sums over
-scattered places; three dimensions; half types, whose sums eager rounds in ways of its own; channels that lie
-together, where eager's kernels run in vectors.
+them element by element. The gradient of the largest asks, for each place, which of the windows around it chose
+it. Left to eager's kernels: three dimensions; half types, whose sums eager rounds in ways of its own; channels
+that lie together, where eager's kernels run in vectors.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from kiln.ops.table import aten
 
 FEW = 16  # places of a window that are added one by one
+ASKED = 9  # windows that a place is compared with
+IN_VECTORS = (1, 2, 4, 8)  # strides at which vectors are read without taking elements one by one
 
 
 def pair(value: Any) -> tuple[int, int] | None:
@@ -55,6 +58,11 @@ class Windows:
         """The places from the first to the last of a window."""
         return self.dilation[dim] * (self.kernel[dim] - 1) + 1
 
+    def around(self, dim: int) -> range:
+        """The windows that places may be of, counted from the quotient of the place and the stride."""
+        stride, padding = self.stride[dim], self.padding[dim]
+        return range(-((self.reach(dim) - 1 - padding) // stride), (stride - 1 + padding) // stride + 1)
+
     def starts(self, dim: int) -> torch.Tensor:
         """Where windows start; in the padding, before 0."""
         places = torch.arange(self.out[dim], device=self.x.device) * self.stride[dim] - self.padding[dim]
@@ -89,6 +97,36 @@ def max_pool(
     row = (windows.starts(0) + row.to(torch.int64) * windows.dilation[0]).clamp(min=0)
     column = (windows.starts(1) + column.to(torch.int64) * windows.dilation[1]).clamp(min=0)
     return values.amax(-1), row * x.shape[-1] + column
+
+
+def max_pool_backward(
+    grad: torch.Tensor, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any,
+    ceil_mode: bool, indices: torch.Tensor,
+) -> Any:  # fmt: skip
+    """For each place the gradients of the windows that chose it, added in eager's order."""
+    windows = Windows(x, kernel, stride, padding, dilation, ceil_mode)
+    if not windows.known or not grad.is_contiguous() or not indices.is_contiguous():
+        return NotImplemented
+    around = [windows.around(d) for d in range(2)]
+    if len(around[0]) * len(around[1]) > ASKED or windows.stride[1] not in IN_VECTORS:
+        return NotImplemented
+    borders: list[int] = []
+    quotients: list[torch.Tensor] = []
+    for d in (0, 1):
+        size, stride, first = x.shape[d - 2], windows.stride[d], around[d][0]
+        last = (size - 1) // stride + around[d][-1]
+        borders = [max(-first, 0), max(last + 1 - windows.out[d], 0), *borders]
+        turns = torch.arange(size, device=x.device)
+        quotients.append((torch.div(turns, stride, rounding_mode="floor") if stride > 1 else turns) + borders[0])
+    chosen = aten.constant_pad_nd(indices, borders, -1) if any(borders) else indices
+    given = aten.constant_pad_nd(grad, borders) if any(borders) else grad
+    places = torch.arange(x.shape[-2] * x.shape[-1], device=x.device).view(x.shape[-2:])
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    parts: list[torch.Tensor] = []
+    for row, column in itertools.product(*around):
+        at = [None] * (x.dim() - 2) + [(quotients[0] + row).view(-1, 1), quotients[1] + column]
+        parts.append(torch.where(aten.index(chosen, at) == places, aten.index(given, at), zero))
+    return functools.reduce(torch.add, parts)
 
 
 def avg_pool(

@@ -1,0 +1,318 @@
+"""Resampling along one dimension after the other: each result is a weighted sum of neighbours.
+
+Linear and cubic interpolation, averages of windows of several sizes and nearest neighbours are matrices with
+few entries a row, one matrix for each dimension; their gradients are the transposed ones. What eager's kernels
+add to scattered places is gathered here, so that results are computed once each, in any order. The entries
+are known when a graph is compiled: where they start in a row and what they weigh are constants.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kiln.fuse.windows import FEW, pair
+from kiln.ops.expansions.support import widened
+from kiln.ops.layout import FLOATS
+from kiln.ops.table import aten
+
+Array = np.ndarray[Any, Any]
+#: Results a neighbour has, and neighbours from one result to the next, that vectors are made of in one piece.
+REGULAR = {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (3, 1), (4, 1)}
+#: Neighbours of one result at most.
+MOST = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A matrix: rows, columns and weights of its entries; equal places are added."""
+
+    shape: tuple[int, int]
+    rows: Array
+    columns: Array
+    weights: Array
+
+    def transposed(self) -> Entries:
+        return Entries((self.shape[1], self.shape[0]), self.columns, self.rows, self.weights)
+
+    def first(self) -> Array:
+        """The first column of each row; the last of all where a row has none."""
+        found = np.full(self.shape[0], self.shape[1] - 1)
+        np.minimum.at(found, self.rows, self.columns)
+        return found
+
+    def longest(self, first: Array) -> int:
+        """How many columns a row takes at most, from its first one on."""
+        return int((self.columns - first[self.rows]).max()) + 1
+
+    def table(self, first: Array, count: int) -> Array:
+        """The weights of `count` columns from the first ones on, by column; NaN where there is no entry."""
+        found = np.full((count, self.shape[0]), np.nan, self.weights.dtype)
+        places = self.columns - first[self.rows], self.rows
+        found[places] = 0
+        np.add.at(found, places, self.weights)
+        return found
+
+
+def apply(x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
+    """A dimension resampled."""
+    first = matrix.first()
+    count = matrix.longest(first)
+    regular = steps_of(matrix, first) if x.stride(dim) == 1 else None
+    if regular is not None:
+        x, count, places, first = in_steps(x, dim, matrix, first, *regular)
+    else:
+        first = np.minimum(first, matrix.shape[1] - count)
+        places = torch.from_numpy(first)
+    table = matrix.table(first, count)
+    windows, along = aten.unfold(x, dim, count, 1), [-1, *[1] * (x.dim() - 1 - dim)]
+    if count > FEW:
+        picked = aten.index(windows, [None] * dim + [places])
+        return _weighted(picked, table.T, [*along, count]).sum(-1)
+    parts = [
+        _weighted(aten.index(aten.select(windows, -1, k), [None] * dim + [places]), table[k], along)
+        for k in range(count)
+    ]
+    return functools.reduce(torch.add, parts)
+
+
+def _weighted(values: torch.Tensor, table: Array, shape: list[int]) -> torch.Tensor:
+    """Values times weights; what has no entry is left out, as it may be infinite."""
+    absent = np.isnan(table)
+    weights = torch.from_numpy(np.ascontiguousarray(table)).view(shape).to(values.dtype)
+    if (absent | (table == 1)).all():
+        return values if not absent.any() else torch.where(weights == 1, values, _zero(values))
+    found = values * weights
+    return torch.where(weights == weights, found, _zero(values)) if absent.any() else found
+
+
+def _zero(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=like.dtype)
+
+
+def steps_of(matrix: Entries, first: Array) -> tuple[int, int] | None:
+    """By how much columns move on from row to row, as a fraction that vectors are read by; None for others."""
+    shared = math.gcd(*matrix.shape)
+    step = matrix.shape[1] // shared, matrix.shape[0] // shared
+    if step not in REGULAR:
+        return None
+    low = (first - np.arange(matrix.shape[0]) * step[0] // step[1])[np.unique(matrix.rows)]
+    return step if int(low.max() - low.min()) <= 1 else None
+
+
+def in_steps(
+    x: torch.Tensor, dim: int, matrix: Entries, first: Array, up: int, down: int
+) -> tuple[torch.Tensor, int, torch.Tensor, Array]:
+    """Neighbours that start at a multiple or a quotient of the place, in what is padded for that."""
+    turns = np.arange(matrix.shape[0]) * up // down
+    start = int((first - turns)[np.unique(matrix.rows)].min())
+    count = matrix.longest(turns + start)
+    before, after = max(-start, 0), max(int(turns[-1]) + start + count - matrix.shape[1], 0)
+    if before or after:
+        x = aten.constant_pad_nd(x, [0, 0] * (x.dim() - 1 - dim) + [before, after])
+    places = torch.arange(matrix.shape[0]) * up
+    places = torch.div(places, down, rounding_mode="floor") if down > 1 else places
+    return x, count, places + (start + before), turns + start
+
+
+def resampled(x: torch.Tensor, matrices: Sequence[Entries]) -> Any:
+    """The last dimensions resampled: those that shrink first, and then the last one, whose reads cost most."""
+    if x.device.type != "cpu" or x.dtype not in FLOATS or not x.dim():
+        return NotImplemented
+    if any(m.longest(m.first()) > MOST for m in matrices):
+        return NotImplemented
+    last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    out = widened(x.movedim(1, -1) if last else x)
+    first = x.dim() - len(matrices) - last
+    dims = [(first + i, matrix) for i, matrix in enumerate(matrices)]
+    *others, inner = dims
+    shrinks = [d for d in others if d[1].shape[0] < d[1].shape[1]]
+    for dim, matrix in (*shrinks, inner, *[d for d in reversed(others) if d not in shrinks]):
+        out = apply(out, dim, matrix)
+    out = out.to(x.dtype)
+    return out.movedim(-1, 1) if last else out
+
+
+# The matrices
+
+
+def places_of(size: int, out: int, corners: bool, scale: float | None, dtype: Any, cubic: bool) -> Array:
+    """Where results lie among the elements, computed as eager does: in float32 for float32."""
+    turns = np.arange(out).astype(dtype)
+    if corners:
+        return turns * dtype((size - 1) / dtype(out - 1) if out > 1 else 0)
+    step = dtype(1.0 / scale) if scale is not None and scale > 0 else dtype(size) / dtype(out)
+    half = dtype(0.5)
+    # Eager's compiler joins the product and the difference in one rounding.
+    found = ((turns + half).astype(np.float64) * np.float64(step) - 0.5).astype(dtype)
+    return found if cubic else np.maximum(found, dtype(0))
+
+
+def linear(size: int, out: int, corners: bool, scale: float | None, dtype: Any) -> Entries:
+    places = places_of(size, out, corners, scale, dtype, False)
+    first = np.minimum(np.floor(places).astype(np.int64), size - 1)
+    share = np.clip(places - first.astype(dtype), dtype(0), dtype(1))
+    return _entries(size, out, [first, np.minimum(first + 1, size - 1)], [dtype(1) - share, share])
+
+
+def cubic(size: int, out: int, corners: bool, scale: float | None, dtype: Any) -> Entries:
+    places = places_of(size, out, corners, scale, dtype, True)
+    first = np.minimum(np.floor(places).astype(np.int64), size - 1)
+    t = np.clip(places - first.astype(dtype), dtype(0), dtype(1))
+    a = dtype(-0.75)
+
+    def near(x: Array) -> Array:
+        return ((a + 2) * x - (a + 3)) * x * x + 1
+
+    def far(x: Array) -> Array:
+        return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+
+    columns = [np.clip(first + k, 0, size - 1) for k in range(-1, 3)]
+    return _entries(size, out, columns, [far(t + 1), near(t), near(1 - t), far(2 - t)])
+
+
+def nearest(size: int, out: int, exact: bool, scale: float | None) -> Entries:
+    step = np.float32(1.0 / scale) if scale is not None and scale > 0 else np.float32(size) / np.float32(out)
+    places = np.floor((np.arange(out, dtype=np.float32) + np.float32(0.5 if exact else 0)) * step)
+    return _entries(size, out, [np.minimum(places.astype(np.int64), size - 1)], [np.ones(out, np.float32)])
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """The windows along a dimension: where they start and end, and how many places of each count."""
+
+    size: int
+    starts: Array
+    ends: Array
+    counts: Array
+
+    @classmethod
+    def sliding(cls, size: int, out: int, kernel: int, step: int, padding: int, padded: bool) -> Windows:
+        starts = np.arange(out) * step - padding
+        ends = np.minimum(starts + kernel, size + padding)
+        inside = np.maximum(starts, 0), np.minimum(ends, size)
+        return cls(size, *inside, ends - starts if padded else inside[1] - inside[0])
+
+    @classmethod
+    def adaptive(cls, size: int, out: int) -> Windows:
+        turns = np.arange(out)
+        starts, ends = turns * size // out, -(-(turns + 1) * size // out)
+        return cls(size, starts, ends, ends - starts)
+
+    def sums(self, weights: Array) -> Entries:
+        """The sums of the windows, each times its weight."""
+        lengths = self.ends - self.starts
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return Entries((len(lengths), self.size), rows, self.starts[rows] + within, weights[rows])
+
+
+def _entries(size: int, out: int, columns: list[Array], weights: list[Array]) -> Entries:
+    rows = np.tile(np.arange(out), len(columns))
+    return Entries((out, size), rows, np.concatenate(columns), np.concatenate(weights))
+
+
+# The ops
+
+
+def _known(*sizes: Any) -> bool:
+    return all(type(n) is int and n > 0 for size in sizes for n in size)
+
+
+def _interpolating(kind: Callable[..., Entries]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """An interpolation and its gradient."""
+
+    def matrices(x: torch.Tensor, sizes: Any, out: Any, corners: bool, scales: tuple[Any, ...]) -> Any:
+        dtype = np.float64 if x.dtype is torch.float64 else np.float32
+        given = zip(sizes, out, scales + (None,) * (len(out) - len(scales)), strict=True)
+        return [kind(n, m, corners, scale, dtype) for n, m, scale in given]
+
+    def forward(x: torch.Tensor, sizes: Any, corners: bool, *scales: Any) -> Any:
+        if not _known(x.shape, sizes):
+            return NotImplemented
+        return resampled(x, matrices(x, x.shape[2:], sizes, corners, scales))
+
+    def backward(grad: torch.Tensor, sizes: Any, shape: Any, corners: bool, *scales: Any) -> Any:
+        if not _known(grad.shape, shape):
+            return NotImplemented
+        return resampled(grad, [m.transposed() for m in matrices(grad, shape[2:], sizes, corners, scales)])
+
+    return forward, backward
+
+
+def nearest_backward(exact: bool) -> Callable[..., Any]:
+    def backward(grad: torch.Tensor, sizes: Any, shape: Any, *scales: Any) -> Any:
+        if not _known(grad.shape, shape):
+            return NotImplemented
+        given = zip(shape[2:], sizes, scales + (None,) * (len(sizes) - len(scales)), strict=True)
+        return resampled(grad, [nearest(n, m, exact, scale).transposed() for n, m, scale in given])
+
+    return backward
+
+
+def average_forward(x: torch.Tensor, sizes: Any) -> Any:
+    """Means of windows that fill the result."""
+    if not _known(x.shape, sizes) or all(n == 1 for n in sizes):
+        return NotImplemented
+    windows = [Windows.adaptive(n, m) for n, m in zip(x.shape[-len(sizes) :], sizes, strict=True)]
+    return resampled(x, [w.sums(1 / w.counts) for w in windows])
+
+
+def average_backward(grad: torch.Tensor, x: torch.Tensor) -> Any:
+    rank = 2 if len(grad.shape) < 5 else 3
+    if not _known(x.shape, grad.shape) or all(n == 1 for n in grad.shape[-rank:]):
+        return NotImplemented
+    sizes = zip(x.shape[-rank:], grad.shape[-rank:], strict=True)
+    return _shared_out(grad, [Windows.adaptive(n, m) for n, m in sizes])
+
+
+def pool_backward(
+    grad: torch.Tensor, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
+    count_include_pad: bool, divisor: Any,
+) -> Any:  # fmt: skip
+    sides = pair(kernel), pair(stride if stride else kernel), pair(padding)
+    if None in sides or not _known(x.shape, grad.shape):
+        return NotImplemented
+    given = zip(x.shape[-2:], grad.shape[-2:], *sides, strict=True)  # type: ignore[arg-type]
+    return _shared_out(grad, [Windows.sliding(*numbers, count_include_pad) for numbers in given], divisor)
+
+
+def _shared_out(grad: torch.Tensor, windows: list[Windows], divisor: Any = None) -> Any:
+    """The gradient of a window's mean, at each of its places."""
+    if divisor is None and any(len({*w.counts.tolist()}) > 1 for w in windows):
+        return resampled(grad, [w.sums(1 / w.counts).transposed() for w in windows])
+    divisor = divisor or math.prod([int(w.counts[0]) for w in windows])
+    out = resampled(widened(grad) / float(divisor), [w.sums(np.ones(len(w.counts))).transposed() for w in windows])
+    return out if out is NotImplemented else out.to(grad.dtype)
+
+
+linear_forward, linear_backward = _interpolating(linear)
+cubic_forward, cubic_backward = _interpolating(cubic)
+
+TAPS: dict[Any, Callable[..., Any]] = {
+    aten.upsample_linear1d.default: linear_forward,
+    aten.upsample_bilinear2d.default: linear_forward,
+    aten.upsample_trilinear3d.default: linear_forward,
+    aten.upsample_bicubic2d.default: cubic_forward,
+    aten.upsample_linear1d_backward.default: linear_backward,
+    aten.upsample_bilinear2d_backward.default: linear_backward,
+    aten.upsample_trilinear3d_backward.default: linear_backward,
+    aten.upsample_bicubic2d_backward.default: cubic_backward,
+    aten.upsample_nearest1d_backward.default: nearest_backward(False),
+    aten.upsample_nearest2d_backward.default: nearest_backward(False),
+    aten.upsample_nearest3d_backward.default: nearest_backward(False),
+    aten._upsample_nearest_exact1d_backward.default: nearest_backward(True),
+    aten._upsample_nearest_exact2d_backward.default: nearest_backward(True),
+    aten._upsample_nearest_exact3d_backward.default: nearest_backward(True),
+    aten._adaptive_avg_pool2d.default: average_forward,
+    aten._adaptive_avg_pool3d.default: average_forward,
+    aten._adaptive_avg_pool2d_backward.default: average_backward,
+    aten._adaptive_avg_pool3d_backward.default: average_backward,
+    aten.avg_pool2d_backward.default: pool_backward,
+}
