@@ -87,13 +87,18 @@ start_all(const Run *run, const Step *step, void **buffers, int aligned)
         if (blocks <= 0)
             continue;
         void *parameters[start->given + 1];
+        int64_t words[start->table ? start->given : 1];
         for (int k = 0; k < start->given; k++) {
             int what = start->parameters[k];
             parameters[k] = what >= 0 ? (void *)&buffers[what] : what == -1 ? &nothing : &numbers[-2 - what];
+            if (start->table)
+                memcpy(&words[k], parameters[k], sizeof *words);
         }
+        if (start->table)
+            parameters[0] = words;
         int error = blocks > INT32_MAX ? 1 /* invalid value */
                                        : driver.launch(aligned ? start->function : start->other, (unsigned)blocks, 1, 1,
-                                                       start->threads, 1, 1, 0, run->stream, parameters, NULL);
+                                                       start->threads, 1, 1, start->shared, run->stream, parameters, NULL);
         if (error)
             return error;
     }

@@ -81,13 +81,13 @@ typedef struct {
 } Stage;
 
 /* A function on a GPU. What its parameters are: a buffer of the step (0, 1, …), the number at a place (-2, -3, …), or
-   nothing (-1). */
+   nothing (-1). All of them are words of one parameter where it takes a table. */
 typedef struct {
     void *function;
     void *other; /* for buffers that are not aligned; NULL until one is met */
-    unsigned threads;
+    unsigned threads, shared; /* of a block, and bytes of its memory */
     int blocks; /* where their number stands */
-    int given, *parameters;
+    int given, *parameters, table;
 } Start;
 
 /* Where the memory of a plan is: torch's numbers for the device, and the driver's context there; type 0: the CPU. */

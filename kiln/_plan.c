@@ -154,7 +154,8 @@ take_grid(Plan *plan, PyObject *tuple, Step *step)
         unsigned long long function;
         Start *start = &step->starts[i];
         PyObject *given;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(starts, i), "KIiO", &function, &start->threads, &start->blocks, &given)
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(starts, i), "KIIiOp", &function, &start->threads, &start->shared,
+                              &start->blocks, &given, &start->table)
             || take_ints(plan, given, &start->parameters, &start->given))
             return -1;
         start->function = (void *)(uintptr_t)function;

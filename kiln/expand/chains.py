@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, TensorSpec, argument
 from kiln.expand.onednn import NONE, Epilogue
 from kiln.ops.table import aten

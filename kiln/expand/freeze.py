@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, retarget, tensors
 from kiln.expand.packed import PURE, packed

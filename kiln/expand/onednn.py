@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.ops.layout import channels_last, suggests_channels_last
 from kiln.ops.table import aten

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from operator import getitem
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.expand.chains import Chain, Matcher
 from kiln.expand.onednn import NONE, PACKS, Window, available, convolution, linear

@@ -6,11 +6,11 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.expand.relayout import Maker, Relayout
 from kiln.ops.layout import is_channels_last, is_contiguous

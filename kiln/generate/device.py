@@ -4,39 +4,54 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
+from kiln.base.expressions import evaluate
 from kiln.fuse.nest import Buffer, Kernel, Nest
+from kiln.generate.grid import Grid, power_of_two
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
 from kiln.generate.ptx_library import LIBRARY, library
+from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, most_entries, of_any_length
 from kiln.generate.values import NAME
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Function:
-    """A function in LLVM's language, with all that it calls, and the threads of its blocks."""
+    """A function in LLVM's language, with all that it calls, and the threads of its blocks.
+
+    `shared` are the bytes of a block's memory that it is started with, beyond those that it declares;
+    `version` is the least one of PTX that has what it needs.
+    """
 
     name: str
     text: str
     threads: int
+    shared: int = 0
+    version: int = 0
 
     def ptx(self, capability: tuple[int, int]) -> str:
-        return ptx(self.text, {self.name: self.threads}, capability)
+        return ptx(self.text, {self.name: self.threads}, capability, self.version)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Started:
-    """A nest as it is started: its function, its blocks and their threads, what it is given.
+    """Nests as they are started at once: their function, its blocks and their threads, what it is given.
 
     `given` are in the order of the function's parameters: buffers, sizes, and None for what it does not use.
+    They are one parameter, a table, where there are several nests.
     """
 
     function: Function
     blocks: Any
     threads: int
     given: tuple[Any, ...]
+    nests: tuple[Nest, ...]
+
+    @property
+    def table(self) -> bool:
+        return len(self.nests) > 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,7 +69,7 @@ class Device:
 def generate(kernels: Sequence[Kernel], aligned: bool = True) -> Device:
     """Functions for kernels; nests that differ in names alone share one."""
     writer = Writer(aligned)
-    made = {kernel: [writer.start(nest) for nest in kernel.nests] for kernel in dict.fromkeys(kernels)}
+    made = {k: [s for stage in k.stages for s in writer.stage(stage)] for k in dict.fromkeys(kernels)}
     return Device(list(writer.functions.values()), [made[kernel] for kernel in kernels])
 
 
@@ -65,21 +80,74 @@ class Writer:
         self.aligned = aligned
         self.functions: dict[str, Function] = {}
 
+    def stage(self, nests: Sequence[Nest]) -> list[Started]:
+        """What is started for a stage: nests that differ in their lengths alone at once."""
+        alike: dict[Any, list[tuple[Nest, Entry]]] = {}
+        for nest in nests:
+            general = of_any_length(nest) if len(nests) > 1 else None
+            entry = None if general is None else Entry(*general)
+            key = nest if entry is None else entry.emitter.module.definitions()
+            alike.setdefault(key, []).append((nest, entry))
+        return [started for same in alike.values() for started in self.starts(same)]
+
+    def starts(self, same: Sequence[tuple[Nest, Entry]]) -> list[Started]:
+        """The starts of nests of one body."""
+        (nest, entry), *more = same
+        if not more:
+            return [self.start(nest)]
+        most = most_entries(1 + len(entry.given()))
+        if most < 2:
+            return [self.start(nest) for nest, _ in same]
+        return [self.at_once(same[i : i + most]) for i in range(0, len(same), most)]
+
     def start(self, nest: Nest) -> Started:
         emitter = GridEmitter(nest, self.aligned)
+        made = self.function(emitter)
+        return Started(made, emitter.blocks(), made.threads, given(emitter), (nest,))
+
+    def at_once(self, same: Sequence[tuple[Nest, Entry]]) -> Started:
+        if len(same) == 1:
+            return self.start(same[0][0])
+        emitter = TableEmitter(same[0][1].emitter.nest, self.aligned, power_of_two(len(same)))
+        words: list[Any] = []
+        total = 0
+        for _, entry in same:
+            words += [total, *entry.given()]
+            total += entry.blocks()
+        for _ in range(len(same), emitter.entries):
+            words += [total, *[None] * (emitter.words - 1)]
+        nests = tuple([nest for nest, _ in same])
+        version = LEAST_VERSION if len(words) * WORD > SMALL else 0
+        return Started(self.function(emitter, version), total, emitter.grid.threads, tuple(words), nests)
+
+    def function(self, emitter: GridEmitter, version: int = 0) -> Function:
         body = emitter.module.definitions()
         if body not in self.functions:
-            self.functions[body] = function(body, emitter.module.declarations(), emitter.grid.threads)
-        return Started(self.functions[body], emitter.blocks(), emitter.grid.threads, given(emitter))
+            self.functions[body] = function(body, emitter.module.declarations(), emitter.grid, version)
+        return self.functions[body]
 
 
-def function(body: str, declared: dict[str, str], threads: int) -> Function:
+class Entry:
+    """A nest of any length as an entry of a table."""
+
+    def __init__(self, general: Nest, lengths: dict[Any, int]) -> None:
+        self.emitter, self.lengths = GridEmitter(general), lengths
+
+    def given(self) -> list[Any]:
+        """What follows the number of its first block: buffers and sizes."""
+        return [*self.emitter.buffers, *[self.lengths.get(s, s) for s in self.emitter.sizes]]
+
+    def blocks(self) -> int:
+        return int(evaluate(self.emitter.blocks(), self.lengths))
+
+
+def function(body: str, declared: dict[str, str], grid: Grid, version: int = 0) -> Function:
     """A function with what it calls, under a name that follows from its text."""
     functions, called = library(name for name in declared if name in LIBRARY)
     outside = {n: t for n, t in {**declared, **called}.items() if n not in LIBRARY}
     name = f"kiln_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
     text = "\n".join([*outside.values(), functions, body.replace(f"@{NAME}", f"@{name}")])
-    return Function(name, text, threads)
+    return Function(name, text, grid.threads, grid.shared, version)
 
 
 def given(emitter: GridEmitter) -> tuple[Buffer | Any, ...]:

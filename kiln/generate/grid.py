@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, MOD
 from kiln.base.symbols import Expr, Symbol
-from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children, terms
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import hint, vector_axis
 from kiln.generate.llvm import F32
@@ -19,9 +20,11 @@ WARP = 32
 SQUARE = 32  # elements along each side of what a block turns
 BLOCK = 256  # threads of a block that shares nothing
 LARGEST = 1024  # threads of a block
-LOOPED = 512  # threads of a block whose rows do not fit registers
+LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
-PACKED = 128  # bytes of a row that a thread holds as they are in memory, where they are too many as floats
+SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
+FOLDING = 512  # of those, for what threads exchange
+WRITTEN = 16  # turns of a row in shared memory that are written out
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
 #: Functions of several instructions.
@@ -35,9 +38,10 @@ class Grid:
     Without reduced axes a thread is its own row, of `width` elements. `along`: the team shares a row along
     the vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced
     axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements
-    of its row, where that is known and they fit registers, else 0; `packed`: they fit as they are in memory.
+    of its row, where that is known and they are written out, else 0; then what they read stays in registers,
+    or, where it takes so many bytes, in `shared` memory.
     `across`: some memory runs along that axis; blocks take squares of it and the vector axis, and turn them.
-    `many`: without reduced axes, how many rows a thread takes.
+    `many`: without reduced axes, how many rows a thread takes. `tail`: the last thread has fewer elements.
     """
 
     vector: Axis | None
@@ -46,9 +50,10 @@ class Grid:
     team: int = 1
     along: bool = False
     turns: int = 0
-    packed: bool = False
+    shared: int = 0
     across: Axis | None = None
     many: int = 1
+    tail: bool = False
 
     @property
     def threads(self) -> int:
@@ -63,7 +68,8 @@ def laid(nest: Nest) -> Grid:
         other = axis_across(nest, vector)
         if other is not None:
             return Grid(vector, 1, BLOCK, across=other)
-        return Grid(vector, width, BLOCK, many=several(nest, vector, width))
+        tail = vector is not None and not whole(vector.size, width)
+        return Grid(vector, width, BLOCK, many=several(nest, vector, width), tail=tail)
     if vector is None or vector.reduced:
         return along_rows(nest, vector, width)
     columns = -(-extent(vector) // width)
@@ -118,12 +124,73 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
     turns = -(-chunks // team)
-    packed = turns > most
     if team == LARGEST and all(s.kept for s in nest.stores) and largest_and_sum(nest) is not None:
         return Grid(vector, width, 1, BLOCK, True)  # one reading does for all
-    if not known or packed and turns * row_bytes(nest, vector, width) > PACKED:
-        team, turns, packed = min(team, LOOPED), 0, False
-    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, packed)
+    shared = 0
+    if known and chunks > LOOPED * most:  # in registers, one block would have a processor for itself
+        shared = sum(again.bytes for again in read_again(nest).values())
+        shared = shared if shared <= SHARED - FOLDING else 0
+    if shared:
+        team = LARGEST if rows <= BUSY // LARGEST else LOOPED
+        turns = -(-chunks // team)
+        turns = turns if turns <= WRITTEN else 0
+    elif not known or turns > most:
+        team, turns = min(team, LOOPED), 0
+    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Again:
+    """What is read of a row in phases after the first that reads it: where it is kept, and in how many bytes."""
+
+    first: int
+    place: int
+    bytes: int
+
+
+def read_again(nest: Nest) -> dict[tuple[Any, ...], Again]:
+    """The loads along a row that several phases read, by what tells them apart."""
+    at_once = largest_and_sum(nest) is not None
+    found: dict[tuple[Any, ...], Again] = {}
+    place = 0
+    for key, loads in phases_of(nest).items():
+        read = {0 if at_once and phase == 1 else phase for phase in loads}
+        if len(read) > 1:
+            size = -(-reduced_extent(nest) * int(key[2].itemsize) // WIDEST) * WIDEST
+            found[key] = Again(min(read), place, size)
+            place += size
+    return found
+
+
+def phases_of(nest: Nest) -> dict[tuple[Any, ...], dict[int, Load]]:
+    """For each load along a row the phases that read it."""
+    phases: dict[tuple[Any, ...], dict[int, Load]] = {}
+    roots = [(part, fold.phase) for fold in nest.folds() for part in fold.parts]
+    roots += [(store.value, store.phase) for store in nest.stores if not store.kept]
+    along = {axis.variable for axis in nest.reduced}
+    for root, phase in roots:
+        for load in loads_before_folds(root):
+            if load.valid is None and not load.places and isinstance(load.index, Expr):
+                if along & load.index.symbols():
+                    phases.setdefault(key_of(load), {})[phase] = load
+    return phases
+
+
+def key_of(load: Load) -> tuple[Any, ...]:
+    return load.buffer, load.index, load.dtype
+
+
+def loads_before_folds(root: Term) -> Iterator[Load]:
+    """The loads of a term that are not inside of folds."""
+    todo, seen = [root], set[int]()
+    while todo:
+        term = todo.pop()
+        if id(term) in seen or isinstance(term, Fold):
+            continue
+        seen.add(id(term))
+        if isinstance(term, Load):
+            yield term
+        todo += children(term)
 
 
 def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
@@ -163,6 +230,8 @@ def width_for(nest: Nest, vector: Axis | None) -> int:
     if not sizes:
         return 1
     width: int = max(min(WIDEST // min(sizes), MOST_BYTES // max(sizes)), 1)
+    if len(nest.axes) == 1 and not vector.reduced and vector.low == 0:
+        return width  # where elements are left over, the last thread takes them one by one
     while width > 1 and not (whole(vector.size, width) and whole(vector.low, width)):
         width //= 2
     return width

@@ -32,16 +32,16 @@ def depends_on() -> str:
     return f"llvmlite {llvmlite.__version__}, LLVM {'.'.join(map(str, llvm.llvm_version_info))}"
 
 
-def machine(capability: tuple[int, int]) -> Any:
-    features = f"+ptx{VERSIONS.get(capability, NEWEST)}"
+def machine(capability: tuple[int, int], least: int = 0) -> Any:
+    features = f"+ptx{max(VERSIONS.get(capability, NEWEST), least)}"
     return target().create_target_machine(cpu="sm_{}{}".format(*capability), features=features, opt=3)
 
 
-def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9, 0)) -> str:
-    """PTX for a module whose kernels run in blocks of these many threads."""
+def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9, 0), least: int = 0) -> str:
+    """PTX, of a language version not less than `least`, for a module of kernels with these many threads."""
     marks = [f'!{i} = !{{ptr @{name}, !"maxntidx", i32 {n}}}' for i, (name, n) in enumerate(threads.items())]
     marks.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(threads)))}}}")
-    made = machine(capability)
+    made = machine(capability, least)
     parsed = llvm.parse_assembly("\n".join([f'target triple = "{TRIPLE}"', text, *marks]))
     parsed.verify()
     unknown = sorted(

@@ -9,14 +9,17 @@ from typing import Any
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import SQUARE, extent, largest_and_sum, turns
+from kiln.generate.grid import SQUARE, largest_and_sum, phases_of, turns
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import I32, I64, Value
 from kiln.generate.ptx_online import Online
+from kiln.generate.ptx_team import Turn
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 
 #: Turns of a loop over memory that are written out, so that several reads are under way.
 UNROLLED = 4
+#: Elements that a thread reads before it needs them at most.
+EARLY = 32
 SHIFT = SQUARE.bit_length() - 1
 
 
@@ -26,21 +29,34 @@ class GridEmitter(Online):
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
         super().__init__(nest, aligned)
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
+        self.early = self.read_early()
         self.emit()
 
     # The frame
 
     def emit(self) -> None:
+        self.locate()
         sizes = [part for axis in self.nest.axes for part in (axis.size, axis.low) if isinstance(part, Expr)]
         extents = {symbol for size in sizes for symbol in size.symbols()}
         for symbol in extents & self.variables.keys():  # what is known to fit 32 bits is divided as such
             self.variables[symbol] = self.unsigned(self.variables[symbol].to(I32)).to(I64)
-        self.thread, self.block = (self.special(f"{name}.x") for name in ("tid", "ctaid"))
         if self.nest.reduced:
             self.team()
         else:
             self.each()
         self.fn.do("ret void")
+
+    def locate(self) -> None:
+        """Say which thread of which block this is."""
+        self.thread, self.block = (self.special(f"{name}.x") for name in ("tid", "ctaid"))
+
+    def read_early(self) -> list[Load]:
+        """What later phases alone read of a held row, and the first may: it is there when they come."""
+        grid, late = self.grid, list[Load]()
+        if grid.turns and not grid.shared:
+            found = phases_of(self.nest).values()
+            late = [load for phases in found if 0 not in phases for load in phases.values()]
+        return late if len(late) * grid.turns * grid.width <= EARLY else []
 
     def special(self, name: str) -> Value:
         """A register of the machine that says where a thread is."""
@@ -119,10 +135,31 @@ class GridEmitter(Online):
         if outer:
             self.place(outer, task / groups)
             task = task % groups
-        self.variables[vector.variable] = task * width
-        self.lanes = width
+        place = self.variables[vector.variable] = task * width
+        if not self.grid.tail:
+            self.together(width)
+            return
+        end = self.index(vector.size)
+        full = place + width <= end
+        with self.branch(full):
+            self.together(width)
+        with self.branch(place + width > end):
+            self.fn.loop(place, end, 1, [], partial(self.one, vector))
+            self.variables[vector.variable] = place
+
+    def together(self, many: int) -> None:
+        """Store some elements along the vector axis."""
+        self.lanes = many
         self.store_all()
         self.lanes = 1
+
+    def one(self, vector: Axis, place: Value, carried: list[Value]) -> list[Value]:
+        """Store one element."""
+        self.push()
+        self.variables[vector.variable] = place
+        self.store_all()
+        self.pop()
+        return carried
 
     def squares(self, other: Axis) -> None:
         """A block for a square of two axes: what lies along the other one is read along it, and turned."""
@@ -212,13 +249,18 @@ class GridEmitter(Online):
         """The phases of a row, one after the other."""
         stores, folds = self.nest.stores, self.nest.folds()
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
-        at_once = None if self.grid.turns or not self.grid.along else largest_and_sum(self.nest)
+        grid = self.grid
+        if grid.turns and grid.shared:
+            self.fetch()
+        held = grid.turns and not grid.shared
+        at_once = None if held or not grid.along else largest_and_sum(self.nest)
         if at_once is not None:
             self.online(*at_once)
         for phase in range(last + 1):
+            self.now = phase
             here = [f for f in folds if f.phase == phase and (at_once is None or f not in at_once)]
             inside = [s for s in stores if s.phase == phase and not s.kept]
-            with self.only_if(self.mine.compare("eq", 0) if self.grid.team > 1 else None):
+            with self.only_if(self.mine.compare("eq", 0) if grid.team > 1 else None):
                 for store in stores:
                     if store.kept and store.phase == phase:
                         self.store(store)
@@ -242,7 +284,8 @@ class GridEmitter(Online):
 
         outside = self.lanes
         self.lanes = grid.width
-        totals = self.held_turns(start, body) if grid.turns else self.looped_turns(start, body)
+        held = grid.turns and not grid.shared
+        totals = self.held_turns(start, body) if held else self.several_turns(start, body)
         self.lanes = outside
         if not folds:
             return
@@ -256,39 +299,31 @@ class GridEmitter(Online):
 
     def held_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
         """All turns of a thread written out; what they read stays in registers for later phases."""
-        grid = self.grid
-        total = 1
-        for axis in self.nest.reduced:
-            total *= extent(axis)
-        step = grid.team * grid.width
-        first = self.mine * grid.width
-        for turn in range(grid.turns):
-            place, valid = first + turn * step, None
-            if (turn + 1) * step > total:
-                valid = place < total
-                place = valid.where(place, 0)
-            known, indices = ({}, {}) if grid.packed else self.turns.setdefault(turn, ({}, {}))
+        for turn in range(self.grid.turns):
+            place, valid = self.turn_at(turn)
+            known, indices = self.turns.setdefault(turn, ({}, {}))
             self.layers.append(known)
             self.indices.append(indices)
-            self.turn = turn if grid.packed else None
             self.place(self.folded(), place)
             carried = body(carried, valid)
+            if not self.now:
+                for load in self.early:
+                    self.value(load)
             self.pop()
-        self.turn = None
         return carried
 
-    def looped_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
-        """The turns of a thread in a loop, some at a time."""
+    def several_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
+        """The turns of a thread, some at a time; what they read is read again by later phases."""
 
-        def several(place: Value, values: list[Value], many: int) -> list[Value]:
-            for i in range(many):
+        def several(turns: list[Turn], values: list[Value]) -> list[Value]:
+            for place, valid in turns:
                 self.push()
-                self.place(self.folded(), place + i * self.step)
-                values = body(values)
+                self.along_row(place)
+                values = body(values, valid)
                 self.pop()
             return values
 
-        return self.shared_turns(carried, several, UNROLLED)
+        return self.row_turns(carried, several, UNROLLED)
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

@@ -37,6 +37,7 @@ _EXP = (
 )
 _EXP2 = "ex2.approx.f32 $0, $1;"
 _SMALL_EXP2 = "ex2.approx.ftz.f32 $0, $1;"  # what is subnormal becomes 0
+_QUOTIENT = "rcp.approx.ftz.f32 $0, $1;"  # LLVM's own loses its leave to be inexact in products
 
 
 def _instructions(text: str, x: Value) -> Value:
@@ -66,8 +67,8 @@ def exp2(x: Value) -> Value:
 
 
 def over(a: float, b: Value) -> Value:
-    """a / b, to two units in the last place."""
-    return b.fn.emit(f"fdiv afn {b.type} {b.like(a).text}, {b.text}", b.type)
+    """a / b of a number that is not subnormal, to two units in the last place; what is subnormal becomes 0."""
+    return _instructions(_QUOTIENT, b) * a
 
 
 Power: TypeAlias = Callable[[Value], Value]

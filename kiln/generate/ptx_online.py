@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 from kiln.fuse.nest import Fold
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import F32, Value
 from kiln.generate.ptx_functions import exp_of_small
-from kiln.generate.ptx_team import Team
+from kiln.generate.ptx_team import Team, Turn
 
 #: The lowest finite number: powers relative to it are 0 or 1, those relative to an infinity are no numbers.
 LOWEST = -3.4028234663852886e38
@@ -21,37 +22,38 @@ class Online(Team):
 
     def online(self, largest: Fold, total: Fold) -> None:
         """Both folds, by the turns of a loop that the team shares."""
-        width, greater = self.grid.width, partial(combined, [largest])
+        greater, add = (partial(combined, [fold]) for fold in (largest, total))
 
-        def some(place: Value, carried: list[Value], many: int) -> list[Value]:
+        def some(turns: list[Turn], carried: list[Value]) -> list[Value]:
             top, sums = carried
-            found = [self.at_turn(largest, place + i * self.step) for i in range(many)]
+            found = [self.at_turn(largest, *turn) for turn in turns]
             highest = found
             while len(highest) > 1:
                 highest = [*greater(highest[:1], highest[1:2]), *highest[2:]]
             (now,) = greater([top], across_lanes(highest, greater))
-            sums = sums * exp_of_small(top - now)
-            for value in found:
-                sums = sums + exp_of_small(value - now)
-            return [now, sums]
+            powers = [exp_of_small(value - now) for value in found]
+            while len(powers) > 1:
+                powers = [powers[0] + powers[1], *powers[2:]]
+            (here,) = across_lanes(powers, add)
+            return [now, sums * exp_of_small(top - now) + here]
 
-        start = [self.fn.constant(LOWEST, F32), self.fn.constant(0.0, F32.wide(width))]
-        outside, self.lanes = self.lanes, width
-        top, sums = self.shared_turns(start, some, AT_ONCE)
+        start = [self.fn.constant(LOWEST, F32), self.fn.constant(0.0, F32)]
+        outside, self.lanes = self.lanes, self.grid.width
+        top, one = self.row_turns(start, some, AT_ONCE)
         self.lanes = outside
-        (one,) = across_lanes([sums], partial(combined, [total]))
         top, one = self.exchanged([top, one], both)
         empty = one.compare("eq", 0.0)  # all are the negative infinity
-        self.layers[-1][id(largest)] = empty.where(float("-inf"), top)
-        self.layers[-1][id(total)] = empty.where(float("nan"), one)
+        self.layers[-1][id(largest)] = empty.where(-math.inf, top)
+        self.layers[-1][id(total)] = empty.where(math.nan, one)
 
-    def at_turn(self, largest: Fold, place: Value) -> Value:
-        """What is folded, at a place of the row."""
+    def at_turn(self, largest: Fold, place: Value, valid: Value | None) -> Value:
+        """What is folded, at a place of the row; the least of all where that is not in it."""
         self.push()
-        self.place(self.folded(), place)
+        self.along_row(place)
         value = self.value(largest.value)
         self.pop()
-        return value if value.type.width == self.lanes else value.splat(self.lanes)
+        value = value if value.type.width == self.lanes else value.splat(self.lanes)
+        return value if valid is None else valid.where(value, -math.inf)
 
 
 def both(left: list[Value], right: list[Value]) -> list[Value]:

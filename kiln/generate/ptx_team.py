@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeAlias
 
-from kiln.fuse.nest import Axis, Nest
-from kiln.generate.grid import WARP
+from kiln.fuse.nest import Axis, Load, Nest, terms
+from kiln.generate.grid import WARP, WIDEST, key_of, reduced_extent
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.ptx_values import DeviceValues
+from kiln.generate.scalar import TYPES
 from kiln.generate.values import NAME
+
+Turn: TypeAlias = "tuple[Value, Value | None]"
+"""A place in a row, and whether it is there."""
 
 
 class Team(DeviceValues):
@@ -19,8 +24,6 @@ class Team(DeviceValues):
     block: Value
     mine: Value
     """The number of a thread in its team."""
-    step: int
-    """How many elements a team takes in one turn."""
 
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
         super().__init__(nest, aligned)
@@ -40,20 +43,80 @@ class Team(DeviceValues):
         axes = [a for a in self.nest.reduced if a is not self.vector]
         return axes if not self.grid.along or self.vector is None else [*axes, self.vector]
 
-    def shared_turns(
-        self, carried: list[Value], body: Callable[[Value, list[Value], int], list[Value]], many: int
+    def along_row(self, place: Value) -> None:
+        """Let the loops over the reduced axes be at a place of the row."""
+        self.here = place
+        self.place(self.folded(), place)
+
+    def row_turns(
+        self, carried: list[Value], body: Callable[[list[Turn], list[Value]], list[Value]], many: int
     ) -> list[Value]:
-        """A loop over a thread's turns of the reduced axes, `many` at a time, and what is left one by one."""
+        """The turns of a thread along its row, `many` at a time: written out, or in loops."""
         fn, grid = self.fn, self.grid
+        if grid.turns:
+            for first in range(0, grid.turns, many):
+                end = min(first + many, grid.turns)
+                if self.fetched and not self.now:
+                    self.wait_for(end)
+                carried = body([self.turn_at(turn) for turn in range(first, end)], carried)
+            return carried
         count: Any = 1
         for axis in self.nest.reduced:
             count = count * (axis.size - axis.low)
         each = grid.width if grid.along else 1
-        step = self.step = grid.team * each
+        step = grid.team * each
         end, first = self.index(count), self.mine * each
         whole_turns = end / (step * many) * (step * many)
-        carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: body(at, values, many))
-        return fn.loop(first + whole_turns, end, step, carried, lambda at, values: body(at, values, 1))
+
+        def some(at: Value, values: list[Value], count: int) -> list[Value]:
+            return body([(at + i * step, None) for i in range(count)], values)
+
+        carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: some(at, values, many))
+        return fn.loop(first + whole_turns, end, step, carried, lambda at, values: some(at, values, 1))
+
+    def turn_at(self, turn: int) -> Turn:
+        """The place of a turn that is written out, and whether it is in the row; if not, another place."""
+        grid, total = self.grid, reduced_extent(self.nest)
+        step, first = grid.team * grid.width, self.mine * grid.width
+        place = first + turn * step
+        if (turn + 1) * step <= total:
+            return place, None
+        valid = place < total
+        return valid.where(place, first if turn else 0), valid
+
+    def fetch(self) -> None:
+        """Begin to copy what is read of the row more than once, a group of copies for each turn."""
+        loads = {key_of(t): t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)}
+        outside, self.lanes = self.lanes, self.grid.width
+        bytes_of = {key: self.lanes * int(key[2].itemsize) for key in self.again}
+        known = all(n in (4, 8, WIDEST) for n in bytes_of.values())
+        if known and all(self.granule(loads[key].index) == self.lanes for key in self.again):
+            self.fetched = True
+            for turn in range(self.grid.turns):
+                place, valid = self.turn_at(turn)
+                with self.branch(valid) if valid is not None else nullcontext():
+                    self.push()
+                    self.along_row(place)
+                    for key, size in bytes_of.items():
+                        self.copy(loads[key], self.again[key].place, size)
+                    self.pop()
+                self.fn.do('call void asm sideeffect "cp.async.commit_group;", "~{memory}"()')
+        self.lanes = outside
+
+    def copy(self, load: Load, row: int, size: int) -> None:
+        """Copy what a thread reads here to where it is kept of the row, while the thread goes on."""
+        fn = self.fn
+        source = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
+        base = Value(fn, f"ptrtoint (ptr addrspace(3) @{NAME}_row to i32)", I32)
+        target = base + (self.here.to(I32) * int(load.dtype.itemsize) + row)
+        cached = "cg" if size == WIDEST else "ca"
+        text = f'"cp.async.{cached}.shared.global [$0], [$1], {size};", "r,l,~{{memory}}"'
+        fn.do(f"call void asm sideeffect {text}(i32 {target.text}, ptr {source.text})")
+
+    def wait_for(self, turns: int) -> None:
+        """Wait until the first turns of the row are there."""
+        left = self.grid.turns - turns
+        self.fn.do(f'call void asm sideeffect "cp.async.wait_group {left};", "~{{memory}}"()')
 
     def exchanged(self, values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
         """What the threads of a team have, folded into one; every thread has it, the order is always one."""

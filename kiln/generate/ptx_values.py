@@ -9,9 +9,9 @@ from typing import Any
 
 from kiln.fuse.nest import Apply, Const, Load, Nest, Store, Term
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import Grid, laid, whole
+from kiln.generate.grid import Grid, key_of, laid, read_again, whole
 from kiln.generate.lanes import lanes as some_lanes
-from kiln.generate.llvm import I1, I32, I64, PTR, U8, VOID, Type, Value
+from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.ptx_functions import (
     AND_ONE,
     AND_ONE_OF_HALVES,
@@ -20,6 +20,7 @@ from kiln.generate.ptx_functions import (
     exp_of_small,
 )
 from kiln.generate.scalar import TYPES
+from kiln.generate.softmax import logistic
 from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
 
 #: What a fault is called where a kernel ends with one.
@@ -30,6 +31,9 @@ FAULTS = {
 
 class DeviceValues(Values):
     """A kernel under construction, over the buffers and sizes of a nest."""
+
+    here: Value
+    """The place in its row that a thread is at, where there are loops over rows."""
 
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
         super().__init__(nest, 1)
@@ -43,8 +47,11 @@ class DeviceValues(Values):
         self.fn.convention = "ptx_kernel "
         self.fn.attributes = "nounwind"
         self.conditions: list[Value] = []  # under which what is stored is stored
-        self.turn: int | None = None  # the one being emitted, where what it reads is held as it is in memory
-        self.held: dict[tuple[int, int], Value] = {}
+        self.now = 0  # the phase being emitted
+        self.again = read_again(nest) if self.grid.shared else {}
+        self.fetched = False  # whether they are on their way before the first phase
+        if self.again:
+            self.module.memory.append(f"@{NAME}_row = external addrspace(3) global [0 x i8], align 16")
 
     def unsigned(self, value: Value) -> Value:
         """The same bits, never negative."""
@@ -78,6 +85,9 @@ class DeviceValues(Values):
         """A value; sums with 1, quotients by what is one for all elements, and some powers cost less."""
         if not isinstance(term, Apply) or not self.in_f32(term):
             return super().compute(term)
+        if (parts := logistic(term)) is not None:
+            x, u = (self.value(part) for part in parts)
+            return x * 0.5 * self.and_one["tanh"](u)
         if term.op == "add":
             for known, other in (term.args, term.args[::-1]):
                 if (
@@ -107,15 +117,12 @@ class DeviceValues(Values):
         mask = None if term.valid is None else self.value(term.valid)
         step = self.stride(term.index)
         one = self.lanes == 1 or step == 0
-        if one and (mask is None or mask.type.width == 1):
-            place = self.index(term.index)
-            place = place if mask is None else mask.where(place, 0)
-            return fn.load(fn.at(base, place, stored), stored).to(held)
-        if step == 1 and mask is None:
-            memory = (U8 if stored.kind == "i1" else stored).wide(self.lanes)
+        if one and mask is not None and mask.type.width == 1:
+            return fn.load(fn.at(base, mask.where(self.index(term.index), 0), stored), stored).to(held)
+        if mask is None and (one or step == 1):
+            memory = (U8 if stored.kind == "i1" else stored).wide(1 if one else self.lanes)
             address = fn.at(base, self.index(term.index), stored)
-            align = self.granule(term.index) * memory.bits // 8
-            value = self.held_load(term, memory, address, align)
+            value = self.read(term, memory, address, 1 if one else self.granule(term.index))
             return (value.to(I1) if stored.kind == "i1" else value).to(held)
         result = Value(fn, "poison", stored.wide(self.lanes))
         for lane, place in enumerate(self.each_place(term.index, step)):
@@ -127,23 +134,21 @@ class DeviceValues(Values):
             result = fn.emit(inserted, result.type)
         return result.to(held)
 
-    def held_load(self, term: Load, memory: Type, address: Value, align: int) -> Value:
-        """Elements of memory; those that a thread holds for later phases are read once."""
-        fn = self.fn
-        words = I32.wide(memory.bits * memory.width // 32)
-        found = None if self.turn is None else self.held.get((self.turn, id(term)))
-        if found is None:
-            value = fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
-            if self.turn is not None and memory.bits * memory.width >= 64:
-                self.held[self.turn, id(term)] = fn.emit(f"bitcast {memory} {value.text} to {words}", words)
-            return value
-        # What was computed from them would be held in their place if it were seen that they are the same.
-        hidden = Value(fn, "poison", words)
-        for i in range(words.width):
-            word = some_lanes(found, i, 1)
-            moved = fn.emit(f'call i32 asm sideeffect "mov.b32 $0, $1;", "=r,r"(i32 {word.text})', I32)
-            hidden = fn.emit(f"insertelement {words} {hidden.text}, i32 {moved.text}, i64 {i}", words)
-        return fn.emit(f"bitcast {words} {hidden.text} to {memory}", memory)
+    def read(self, term: Load, memory: Type, address: Value, many: int) -> Value:
+        """Elements of memory, which is aligned to `many` of them; a row that is read again is kept."""
+        fn, again = self.fn, self.again.get(key_of(term))
+        text = f"load {memory}, ptr {address.text}, align {many * memory.bits // 8}"
+        if again is None:
+            return fn.emit(text, memory)
+        # Every thread finds what it put there itself: no others need to be waited for.
+        base = Value(fn, f"addrspacecast (ptr addrspace(3) @{NAME}_row to ptr)", PTR)
+        kept = fn.at(base, self.here * (memory.bits // 8) + again.place, I8).text
+        align = memory.width * memory.bits // 8
+        if self.fetched or self.now > again.first:
+            return fn.emit(f"load {memory}, ptr {kept}, align {align}", memory)
+        value = fn.emit(text, memory)
+        fn.do(f"store {memory} {value.text}, ptr {kept}, align {align}")
+        return value
 
     def each_place(self, index: Any, step: int | None) -> list[Value]:
         """An index in each lane."""

@@ -22,6 +22,7 @@ from kiln.launch.native import address, library
 LOG = 8192  # bytes of what the driver says of a module that it refuses
 ERROR_LOG, ERROR_LOG_BYTES = 5, 6  # names of options of the driver's loader
 PTX = 1  # what the driver's linker is given
+MOST_SHARED = 8  # name of an attribute of functions: the bytes of shared memory that a start may ask for
 STREAM = "aoti_torch_get_current_cuda_stream"
 #: What the launcher calls, in the order in which it takes them.
 FUNCTIONS = (
@@ -106,14 +107,18 @@ def machine_code(text: str, device: int) -> bytes:
             cuda.cuLinkDestroy(state)
 
 
-def load(code: bytes, name: str, device: int) -> int:
+def load(code: bytes, function: Function, device: int) -> int:
     """The handle of a function in a module of machine code or PTX, which stays loaded."""
+    name = function.name
     options, module, found = _Options(), ctypes.c_void_p(), ctypes.c_void_p()
     with inside(device) as cuda:
         given = (ctypes.c_char_p(code), 2, options.names, options.values)
         options.checked(cuda.cuModuleLoadDataEx(ctypes.byref(module), *given))
         error = cuda.cuModuleGetFunction(ctypes.byref(found), module, name.encode())
         _checked(error, f"a module has no {name}")
+        if function.shared:
+            error = cuda.cuFuncSetAttribute(found, MOST_SHARED, function.shared)
+            _checked(error, f"a block has no {function.shared:,} bytes of shared memory")
     return found.value or 0
 
 
@@ -148,9 +153,9 @@ def loaded(
             if kept is None:
                 making[one] = workers.submit(_compiled, one.ptx(capability), key, device, store)
             else:
-                _loaded[device, key] = load(kept, one.name, device)
+                _loaded[device, key] = load(kept, one, device)
         for one, code in making.items():
-            _loaded[device, keys[one]] = load(code.result(), one.name, device)
+            _loaded[device, keys[one]] = load(code.result(), one, device)
         return {one: _loaded[device, key] for one, key in keys.items()}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from kiln._launch import Plan
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
 from kiln.base.graph import TensorSpec
 from kiln.fuse.nest import Buffer, Kernel
@@ -63,8 +64,8 @@ class DevicePlanner(Planner):
     def started(self, compiled: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
         """The step that starts the functions of a kernel."""
         starts = tuple([
-            (compiled.handles[s.function], s.threads, self.numbers.run((s.blocks,)),
-             tuple([self.parameter(compiled, g) for g in s.given]))
+            (compiled.handles[s.function], s.threads, s.function.shared, self.numbers.run((s.blocks,)),
+             tuple([self.parameter(compiled, g) for g in s.given]), s.table)
             for s in compiled.starts
         ])  # fmt: skip
         return "grid", starts, buffers, compiled.unaligned, ()
@@ -72,7 +73,7 @@ class DevicePlanner(Planner):
     def parameter(self, compiled: OnDevice, given: Any) -> int:
         if given is None:
             return UNUSED
-        if isinstance(given, Expr):
+        if isinstance(given, (Expr, int)):
             return FIRST_NUMBER - self.numbers.run((given,))
         return compiled.buffers[given]
 

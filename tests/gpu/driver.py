@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kiln import _launch
 from kiln.base.begun import Begun
-from kiln.fuse.nest import Buffer, Kernel
+from kiln.base.expressions import Expr
+from kiln.fuse.nest import Kernel
 from kiln.fuse.program import Fusing
 from kiln.fuse.split import GRIDS
 from kiln.generate import code
@@ -71,12 +72,14 @@ class Driver:
     def launch(self, handle, bx, by, bz, tx, ty, tz, shared, stream, parameters, extra):
         if self.error:
             return self.error
-        start, nest = self.functions[handle]
+        start, nests = self.functions[handle]
         given = [g for g in start.given]
-        words = tuple(ctypes.c_uint64.from_address(parameters[i]).value for i in range(len(given)))
+        places = [parameters[0] + 8 * i for i in range(len(given))] if start.table else parameters
+        words = tuple(ctypes.c_uint64.from_address(places[i]).value for i in range(len(given)))
         self.starts.append(Start(start.function, bx, tx, stream, words))
-        assert (self.contexts[-1], by, bz, ty, tz, shared) == (CONTEXT, 1, 1, 1, 1, 0)
-        if nest is not None:
+        assert (self.contexts[-1], by, bz, ty, tz) == (CONTEXT, 1, 1, 1, 1)
+        assert shared == start.function.shared
+        for nest in nests:
             self.run(nest, dict(zip(given, words, strict=True)))
         return 0
 
@@ -89,12 +92,12 @@ class Driver:
         entry(ctypes.addressof(buffers), None, ctypes.addressof(status), 0, made.tasks[0])
         assert not status.value
 
-    def handles(self, starts, nests):
-        """Handles for the functions of a kernel; without nests they run nothing."""
+    def handles(self, starts, fixed):
+        """Handles for the functions of a kernel; where sizes vary they run nothing."""
         found = {}
-        for start, nest in zip(starts, nests, strict=True):
+        for start in starts:
             found[start.function] = handle = 16 * (len(self.functions) + 1)
-            self.functions[handle] = (start, nest)
+            self.functions[handle] = (start, start.nests if fixed else ())
         return found
 
     def plan(self, program, device, store=None):
@@ -103,17 +106,16 @@ class Driver:
         made = generate(program.kernels)
         kernels = []
         for kernel, starts in zip(program.kernels, made.starts, strict=True):
-            fixed = all(isinstance(g, Buffer) for start in starts for g in start.given if g is not None)
-            nests = kernel.nests if fixed else [None] * len(starts)
+            fixed = not any(isinstance(g, Expr) for start in starts for g in start.given)
 
-            def find(functions, kernel=kernel, nests=nests):
+            def find(functions, kernel=kernel, fixed=fixed):
                 (starts,) = generate([kernel], aligned=False).starts
-                handles = self.handles(starts, nests)
+                handles = self.handles(starts, fixed)
                 return {
                     f: handles[s.function] for f in functions for s in starts if s.function.text == f.text
                 }
 
-            kernels.append(OnDevice(kernel, starts, self.handles(starts, nests), find))
+            kernels.append(OnDevice(kernel, starts, self.handles(starts, fixed), find))
         return DevicePlanner(program, kernels, (0, 0, CONTEXT)).plan()
 
 

@@ -75,10 +75,47 @@ def test_long_rows_take_a_block_and_shared_memory():
     assert count(r"bar\.sync", text) == 2 and count(r"ld\.global\.nc\.v4", text) == 8
 
 
-def test_rows_that_are_too_long_as_floats_are_held_as_they_are():
-    grid = grid_of(lambda a: a.softmax(-1), torch.empty(256, 50304).to(HALF))
-    assert grid.packed and grid.turns == 7
-    assert grid_of(lambda a: a.softmax(-1), torch.empty(256, 200_000).to(HALF)).turns == 0
+def test_rows_that_are_too_long_for_registers_are_copied_to_shared_memory():
+    made = device_of(lambda a: a.softmax(-1), torch.empty(256, 50304).to(HALF))
+    (start,), text = made.starts[0], made.text
+    assert (start.threads, start.blocks, start.function.shared) == (512, 256, 50304 * 2)
+    # A thread takes 13 turns, the last where there is one: all copies begin first, each is waited for.
+    assert count(r"cp\.async\.cg\.shared\.global \S+ \S+ 16", text) == 13 and "ld.global" not in text
+    assert [int(n) for n in re.findall(r"cp\.async\.wait_group (\d+)", text)] == [9, 5, 1, 0]
+    assert count(r"ld\.shared\.v4", text) == 2 * 13 and count(r"st\.global\.v4", text) == 13
+    assert count(r"bar\.sync", text) == 1 and ".extern .shared" in text
+    few = grid_of(lambda a: a.softmax(-1), torch.empty(128, 50304).to(HALF))
+    assert few.team == 1024 and few.shared
+    longer = grid_of(lambda a: a.softmax(-1), torch.empty(256, 100_000).to(HALF))
+    assert (longer.turns, longer.shared) == (0, 0)
+
+
+def test_rows_that_cannot_be_copied_at_once_are_put_into_shared_memory_by_threads():
+    x = torch.empty(256, 50304, dtype=HALF)
+    text = device_of(lambda a: a.softmax(-1), x, aligned=False).text
+    assert "cp.async" not in text and count(r"st\.shared\.v4", text) == 13
+    odd = device_of(lambda a: a.softmax(-1), torch.empty(256, 20001, dtype=HALF))
+    assert odd.starts[0][0].function.shared == 40016 and count(r"st\.shared\.b16", odd.text) == 5
+
+
+def test_what_a_norm_reads_once_is_not_kept():
+    x, w = torch.empty(256, 32768, dtype=HALF), torch.empty(32768, dtype=HALF)
+    made = device_of(lambda a, w: F.layer_norm(a, (32768,), w), x, w)
+    (start,) = made.starts[0]
+    assert start.function.shared == 32768 * 2
+    assert count(r"cp\.async\.cg", made.text) == 8 == count(r"ld\.global\.nc\.v4", made.text)  # the weights
+
+
+def test_weights_of_a_norm_are_read_before_they_are_needed():
+    x, w = torch.empty(1024, 4096, dtype=HALF), torch.empty(4096, dtype=HALF)
+    text = device_of(lambda a, w: F.layer_norm(a, (4096,), w), x, w).text
+    assert count(r"ld\.global\.nc\.v4", text[: text.index("bar.sync")]) == 4
+
+
+def test_quotients_are_one_instruction():
+    for f in (F.silu, lambda a: F.gelu(a, approximate="tanh")):
+        text = device_of(f, torch.empty(1 << 20, dtype=HALF)).text
+        assert count(r"rcp\.approx\.ftz", text) == 8 and "div." not in text
 
 
 def test_the_largest_and_the_sum_of_longer_rows_come_of_one_reading():

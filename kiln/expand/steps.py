@@ -1,0 +1,121 @@
+"""Log-softmax in steps before a graph is parted: its differences are cheap to compute again.
+
+As one op its result would be kept for the backward pass, in the width of its sums: for a language model twice
+the bytes of the logits. In steps two numbers a row are kept beside the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kiln.base.graph import Graph, Node, TensorSpec, label, nodes_in, substituted
+from kiln.ops.layout import contiguous, reduced, wrap_dim
+
+aten = torch.ops.aten
+WIDE = (torch.float32, torch.float64)
+
+
+def in_steps(graph: Graph) -> Graph:
+    """The graph, changed in place, with log-softmax in steps where gradients are computed from its result."""
+    users = graph.users()
+    chosen = {node for node in graph.nodes if is_log_softmax(node) and any(u.backward for u in users[node])}
+    if not chosen:
+        return graph
+    shown = {*graph.inputs, *map(base, nodes_in(graph.outputs))}
+    sources = {wider(node.args[0]) for node in chosen}
+    # The program may write to what it is given: a copy can be kept.
+    copied = {node for node in sources if node is not None and base(node.args[0]) in shown}
+
+    def instead(node: Node) -> tuple[list[Node], Node] | None:
+        if node in copied:
+            held = Made(graph, node).call(aten.clone.default, node.args[0].spec, node.args[0])
+            return [held, widened := node.over((held, *node.args[1:]), node.kwargs)], widened
+        if is_gradient_of_loss(node):
+            return gradient(graph, node)
+        return steps(graph, node) if node in chosen else None
+
+    return substituted(graph, instead)
+
+
+def is_log_softmax(node: Node) -> bool:
+    """Whether a node is one that can be taken in steps: its sums are as wide as its result."""
+    if node.op is not aten._log_softmax.default or node.backward:
+        return False
+    given, made = node.args[0].spec, node.spec
+    alike = bool(given.shape) and 0 not in given.shape and given.stride == made.stride
+    return alike and given.dtype is made.dtype and given.dtype in WIDE
+
+
+def is_gradient_of_loss(node: Node) -> bool:
+    """Whether a node is the gradient of a log-softmax of which one element a row went into a loss."""
+    if node.op is not aten._log_softmax_backward_data.default:
+        return False
+    loss, y, dim, dtype = node.args
+    plain = loss.op is aten.nll_loss_backward.default and len(y.spec.shape) == 2 and dim in (1, -1)
+    return plain and dtype is y.spec.dtype is loss.spec.dtype and dtype in WIDE
+
+
+class Made:
+    """Nodes made in the place of one."""
+
+    def __init__(self, graph: Graph, like: Node) -> None:
+        self.graph, self.like = graph, like
+        self.nodes: list[Node] = []
+
+    def call(self, op: Any, spec: TensorSpec, *args: Any) -> Node:
+        like = self.like
+        name = self.graph.name(label(op))
+        self.nodes.append(Node(op, args, {}, spec, name, like.where, like.backward, like.region))
+        return self.nodes[-1]
+
+
+def steps(graph: Graph, node: Node) -> tuple[list[Node], Node]:
+    """The steps of a log-softmax, as its expansion has them."""
+    x, dim, _ = node.args
+    spec = node.spec
+    shape = reduced(spec.shape, (wrap_dim(dim, len(spec.shape)),), True)
+    row = replace(spec, shape=shape, stride=contiguous(shape))
+    made = Made(graph, node)
+    largest = made.call(aten.amax.default, row, x, [dim], True)
+    less = made.call(aten.sub.Tensor, spec, x, largest)
+    total = made.call(aten.sum.dim_IntList, row, made.call(aten.exp.default, spec, less), [dim], True)
+    result = made.call(aten.sub.Tensor, spec, less, made.call(aten.log.default, row, total))
+    return made.nodes, result
+
+
+def gradient(graph: Graph, node: Node) -> tuple[list[Node], Node]:
+    """The gradient of a log-softmax; a row of a loss's gradient sums up to its one element that is not 0."""
+    loss, y, *_ = node.args
+    target, ignored = loss.args[2], loss.args[5]
+    spec, made = node.spec, Made(graph, node)
+    mask = made.call(aten.eq.Scalar, replace(target.spec, dtype=torch.bool), target, ignored)
+    index = made.call(aten.masked_fill.Scalar, target.spec, target, mask, 0)
+    row = replace(target.spec, shape=(*target.spec.shape, 1), stride=(*target.spec.stride, 1))
+    index = made.call(aten.unsqueeze.default, row, index, 1)
+    total = made.call(aten.gather.default, replace(row, dtype=spec.dtype, stride=(1, 1)), loss, 1, index)
+    powers = made.call(aten.exp.default, spec, y)
+    return made.nodes, made.call(aten.sub.Tensor, spec, loss, made.call(aten.mul.Tensor, spec, powers, total))
+
+
+def base(node: Node) -> Node:
+    """The value whose memory a node shows."""
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
+def wider(node: Node) -> Node | None:
+    """The conversion from a half type that a value is a view of."""
+    found = base(node)
+    if found.op is not aten._to_copy.default or found.args[0].spec.dtype.itemsize != 2:
+        return None
+    return found
+
+
+def is_view(node: Node) -> bool:
+    if not isinstance(node.op, torch._ops.OpOverload) or not node.args or type(node.args[0]) is not Node:
+        return False
+    return any(result.alias_info is not None for result in node.op._schema.returns)
