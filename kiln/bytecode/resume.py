@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from inspect import (
     CO_ASYNC_GENERATOR,
@@ -18,6 +17,7 @@ from inspect import (
 from types import CodeType
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Bug, Skip
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.body import CELL_USERS, Body, make_cell

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import opcode
 import sys
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
+
+from kiln.base.dataclass import dataclass
 
 
 class Kind(IntEnum):

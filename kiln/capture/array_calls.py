@@ -10,12 +10,12 @@ import functools
 import importlib
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.source import Derived, Source
 from kiln.capture import attributes

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.capture.calls import Args, Kwargs
 from kiln.capture.fake_arrays import ArrayFunction, FakeArray

@@ -6,13 +6,13 @@ import collections
 import functools
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from typing import Any
 
 import torch
 
 from kiln import _hook
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Skip
 from kiln.bytecode import decompile, versions
 from kiln.bytecode.assemble import Emitter, Label

@@ -64,6 +64,7 @@ class Machine:
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
         self.ended = False
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
+        self.muted = 0  # blocks around the program's warnings that it has entered
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
         self.advanced: tuple[Any, int] | None = (

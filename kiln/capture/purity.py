@@ -45,11 +45,10 @@ BREAK_MODULES = frozenset({
     "torch.distributed.distributed_c10d", "torch.cuda.random", "numpy", "numpy.random", "pdb", "bdb",
     "traceback", "torch.autograd", "torch._tensor_str", "gc", "weakref",
 })  # fmt: skip
+#: What asks only whether there are process groups.
+ASKING = frozenset({"is_initialized", "WORLD", "default_pg"})
 #: The interpreter's own iterators, met by the program as ordinary objects.
 OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"})
-DROPPED_MODULES = frozenset({"logging", "warnings"})
-
-
 #: Torch's own compiler, once used, has every new module noted for itself: programs see nothing of it.
 DROPPED_FUNCTIONS = frozenset({("torch._dynamo.mutation_guard", "tag")})
 
@@ -74,6 +73,8 @@ def python_policy_of(module: str, name: str) -> str:
         return "break"
     if root == "numpy" and not module.startswith(("numpy.random", "numpy.testing")):
         return "array"
+    if module == "torch.distributed.distributed_c10d" and name in ASKING:
+        return "inline"
     if module in BREAK_MODULES or root in (
         "numpy",
         "random",
@@ -85,7 +86,7 @@ def python_policy_of(module: str, name: str) -> str:
         "multiprocessing",
     ):
         return "break"
-    if root in DROPPED_MODULES or (module, name) in DROPPED_FUNCTIONS:
+    if (module, name) in DROPPED_FUNCTIONS:
         return "dropped"
     return "inline"
 

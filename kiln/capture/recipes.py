@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.fx import Node
 
+from kiln.base.dataclass import dataclass
 from kiln.base.source import Const, DictAttr, Source, Step
 from kiln.capture.frame import Differs
 from kiln.capture.recorder import Bound, moved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from kiln.base import marks
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Bug
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.source import Source

@@ -10,9 +10,9 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.source import Derived, Source
 from kiln.capture.rebuild import REDUCIBLE
 from kiln.capture.world import READERS, World

@@ -15,11 +15,12 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from kiln.base.errors import Break
+from kiln.base.errors import Break, Skip
 from kiln.base.source import Const, Derived
 from kiln.capture import builtin_calls, runtime, state, symbolic
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, handles, leaf
+from kiln.capture.frame import Restart
 from kiln.capture.world import nested
 from kiln.check.guards import Custom
 from kiln.ops.fake import LITERALS, FakeTensor
@@ -228,21 +229,59 @@ def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(warnings.warn, warnings.warn_explicit)
 def warn(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A warning is given once, while capturing."""
-    if not any(type(v) is FakeTensor for v in nested(args)):
+    if not m.muted and not any(type(v) is FakeTensor for v in nested(args)):
         warnings.warn(*args, **{k: v for k, v in kwargs.items() if k != "stacklevel"})
 
 
 @handles(
     logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error,
     logging.Logger.log, logging.debug, logging.info, logging.warning, logging.error,
-    logging.Logger.exception, logging.Logger.critical,
+    logging.Logger.exception, logging.Logger.critical, logging.Logger.warn, logging.Logger.fatal,
+    logging.log, logging.exception, logging.critical, logging.fatal, logging.warn,
 )  # fmt: skip
 def log(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """Log calls inside compiled code are dropped, as documented."""
     return None
 
 
-@handles(logging.Logger.isEnabledFor, logging.Logger.getEffectiveLevel)
+def _entered_warnings() -> warnings.catch_warnings[Any]:
+    made = warnings.catch_warnings()
+    made.__enter__()
+    return made
+
+
+def _in_python(m: Machine, why: str) -> Exception:
+    """What leaves to Python the frame of the program that this happens in, or the call that led there."""
+    reason = Break("side-effect", why, "do so around the compiled function")
+    return Restart(m.frames[0].step, reason) if len(m.frames) > 1 else Skip(str(reason), reason)
+
+
+@handles(warnings.catch_warnings.__enter__)
+def catch_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Warnings within the block are not given."""
+    (block,) = args
+    if m.source(block) is not None or m.getattr(block, "_record"):
+        raise _in_python(m, "warnings are recorded")
+    m.muted += 1
+    m.world.entered[id(block)] = (_entered_warnings,)
+
+
+@handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings)
+def filter_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Filters stay as they are, and so does what is given while capturing."""
+    if "error" in (*args[:1], kwargs.get("action")):
+        raise _in_python(m, "warnings are made exceptions")
+
+
+@handles(warnings.catch_warnings.__exit__)
+def caught_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if m.source(args[0]) is not None:
+        raise Break("side-effect", "warnings are given again", "move the break out of the block")
+    m.muted -= 1
+    del m.world.entered[id(args[0])]
+
+
+@handles(logging.Logger.isEnabledFor)
 def log_enabled(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return False
 

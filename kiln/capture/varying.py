@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from kiln import _hook
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Specialised
 from kiln.base.expressions import Expr, Symbol, function_of
 from kiln.base.source import Source

@@ -22,12 +22,13 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
 from kiln.base import marks
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.source import (
     Arg,

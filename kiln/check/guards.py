@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Protocol
 
 from kiln import _hook
+from kiln.base.dataclass import dataclass
 from kiln.base.source import Const, Source
 from kiln.check.values import MISSING as MISSING
 from kiln.check.values import is_plain, keys_of, lookup, same, show, typed

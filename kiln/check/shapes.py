@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kiln import _hook
+from kiln.base.dataclass import dataclass
 from kiln.base.source import Source
 from kiln.check import layout
 from kiln.check.guards import Equals, Guard, Paths

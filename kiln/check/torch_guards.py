@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kiln import _hook
+from kiln.base.dataclass import dataclass
 from kiln.base.source import Const, Source
 from kiln.check import layout, state
 from kiln.check.guards import Guard, Paths

@@ -108,6 +108,7 @@ np.prod([2, 3]), np.sqrt(4.0), np.array([1, 2]).sum(), np.float32(1.5), int(np.i
 torch.finfo(torch.float32).eps, torch.iinfo(torch.int64).max, torch.finfo(x.dtype).min, torch.Size([2, 3]).numel(), torch.device("cpu").type
 torch.is_floating_point(x), torch.float16.is_floating_point, torch.float32.itemsize, torch.promote_types(torch.int8, torch.float16), torch.result_type(x, 1)
 torch.get_default_dtype(), torch.is_grad_enabled(), torch.broadcast_shapes((2, 1), (3,)), torch.can_cast(torch.float, torch.int), torch.__version__ >= "2"
+torch.distributed.is_available() and torch.distributed.is_initialized()
 torch.cuda.is_available(), torch.backends.mkldnn.is_available(), torch.get_num_threads() > 0, torch.is_inference_mode_enabled(), torch.numel(x)
 """
 
@@ -208,7 +209,51 @@ def test_warning_filters_and_contexts():
             warnings.warn("quiet")
         return x + 1
 
-    one_graph(f, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_graph(f, X)
+
+
+def recorded():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.warn("heard")
+    return len(caught)
+
+
+def raised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            warnings.warn("heard")
+        except UserWarning:
+            return 2
+
+
+@pytest.mark.parametrize("heard", [recorded, raised])
+def test_warnings_that_the_program_hears_are_given_in_every_call(heard):
+    compiled = Watch(lambda x: (x.sin() + heard()).cos()).compiled
+    before = warnings.filters
+    for _ in range(3):
+        assert torch.equal(compiled(X), (X.sin() + heard()).cos())
+    assert warnings.filters is before
+
+
+def within(x):
+    with warnings.catch_warnings():
+        yield x + 1
+        yield x + 2
+
+
+def test_a_block_that_outlives_the_graph_can_be_left():
+    def f(x):
+        steps = within(x)
+        return next(steps), steps
+
+    before = warnings.filters
+    first, steps = Watch(f).compiled(X)
+    assert torch.equal(first, X + 1) and torch.equal(next(steps), X + 2) and next(steps, None) is None
+    assert warnings.filters is before
 
 
 LOGGER = logging.getLogger("course")
@@ -221,6 +266,21 @@ def test_logging_below_the_level_does_nothing(x):
         x = x * 100
     logging.getLogger("course").info("not shown %d", 1)
     return x + 1
+
+
+RECORD = LOGGER.makeRecord("course", logging.INFO, "file", 1, "%d rows", (3,), None)
+
+
+@program(X)
+def test_what_logging_answers(x):
+    return x + LOGGER.getEffectiveLevel(), logging.getLevelName(20), RECORD.getMessage(), LOGGER.hasHandlers()
+
+
+def test_a_handler_formats_its_records():
+    one_graph(lambda x: (x + 1, logging.Handler.format(HANDLER, RECORD)), X)
+
+
+HANDLER = logging.Handler()
 
 
 def test_logging_does_not_break(caplog):
