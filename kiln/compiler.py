@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import fx
 
 from kiln.ahead import compiled
 from kiln.base.begun import Begun
+from kiln.base.dataclass import dataclass
 from kiln.base.dump import NOWHERE, Dump, dump_for
 from kiln.base.fx import runner
 from kiln.base.graph import Graph
@@ -20,6 +20,7 @@ from kiln.base.reports import fell_back
 from kiln.differentiate.run import Run
 from kiln.expand.channels import side_by_side
 from kiln.expand.edited import EditedFile
+from kiln.expand.steps import in_steps
 from kiln.launch.held import compile_held
 from kiln.launch.program import begin_graph
 
@@ -51,8 +52,13 @@ def kiln(
         return compiled(
             module, examples, forward, backward, inference,
             random=settings.draws, held=held, tries=tries, dump=dump,
-            arrange=(lambda graph: graph) if settings.exact else side_by_side,
+            arrange=(lambda graph: graph) if settings.exact else arranged,
         )
+
+
+def arranged(graph: Graph) -> Graph:
+    """A graph of forward and backward ops as it is parted."""
+    return in_steps(side_by_side(graph))
 
 
 # It needs no code of the graph module.

@@ -7,13 +7,13 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from kiln import api
+from kiln.base.dataclass import dataclass
 from kiln.base.options import config
 from kiln.check import layout
 from kiln.generate.cpu import host, load, machine_code

@@ -6,7 +6,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,6 +16,7 @@ import torch
 from kiln import _hook, telling
 from kiln.base import live, log, options, records
 from kiln.base.collecting import uncollected
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.base.progress import working

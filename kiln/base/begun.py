@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from kiln.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import count
 from pathlib import Path
 
 from kiln.base import log, records
+from kiln.base.dataclass import dataclass
 
 ASSEMBLY = "s"
 """The ending of a text that is shown in files alone: making it means to compile once more."""

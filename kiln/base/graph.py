@@ -7,12 +7,13 @@ import keyword
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Bug
 
 

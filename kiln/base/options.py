@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
 from kiln.base.log import logger
 

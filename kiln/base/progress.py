@@ -11,11 +11,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from logging import INFO
 from time import perf_counter
 from typing import Any, TypeVar
 
+from kiln.base.dataclass import dataclass
 from kiln.base.log import logger
 
 T = TypeVar("T")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType
 from typing import Any, TypeAlias
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Place
 from kiln.base.places import user_place
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from kiln.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

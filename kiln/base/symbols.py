@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kiln.base.arithmetic import (
@@ -40,6 +39,7 @@ from kiln.base.arithmetic import (
     without_quotients,
 )
 from kiln.base.conditions import all_of, any_of, eq, ge, gt, le, lt, ne, negate, zero
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import (
     FLOORDIV,
     MAX,

@@ -158,7 +158,7 @@ def _write(
 ) -> Callable[[Results, Args], None]:
     """A function that gives a mutated input its new value, with the history and version as in eager."""
     origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
-    # What was given its own value is written with itself: autograd hands it over as a view, with other strides.
+    # Its own value is written as it is: what autograd hands over is a view, which may have other strides.
     itself = joint.graph.outputs[index] is joint.graph.inputs[mutation.primal] and not mutation.with_grad
 
     def hidden(results: Results, args: Args) -> None:

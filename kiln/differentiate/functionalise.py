@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
@@ -86,7 +86,7 @@ class Functionaliser:
         self._dirty = False
         self._context: Node | None = None
         self.turned: set[Place] = set()
-        """Views of tensors that changed their own shape afterwards: the trace's history of them is not eager's."""
+        """Views of tensors that changed their own shape afterwards: eager has another history of them."""
 
     # Places and values
 

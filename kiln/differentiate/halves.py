@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped, nodes_in
 from kiln.differentiate.joint import Joint

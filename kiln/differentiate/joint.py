@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, Spec
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, Node, TensorSpec
 
 aten = torch.ops.aten

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec, mapped, nodes_in
 
 aten = torch.ops.aten

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, mapped
 from kiln.ops.fake import dispatch
 from kiln.ops.meta import SEEDED

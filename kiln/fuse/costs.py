@@ -35,8 +35,8 @@ CHEAP = 24
 SLIGHT = 8
 #: Places of a value from which on it counts how much is computed for each.
 SEVERAL = 3
-#: Terms that a read here and there counts as.
-SCATTERED = 8
+#: Terms that a read counts as at places that are data, and at quotients of places.
+SCATTERED, REPEATED = 8, 6
 #: Functions of dozens of instructions: they are not computed twice.
 HEAVY = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow"})
 #: What is this many times smaller is small beside something.
@@ -88,8 +88,9 @@ def weight(term: Term) -> int:
         return CHEAP + 1
     if not isinstance(term, Load) or not isinstance(term.index, Expr):
         return 1
-    scattered = bool(term.places) or any(atom.op is FLOORDIV for m in term.index.poly for atom in m)
-    return SCATTERED if scattered else 1
+    if term.places:
+        return SCATTERED
+    return REPEATED if any(atom.op is FLOORDIV for m in term.index.poly for atom in m) else 1
 
 
 def reads_no_more(node: Node, made_of: list[Term], read: list[Node]) -> bool:

@@ -8,11 +8,12 @@ same loops once more, over the same row. The target chooses vectors, threads and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.symbols import Symbol
 
 

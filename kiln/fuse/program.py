@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, nodes_in
 from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser

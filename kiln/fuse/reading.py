@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, coordinates, hinted
-from kiln.fuse.costs import CHEAP, MUCH_SMALLER, SEVERAL, SLIGHT, along, elements, of_data, reads_no_more, weight
+from kiln.fuse.costs import (
+    CHEAP,
+    MUCH_SMALLER,
+    SEVERAL,
+    SLIGHT,
+    along,
+    elements,
+    of_data,
+    reads_no_more,
+    weight,
+)
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
@@ -210,7 +221,9 @@ class Groups:
         known = group.costs.get(node)
         if known is None:
             coords, term, _ = self.natural(group, node)
-            known = group.costs[node] = sum(map(weight, along(of_data(terms([term])), coords)))
+            made_of = along(of_data(terms([term])), coords)
+            single = not any(isinstance(c, Expr) for c in coords)  # made once, outside of the loops
+            known = group.costs[node] = len(made_of) if single else sum(map(weight, made_of))
         return known
 
     def buffer(self, node: Node) -> Buffer:

@@ -10,9 +10,9 @@ whole graph is fused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, mapped, nodes_in
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_map

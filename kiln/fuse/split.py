@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 
 from kiln.base.arithmetic import minimum
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axis, hinted

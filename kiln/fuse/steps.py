@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, TensorSpec
 from kiln.fuse.nest import Buffer, Kernel
 

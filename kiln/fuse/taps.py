@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.fuse.windows import FEW, pair
+from kiln.ops.expansions.reductions import adaptive_avg_pool, spread
 from kiln.ops.expansions.support import widened
 from kiln.ops.layout import FLOATS
 from kiln.ops.table import aten
@@ -51,6 +52,12 @@ class Entries:
         """How many columns a row takes at most, from its first one on."""
         return int((self.columns - first[self.rows]).max()) + 1
 
+    def block(self) -> int:
+        """How many columns each row adds up, one after the other; 0 for other matrices."""
+        count = self.shape[1] // self.shape[0]
+        whole = count * self.shape[0] == self.shape[1] == len(self.rows)
+        return count if whole and (self.columns // count == self.rows).all() and np.ptp(self.weights) == 0 else 0
+
     def table(self, first: Array, count: int) -> Array:
         """The weights of `count` columns from the first ones on, by column; NaN where there is no entry."""
         found = np.full((count, self.shape[0]), np.nan, self.weights.dtype)
@@ -59,9 +66,20 @@ class Entries:
         np.add.at(found, places, self.weights)
         return found
 
+    def mixed(self) -> tuple[Array, Array]:
+        """Places that have entries of several signs, 0 being one."""
+        low, high = np.ones(self.shape), -np.ones(self.shape)
+        np.minimum.at(low, (self.rows, self.columns), np.sign(self.weights))
+        np.maximum.at(high, (self.rows, self.columns), np.sign(self.weights))
+        return np.nonzero(low < high)  # type: ignore[return-value]
+
 
 def apply(x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
     """A dimension resampled."""
+    if times := matrix.transposed().block():
+        places = torch.arange(matrix.shape[0], device=x.device)
+        places = torch.div(places, times, rounding_mode="floor") if times > 1 else places
+        return _scaled(aten.index(x, [None] * dim + [places]), float(matrix.weights[0]))
     first = matrix.first()
     count = matrix.longest(first)
     regular = steps_of(matrix, first) if x.stride(dim) == 1 else None
@@ -80,6 +98,18 @@ def apply(x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
         for k in range(count)
     ]
     return functools.reduce(torch.add, parts)
+
+
+def spoilt(out: torch.Tensor, x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
+    """A dimension resampled, with NaN where eager adds an infinite element by weights that cancel or are 0."""
+    rows, columns = matrix.mixed()
+    if len(rows) == matrix.shape[0] == matrix.shape[1]:  # each element twice, once with the weight 0
+        return out + x * 0
+    for end in {*columns.tolist()} & {0, matrix.shape[1] - 1}:
+        here = np.isin(np.arange(matrix.shape[0]), rows[columns == end])
+        mask = torch.from_numpy(here).view([-1, *[1] * (x.dim() - 1 - dim)])
+        out = torch.where(mask, out + x.narrow(dim, end, 1) * 0, out)
+    return out
 
 
 def _weighted(values: torch.Tensor, table: Array, shape: list[int]) -> torch.Tensor:
@@ -123,20 +153,35 @@ def in_steps(
 
 def resampled(x: torch.Tensor, matrices: Sequence[Entries]) -> Any:
     """The last dimensions resampled: those that shrink first, and then the last one, whose reads cost most."""
-    if x.device.type != "cpu" or x.dtype not in FLOATS or not x.dim():
+    if x.dtype not in FLOATS or any(m.longest(m.first()) > MOST for m in matrices):
         return NotImplemented
-    if any(m.longest(m.first()) > MOST for m in matrices):
-        return NotImplemented
-    last = x.dim() > 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    blocks = [matrix.block() for matrix in matrices]
+    if x.device.type != "cpu" and not all(blocks) and not all(m.transposed().block() for m in matrices):
+        return NotImplemented  # tables lie in the memory of the processor
+    last = not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
     out = widened(x.movedim(1, -1) if last else x)
     first = x.dim() - len(matrices) - last
-    dims = [(first + i, matrix) for i, matrix in enumerate(matrices)]
-    *others, inner = dims
-    shrinks = [d for d in others if d[1].shape[0] < d[1].shape[1]]
-    for dim, matrix in (*shrinks, inner, *[d for d in reversed(others) if d not in shrinks]):
-        out = apply(out, dim, matrix)
+    if all(blocks) and out.is_contiguous():
+        out = _sums(out, first, blocks, math.prod([float(m.weights[0]) for m in matrices]))
+    else:
+        *others, inner = [(first + i, matrix) for i, matrix in enumerate(matrices)]
+        shrinks = [d for d in others if d[1].shape[0] < d[1].shape[1]]
+        for dim, matrix in (*shrinks, inner, *[d for d in reversed(others) if d not in shrinks]):
+            out = apply(out, dim, matrix)
     out = out.to(x.dtype)
     return out.movedim(-1, 1) if last else out
+
+
+def _sums(x: torch.Tensor, first: int, blocks: list[int], weight: float) -> torch.Tensor:
+    """Sums of blocks that lie side by side, in one pass."""
+    shape = list(x.shape)
+    inner = [n for size, count in zip(shape[first:], blocks, strict=False) for n in (size // count, count)]
+    apart = x.view(shape[:first] + inner + shape[first + len(blocks) :])
+    return _scaled(apart.sum([first + 1 + 2 * i for i in range(len(blocks))]), weight)
+
+
+def _scaled(x: torch.Tensor, weight: float) -> torch.Tensor:
+    return x if weight == 1 else x * weight
 
 
 # The matrices
@@ -158,7 +203,8 @@ def linear(size: int, out: int, corners: bool, scale: float | None, dtype: Any) 
     places = places_of(size, out, corners, scale, dtype, False)
     first = np.minimum(np.floor(places).astype(np.int64), size - 1)
     share = np.clip(places - first.astype(dtype), dtype(0), dtype(1))
-    return _entries(size, out, [first, np.minimum(first + 1, size - 1)], [dtype(1) - share, share])
+    second = first if size == out else np.minimum(first + 1, size - 1)
+    return _entries(size, out, [first, second], [dtype(1) - share, share])
 
 
 def cubic(size: int, out: int, corners: bool, scale: float | None, dtype: Any) -> Entries:
@@ -259,15 +305,14 @@ def nearest_backward(exact: bool) -> Callable[..., Any]:
 def average_forward(x: torch.Tensor, sizes: Any) -> Any:
     """Means of windows that fill the result."""
     if not _known(x.shape, sizes) or all(n == 1 for n in sizes):
-        return NotImplemented
+        return adaptive_avg_pool(x, sizes)
     windows = [Windows.adaptive(n, m) for n, m in zip(x.shape[-len(sizes) :], sizes, strict=True)]
     return resampled(x, [w.sums(1 / w.counts) for w in windows])
 
 
-def average_backward(grad: torch.Tensor, x: torch.Tensor) -> Any:
-    rank = 2 if len(grad.shape) < 5 else 3
+def average_backward(rank: int, grad: torch.Tensor, x: torch.Tensor) -> Any:
     if not _known(x.shape, grad.shape) or all(n == 1 for n in grad.shape[-rank:]):
-        return NotImplemented
+        return spread(grad, x, rank)
     sizes = zip(x.shape[-rank:], grad.shape[-rank:], strict=True)
     return _shared_out(grad, [Windows.adaptive(n, m) for n, m in sizes])
 
@@ -312,7 +357,7 @@ TAPS: dict[Any, Callable[..., Any]] = {
     aten._upsample_nearest_exact3d_backward.default: nearest_backward(True),
     aten._adaptive_avg_pool2d.default: average_forward,
     aten._adaptive_avg_pool3d.default: average_forward,
-    aten._adaptive_avg_pool2d_backward.default: average_backward,
-    aten._adaptive_avg_pool3d_backward.default: average_backward,
+    aten._adaptive_avg_pool2d_backward.default: functools.partial(average_backward, 2),
+    aten._adaptive_avg_pool3d_backward.default: functools.partial(average_backward, 3),
     aten.avg_pool2d_backward.default: pool_backward,
 }

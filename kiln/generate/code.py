@@ -6,13 +6,14 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
 
 from kiln.base import records
+from kiln.base.dataclass import dataclass
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.generate.cpu import Code, compiling, depends_on, host, joined, load

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+from kiln.base.dataclass import dataclass
 from kiln.fuse.nest import Axis, Fold
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import combined, hint

@@ -9,12 +9,13 @@ import re
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import llvmlite
 import llvmlite.binding as llvm
 from llvmlite.binding import ffi
+
+from kiln.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
+
+from kiln.base.dataclass import dataclass
 
 _SCALARS = {"f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat", "ptr": "ptr", "void": "void"}
 _SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64, 128)}
@@ -305,6 +307,10 @@ class Function:
         self._parameter_text = ", ".join(
             f"{t} {'noalias ' if t.kind == 'ptr' else ''}%{n}" for n, t in parameters
         )
+
+    def takes(self, text: str) -> None:
+        """Say in LLVM's words what the function takes in place of its parameters."""
+        self._parameter_text = text
 
     def emit(self, instruction: str, type: Type) -> Value:
         """The result of an instruction."""

@@ -22,10 +22,11 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     edges = [0, *inside, axis.size]
     if len(inside) < MOST and all(b - a >= shortest for a, b in pairwise(edges)):
         return inside
-    # Whole vectors around the borders, in which conditions are not decided.
-    around = {place for b in inside for place in (b // shortest * shortest, -(-b // shortest) * shortest)}
-    around = {place for place in around if 0 < place < axis.size}
-    return sorted(around) if len(around) < MOST else []
+    # Whole vectors around the borders, in which conditions are not decided; most of the loop is outside of them.
+    vectors = {b // shortest * shortest for b in inside}
+    around = {place for v in vectors for place in (v, v + shortest) if 0 < place < axis.size}
+    few = len(around) < MOST and 2 * len(vectors) * shortest <= axis.size
+    return sorted(around) if few else []
 
 
 def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
+
+from kiln.base.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Load, Nest, terms
 from kiln.generate.functions import compute_type

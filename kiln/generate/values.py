@@ -333,6 +333,8 @@ class Values(Reads):
         numerator, divisor = index.args
         if isinstance(divisor, int) and divisor & (divisor - 1) == 0:
             return a >> divisor.bit_length() - 1 if index.op is FLOORDIV else a & divisor - 1
+        if index.scope.bounds(divisor)[0] < 1:  # a size of no elements, outside of a loop that makes no turn
+            b = (b < 1).where(1, b)
         if index.scope.bounds(numerator)[0] >= 0:
             return a / b if index.op is FLOORDIV else a % b
         # LLVM rounds to zero, indices round down.

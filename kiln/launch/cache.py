@@ -14,10 +14,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from kiln.base import log, records
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
 from kiln.base.folders import folder as folder
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Symbol
 from kiln.base.fx import bindings
 from kiln.base.graph import CONSTANT, Node, mapped, nodes_in

@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 
 from kiln._launch import Plan
 from kiln.base import records
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
 from kiln.base.options import Settings

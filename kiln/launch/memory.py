@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import TensorSpec
 
 LINE = 64

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Bug
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.fx import bindings

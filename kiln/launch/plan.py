@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kiln._launch import Plan
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
 from kiln.fuse.nest import Buffer, Kernel, Nest, terms

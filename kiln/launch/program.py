@@ -18,6 +18,7 @@ from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.base.options import Settings, config
 from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
+from kiln.expand.epilogues import with_epilogues
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.expand.padding import padded
@@ -146,6 +147,8 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     given = sealed(given) if settings.exact else padded(given)
     with records.timed("expand", dump.name, dump.half):
         prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
+    if not settings.exact:
+        prims = with_epilogues(prims)
     with records.timed("fuse", dump.name, dump.half):
         program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
     for step in program.steps:

@@ -14,11 +14,11 @@ import functools
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, TensorSpec
 from kiln.launch.native import function
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, TensorSpec
 from kiln.ops.levels import name_of
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.launch.memory import Lodging, rounded
 from kiln.launch.numbers import Settled
 from kiln.launch.sources import Sources
@@ -84,7 +84,7 @@ class _Text:
         return f"{next(self.kernels)}({', '.join(map(self.buffer, step[2]))}): {stages}"
 
     def grid(self, step: tuple[Any, ...]) -> str:
-        starts = ", ".join(f"{self.number(blocks)} x {threads}" for _, threads, blocks, _ in step[1])
+        starts = ", ".join(f"{self.number(blocks)} x {threads}" for _, threads, _, blocks, *_ in step[1])
         return f"{next(self.kernels)}({', '.join(map(self.buffer, step[2]))}): {starts} threads"
 
     def make(self, step: tuple[Any, ...]) -> str:

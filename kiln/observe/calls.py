@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 from kiln import _launch
 from kiln.base import profiling
+from kiln.base.dataclass import dataclass
 from kiln.observe.roofline import moment, seconds
 
 GRID = "grid"

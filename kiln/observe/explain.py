@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
 from kiln.base.records import (
     BreakRecord,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
 from kiln.base.log import warn
 from kiln.base.options import config

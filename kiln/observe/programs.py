@@ -11,12 +11,13 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from kiln.base.dataclass import dataclass
 from kiln.base.options import config
 
 TOLERANCES = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float16: 2e-2, torch.bfloat16: 5e-2}

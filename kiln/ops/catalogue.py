@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.expansions import all as expansions  # noqa: F401  (fills the table of expansions)
 from kiln.ops.levels import level_of

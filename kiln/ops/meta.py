@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.ops.quiet import keep_compiler_out
 

@@ -182,7 +182,7 @@ class Program:
         text = self.text() if device == "cpu" else placed(self.text())
         if disturb is not None:
             text = re.sub(r"^(    (v\d+) = .*_norm\(.*)$", r"\1; \2 = disturb(\2, True)", text, flags=re.MULTILINE)
-            text = re.sub(r"^(    (v\d+) = [^;]*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
+            text = re.sub(r"^(    (v\d+) = [^;\n]*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
         space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **PLACED, **dtypes}
         exec(compile(text, "<random program>", "exec"), space)
         function: Callable[..., Any] = space["program"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,13 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
                                         ["v0 = torch.slice_scatter(a0, a1.narrow(0, 0, 1), 0, 0, 1)"]),
     "rows of no columns": ([plain(4, 0, grad=True)], ["v0 = F.embedding(torch.tensor([[0, 1, 0], [1, 1, 0]]), a0.abs().log1p())"]),
     "channels last, rolled": ([plain(3, 8, 5, 4, layout="channels last")], ["v0 = a0.roll(1, 0)"]),
+    "a loss is of its input's dtype": ([plain(3, 4, dtype="f16", layout="transposed", grad=True), plain(3, 4)],
+                                       ["v0 = F.huber_loss(a0, a1, reduction='none')", "v1 = F.soft_margin_loss(a0, a1) * v0"]),
+    "what is given its own value": ([plain(1, 1, dtype="i64", layout="padded"), plain(3, grad=True)], ["a0.copy_(a0)", "v0 = a1 * 2"]),
+    "a norm of one half": ([plain(64, 1, 1, dtype="f16", grad=True)],
+                           ["v0 = a0 / (a0.abs() + 1)", "v1 = F.group_norm(v0 * v0 + v0, 1)"]),
+    "a running maximum of nothing": ([plain(0, 3, grad=True)], ["v0 = (a0 * 2).cummax(-1)[0]"]),
+    "a mean of infinities": ([replace(plain(4, 7, 5), special=True)], ["v0 = torch.var_mean(a0.clamp(min=0.25), 1)[1]"]),
 }  # fmt: skip
 
 
@@ -99,6 +107,8 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
                                          ["v0 = a0.flatten()", "v1 = torch.gather(v0, 0, torch.arange(192))", "v2 = v1.cumsum(0).masked_fill(v0 <= 2, 1.5)"]),
     "halves of sizes": ([plain(4, 6, grad=True)], [plain(3, 8, grad=True)], ["v0 = F.glu(a0)"]),
     "sizes that are asked for": ([plain(5, 4, 4, grad=True)], [plain(3, 2, 2, grad=True)], ["v0 = F.interpolate(a0, scale_factor=2)"]),
+    "nothing of several sizes": ([plain(8, 0, 64, grad=True)], [plain(3, 0, 5, grad=True)], ["v0 = a0.transpose(-3, -1).relu().norm(2, -1)"]),
+    "nothing that is written": ([plain(3, 0, 16, grad=True)], [plain(17, 0, 3, grad=True)], ["v0 = F.silu(a0)", "v1 = v0[0].mul_(2)"]),
     "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),
 }  # fmt: skip
 
@@ -121,6 +131,39 @@ TURNED: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", TURNED)
 def test_views_of_what_changed_its_shape(name: str) -> None:
     check(Program([plain(3, 3, grad=True)], TURNED[name], ["v1", "v2"]))
+
+
+#: Outputs that were detached from one another and written since, each with a history of its own.
+DETACHED: dict[str, list[str]] = {
+    "from a value": ["v0 = a0 * 2", "v1 = v0.detach()", "v1.lerp_(v0, 0.5)"],
+    "from a value without a history": ["v0 = a1 * 2", "v1 = v0.detach()", "v1.mul_(a0)"],
+    "from a part": ["v0 = a0 * 2", "v1 = v0.detach()[:1]", "v1.mul_(a0[:1])"],
+    "from an argument": ["v0 = a1.detach()", "v1 = v0.mul_(a0)"],
+}
+
+
+@pytest.mark.parametrize("name", DETACHED)
+def test_outputs_with_other_histories_than_what_they_view(name: str) -> None:
+    check(Program([plain(3, 3, grad=True), plain(3, 3)], DETACHED[name], ["v0", "v1"]))
+
+
+@pytest.mark.parametrize("lines", (["v1 = v0.transpose(0, 1)", "v0.t_()"], ["v1 = v0[0]", "v0.t_()"], ["v1 = v0[0]", "v0.t_()", "v1 = v1 * 3"]))
+def test_a_view_of_what_changed_its_shape_afterwards(lines: list[str]) -> None:
+    check(Program([plain(3, 3, grad=True)], ["v0 = a0 * 2", *lines], ["v1"]))
+
+
+def test_integers_that_require_grad() -> None:
+    """A fault of eager's: what is filled with a tensor that requires grad requires it too."""
+
+    def fill(x: torch.Tensor) -> torch.Tensor:
+        whole = x.bool()
+        whole[:1, :1] = x.sum()
+        return whole
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        assert torch.equal(kiln.compile(fill)(x), fill(x))
+    assert {b.kind for b in log.breaks} <= {"capture-raised", "tensor-layout"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

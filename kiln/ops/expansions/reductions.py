@@ -303,7 +303,7 @@ def adaptive_avg_pool(x: Tensor, sizes: list[int]) -> Any:
     return torch.mean(apart, [outer + 1 + 2 * i for i in range(len(sizes))])
 
 
-def _spread(grad: Tensor, x: Tensor, inner: int) -> Any:
+def spread(grad: Tensor, x: Tensor, inner: int) -> Any:
     """The gradient of means over windows of the last `inner` dimensions."""
     outer = x.dim() - inner
     sizes = list(grad.shape[outer:])
@@ -321,9 +321,9 @@ def _spread(grad: Tensor, x: Tensor, inner: int) -> Any:
 
 @expansion(aten._adaptive_avg_pool2d_backward.default)
 def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Any:
-    return _spread(grad, x, 2)
+    return spread(grad, x, 2)
 
 
 @expansion(aten._adaptive_avg_pool3d_backward.default)
 def adaptive_avg_pool3d_backward(grad: Tensor, x: Tensor) -> Any:
-    return _spread(grad, x, 3)
+    return spread(grad, x, 3)
