@@ -7,6 +7,7 @@ then by the callable's type.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import functools
 import operator
@@ -535,6 +536,8 @@ def native(
     world = m.world
     for value in (*args, *kwargs.values()):
         (world.touch_deep if purity.reads_deeply(function) else world.touch)(value)
+        if isinstance(value, BUFFERS) and world.source(value) is not None:
+            raise Break("foreign-object", f"the memory of {world.source(value)} is read", "pass bytes")
         if (
             hasattr(type(value), "__next__")
             and world.source(value) is not None
@@ -565,6 +568,7 @@ def native(
         return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
 
 
+BUFFERS = (bytearray, memoryview, array.array)
 HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
 

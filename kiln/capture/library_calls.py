@@ -6,13 +6,16 @@ import collections
 import functools
 import logging
 import operator
+import os
 import random
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from kiln.base.errors import Break
+from kiln.base.source import Const
 from kiln.capture import operators
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, native
+from kiln.check.guards import Custom
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -95,6 +98,13 @@ def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
             "seed it with a constant, or pass it in",
         )
     return m.native(random.Random, *args, **kwargs)
+
+
+@handles(os.getcwd)
+def working_folder(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    found = m.native(os.getcwd)
+    m.world.guard(Custom(Const(os.getcwd), lambda ask: ask() == found, f"gave {found}"))
+    return found
 
 
 @handles(logging.getLogger)

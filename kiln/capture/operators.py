@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import operator
 import types
 from collections.abc import Callable
@@ -316,6 +316,10 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
 
 def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
     """A key or index without symbolic numbers, unless Python code of the user's is to see it."""
+    if type(key) not in PLAIN and isinstance(container, collections.abc.Sequence):
+        index = python_method(m, key, "__index__")
+        if index is not None:
+            return m.call(index, (key,))
     if type(key) in PLAIN or not symbolic.holds_symbols(key) or python_method(m, container, name) is not None:
         return key
     return symbolic.concrete(key)

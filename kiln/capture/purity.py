@@ -38,6 +38,11 @@ NATIVE_MODULES = frozenset({
     "json", "json.decoder", "json.encoder", "difflib", "unicodedata", "colorsys", "types", "torch.overrides",
     "torch._sources", "torch._namedtensor_internals",
 })  # fmt: skip
+#: Functions of os.path that ask for more than their arguments: what they ask is seen where they are inlined.
+PATHS_ON_DISK = frozenset("""
+    abspath exists expanduser expandvars getatime getctime getmtime getsize isdir isfile islink ismount lexists
+    realpath relpath samefile sameopenfile
+""".split())
 #: Modules whose functions talk to the world.
 BREAK_MODULES = frozenset({
     "torch.random", "torch.serialization", "torch.hub", "pickle", "subprocess", "socket", "random", "shutil",
@@ -62,6 +67,8 @@ TRANSFORMS = frozenset(
 def python_policy_of(module: str, name: str) -> str:
     if module in LEAF_MODULES and name not in NOT_LEAF:
         return "leaf"
+    if module in ("posixpath", "genericpath") and name in PATHS_ON_DISK:
+        return "inline"
     if module in NATIVE_MODULES:
         return "native"
     root = module.partition(".")[0]
@@ -114,7 +121,7 @@ PURE_MODULES = frozenset({
     "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json",
 })  # fmt: skip
 PURE_NATIVES = frozenset(
-    {str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.getcwd, os.cpu_count, operator.index}
+    {str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.cpu_count, operator.index}
 )
 
 TORCH_NODES: set[int] = set()
@@ -191,7 +198,7 @@ def builtin_policy(function: Any) -> str:
     if isinstance(owner, types.ModuleType):
         if owner.__name__ in PURE_MODULES:
             return "native"
-        if owner.__name__ == "posix" and name in ("fspath", "getpid", "getcwd"):
+        if owner.__name__ == "posix" and name in ("fspath", "getpid"):
             return "native"
     if module in PURE_MODULES:
         return "native"

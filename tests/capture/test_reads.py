@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import dataclasses
 import datetime
@@ -10,6 +11,7 @@ import enum
 import fractions
 import functools
 import json
+import os
 import pathlib
 import types
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -251,6 +253,10 @@ WORLD = {
     "nested numbers": (lambda: [[2.0], [1.0]], lambda x, d: x[0, 0] + torch.tensor(d), [lambda d: d[1].__setitem__(0, 7.0)]),
     "nested concatenation": (lambda: [[2], [1]], lambda x, d: (x + 1, sum(d, [])), [lambda d: d[1].__setitem__(0, 7)]),
     "nested truth": (lambda: [[], [1]], lambda x, d: (x + 1, any(d), all(d)), [lambda d: d[0].append(1)]),
+    "memory of bytes": (lambda: bytearray(b"a"), lambda x, d: (x + 1, bytes(d), bytes(memoryview(d))), [lambda d: d.__setitem__(0, 98)]),
+    "memory of an array": (lambda: array.array("i", [1]), lambda x, d: (x + d[0], list(d), sum(d)), [lambda d: d.__setitem__(0, 7)]),
+    "index that an object gives": (lambda: fresh(n=0, __index__=lambda s: s.n)(), lambda x, o: (x + [1, 2, 3][o], "abc"[o]), [
+        lambda o: setattr(o, "n", 2), lambda o: setattr(o, "n", 5)]),
     "kinds of items": (lambda: [[], [1]], lambda x, d: (x + 1, [type(v).__name__ for v in d]), [lambda d: d.__setitem__(0, ())]),
 }  # fmt: skip
 
@@ -272,3 +278,16 @@ def history(name, compiled):
 @pytest.mark.parametrize("name", WORLD)
 def test_world(name):
     Same()(history(name, False), history(name, True), name)
+
+
+def test_folders_and_files(tmp_path, monkeypatch):
+    def f(x):
+        return x + os.path.exists("file"), os.getcwd(), os.path.abspath("file"), os.path.join("a", "b")
+
+    compiled = kiln.compile(f, backend="eager")
+    for folder in ("one", "two", "one"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        Same()(f(t(2)), compiled(t(2)))
+        pathlib.Path("file").touch()
+        Same()(f(t(2)), compiled(t(2)))
