@@ -19,6 +19,7 @@ CUBE = ("mul", ("mul", ("mul", X, X), X), 0.044715)
 GELU = ("mul", ("mul", X, 0.5), ("add", ("tanh", ("mul", ("add", X, CUBE), 0.7978845608)), 1.0))
 #: What the library knows, by the argument that asks for it.
 ACTIVATIONS: dict[bool, Any] = {False: ("relu", X), True: GELU}
+STEPS = 16  # of an activation at most
 DIGITS = 1e-6  # to which numbers are alike
 
 
@@ -63,7 +64,7 @@ def activations(
     while x not in shown and len(users[x]) == 1 and name_of(users[x][0].op) in VIEWS:
         x = users[x][0]
     for kind, pattern in ACTIVATIONS.items():
-        for end in candidates(x, users):
+        for end in followers(x, users):
             inside: set[Node] = {x}
             if not matches(end, pattern, x, inside):
                 continue
@@ -76,15 +77,14 @@ def activations(
                     yield kind, x, result
 
 
-def candidates(x: Node, users: dict[Node, list[Node]]) -> Iterator[Node]:
-    """What may be the last step of an activation: the last of the longest chain of its steps."""
-    for user in users[x]:
-        end = user
-        while True:
-            yield end
-            if len(users[end]) != 1:
-                break
-            end = users[end][0]
+def followers(x: Node, users: dict[Node, list[Node]]) -> list[Node]:
+    """The values that may be steps of an activation of x: those that are made of it next."""
+    found = [x]
+    for node in found:
+        if len(found) > STEPS:
+            break
+        found += [user for user in users[node] if user not in found]
+    return found[1:]
 
 
 def matches(value: Any, pattern: Any, x: Node, inside: set[Node]) -> bool:

@@ -56,8 +56,10 @@ def normalised(
         factor = factor * scale
     start = -mean if bias is None else bias.double() - mean
     moved = start * factor if shift is None else start * factor + shift
-    spread = factor.reshape(-1, *[1] * (weight.dim() - 1))
-    return (weight.double() * spread).to(weight.dtype), moved.to(weight.dtype)
+    # In single precision, as a normalisation computes, or in the weight's: a double copy of all weights takes long.
+    kind = torch.promote_types(weight.dtype, torch.float32)
+    spread = factor.to(kind).reshape(-1, *[1] * (weight.dim() - 1))
+    return (weight * spread).to(weight.dtype), moved.to(weight.dtype)
 
 
 #: Functions of ours that only compute: values of them are known where their arguments are.

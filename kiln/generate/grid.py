@@ -116,6 +116,8 @@ def turns(load: Load, vector: Axis, other: Axis) -> bool:
 
 def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A team for each row: threads of a warp where that is enough, else a block."""
+    if nest.part is not None:
+        return in_strips(nest, vector, width)
     chunks = -(-reduced_extent(nest) // width)
     known = all(type(a.size) is int and type(a.low) is int for a in nest.reduced)
     most = max(HELD // width, 1)
@@ -139,6 +141,15 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared)
 
 
+def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
+    """A block for each strip of rows; threads hold a row, and the sums of their columns, in registers."""
+    chunks = -(-reduced_extent(nest) // width)
+    team = 2 * WARP
+    while team < LARGEST and team * (HELD // 2) < chunks * width:
+        team *= 2
+    return Grid(vector, width, 1, team, True, -(-chunks // team))
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Again:
     """What is read of a row in phases after the first that reads it: where it is kept, and in how many bytes."""
@@ -153,8 +164,8 @@ def read_again(nest: Nest) -> dict[tuple[Any, ...], Again]:
     at_once = largest_and_sum(nest) is not None
     found: dict[tuple[Any, ...], Again] = {}
     place = 0
-    for key, loads in phases_of(nest).items():
-        read = {0 if at_once and phase == 1 else phase for phase in loads}
+    for key, phases in phases_of(nest).items():
+        read = {0 if at_once and phase == 1 else phase for phase in phases}
         if len(read) > 1:
             size = -(-reduced_extent(nest) * int(key[2].itemsize) // WIDEST) * WIDEST
             found[key] = Again(min(read), place, size)
@@ -162,9 +173,9 @@ def read_again(nest: Nest) -> dict[tuple[Any, ...], Again]:
     return found
 
 
-def phases_of(nest: Nest) -> dict[tuple[Any, ...], dict[int, Load]]:
+def phases_of(nest: Nest) -> dict[tuple[Any, ...], set[int]]:
     """For each load along a row the phases that read it."""
-    phases: dict[tuple[Any, ...], dict[int, Load]] = {}
+    phases: dict[tuple[Any, ...], set[int]] = {}
     roots = [(part, fold.phase) for fold in nest.folds() for part in fold.parts]
     roots += [(store.value, store.phase) for store in nest.stores if not store.kept]
     along = {axis.variable for axis in nest.reduced}
@@ -172,7 +183,7 @@ def phases_of(nest: Nest) -> dict[tuple[Any, ...], dict[int, Load]]:
         for load in loads_before_folds(root):
             if load.valid is None and not load.places and isinstance(load.index, Expr):
                 if along & load.index.symbols():
-                    phases.setdefault(key_of(load), {})[phase] = load
+                    phases.setdefault(key_of(load), set()).add(phase)
     return phases
 
 

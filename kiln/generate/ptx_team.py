@@ -51,14 +51,13 @@ class Team(DeviceValues):
     def row_turns(
         self, carried: list[Value], body: Callable[[list[Turn], list[Value]], list[Value]], many: int
     ) -> list[Value]:
-        """The turns of a thread along its row, `many` at a time: written out, or in loops."""
+        """The turns of a thread along its row: written out, or in loops `many` at a time."""
         fn, grid = self.fn, self.grid
         if grid.turns:
-            for first in range(0, grid.turns, many):
-                end = min(first + many, grid.turns)
+            for turn in range(grid.turns):
                 if self.fetched and not self.now:
-                    self.wait_for(end)
-                carried = body([self.turn_at(turn) for turn in range(first, end)], carried)
+                    self.wait_for(turn + 1)
+                carried = body([self.turn_at(turn)], carried)
             return carried
         count: Any = 1
         for axis in self.nest.reduced:

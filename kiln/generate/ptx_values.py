@@ -9,7 +9,7 @@ from typing import Any
 
 from kiln.fuse.nest import Apply, Const, Load, Nest, Store, Term
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import Grid, key_of, laid, read_again, whole
+from kiln.generate.grid import LARGEST, Grid, key_of, laid, read_again, whole
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.ptx_functions import (
@@ -45,7 +45,9 @@ class DeviceValues(Values):
         self.module.saturates = True
         self.and_one: dict[str, Callable[[Value], Value]] = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
-        self.fn.attributes = "nounwind"
+        # Where two rows are to be in flight on a processor, each thread may take half of its registers.
+        several = self.grid.shared and self.grid.threads < LARGEST
+        self.fn.attributes = 'nounwind "nvvm.minctasm"="2"' if several else "nounwind"
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.now = 0  # the phase being emitted
         self.again = read_again(nest) if self.grid.shared else {}

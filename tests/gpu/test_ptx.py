@@ -56,7 +56,7 @@ def test_odd_rows_are_read_in_elements_but_whole_tensors_are_not():
 
 
 def test_half_types_compute_in_f32_and_are_rounded_once():
-    text = device_of(lambda a: (a + 1) * a - 2, torch.randn(64, 256).to(HALF)).text
+    text = device_of(lambda a: (a + 1) * a + 2, torch.randn(64, 256).to(HALF)).text
     assert count(r"cvt\.rn\.bf16x2\.f32", text) == 4 and not count(r"(add|mul|sub)\S*\.bf16", text)
 
 
@@ -81,9 +81,9 @@ def test_rows_that_are_too_long_for_registers_are_copied_to_shared_memory():
     assert (start.threads, start.blocks, start.function.shared) == (512, 256, 50304 * 2)
     # A thread takes 13 turns, the last where there is one: all copies begin first, each is waited for.
     assert count(r"cp\.async\.cg\.shared\.global \S+ \S+ 16", text) == 13 and "ld.global" not in text
-    assert [int(n) for n in re.findall(r"cp\.async\.wait_group (\d+)", text)] == [9, 5, 1, 0]
+    assert [int(n) for n in re.findall(r"cp\.async\.wait_group (\d+)", text)] == [*range(13)][::-1]
     assert count(r"ld\.shared\.v4", text) == 2 * 13 and count(r"st\.global\.v4", text) == 13
-    assert count(r"bar\.sync", text) == 1 and ".extern .shared" in text
+    assert count(r"bar\.sync", text) == 1 and ".extern .shared" in text and ".minnctapersm 2" in text
     few = grid_of(lambda a: a.softmax(-1), torch.empty(128, 50304).to(HALF))
     assert few.team == 1024 and few.shared
     longer = grid_of(lambda a: a.softmax(-1), torch.empty(256, 100_000).to(HALF))
@@ -104,12 +104,6 @@ def test_what_a_norm_reads_once_is_not_kept():
     (start,) = made.starts[0]
     assert start.function.shared == 32768 * 2
     assert count(r"cp\.async\.cg", made.text) == 8 == count(r"ld\.global\.nc\.v4", made.text)  # the weights
-
-
-def test_weights_of_a_norm_are_read_before_they_are_needed():
-    x, w = torch.empty(1024, 4096, dtype=HALF), torch.empty(4096, dtype=HALF)
-    text = device_of(lambda a, w: F.layer_norm(a, (4096,), w), x, w).text
-    assert count(r"ld\.global\.nc\.v4", text[: text.index("bar.sync")]) == 4
 
 
 def test_quotients_are_one_instruction():
