@@ -88,10 +88,11 @@ class Coalescing(Groups):
         """Let each group join an earlier one that it reads, or that reads what it reads."""
         for position in range(len(self.items)):
             later = self.items[position]
-            if isinstance(later, Group):
-                for earlier in self.related(later):
-                    if self.merge(earlier, later):
-                        break
+            while isinstance(later, Group) and later.members:
+                found = next((earlier for earlier in self.related(later) if self.merge(earlier, later)), None)
+                if found is None:
+                    break
+                later = self.items[found.position]  # which may join another one now
 
     def related(self, group: Group) -> list[Group]:
         """The earlier groups that a group reads, and those that read what it reads, nearest first."""

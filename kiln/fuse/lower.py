@@ -62,7 +62,7 @@ class Terms:
         return known
 
     def apply(self, op: str, dtype: torch.dtype, *args: Term) -> Term:
-        if op in JUMPS or op == "convert" and args[0].dtype is not dtype:
+        if op in JUMPS or op == "sub" and dtype in HALVES or op == "convert" and args[0].dtype is not dtype:
             args = self.rounded(args)
         made: Term = self.make(Apply, op, args, dtype)
         if self.rounds and dtype in HALVES and op != "convert":
@@ -72,7 +72,7 @@ class Terms:
     def rounded(self, args: tuple[Term, ...]) -> tuple[Term, ...]:
         """Values as they would lie in memory: what jumps between two of them is asked of those.
 
-        So is what computes in a wider type: of a mean of halves and the halves themselves little may be left.
+        So are differences, and what computes in a wider type: of halves less their mean little may be left.
         """
         if self.rounds or any(isinstance(a, Const) and a.value == 0 for a in args):
             return args

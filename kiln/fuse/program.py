@@ -99,7 +99,7 @@ class Finishing:
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
                 name = f"k{item.position}"
-                if self.cuts.borders and self.joined(steps, nest, name):
+                if self.joined(steps, nest, name):
                     continue
                 parts = peeled(nest, groups.scope) if self.cuts.borders else [nest]
                 if len(parts) > 1:
@@ -112,7 +112,7 @@ class Finishing:
     def joined(self, steps: list[Split | Call], nest: Nest, name: str) -> bool:
         """Whether a sum of columns went to the loops over the same rows, or such loops to one before them."""
         if self.last is not None and steps[-1] is self.last[0]:
-            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name)
+            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name, self.cuts)
             if found is not None:
                 steps[-1] = found
                 return True
@@ -124,7 +124,7 @@ class Finishing:
                 continue
             if any(n in made or made.intersection(n.inputs()) for n in reads):
                 return False
-            found = with_sums(step, nest, self.groups.scope, name)
+            found = with_sums(step, nest, self.groups.scope, name, self.cuts)
             if found is not None:
                 steps[place] = found
                 return True

@@ -68,10 +68,11 @@ class Entries:
 
     def mixed(self) -> tuple[Array, Array]:
         """Places that have entries of several signs, 0 being one."""
-        low, high = np.ones(self.shape), -np.ones(self.shape)
-        np.minimum.at(low, (self.rows, self.columns), np.sign(self.weights))
-        np.maximum.at(high, (self.rows, self.columns), np.sign(self.weights))
-        return np.nonzero(low < high)  # type: ignore[return-value]
+        keys, where = np.unique(self.rows * self.shape[1] + self.columns, return_inverse=True)
+        low, high = np.ones(len(keys)), -np.ones(len(keys))
+        np.minimum.at(low, where, np.sign(self.weights))
+        np.maximum.at(high, where, np.sign(self.weights))
+        return np.divmod(keys[low < high], self.shape[1])
 
 
 def apply(x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
@@ -101,7 +102,7 @@ def apply(x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
 
 
 def spoilt(out: torch.Tensor, x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
-    """A dimension resampled, with NaN where eager adds an infinite element by weights that cancel or are 0."""
+    """A dimension resampled, NaN where eager adds an infinite element by weights that cancel or are 0."""
     rows, columns = matrix.mixed()
     if len(rows) == matrix.shape[0] == matrix.shape[1]:  # each element twice, once with the weight 0
         return out + x * 0
@@ -167,7 +168,7 @@ def resampled(x: torch.Tensor, matrices: Sequence[Entries]) -> Any:
         *others, inner = [(first + i, matrix) for i, matrix in enumerate(matrices)]
         shrinks = [d for d in others if d[1].shape[0] < d[1].shape[1]]
         for dim, matrix in (*shrinks, inner, *[d for d in reversed(others) if d not in shrinks]):
-            out = apply(out, dim, matrix)
+            out = spoilt(apply(out, dim, matrix), out, dim, matrix)
     out = out.to(x.dtype)
     return out.movedim(-1, 1) if last else out
 

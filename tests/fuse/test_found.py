@@ -88,6 +88,9 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "what is given its own value": ([plain(1, 1, dtype="i64", layout="padded"), plain(3, grad=True)], ["a0.copy_(a0)", "v0 = a1 * 2"]),
     "a norm of one half": ([plain(64, 1, 1, dtype="f16", grad=True)],
                            ["v0 = a0 / (a0.abs() + 1)", "v1 = F.group_norm(v0 * v0 + v0, 1)"]),
+    "a deviation of one half": ([plain(33, 1, dtype="f16", grad=True)], ["v0 = torch.var_mean(a0.cos(), 1)[0]"]),
+    "resampling of infinities": ([replace(plain(1, 4, 3, 1), special=True), replace(plain(1, 2, 5, 7), special=True)],
+                                 ["v0 = F.interpolate(a0, size=(3, 4), mode='bilinear')", "v1 = F.interpolate(a1, size=(9, 7), mode='bicubic')[:, :, :3, :4]", "v2 = torch.cat([v0, v1], 1)"]),
     "a running maximum of nothing": ([plain(0, 3, grad=True)], ["v0 = (a0 * 2).cummax(-1)[0]"]),
     "a mean of infinities": ([replace(plain(4, 7, 5), special=True)], ["v0 = torch.var_mean(a0.clamp(min=0.25), 1)[1]"]),
 }  # fmt: skip
