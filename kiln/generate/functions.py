@@ -93,7 +93,8 @@ def at_most(x: Value, bound: float) -> Value:
     return (x > bound).where(bound, x)
 
 
-def _at_least(x: Value, bound: float) -> Value:
+def at_least(x: Value, bound: float) -> Value:
+    """The larger; a NaN stays one."""
     return (x < bound).where(bound, x)
 
 
@@ -106,7 +107,13 @@ def _exp_32(x: Value) -> Value:
 
 def exp_below(x: Value) -> Value:
     """The exponential of f32 up to 89."""
-    x = _at_least(x, -104.0)
+    own = own_function("exp_below", x)
+    return exp_by_polynomial(x) if own is None else own(x)
+
+
+def exp_by_polynomial(x: Value) -> Value:
+    """The same on any machine."""
+    x = at_least(x, -104.0)
     rounded = fma(x, 1 / LN2, ROUNDER_32)
     n = rounded - ROUNDER_32
     r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, x))
@@ -114,7 +121,7 @@ def exp_below(x: Value) -> Value:
 
 
 def _exp2_32(x: Value) -> Value:
-    x = _at_least(at_most(x, 129.0), -151.0)
+    x = at_least(at_most(x, 129.0), -151.0)
     rounded = x + ROUNDER_32
     r = (x - (rounded - ROUNDER_32)) * LN2
     return _scaled_32(polynomial(r, (1.0, 1.0, *_EXP_32)), rounded)
@@ -157,7 +164,7 @@ def _log_edges(x: Value, y: Value) -> Value:
 
 
 def _exp_64(x: Value) -> Value:
-    x = _at_least(at_most(x, 700.0), -700.0)
+    x = at_least(at_most(x, 700.0), -700.0)
     rounded = fma(x, 1 / LN2, ROUNDER_64)
     n = rounded - ROUNDER_64
     r = fma(n, -LN2_LOW_64, fma(n, -LN2_HIGH_64, x))
@@ -456,7 +463,7 @@ def sigmoid(x: Value) -> Value:
 
 def _exp_as_eager(x: Value) -> Value:
     """The exponential in eager's sigmoid, to the bit: gradients that cancel behind it show its last ones."""
-    x = _at_least(at_most(x, 100.0), -104.0)
+    x = at_least(at_most(x, 100.0), -104.0)
     rounded = fma(x, 1 / LN2, ROUNDER_32)
     n = rounded - ROUNDER_32
     r = fma(n, -LN2_EAGER[1], fma(n, -LN2_EAGER[0], x))

@@ -40,6 +40,7 @@ from kiln.generate.pieces import borders, decided
 from kiln.generate.rows import Rows
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.schedule import USUAL, Schedule
+from kiln.generate.softmax import forgetful
 from kiln.generate.streams import Streams
 from kiln.generate.tiles import Tiles, crossing
 
@@ -279,6 +280,7 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
         """One turn of the kept axes: the phases, one after the other."""
         stores, folds = self.nest.stores, self.nest.folds()
         if not self.nest.reduced:
+            self.fetch_next()
             for store in stores:
                 self.store(store)
             return
@@ -299,11 +301,16 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The loops over the reduced axes, once: folds some values, stores others."""
+        results_of = folds
+        forgets = forgetful(self.nest)
+        folds = [replace(f, kind="top") if f is forgets else f for f in folds]
         across = self.vector is not None and self.vector.reduced
         wide = self.width if across else self.lanes
         start = [part for fold in folds for part in self.neutral(fold, wide)]
 
         def body(carried: list[Value]) -> list[Value]:
+            if stores:
+                self.fetch_next()
             values = [self.value(part) for fold in folds for part in fold.parts]
             results = combined(folds, carried, [c.like(v) for c, v in zip(carried, values, strict=True)])
             for store in stores:
@@ -364,7 +371,7 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
         totals = nest(0, start)
         if across:
             totals = across_lanes(totals, partial(combined, folds))
-        for fold in folds:
+        for fold in results_of:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
 

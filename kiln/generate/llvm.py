@@ -243,6 +243,8 @@ class Value:
             return self.compare("ne", 0)
         if here.is_float and not wide.is_float:
             return self._truncated(wide)
+        if here.kind == "i1" and wide.is_float:
+            return self.where(Value(self.fn, literal(1, wide), wide), 0)
         return self.fn.emit(f"{_conversion(here, wide)} {here} {self.text} to {wide}", wide)
 
 

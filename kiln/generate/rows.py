@@ -10,8 +10,8 @@ from kiln.generate.lanes import row_terms
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import Values
 
-#: The longest row of values that are kept on the stack when a later phase needs them again.
-LONGEST_KEPT = 4096
+#: Elements of rows that are kept on the stack, where a later phase needs them again, of all values together.
+LONGEST_KEPT = 16384
 
 
 class Rows(Values):
@@ -22,7 +22,7 @@ class Rows(Values):
         axis = self.vector
         if axis is None or not axis.reduced or len(self.nest.reduced) > 1 or not isinstance(axis.size, int):
             return
-        if last == 0 or axis.size > LONGEST_KEPT or self.kept_rows:
+        if last == 0 or self.kept_rows:
             return
         phases: dict[int, set[int]] = {}
         costly: dict[int, Term] = {}
@@ -35,12 +35,12 @@ class Rows(Values):
                     costly[id(term)] = term
         several = {key: min(found) for key, found in phases.items() if len(found) > 1}
         below = {id(t) for key in several for t in row_terms(list(children(costly[key])))}
-        for key, first in several.items():
-            if key not in below:
-                kind = compute_type(TYPES[costly[key].dtype])
-                room = -(-axis.size // self.width) * self.width
-                memory = self.fn.at_entry(f"alloca [{room} x {kind}], align 64")
-                self.kept_rows[key] = (first, memory)
+        wanted = [key for key in several if key not in below]
+        room = -(-axis.size // self.width) * self.width
+        for key in wanted if room * len(wanted) <= LONGEST_KEPT else ():
+            kind = compute_type(TYPES[costly[key].dtype])
+            memory = self.fn.at_entry(f"alloca [{room} x {kind}], align 64")
+            self.kept_rows[key] = (several[key], memory)
 
     def varies(self, term: Term) -> bool:
         """Whether a value depends on the vector axis."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-from kiln.fuse.nest import Apply, Const, Fold, Nest, Term
+from kiln.fuse.nest import Apply, Const, Fold, Nest, Term, children, terms
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
-from kiln.generate.llvm import F32, Value, fma
+from kiln.generate.llvm import F32, Value
 from kiln.generate.scalar import TYPES
 
 
@@ -20,6 +20,32 @@ def pair(nest: Nest) -> tuple[Fold, Fold] | None:
     if (top.kind, total.kind, top.phase, total.phase) != ("amax", "sum", 0, 1):
         return None
     return (top, total) if subtracted(total.value) is top else None
+
+
+def forgetful(nest: Nest) -> Fold | None:
+    """A largest value that need not be a NaN where one is in its row: the sum of exponentials is one then."""
+    found = pair(nest)
+    if found is None:
+        return None
+    top, total = found
+    power = total.value
+    (difference,) = children(power)
+    everything = terms(s.value for s in nest.stores)
+    for term in everything:
+        below = children(term)
+        if any(c is top for c in below) and term is not difference:
+            return None
+        if any(c is difference for c in below) and term is not power and not _less_logarithm(term, total):
+            return None
+    return None if any(s.value is top or s.value is difference for s in nest.stores) else top
+
+
+def _less_logarithm(term: Term, total: Fold) -> bool:
+    """Whether a term is something less the logarithm of this sum."""
+    if not isinstance(term, Apply) or term.op != "sub":
+        return False
+    other = term.args[1]
+    return isinstance(other, Apply) and other.op == "log" and other.args[0] is total
 
 
 def normalised(term: Apply) -> bool:
@@ -75,6 +101,4 @@ def bounded(term: Apply, given: list[Value]) -> Value | None:
     if term.op != "div" or not normalised(term):
         return None
     value, total = given
-    reciprocal = 1.0 / total
-    near = value * reciprocal
-    return fma(fma(-near, total, value), reciprocal, near)  # what a division would give
+    return value * (1.0 / total)

@@ -7,18 +7,25 @@ a value that is read, which is known when the kernel runs, stores are the usual 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Axis, Load, Nest, Store, terms
-from kiln.generate.llvm import I1, I64, Function, Value
+from kiln.fuse.costs import COSTLY
+from kiln.fuse.nest import Apply, Axis, Load, Nest, Place, Store, Term, terms
+from kiln.generate.lanes import hint
+from kiln.generate.llvm import I1, I32, I64, VOID, Function, Value
 from kiln.generate.pieces import borders
+from kiln.generate.scalar import TYPES
 from kiln.generate.values import STREAMED, Values
 
 #: Bytes of a line.
 LINE = 64
 #: What is taken for the last cache where the system does not say.
 USUAL_CACHE = 32 << 20
+#: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself.
+SHORTEST, LONGEST = 512, 1 << 17
 
 
 @functools.cache
@@ -32,7 +39,10 @@ def last_cache() -> int:
 
 
 class Streams(Values):
-    """Says which stores of a nest go past the caches, and when."""
+    """Says which stores of a nest go past the caches, and when, and what is asked for meanwhile."""
+
+    outer: Callable[[], list[Axis]]
+    varies: Callable[[Term], bool]
 
     def streamed(self) -> list[Store]:
         """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
@@ -70,6 +80,61 @@ class Streams(Values):
             for buffer in read:
                 right = right & address.compare("ne", _number(fn, self.pointers[buffer]))
         return right
+
+    def fetch_next(self) -> None:
+        """Ask for what the next row reads where lines are not read one after the other as they lie.
+
+        That is so between the phases of a row, and for places that are computed.
+        """
+        outer = self.outer()
+        if not self.streams or not outer or self.lanes != self.width or self.live is not None:
+            return
+        fn, axis = self.fn, outer[-1]
+        here = self.variables[axis.variable]
+        later, last = here + 1, self.index(axis.size) - 1
+        known, self.layers, self.indices = (self.layers, self.indices), [{}], [{}]
+        self.variables[axis.variable] = (later < last).where(later, last)
+        for load in self.fetched(axis):
+            for place in load.places:
+                self.variables[place.symbol] = self.lane_or_value(place.term)
+            address = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
+            read, near, data = fn.constant(0, I32), fn.constant(3, I32), fn.constant(1, I32)
+            fn.call("llvm.prefetch.p0", VOID, address, read, near, data)
+        self.variables[axis.variable] = here
+        self.layers, self.indices = known
+
+    def lane_or_value(self, term: Term) -> Value:
+        """A computed place of the next row; where it differs from lane to lane, the one in order."""
+        assert self.vector is not None
+        below = [t for t in terms([term]) if isinstance(t, (Load, Place)) and isinstance(t.index, Expr)]
+        if any(self.vector.variable in t.index.symbols() for t in below):
+            return self.variables[self.vector.variable]
+        return self.value(term).to(I64)
+
+    def fetched(self, axis: Axis) -> list[Load]:
+        """What is asked for: reads along rows of some length that the nearest caches hold.
+
+        Where a row is read in order and little is computed, the processor is there first.
+        """
+        nest, vector = self.nest, self.vector
+        assert vector is not None
+        row = math.prod([hint(a.size) for a in nest.axes if a.reduced or a is vector])
+        if not SHORTEST <= row <= LONGEST:
+            return []
+        everything = terms(s.value for s in nest.stores)
+        slow = any(isinstance(t, Apply) and t.op in COSTLY and self.varies(t) for t in everything)
+        roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
+        found = []
+        for load in terms(roots):
+            if not isinstance(load, Load) or not isinstance(load.index, Expr) or load.valid is not None:
+                continue
+            if not (load.places or nest.reduced and slow):
+                continue
+            steps = {p.symbol for p in load.places} | {vector.variable}
+            linear = [load.index.poly.get((step,)) for step in steps]
+            if 1 in linear and (load.places or axis.variable in load.index.symbols()):
+                found.append(load)
+        return found
 
     def finish_streams(self) -> None:
         """Let what was stored be seen before anything that comes after."""

@@ -162,8 +162,21 @@ class Values(Reads):
             if term.op == "convert":
                 return convert(given[0], term.dtype)
             found = bounded(term, given)
+            if found is None and term.op in ("eq", "ne"):
+                found = self.at_lane(term, given)
             return SCALARS[term.op](*aligned(given, term.op)) if found is None else found
         raise AssertionError(f"a fold is computed before it is read: {term.kind}")
+
+    def at_lane(self, term: Apply, given: list[Value]) -> Value | None:
+        """Whether lanes are at a place, which is the same for all: their numbers need few bits."""
+        place, (_, other) = term.args[0], given
+        if not isinstance(place, Place) or place.places or self.lanes == 1 or self.stride(place.index) != 1:
+            return None
+        if other.type != I64:
+            return None
+        distance = other - self.index(place.index)
+        near = ((distance >= 0) & (distance < self.lanes)).where(distance, self.lanes).to(I32)
+        return self.ramp(self.lanes, I32).compare(term.op, near.splat(self.lanes))
 
     def load(self, term: Load) -> Value:
         address = self.pointers[term.buffer]
@@ -292,9 +305,9 @@ class Values(Reads):
         self.pop()
         return value
 
-    def ramp(self, lanes: int) -> Value:
+    def ramp(self, lanes: int, kind: Type = I64) -> Value:
         """0, 1, 2, … in the lanes."""
-        return Value(self.fn, f"<{', '.join(f'i64 {i}' for i in range(lanes))}>", I64.wide(lanes))
+        return Value(self.fn, f"<{', '.join(f'{kind} {i}' for i in range(lanes))}>", kind.wide(lanes))
 
     def index(self, index: Any) -> Value:
         """An index expression at the first lane."""
