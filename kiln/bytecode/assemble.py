@@ -8,11 +8,11 @@ from types import CodeType
 from typing import Any
 
 from kiln.base.errors import Bug
-from kiln.bytecode.decode import Instruction, decode
+from kiln.bytecode.decode import Instruction
 from kiln.bytecode.decompile import statement_lines
 from kiln.bytecode.encode import NOWHERE, Position, encode
 from kiln.bytecode.flow import Guarded, Row, deepest, depths
-from kiln.bytecode.versions import COMPARISONS, HERE, JUMPS, KIND, OPERATORS, OPNAME, REAL, SHIFT, Kind
+from kiln.bytecode.versions import HERE, JUMPS, KIND, OPNAME, REAL, SHIFT, Kind
 
 _BUILD = {
     "tuple": "BUILD_TUPLE", "list": "BUILD_LIST", "set": "BUILD_SET",
@@ -68,10 +68,6 @@ class Emitter:
 
     # Places
 
-    def line(self, number: int | None) -> None:
-        """The steps that follow belong to this line of the source."""
-        self.position = (number, number, None, None)
-
     def label(self) -> Label:
         """A new label, to be placed later."""
         return Label()
@@ -117,10 +113,6 @@ class Emitter:
         """Unbind a local variable, which must be bound."""
         self.raw("DELETE_FAST", name)
 
-    def load_global(self, name: str) -> None:
-        """Push a global or builtin."""
-        self.raw("LOAD_GLOBAL", name)
-
     def attr(self, name: str) -> None:
         """object -> object.name"""
         self.raw("LOAD_ATTR", name)
@@ -137,37 +129,9 @@ class Emitter:
         """container, key -> container[key]"""
         self.raw("BINARY_SUBSCR")
 
-    def set_item(self) -> None:
-        """value, container, key -> (container[key] = value)"""
-        self.raw("STORE_SUBSCR")
-
-    def del_item(self) -> None:
-        """container, key -> (del container[key])"""
-        self.raw("DELETE_SUBSCR")
-
     def build(self, kind: str, count: int) -> None:
         """Collect `count` values (pairs for a map) in a tuple, list, set, map, string or slice."""
         self.raw(_BUILD[kind], count)
-
-    def unpack(self, count: int) -> None:
-        """sequence -> its `count` items, the first on top."""
-        self.raw("UNPACK_SEQUENCE", count)
-
-    def binary(self, sign: str) -> None:
-        """left, right -> left + right, or any other operator, in-place ones too."""
-        self.raw("BINARY_OP", OPERATORS.index(sign))
-
-    def compare(self, sign: str) -> None:
-        """left, right -> left < right, or any other comparison."""
-        self.raw("COMPARE_OP", COMPARISONS.index(sign) << HERE.compare_shift)
-
-    def is_(self, negated: bool = False) -> None:
-        """left, right -> left is right"""
-        self.raw("IS_OP", int(negated))
-
-    def contains(self, negated: bool = False) -> None:
-        """item, container -> item in container"""
-        self.raw("CONTAINS_OP", int(negated))
 
     # Stack
 
@@ -200,6 +164,12 @@ class Emitter:
         if not HERE.null_first:
             self.push_null()
 
+    def callee(self, function: Any) -> None:
+        """Open a call of this very object; the arguments follow."""
+        self.begin_call()
+        self.const(function)
+        self.mid_call()
+
     def end_call(self, count: int, kwnames: Sequence[str] = ()) -> None:
         """Call with `count` arguments in all, the last of which are the keywords `kwnames`."""
         if kwnames and not HERE.kw_names:
@@ -221,16 +191,6 @@ class Emitter:
     def jump(self, label: Label) -> None:
         """Go on at the label."""
         self.raw("JUMP_FORWARD" if label.row < 0 else "JUMP_BACKWARD", label)
-
-    def jump_if(self, label: Label, truth: bool) -> None:
-        """value -> go on at the label if the value is true (or false)."""
-        if HERE.to_bool:
-            self.raw("TO_BOOL")
-        self.jump_on("POP_JUMP_IF_TRUE" if truth else "POP_JUMP_IF_FALSE", label)
-
-    def jump_if_none(self, label: Label, none: bool = True) -> None:
-        """value -> go on at the label if the value is None (or is not)."""
-        self.jump_on("POP_JUMP_IF_NONE" if none else "POP_JUMP_IF_NOT_NONE", label)
 
     def jump_on(self, name: str, label: Label) -> None:
         """A conditional jump named without its direction; on 3.13 a truth test wants a bool."""
@@ -353,25 +313,3 @@ class Emitter:
                 raise Bug(f"{OPNAME[op]} jumps to a label that was never placed")
             return Row(op, 0, arg.row)
         return Row(op, arg)
-
-
-def relocate(code: CodeType) -> CodeType:
-    """The same code object, taken apart and put together again."""
-    decoded = decode(code)
-    e = Emitter(decoded.locals)
-    labels = {at: Label() for at in range(len(decoded) + 1)}
-    positions = list(code.co_positions())
-    for i in decoded.instructions:
-        e.place(labels[i.index])
-        e.position = positions[i.offset >> 1]
-        e.repeat(i, labels)
-    e.place(labels[len(decoded)])
-    for start, end, handler in decoded.handlers:
-        e.protect(labels[start], labels[end], labels[handler.target], handler.depth, handler.lasti)
-    parameters = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
-    return e.finish(
-        code.co_name, code.co_filename, code.co_firstlineno, code.co_argcount, code.co_varnames[:parameters],
-        code.co_flags, posonlyargcount=code.co_posonlyargcount, kwonlyargcount=code.co_kwonlyargcount,
-        qualname=code.co_qualname, varnames=code.co_varnames,
-        cellvars=code.co_cellvars, freevars=code.co_freevars,
-    )  # fmt: skip

@@ -67,7 +67,7 @@ class Body:
         self.at(index)
         start = len(self.e)
         rule = _RULES.get(i.op)
-        if rule is None or not rule(self, i):
+        if rule is None or rule(self, i) is False:
             self.e.repeat(i, labels)
         self.cover(start, index)
 
@@ -113,9 +113,7 @@ class Body:
         e.pop()
         e.raw("POP_EXCEPT")
         start = len(e)
-        e.begin_call()
-        e.const(NameError if free else UnboundLocalError)
-        e.mid_call()
+        e.callee(NameError if free else UnboundLocalError)
         e.const((_UNBOUND_FREE if free else _UNBOUND_LOCAL).format(i.value))
         if free:
             e.const(i.value)
@@ -150,62 +148,36 @@ def _starts(i: Instruction) -> bool:
 # Rules for instructions that do not stay as they are; a rule that answers False leaves the instruction alone.
 
 
-def _load_deref(body: Body, i: Instruction) -> bool:
-    body.read_cell(i)
-    return True
-
-
-def _store_deref(body: Body, i: Instruction) -> bool:
+def _store_deref(body: Body, i: Instruction) -> None:
     body.e.load(i.value)
     body.e.set_attr("cell_contents")
-    return True
 
 
-def _delete_deref(body: Body, i: Instruction) -> bool:
+def _delete_deref(body: Body, i: Instruction) -> None:
     # Deleting the contents of an empty cell is no error, deleting an unbound variable is one.
     body.read_cell(i)
     body.e.pop()
     body.e.load(i.value)
     body.e.del_attr("cell_contents")
-    return True
 
 
-def _load_closure(body: Body, i: Instruction) -> bool:
-    body.e.load(i.value)
-    return True
-
-
-def _make_cell(body: Body, i: Instruction) -> bool:
-    # Behind the start of a function this is a comprehension whose variable was put away: it is unbound.
-    make_cell(body.e, i.value)
-    return True
-
-
-def _call(body: Body, i: Instruction) -> bool:
+def _call(body: Body, i: Instruction) -> bool | None:
     if not body.calls_super(i):
         return False
     if i.op == _PRECALL or _PRECALL < 0:
         body.read("__class__")
         body.read(body.code.co_varnames[0])
     body.e.raw(i.name, 2)
-    return True
+    return None
 
 
-def _super_attr(body: Body, i: Instruction) -> bool:
-    # Without the second bit super() is called without arguments and looks for them in the frame.
-    body.e.raw(i.name, i.value, 2 | i.flag)
-    return True
-
-
-def _class_body(body: Body, i: Instruction) -> bool:
+def _class_body(body: Body, i: Instruction) -> None:
     raise Skip(f"{body.code.co_qualname} looks names up as a class body does ({i.name})")
 
 
 def make_cell(e: Emitter, name: str) -> None:
     """Bind a variable to a new, empty cell."""
-    e.begin_call()
-    e.const(CellType)
-    e.mid_call()
+    e.callee(CellType)
     e.end_call(0)
     e.store(name)
 
@@ -213,23 +185,20 @@ def make_cell(e: Emitter, name: str) -> None:
 _MAY_CALL = frozenset(op for name, op in REAL.items() if CACHES[op] or name.startswith("CALL"))
 _RESUME = REAL["RESUME"]
 _PRECALL = REAL.get("PRECALL", -1)
-_RULES: dict[int, Callable[[Body, Instruction], bool]] = {
-    REAL[name]: rule
-    for name, rule in {
-        "LOAD_DEREF": _load_deref,
-        "STORE_DEREF": _store_deref,
-        "DELETE_DEREF": _delete_deref,
-        "LOAD_CLOSURE": _load_closure,
-        "MAKE_CELL": _make_cell,
-        "PRECALL": _call,
-        "CALL": _call,
-        "LOAD_SUPER_ATTR": _super_attr,
-        "LOAD_CLASSDEREF": _class_body,
-        "LOAD_FROM_DICT_OR_DEREF": _class_body,
-        "LOAD_NAME": _class_body,
-    }.items()
-    if name in REAL
+_NAMED: dict[str, Callable[[Body, Instruction], bool | None]] = {
+    "LOAD_DEREF": Body.read_cell,
+    "STORE_DEREF": _store_deref,
+    "DELETE_DEREF": _delete_deref,
+    "LOAD_CLOSURE": lambda body, i: body.e.load(i.value),
+    # Behind the start of a function this is a comprehension whose variable was put away: it is unbound.
+    "MAKE_CELL": lambda body, i: make_cell(body.e, i.value),
+    "PRECALL": _call,
+    "CALL": _call,
+    # Without the second bit super() is called without arguments and looks for them in the frame.
+    "LOAD_SUPER_ATTR": lambda body, i: body.e.raw(i.name, i.value, 2 | i.flag),
+    **dict.fromkeys(("LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_NAME"), _class_body),
 }
+_RULES = {REAL[name]: rule for name, rule in _NAMED.items() if name in REAL}
 CELL_USERS = frozenset(
     REAL[name] for name in ("LOAD_DEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_CLOSURE") if name in REAL
 )

@@ -119,14 +119,6 @@ def _load(m: _Machine, i: Instruction) -> None:
     m.stack.append(str(i.value))
 
 
-def _const(m: _Machine, i: Instruction) -> None:
-    m.stack.append(named(i.value))
-
-
-def _attribute(m: _Machine, i: Instruction) -> None:
-    m.stack.append(f"{m.pop()}.{i.value}")
-
-
 def _call(m: _Machine, i: Instruction) -> None:
     arguments = m.take(i.arg or 0)
     plain = len(arguments) - len(m.names)
@@ -143,39 +135,6 @@ def _keywords(m: _Machine, i: Instruction) -> None:
     m.names = tuple(i.value)
 
 
-def _built(opening: str, closing: str) -> Callable[[_Machine, Instruction], None]:
-    def build(m: _Machine, i: Instruction) -> None:
-        parts = m.take(i.arg or 0)
-        comma = "," if opening == "(" and len(parts) == 1 else ""
-        m.stack.append(f"{opening}{', '.join(parts)}{comma}{closing}")
-
-    return build
-
-
-def _map(m: _Machine, i: Instruction) -> None:
-    parts = m.take(2 * (i.arg or 0))
-    m.stack.append(f"{{{', '.join(f'{k}: {v}' for k, v in zip(parts[::2], parts[1::2], strict=True))}}}")
-
-
-def _item(m: _Machine, i: Instruction) -> None:
-    value, key = m.take(2)
-    m.stack.append(f"{value}[{key}]")
-
-
-def _store(m: _Machine, i: Instruction) -> None:
-    m.done.append(f"{i.value} = {m.pop()}")
-
-
-def _store_attribute(m: _Machine, i: Instruction) -> None:
-    value, owner = m.take(2)
-    m.done.append(f"{owner}.{i.value} = {value}")
-
-
-def _store_item(m: _Machine, i: Instruction) -> None:
-    value, owner, key = m.take(3)
-    m.done.append(f"{owner}[{key}] = {value}")
-
-
 def _unpack(m: _Machine, i: Instruction) -> None:
     value = m.pop()
     m.stack += [f"{value}[{k}]" for k in reversed(range(i.arg or 0))]
@@ -187,35 +146,43 @@ def _swap(m: _Machine, i: Instruction) -> None:
         m.stack[-1], m.stack[-at] = m.stack[-at], m.stack[-1]
 
 
-def _copy(m: _Machine, i: Instruction) -> None:
-    at = i.arg or 1
-    m.stack.append(m.stack[-at] if len(m.stack) >= at else "…")
+def _made(count: int | None, text: Callable[..., str]) -> Callable[[_Machine, Instruction], None]:
+    """Push the text of what is made of `count` values, or of as many as the instruction says."""
+    return lambda m, i: m.stack.append(text(i, *m.take(i.arg or 0 if count is None else count)))
 
 
-def _drop(m: _Machine, i: Instruction) -> None:
-    m.done.append(m.pop())
+def _done(count: int, text: Callable[..., str]) -> Callable[[_Machine, Instruction], None]:
+    """Note the text of what is done with `count` values."""
+    return lambda m, i: m.done.append(text(i, *m.take(count)))
 
 
-def _return(m: _Machine, i: Instruction) -> None:
-    m.done.append(f"return {m.pop()}")
+def _operator(i: Instruction, left: str, right: str) -> str:
+    return f"{left} {i.value} {right}"
 
 
-def _null(m: _Machine, i: Instruction) -> None:
-    m.stack.append(NULL)
-
-
-def _operator(m: _Machine, i: Instruction) -> None:
-    left, right = m.take(2)
-    m.stack.append(f"{left} {i.value} {right}")
+def _map(m: _Machine, i: Instruction) -> None:
+    parts = m.take(2 * (i.arg or 0))
+    m.stack.append(f"{{{', '.join(f'{k}: {v}' for k, v in zip(parts[::2], parts[1::2], strict=True))}}}")
 
 
 SILENT = frozenset({"RESUME", "PRECALL", "NOP", "DELETE_FAST"})
 RULES: dict[str, Callable[[_Machine, Instruction], None]] = {
-    "LOAD_FAST": _load, "LOAD_FAST_AND_CLEAR": _load, "LOAD_GLOBAL": _load, "LOAD_CONST": _const,
-    "LOAD_DEREF": _load, "LOAD_CLOSURE": _load, "LOAD_ATTR": _attribute, "PUSH_NULL": _null, "CALL": _call,
-    "CALL_FUNCTION_EX": _call_ex, "KW_NAMES": _keywords, "BUILD_TUPLE": _built("(", ")"),
-    "BUILD_LIST": _built("[", "]"), "BUILD_SET": _built("{", "}"), "BUILD_SLICE": _built("slice(", ")"),
-    "BUILD_MAP": _map, "BINARY_SUBSCR": _item, "STORE_FAST": _store, "STORE_ATTR": _store_attribute,
-    "STORE_SUBSCR": _store_item, "UNPACK_SEQUENCE": _unpack, "SWAP": _swap, "COPY": _copy,
-    "POP_TOP": _drop, "RETURN_VALUE": _return, "BINARY_OP": _operator, "COMPARE_OP": _operator,
+    "LOAD_FAST": _load, "LOAD_FAST_AND_CLEAR": _load, "LOAD_GLOBAL": _load, "LOAD_DEREF": _load,
+    "LOAD_CLOSURE": _load, "CALL": _call, "CALL_FUNCTION_EX": _call_ex, "KW_NAMES": _keywords,
+    "UNPACK_SEQUENCE": _unpack, "SWAP": _swap, "BUILD_MAP": _map,
+    "PUSH_NULL": lambda m, i: m.stack.append(NULL),
+    "LOAD_CONST": lambda m, i: m.stack.append(named(i.value)),
+    "COPY": lambda m, i: m.stack.append(m.stack[-(i.arg or 1)] if len(m.stack) >= (i.arg or 1) else "…"),
+    "LOAD_ATTR": _made(1, lambda i, owner: f"{owner}.{i.value}"),
+    "BINARY_SUBSCR": _made(2, lambda i, value, key: f"{value}[{key}]"),
+    "BINARY_OP": _made(2, _operator), "COMPARE_OP": _made(2, _operator),
+    "BUILD_TUPLE": _made(None, lambda i, *parts: f"({', '.join(parts)}{',' * (len(parts) == 1)})"),
+    "BUILD_LIST": _made(None, lambda i, *parts: f"[{', '.join(parts)}]"),
+    "BUILD_SET": _made(None, lambda i, *parts: f"{{{', '.join(parts)}}}"),
+    "BUILD_SLICE": _made(None, lambda i, *parts: f"slice({', '.join(parts)})"),
+    "STORE_FAST": _done(1, lambda i, value: f"{i.value} = {value}"),
+    "STORE_ATTR": _done(2, lambda i, value, owner: f"{owner}.{i.value} = {value}"),
+    "STORE_SUBSCR": _done(3, lambda i, value, owner, key: f"{owner}[{key}] = {value}"),
+    "POP_TOP": _done(1, lambda i, value: value),
+    "RETURN_VALUE": _done(1, lambda i, value: f"return {value}"),
 }  # fmt: skip

@@ -75,19 +75,15 @@ _CALL_HEAD = frozenset(REAL[name] for name in ("KW_NAMES", "PRECALL") if name in
 _CALL = REAL["CALL"]
 
 
-def resume_code(code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]) -> CodeType:
+def resume_places(
+    code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]
+) -> tuple[CodeType, dict[int, int]]:
     """The code of a function that takes the state of a frame of `code` and goes on at instruction `index`.
 
     Parameters: the values of the stack, bottom first, then the variables `locals`, those that are cells
     or free carrying the cell. Every variable that may still be read must be given if it is bound.
+    With it comes, for each instruction that starts a copied one, the index of that one in `code`.
     """
-    return resume_places(code, index, stack, locals)[0]
-
-
-def resume_places(
-    code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]
-) -> tuple[CodeType, dict[int, int]]:
-    """Such code, and for each instruction of it that starts a copied one the index of that one in `code`."""
     decoded = _checked(code)
     index = _entry(decoded, index)
     builder = _Builder(code, stack, locals, index, reachable(code, (index,)))
@@ -285,9 +281,7 @@ class _Builder:
 
     def _replacement(self, replace: Replace) -> int:
         e = self.e
-        e.begin_call()
-        e.const(replace.callable)
-        e.mid_call()
+        e.callee(replace.callable)
         e.take(_DEEPER)
         e.call_ex()
         if replace.mode != "push":
@@ -317,9 +311,7 @@ class _Builder:
             else:
                 at -= 1
                 self._put_away(slot, self.names[at])
-        e.begin_call()
-        e.const(epilogue.callable)
-        e.mid_call()
+        e.callee(epilogue.callable)
         for name in (*(self.names[k] for k in range(carried)), *epilogue.locals):
             e.take(name)
         e.end_call(carried + len(epilogue.locals))
@@ -328,9 +320,7 @@ class _Builder:
     def _put_away(self, slot: Slot, name: str) -> None:
         e = self.e
         if slot is HANDLED:
-            e.begin_call()
-            e.const(sys.exception)
-            e.mid_call()
+            e.callee(sys.exception)
             e.end_call(0)
             e.store(name)
             e.raw("POP_EXCEPT")

@@ -47,8 +47,6 @@ class Release:
     """Conditional jumps carry their direction in their name (3.11)."""
     to_bool: bool
     """POP_JUMP_IF_TRUE and _FALSE want a bool, made by TO_BOOL (3.13)."""
-    method_attr: bool
-    """LOAD_ATTR has a method form in its low bit (3.12, 3.13); LOAD_METHOD is its own instruction in 3.11."""
     handler_before_call: bool
     """An exception from a function called in line goes to the handler of the unit before the call (3.13)."""
     shifts: dict[str, int]
@@ -60,17 +58,17 @@ _NEW = {"LOAD_GLOBAL": 1, "LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2}
 RELEASES: Final = {
     (3, 11): Release(
         compare_shift=0, compare_bool=0, null_first=True, precall=True, kw_names=True, for_exit_skip=0,
-        directed_jumps=True, to_bool=False, method_attr=False, handler_before_call=False,
+        directed_jumps=True, to_bool=False, handler_before_call=False,
         shifts={"LOAD_GLOBAL": 1},
     ),
     (3, 12): Release(
         compare_shift=4, compare_bool=0, null_first=True, precall=False, kw_names=True, for_exit_skip=1,
-        directed_jumps=False, to_bool=False, method_attr=True, handler_before_call=False,
+        directed_jumps=False, to_bool=False, handler_before_call=False,
         shifts=_NEW,
     ),
     (3, 13): Release(
         compare_shift=5, compare_bool=16, null_first=False, precall=False, kw_names=False, for_exit_skip=2,
-        directed_jumps=False, to_bool=True, method_attr=True, handler_before_call=True,
+        directed_jumps=False, to_bool=True, handler_before_call=True,
         shifts=_NEW,
     ),
 }  # fmt: skip
@@ -89,7 +87,6 @@ REAL: Final = {
 
 OPNAME: Final = tuple(opcode.opname[op] for op in range(256))
 EXTENDED_ARG: Final = REAL["EXTENDED_ARG"]
-RESUME: Final = REAL["RESUME"]
 
 _entries = opcode._inline_cache_entries  # type: ignore[attr-defined]
 CACHES: Final[tuple[int, ...]] = tuple(

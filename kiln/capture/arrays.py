@@ -54,8 +54,7 @@ def read_array(world: World, value: Any, source: Source) -> Any:
     if not settled and of_torch(value):
         world.guard(ArrayMatch(source, facts_of(value)))
         world.thing(value, source)
-        made = world.wrappers[id(value)] = of_outside(world, value, source)
-        world.remember(made, source)
+        made = world.stands_for(of_outside(world, value, source), value, source)
         world.frozen.add(id(made))
         return made
     if value.nbytes > KNOWN:
@@ -63,11 +62,8 @@ def read_array(world: World, value: Any, source: Source) -> Any:
     copy = value.copy(order="K")
     copy.setflags(write=False)
     world.guard(ArrayEquals(source, copy))
-    world.remember(value, source)
-    world.wrappers[id(value)] = copy
-    world.remember(copy, source)
     world.frozen.add(id(copy))
-    return copy
+    return world.stands_for(copy, value, source)
 
 
 def of_torch(value: Any) -> bool:

@@ -15,7 +15,7 @@ from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import symbolic
 from kiln.capture.frame import UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
-from kiln.check.guards import Contains, Length
+from kiln.check.guards import Absent, Contains, Length
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -25,12 +25,6 @@ NATIVE_DESCRIPTORS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
-PLAIN_GETATTRIBUTE = (
-    object.__getattribute__,
-    type.__getattribute__,
-    types.ModuleType.__getattribute__,
-    super.__getattribute__,
-)
 
 
 def mro_lookup(cls: type, name: str) -> Any:
@@ -58,7 +52,7 @@ def load(m: Machine, value: Any, name: str, mode: str = "opaque") -> Any:
     if isinstance(value, type):
         return load_from_class(m, value, name)
     custom = mro_lookup(kind, "__getattribute__")
-    if custom not in PLAIN_GETATTRIBUTE and isinstance(custom, types.FunctionType):
+    if isinstance(custom, types.FunctionType):
         try:
             return m.inline(custom, (value, name), {})
         except UserError as e:
@@ -120,14 +114,15 @@ def missing(value: Any, name: str) -> Any:
     raise error
 
 
+def lacking(kind: type, name: str, what: str) -> UserError:
+    return UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no {what}"))
+
+
 def instance_space(value: Any) -> Any:
     """The instance dict of an object, or None."""
+    get = getattr if isinstance(value, threading.local) else object.__getattribute__
     try:
-        space = (
-            object.__getattribute__(value, "__dict__")
-            if not isinstance(value, threading.local)
-            else vars(value)
-        )
+        space = get(value, "__dict__")
     except AttributeError:
         return None
     return space if isinstance(space, dict) else None
@@ -142,12 +137,10 @@ def load_from_module(m: Machine, module: torch.nn.Module, name: str) -> Any:
     """What nn.Module.__getattr__ does: parameters, buffers, submodules."""
     world = m.world
     source = world.source(module)
-    for table in ("_parameters", "_buffers", "_modules"):
-        space = (
-            load_from_object(m, module, table, hooks=False)
-            if source is None or world.read_slot(module, table) is not MISSING
-            else None
-        )
+    for table in TABLES:
+        space = None
+        if source is None or world.read_slot(module, table) is not MISSING:
+            space = load_from_object(m, module, table, hooks=False)
         if space is None:
             real = module.__dict__.get(table)
             if real is None:
@@ -166,12 +159,20 @@ def load_from_module(m: Machine, module: torch.nn.Module, name: str) -> Any:
                 continue
         if name in space:
             return m.view(space[name])
-    if source is not None:
-        for table in ("_parameters", "_buffers", "_modules"):
-            if table in module.__dict__ and id(module.__dict__[table]) not in world.shadow_of:
-                world.lacks(DictAttr(source, table), name)
-        world.absent(module, name)
+    lacks(m, module, name)
+    world.absent(module, name)
     return m.native(missing, module, name)
+
+
+TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def lacks(m: Machine, module: torch.nn.Module, name: str) -> None:
+    """No parameter, buffer or submodule of the module has this name."""
+    source, space = m.source(module), module.__dict__
+    for table in TABLES:
+        if source is not None and table in space and id(space[table]) not in m.world.shadow_of:
+            m.world.lacks(DictAttr(source, table), name)
 
 
 def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = "opaque") -> Any:
@@ -180,7 +181,7 @@ def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = 
         return types.MethodType(m.world.constant(found), value)
     if isinstance(found, property):
         if found.fget is None:
-            raise UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no getter"))
+            raise lacking(kind, name, "getter")
         m.world.constant(found.fget)
         return m.call(found.fget, (value,), {}, mode)
     if isinstance(found, staticmethod):
@@ -203,8 +204,8 @@ def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = 
     return class_value(m, found, kind, name)
 
 
-def class_value(m: Machine, found: Any, cls: type, name: str) -> Any:
-    """A plain attribute of a class; the class guard covers its identity."""
+def class_value(m: Machine, found: Any, cls: Any, name: str) -> Any:
+    """A plain attribute of a class or a module; a guard on that covers its identity."""
     if type(found) in CONSTANTS:
         return found
     return m.world.outside(found, Const(found, f"{cls.__name__}.{name}"))
@@ -253,15 +254,9 @@ def load_from_class(m: Machine, cls: type, name: str) -> Any:
             return world.class_space(cls)
         value = m.native(getattr, cls, name)
         return value if type(value) in CONSTANTS else world.outside(value, Attr(Const(cls), name))
-    if isinstance(cls, enum.EnumMeta) and not isinstance(
-        mro_lookup(cls, name), (types.FunctionType, classmethod, staticmethod)
-    ):
-        value = m.native(getattr, cls, name)
-        return (
-            value
-            if type(value) in CONSTANTS
-            else world.outside(value, Const(value, f"{cls.__name__}.{name}"))
-        )
+    methods = (types.FunctionType, classmethod, staticmethod)
+    if isinstance(cls, enum.EnumMeta) and not isinstance(mro_lookup(cls, name), methods):
+        return class_value(m, m.native(getattr, cls, name), cls, name)
     pending = world.read_slot(cls, name)
     if pending is not MISSING and pending is not DELETED:
         return pending
@@ -302,12 +297,7 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
         if isinstance(hook, types.FunctionType) and not (module.__name__ or "").startswith("torch"):
             return m.call(m.world.constant(hook), (name,))
         m.world.lacks(Const(space, module.__name__), name)
-        value = m.native(getattr, module, name)
-        return (
-            value
-            if type(value) in CONSTANTS
-            else m.world.outside(value, Const(value, f"{module.__name__}.{name}"))
-        )
+        return class_value(m, m.native(getattr, module, name), module, name)
     value = space[name]
     overlay = m.world.spaces.get(id(space))
     if overlay is None and module.__name__.partition(".")[0] == "torch" and isinstance(value, STABLE):
@@ -339,12 +329,10 @@ def load_from_super(m: Machine, value: Any, name: str) -> Any:
 def super_from_class(m: Machine, found: Any, start: type, name: str) -> Any:
     if isinstance(found, types.BuiltinFunctionType):
         return found
+    if isinstance(found, types.ClassMethodDescriptorType):
+        return m.native(found.__get__, None, start)
     if isinstance(found, NATIVE_DESCRIPTORS):
-        return (
-            m.native(found.__get__, None, start)
-            if isinstance(found, types.ClassMethodDescriptorType)
-            else found
-        )
+        return found
     return from_class(m, found, start, name)
 
 
@@ -374,9 +362,8 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if name == "__class__":
         return world.constant(tensor_type(value))
     if name == "__dict__":
-        raise Break(
-            "tensor-attribute", "the __dict__ of a tensor is read", "keep such values beside the tensor"
-        )
+        why = "the __dict__ of a tensor is read"
+        raise Break("tensor-attribute", why, "keep such values beside the tensor")
     found = mro_lookup(torch.Tensor, name)
     source = world.source(value)
     if name == "grad":
@@ -385,35 +372,37 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
         real = world.reals[id(value)]
         return world.outside(real.grad, Attr(source, name))
     if found is MISSING:
-        real = world.reals.get(id(value))
-        if real is not None and name in getattr(real, "__dict__", {}):
-            return world.outside(real.__dict__[name], DictAttr(source, name))  # type: ignore[arg-type]
-        if name in value.__dict__ and name not in FAKE_SLOTS:
-            return value.__dict__[name]
-        if real is not None:
-            world.absent_attr(source, name)
-        raise UserError(AttributeError(f"'{tensor_type(value).__name__}' object has no attribute '{name}'"))
+        return load_own(m, value, name)
     if isinstance(found, types.FunctionType):
         return types.MethodType(world.constant(found), value)
     if isinstance(found, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         return m.native(getattr, value, name)
-    if isinstance(found, property):
-        return (
-            m.call(found.fget, (value,)) if name not in RECORDED else m.torch_call(getattr, (value, name), {})
-        )
     if name in RECORDED:
         value.value = None  # what is written through `data` leaves no trace in the tensor's version
         return m.torch_call(getattr, (value, name), {})
+    if isinstance(found, property):
+        return m.call(found.fget, (value,))
     if source is not None and name in UNCOVERED and id(value) in world.reals:
         return world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
     m.look_at(name in UNCOVERED)
     return m.native(getattr, value, name)
 
 
+def load_own(m: Machine, value: FakeTensor, name: str) -> Any:
+    """An attribute that the program has given to a tensor."""
+    source, real = m.source(value), m.world.reals.get(id(value))
+    if real is not None and source is not None and name in getattr(real, "__dict__", {}):
+        return m.world.outside(real.__dict__[name], DictAttr(source, name))
+    if name in value.__dict__ and name not in FAKE_SLOTS:
+        return value.__dict__[name]
+    if real is not None and source is not None:
+        m.world.guard(Absent(source, name))
+    raise UserError(AttributeError(f"'{tensor_type(value).__name__}' object has no attribute '{name}'"))
+
+
 ALIASES = {"_grad": "grad"}
-UNCOVERED = frozenset(
-    {"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"}
-)  # facts no tensor guard has
+#: Facts that no guard on a tensor has.
+UNCOVERED = frozenset({"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"})
 RECORDED = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
 
@@ -473,9 +462,7 @@ def store_by_protocol(m: Machine, value: Any, name: str, item: Any, mode: str = 
         m.world.class_attr(kind, name, found)
         if isinstance(found, property):
             if found.fset is None:
-                raise UserError(
-                    AttributeError(f"property '{name}' of '{kind.__name__}' object has no setter")
-                )
+                raise lacking(kind, name, "setter")
             m.call(m.world.constant(found.fset), (value, item), {}, mode)
             return
         setter = mro_lookup(type(found), "__set__")
@@ -483,11 +470,8 @@ def store_by_protocol(m: Machine, value: Any, name: str, item: Any, mode: str = 
             m.call(setter, (m.world.constant(found), value, item), {}, mode)
             return
         if name in ("__dict__", "__class__"):
-            raise Break(
-                "attribute-write",
-                f"{name} of a {kind.__name__} is replaced",
-                "change the attributes one by one",
-            )
+            why = f"{name} of a {kind.__name__} is replaced"
+            raise Break("attribute-write", why, "change the attributes one by one")
     store_plain(m, value, name, item)
 
 
@@ -495,12 +479,9 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
     if type(value) is types.CellType:
         m.world.write_cell(value, item)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
-        if (
-            instance_space(value) is None
-            and not is_data_descriptor(mro_lookup(type(value), name))
-            and not isinstance(value, type)
-        ):
-            m.native(setattr, value, name, item)
+        slot = is_data_descriptor(mro_lookup(type(value), name))
+        if instance_space(value) is None and not slot and not isinstance(value, type):
+            m.native(setattr, value, name, item)  # raises
         m.world.write_slot(value, name, item)
     else:
         m.native(type.__setattr__ if isinstance(value, type) else object.__setattr__, value, name, item)
@@ -508,16 +489,11 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
 
 def store_on_module(m: Machine, module: Any, name: str, item: Any) -> bool:
     """What nn.Module.__setattr__ does with plain values and buffers; False where its own code must say."""
-    if (
-        isinstance(item, torch.nn.Module)
-        or isinstance(item, FakeTensor)
-        and tensor_type(item) is not torch.Tensor
-    ):
+    parameter = isinstance(item, FakeTensor) and tensor_type(item) is not torch.Tensor
+    if isinstance(item, torch.nn.Module) or parameter or mro_lookup(type(module), name) is not MISSING:
         return False
     space, source = instance_space(module), m.source(module)
-    if mro_lookup(type(module), name) is not MISSING or any(
-        name in space.get(table, ()) for table in ("_parameters", "_modules")
-    ):
+    if any(name in space.get(table, ()) for table in ("_parameters", "_modules")):
         return False
     if name in space.get("_buffers", ()):
         if BUFFER_HOOKS or not isinstance(item, (torch.Tensor, types.NoneType)) or source is None:
@@ -525,10 +501,7 @@ def store_on_module(m: Machine, module: Any, name: str, item: Any) -> bool:
         m.world.guard(Contains(DictAttr(source, "_buffers"), name, True))
         m.world.guard(Length(Const(BUFFER_HOOKS, "_global_buffer_registration_hooks"), 0))
         return m.world.write_item(load_from_object(m, module, "_buffers", hooks=False), name, item)
-    if source is not None:
-        for table in ("_parameters", "_buffers", "_modules"):
-            if table in space and id(space[table]) not in m.world.shadow_of:
-                m.world.lacks(DictAttr(source, table), name)
+    lacks(m, module, name)
     store_plain(m, module, name, item)
     return True
 
@@ -570,7 +543,7 @@ def delete_by_protocol(m: Machine, value: Any, name: str, mode: str = "opaque") 
     found = mro_lookup(kind, name)
     if isinstance(found, property):
         if found.fdel is None:
-            raise UserError(AttributeError(f"property '{name}' of '{kind.__name__}' object has no deleter"))
+            raise lacking(kind, name, "deleter")
         m.call(found.fdel, (value,), {}, mode)
         return
     deleter = mro_lookup(type(found), "__delete__") if found is not MISSING else MISSING
@@ -583,9 +556,8 @@ def delete_by_protocol(m: Machine, value: Any, name: str, mode: str = "opaque") 
         m.world.write_global(vars(value), name, MISSING)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
         pending = m.world.read_slot(value, name)
-        if pending is DELETED or (
-            pending is MISSING and name not in (instance_space(value) or ()) and found is MISSING
-        ):
+        nowhere = name not in (instance_space(value) or ()) and found is MISSING
+        if pending is DELETED or pending is MISSING and nowhere:
             raise UserError(AttributeError(f"'{kind.__name__}' object has no attribute '{name}'"))
         m.world.write_slot(value, name, MISSING)
     else:

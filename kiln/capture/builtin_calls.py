@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kiln.base.errors import Break
+from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
-from kiln.capture.calls import METHODS, Args, Kwargs, handles, native
+from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
 from kiln.capture.fake_arrays import FakeArray
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Frame, UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped, stop_iteration
 from kiln.capture.rebuild import MAKERS
@@ -46,9 +47,8 @@ def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if method is not None:
             return m.native(operators.checked_length, m.inline(method, (value,), {}))
         if operators.opaque(m, value):
-            raise Break(
-                "foreign-object", f"the length of a {type(value).__name__} from outside is read", "use a list"
-            )
+            why = f"the length of a {type(value).__name__} from outside is read"
+            raise Break("foreign-object", why, "use a list")
     return native(m, len, args, kwargs)
 
 
@@ -84,36 +84,28 @@ def set_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     m.setattr(*args)
 
 
-@handles(delattr)
-def delete_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    attributes.delete(m, args[0], args[1])
-
-
-@handles(object.__setattr__, type.__setattr__, BaseException.__setattr__)
-def raw_set_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    attributes.store_by_protocol(m, *args)
-
-
-@handles(object.__delattr__)
-def raw_delete_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    attributes.delete_by_protocol(m, *args)
-
-
-@handles(object.__getattribute__, type.__getattribute__)
 def raw_get_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], type) or type(args[0]) in attributes.LOADERS:
         return m.getattr(*args)
     return attributes.load_from_object(m, args[0], args[1], hooks=False)
 
 
-@handles(object.__init__)
-def raw_init(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return None
+def raw_set_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    attributes.store_by_protocol(m, *args)
 
 
-@handles(object.__new__)
-def raw_new(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.native(object.__new__, args[0])
+declare({
+    delattr: lambda m, args, kwargs: attributes.delete(m, *args),
+    object.__delattr__: lambda m, args, kwargs: attributes.delete_by_protocol(m, *args),
+    object.__getattribute__: raw_get_attribute,
+    type.__getattribute__: raw_get_attribute,
+    object.__setattr__: raw_set_attribute,
+    type.__setattr__: raw_set_attribute,
+    BaseException.__setattr__: raw_set_attribute,
+    object.__init__: lambda m, args, kwargs: None,
+    object.__new__: lambda m, args, kwargs: m.native(object.__new__, args[0]),
+})  # fmt: skip
+runs_now(issubclass, callable, dataclasses.fields, dataclasses.is_dataclass)
 
 
 @handles(isinstance)
@@ -137,15 +129,10 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 def trusted(meta: type) -> bool:
-    return meta.__module__.partition(".")[0] in (
-        "abc",
-        "typing",
-        "torch",
-        "enum",
-        "collections",
-        "_py_abc",
-        "typing_extensions",
-    )
+    return meta.__module__.partition(".")[0] in TRUSTED
+
+
+TRUSTED = frozenset("abc typing torch enum collections _py_abc typing_extensions".split())
 
 
 def flat(kinds: Any) -> list[Any]:
@@ -170,11 +157,6 @@ LEGACY = {getattr(torch, f"{name}Tensor"): dtype for name, dtype in (
 )}  # fmt: skip
 
 
-@handles(issubclass)
-def is_subclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.native(issubclass, *args)
-
-
 SEEN_AS: dict[type, type] = {Generator: types.GeneratorType, Address: int, **symbolic.SEEN_AS}
 
 
@@ -194,23 +176,23 @@ def super_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if args:
         return m.native(super, *args)
     frame = m.frames[-1]
-    cell = frame.cells.get("__class__")
-    cls = m.world.read_cell(cell) if cell is not None else frame.locals.get("__class__", MISSING)
-    if type(cls) is types.CellType:
-        cls = m.world.read_cell(cls)
     if not frame.code.code.co_argcount:
         raise UserError(RuntimeError("super(): no arguments"))
     name = frame.code.code.co_varnames[0]
-    owner = first_read(m, frame, name) if name in frame.lazy else frame.locals.get(name, MISSING)
-    if owner is MISSING and name in frame.cells:
-        owner = m.world.read_cell(frame.cells[name])
+    if name in frame.lazy:
+        first_read(m, frame, name)
+    cls, owner = variable(m, frame, "__class__"), variable(m, frame, name)
     if cls is MISSING:
         raise UserError(RuntimeError("super(): __class__ cell not found"))
     if owner is MISSING:
         raise UserError(RuntimeError("super(): arg[0] deleted"))
-    if type(owner) is types.CellType:
-        owner = m.world.read_cell(owner)
     return m.native(super, cls, owner)
+
+
+def variable(m: Machine, frame: Frame, name: str) -> Any:
+    """The value of a local variable, in a cell or not; MISSING when it has none."""
+    value = frame.locals.get(name, frame.cells.get(name, MISSING))
+    return m.world.read_cell(value) if type(value) is types.CellType else value
 
 
 @handles(iter)
@@ -230,11 +212,6 @@ def advance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     raise UserError(stop_iteration(getattr(args[0], "result", None)))
 
 
-@handles(bool)
-def boolean(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.truth(args[0]) if args else False
-
-
 @handles(id)
 def identity(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The address stands for the object: it may be compared and used as a key."""
@@ -248,27 +225,18 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     method = operators.python_method(m, args[0], "__hash__")
     if method is not None:
         return m.inline(method, args, {})
-    if (
-        isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None)))
-        or type(args[0]).__hash__ is None
-    ):
+    hashes = type(args[0]).__hash__
+    if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))) or hashes is None:
         return m.native(hash, args[0])
-    if type(args[0]).__hash__ in (object.__hash__, torch.Tensor.__hash__):
+    if hashes in (object.__hash__, torch.Tensor.__hash__):
         m.world.identified(args[0])
         return Address(args[0], hash)
     raise Break("identity", "hash() of this object is not the same in every call", "use a hash of its value")
 
 
-@handles(callable)
-def is_callable(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.native(callable, *args)
-
-
 @handles(vars)
 def variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    if not args:
-        return local_variables(m, args, kwargs)
-    return m.getattr(args[0], "__dict__")
+    return m.getattr(args[0], "__dict__") if args else local_variables(m, args, kwargs)
 
 
 @handles(locals)
@@ -276,16 +244,14 @@ def local_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     frame = m.frames[-1]
     for name in list(frame.lazy):
         first_read(m, frame, name)
-    cells = {
-        name: value for name, cell in frame.cells.items() if (value := m.world.read_cell(cell)) is not MISSING
-    }
-    return {**frame.locals, **cells}
+    cells = {name: m.world.read_cell(cell) for name, cell in frame.cells.items()}
+    return {**frame.locals, **{name: value for name, value in cells.items() if value is not MISSING}}
 
 
 @handles(globals)
 def global_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     space = m.frames[-1].globals
-    return m.world.outside(space, m.world.namespace(space))
+    return m.world.outside(space, Const(space, "globals"))
 
 
 @handles(dir)
@@ -296,18 +262,10 @@ def directory(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     method = operators.python_method(m, value, "__dir__")
     if method is not None:
         return in_order(m, (m.inline(method, (value,), {}),), {})
-    if (
-        m.source(value) is not None
-        and not isinstance(value, (type, types.ModuleType))
-        and attributes.instance_space(value) is not None
-    ):
+    outside = m.source(value) is not None and not isinstance(value, (type, types.ModuleType))
+    if outside and attributes.instance_space(value) is not None:
         return sorted({*dir(type(value)), *m.world.instance_dict(value)})
     return m.native(dir, value)
-
-
-@handles(print, input, open, exec, eval, compile, breakpoint, sys.exit)
-def outside_world(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("io", "input or output happens here", "move it out of the compiled function")
 
 
 @handles(sys.exc_info)
@@ -319,46 +277,40 @@ def exception_info(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return (None, None, None)
 
 
-@handles(sys._getframe)
-def current_frame(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("frame", "the running frame is inspected", "pass what is needed as an argument")
-
-
-@handles(sys.getrecursionlimit, sys.getsizeof, sys.intern, sys.is_finalizing)
-def interpreter_fact(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break(
-        "interpreter-state", "the state of the interpreter is read", "read it outside the compiled function"
-    )
+refuses("io", "input or output happens here", "move it out of the compiled function",
+        print, input, open, exec, eval, compile, breakpoint, sys.exit)  # fmt: skip
+refuses("frame", "the running frame is inspected", "pass what is needed as an argument", sys._getframe)
+refuses("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function",
+        sys.getrecursionlimit, sys.getsizeof, sys.intern, sys.is_finalizing)  # fmt: skip
+refuses("descriptor-made", "a descriptor is made by hand", "use a class statement outside",
+        property, staticmethod, classmethod)  # fmt: skip
 
 
 def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec: str) -> str:
     """`format(convert(value), spec)`."""
     value = symbolic.concrete(value)
-    if convert is not None:
-        value = (
-            text_of(m, value, "__str__" if convert is str else "__repr__")
-            if convert is not ascii
-            else m.native(ascii, value)
-        )
+    if convert is ascii:
+        value = m.native(ascii, value)
+    elif convert is not None:
+        value = text_of(m, value, "__str__" if convert is str else "__repr__")
     method = operators.python_method(m, value, "__format__")
     if method is not None:
         return str(m.inline(method, (value, spec), {}))
     if type(value) not in operators.PLAIN and not spec:
         value = text_of(m, value, "__str__")
-    if type(value) is FakeTensor:
-        return str(m.native(format, value, spec)) if value.dim() else tensor_text()
+    if type(value) is FakeTensor and not value.dim():
+        raise tensor_text()
     return str(m.native(format, value, spec))
 
 
-def tensor_text() -> str:
-    raise Break(
-        "data-dependent", "the value of a tensor is formatted", "format its shape or dtype, or print outside"
-    )
+def tensor_text() -> Break:
+    why = "the value of a tensor is formatted"
+    return Break("data-dependent", why, "format its shape or dtype, or print outside")
 
 
 def text_of(m: Machine, value: Any, name: str) -> str:
     if any(type(part) is FakeTensor for part in nested([value])):
-        return tensor_text()
+        raise tensor_text()
     method = operators.python_method(m, value, name)
     if method is None and name == "__str__":
         if attributes.mro_lookup(type(value), "__str__") is object.__str__:
@@ -366,9 +318,8 @@ def text_of(m: Machine, value: Any, name: str) -> str:
     if method is not None:
         return str(m.inline(method, (value,), {}))
     value = symbolic.concrete(m.world.touch_deep(value))
-    if attributes.mro_lookup(type(value), "__repr__") is object.__repr__ and not isinstance(
-        value, (type, BaseException)
-    ):
+    bare = attributes.mro_lookup(type(value), "__repr__") is object.__repr__
+    if bare and not isinstance(value, (type, BaseException)):
         raise Break("identity", f"the text of a {type(value).__name__} holds its address", "define __repr__")
     if isinstance(value, (types.FunctionType, types.MethodType)):
         raise Break("identity", "the text of a function holds its address", "use its __name__")
@@ -382,14 +333,15 @@ def to_text(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return native(m, str, args, kwargs)
 
 
-@handles(repr)
 def to_repr(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return text_of(m, args[0], "__repr__") if type(args[0]) not in operators.PLAIN else repr(args[0])
 
 
-@handles(format)
-def to_format(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return formatted(m, args[0], None, args[1] if len(args) > 1 else "")
+declare({
+    bool: lambda m, args, kwargs: m.truth(args[0]) if args else False,
+    repr: to_repr,
+    format: lambda m, args, kwargs: formatted(m, args[0], None, args[1] if len(args) > 1 else ""),
+})  # fmt: skip
 
 
 def by_dunder(function: Any, name: str) -> None:
@@ -424,17 +376,24 @@ for _sign, _binary in {**operators.BINARY, **operators.COMPARE}.items():
 
     handles(_binary)(_operator)
 
-handles(operator.getitem)(lambda m, args, kwargs: operators.getitem(m, *args))
-handles(operator.setitem)(lambda m, args, kwargs: operators.setitem(m, *args))
-handles(operator.delitem)(lambda m, args, kwargs: operators.delitem(m, *args))
-handles(operator.contains)(lambda m, args, kwargs: operators.contains(m, *args))
-handles(operator.not_)(lambda m, args, kwargs: not m.truth(*args))
-handles(operator.truth)(lambda m, args, kwargs: m.truth(*args))
-handles(operator.is_)(lambda m, args, kwargs: m.same(*args))
-handles(operator.is_not)(lambda m, args, kwargs: not m.same(*args))
-handles(operator.neg)(lambda m, args, kwargs: operators.unary(m, "UNARY_NEGATIVE", *args))
-handles(operator.pos)(lambda m, args, kwargs: operators.unary(m, "UNARY_POSITIVE", *args))
-handles(operator.invert)(lambda m, args, kwargs: operators.unary(m, "UNARY_INVERT", *args))
+declare({
+    operator.getitem: lambda m, args, kwargs: operators.getitem(m, *args),
+    operator.setitem: lambda m, args, kwargs: operators.setitem(m, *args),
+    operator.delitem: lambda m, args, kwargs: operators.delitem(m, *args),
+    operator.contains: lambda m, args, kwargs: operators.contains(m, *args),
+    operator.not_: lambda m, args, kwargs: not m.truth(*args),
+    operator.truth: lambda m, args, kwargs: m.truth(*args),
+    operator.is_: lambda m, args, kwargs: m.same(*args),
+    operator.is_not: lambda m, args, kwargs: not m.same(*args),
+    operator.neg: lambda m, args, kwargs: operators.unary(m, "UNARY_NEGATIVE", *args),
+    operator.pos: lambda m, args, kwargs: operators.unary(m, "UNARY_POSITIVE", *args),
+    operator.invert: lambda m, args, kwargs: operators.unary(m, "UNARY_INVERT", *args),
+    all: lambda m, args, kwargs: all(m.truth(item) for item in items_of(m, args[0])),
+    any: lambda m, args, kwargs: any(m.truth(item) for item in items_of(m, args[0])),
+    map: lambda m, args, kwargs: Mapped(m, map, args[0], [m.iterate(a) for a in args[1:]]),
+    filter: lambda m, args, kwargs: Mapped(m, filter, args[0], [m.iterate(args[1])]),
+    contextlib.nullcontext.__enter__: lambda m, args, kwargs: m.getattr(args[0], "enter_result"),
+})  # fmt: skip
 
 
 def items_of(m: Machine, value: Any) -> Any:
@@ -470,32 +429,18 @@ def over_items(*functions: Any, every: bool = False) -> None:
     for function in functions:
 
         def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
-            if args:
-                count = len(args) if every else 1
-                args = (
-                    *(
-                        items_of(m, a) if not isinstance(a, FakeTensor) or every else list(m.iterate(a))
-                        for a in args[:count]
-                    ),
-                    *args[count:],
-                )
-            return native(m, function, args, kwargs)
+            count = len(args) if every else 1
+            walked = [
+                list(m.iterate(a)) if isinstance(a, FakeTensor) and not every else items_of(m, a)
+                for a in args[:count]
+            ]
+            return native(m, function, (*walked, *args[count:]), kwargs)
 
         handles(function)(handler)
 
 
 over_items(list, tuple, set, frozenset, enumerate, collections.deque, dict.fromkeys)
 over_items(zip, every=True)
-
-
-@handles(all)
-def all_true(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return all(m.truth(item) for item in items_of(m, args[0]))
-
-
-@handles(any)
-def any_true(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return any(m.truth(item) for item in items_of(m, args[0]))
 
 
 @handles(sum)
@@ -545,16 +490,6 @@ extremum(max, ">")
 extremum(min, "<")
 
 
-@handles(map)
-def mapped(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return Mapped(m, map, args[0], [m.iterate(a) for a in args[1:]])
-
-
-@handles(filter)
-def filtered(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return Mapped(m, filter, args[0], [m.iterate(args[1])])
-
-
 @handles(functools.reduce)
 def reduced(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     function, values, *start = args
@@ -573,26 +508,6 @@ def update_wrapper(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if m.source(args[0]) is not None:
         raise Break("function-write", "a function from outside is changed", "decorate it outside")
     return m.native(functools.update_wrapper, *args, **kwargs)
-
-
-@handles(property, staticmethod, classmethod)
-def descriptor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("descriptor-made", "a descriptor is made by hand", "use a class statement outside")
-
-
-@handles(dataclasses.fields)
-def dataclass_fields(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.native(dataclasses.fields, *args)
-
-
-@handles(dataclasses.is_dataclass)
-def is_dataclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.native(dataclasses.is_dataclass, *args)
-
-
-@handles(contextlib.nullcontext.__enter__)
-def null_enter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.getattr(args[0], "enter_result")
 
 
 # ---------------------------------------------------------- native methods with a treatment of their own
@@ -633,11 +548,7 @@ def walking(*keys: tuple[type, str]) -> None:
 
         def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = native_method) -> Any:
             m.world.touch(owner)
-            if (
-                m.source(owner) is not None
-                and id(owner) not in m.world.shadows
-                and not isinstance(owner, (str, frozenset))
-            ):
+            if m.world.unguarded(owner) and not isinstance(owner, (str, frozenset)):
                 return MISSING
             return native(m, function, (owner, *(a if a is owner else items_of(m, a) for a in args)), kwargs)
 
@@ -684,11 +595,8 @@ def class_decorators(*functions: Any) -> None:
 
         def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
             if id(args[0]) not in m.world.made_classes:
-                raise Break(
-                    "class-write",
-                    f"{args[0].__qualname__} is changed by {function.__qualname__}",
-                    "decorate it outside",
-                )
+                why = f"{args[0].__qualname__} is changed by {function.__qualname__}"
+                raise Break("class-write", why, "decorate it outside")
             return m.world.made_class(m.native(function, *args, **kwargs))
 
         handles(function)(handler)

@@ -8,6 +8,7 @@ then by the callable's type.
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -38,9 +39,8 @@ if TYPE_CHECKING:
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-HANDLERS: dict[
-    int, Callable[[Any, Args, Kwargs], Any]
-] = {}  # by id of the callable; filled by builtin_calls and torch_calls
+#: By id of the callable; filled by builtin_calls and torch_calls.
+HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}
 ALIVE: list[Any] = []
 ONE, TWO, THREE = range(1, 2), range(2, 3), range(3, 4)
 #: Builtins without keyword arguments, and how many arguments they take: with others Python itself says
@@ -66,6 +66,27 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
         return handler
 
     return declare
+
+
+def declare(rules: dict[Any, Callable[..., Any]]) -> None:
+    """Declare how calls of these very objects are captured, a row each."""
+    for function, handler in rules.items():
+        handles(function)(handler)
+
+
+def runs_now(*functions: Any) -> None:
+    """Declare that calls of these very objects run as they are."""
+    for function in functions:
+        handles(function)(lambda m, args, kwargs, function=function: m.native(function, *args, **kwargs))
+
+
+def refuses(kind: str, why: str, hint: str, *functions: Any) -> None:
+    """Declare that calls of these very objects break the graph."""
+
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        raise Break(kind, why, hint)
+
+    handles(*functions)(handler)
 
 
 def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
@@ -126,19 +147,13 @@ def call_dispatch(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """The choice that functools.singledispatch makes for a class."""
     (cls,) = args
     chosen = m.native(function, cls)
-    m.world.guard(
-        Custom(
-            Const(function),
-            lambda dispatch: dispatch(cls) is chosen,
-            f"chose {chosen.__qualname__} for {cls.__name__}",
-        )
-    )
+    text = f"chose {chosen.__qualname__} for {cls.__name__}"
+    m.world.guard(Custom(Const(function), lambda dispatch: dispatch(cls) is chosen, text))
     return m.world.constant(chosen)
 
 
-BY_CODE: dict[
-    int, Callable[..., Any]
-] = {  # treatments of functions that the standard library makes again and again
+#: Treatments of functions that the standard library makes again and again.
+BY_CODE: dict[int, Callable[..., Any]] = {
     id(dataclasses._recursive_repr(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
     id(reprlib.recursive_repr()(repr).__code__): call_wrapped,
     id(torch._compile._disable_dynamo(repr).__code__): call_wrapped,  # type: ignore[attr-defined]
@@ -175,11 +190,8 @@ PLAIN_ARGUMENTS = frozenset({*CONSTANTS, FakeTensor, list, tuple, dict})
 
 def foreign(m: Machine, value: Any) -> bool:
     """Whether a value from outside holds a state that no guard covers."""
-    world = m.world
-    known = world.source(value)
-    return (known is not None and id(value) not in world.shadows
-            and id(value) not in world.pinned and id(value) not in world.frozen
-            and not isinstance(value, (*purity.VALUES, torch.Tensor, torch.Generator)))  # fmt: skip
+    values = (*purity.VALUES, torch.Tensor, torch.Generator)
+    return m.world.unguarded(value) and id(value) not in m.world.pinned and not isinstance(value, values)
 
 
 def marked_action(function: Any) -> Callable[..., Any] | None:
@@ -187,41 +199,28 @@ def marked_action(function: Any) -> Callable[..., Any] | None:
     return MARKED.get(min(marks.of(function) & MARKED.keys(), default=""))
 
 
-def marked_break(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    why = str(args[0]) if args else kwargs.get("msg", "") or "kiln.graph_break() was called"
-    raise Break("graph-break-called", why, "remove the call of graph_break")
+#: Marks that break the graph: the kind, the reason, in which {} is the function, and the remedy.
+BREAKING = {
+    marks.BREAK: ("graph-break-called", "kiln.graph_break() was called", "remove the call of graph_break"),
+    marks.STOP: ("stopped", "step_unsupported() was called", "remove the call"),
+    marks.DISABLE: ("disabled", "{} is disabled for compilation", "remove kiln.disable"),
+    marks.SKIP: ("skipped-function", "{} is kept out of compilation", "remove kiln.disable"),
+    marks.DISALLOW: ("disallowed", "{} is kept out of graphs", "remove disallow_in_graph"),
+}
 
 
-def marked_stop(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("stopped", str(args[0]) if args else "step_unsupported() was called", "remove the call")
+def marked_break(mark: str) -> Callable[..., Any]:
+    kind, why, hint = BREAKING[mark]
+
+    def action(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+        said = "" if "{}" in why else str(args[0]) if args else kwargs.get("msg")
+        raise Break(kind, said or why.format(getattr(function, "__qualname__", function)), hint)
+
+    return action
 
 
 def marked_skip_frame(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     raise Skip(str(args[0]) if args else "skip_frame() was called")
-
-
-def marked_disable(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break(
-        "disabled",
-        f"{getattr(function, '__qualname__', function)} is disabled for compilation",
-        "remove kiln.disable",
-    )
-
-
-def marked_skip(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break(
-        "skipped-function",
-        f"{getattr(function, '__qualname__', function)} is kept out of compilation",
-        "remove kiln.disable",
-    )
-
-
-def marked_disallow(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-    raise Break(
-        "disallowed",
-        f"{getattr(function, '__qualname__', function)} is kept out of graphs",
-        "remove disallow_in_graph",
-    )
 
 
 def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -230,9 +229,8 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 
 
 MARKED: dict[str, Callable[..., Any]] = {
-    marks.ALLOW: leaf, marks.BREAK: marked_break, marks.CONSTANT: marked_constant,
-    marks.DISABLE: marked_disable, marks.DISALLOW: marked_disallow, marks.SKIP: marked_skip,
-    marks.SKIP_FRAME: marked_skip_frame, marks.STOP: marked_stop,
+    marks.ALLOW: leaf, marks.CONSTANT: marked_constant, marks.SKIP_FRAME: marked_skip_frame,
+    **{mark: marked_break(mark) for mark in BREAKING},
 }  # fmt: skip
 
 
@@ -258,7 +256,7 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
     if extra and not flags & 4:
         refused(m, function, args, kwargs)
     if len(values) < count + kwonly:
-        fill_defaults(m, function, values, names, count, kwonly)
+        fill_defaults(m, function, values, names, count)
         if any(name not in values for name in names[: count + kwonly]):
             refused(m, function, args, kwargs)
     at = count + kwonly
@@ -270,20 +268,15 @@ def bind(m: Machine, function: types.FunctionType, args: Args, kwargs: Kwargs) -
     return values
 
 
-def fill_defaults(
-    m: Machine, function: types.FunctionType, values: dict[str, Any], names: Args, count: int, kwonly: int
-) -> None:
+def fill_defaults(m: Machine, function: Any, values: dict[str, Any], names: Args, count: int) -> None:
     source = m.source(function)
     defaults, kwdefaults = function.__defaults__ or (), function.__kwdefaults__ or {}
-    for i, value in enumerate(defaults):
-        name = names[count - len(defaults) + i]
+    first = count - len(defaults)
+    given = [(names[first + i], "__defaults__", i, value) for i, value in enumerate(defaults)]
+    given += [(n, "__kwdefaults__", n, value) for n, value in kwdefaults.items()]
+    for name, table, key, value in given:
         if name not in values:
-            path = None if source is None else Item(Attr(source, "__defaults__"), i)
-            values[name] = value if path is None or type(value) in CONSTANTS else m.world.outside(value, path)
-    for name in names[count : count + kwonly]:
-        if name not in values and name in kwdefaults:
-            value = kwdefaults[name]
-            path = None if source is None else Item(Attr(source, "__kwdefaults__"), name)
+            path = None if source is None else Item(Attr(source, table), key)
             values[name] = value if path is None or type(value) in CONSTANTS else m.world.outside(value, path)
 
 
@@ -322,13 +315,9 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
         raise UserError(TypeError(f"'{type(function).__name__}' object is not callable"))
     if isinstance(method, types.FunctionType):
         return call(m, method, (function, *args), kwargs, mode)
-    if isinstance(method, (staticmethod, classmethod)):
-        return call(m, attributes.bind(m, method, function, type(function), "__call__"), args, kwargs, mode)
-    bound = (
-        attributes.bind(m, method, function, type(function), "__call__")
-        if hasattr(type(method), "__get__")
-        else method
-    )
+    bound = method
+    if hasattr(type(method), "__get__"):
+        bound = attributes.bind(m, method, function, type(function), "__call__")
     if type(bound) is types.MethodWrapperType:
         raise unknown(function)
     return call(m, bound, args, kwargs, mode)
@@ -344,9 +333,8 @@ def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs,
 def enter_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """Interpret a call of a module: straight to forward when no hook is registered anywhere."""
     if "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
-        m.native(
-            module._infer_parameters, module, args, kwargs
-        )  # a lazy module takes its shapes from its first arguments
+        # A lazy module takes its shapes from its first arguments.
+        m.native(module._infer_parameters, module, args, kwargs)
     cls = type(module)
     entry = attributes.type_lookup(m, cls, "__call__")
     if isinstance(entry, staticmethod):
@@ -358,32 +346,24 @@ def enter_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs
 
 PLAIN_CALL = torch.nn.Module.__call__
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = tuple(
-    (name, getattr(torch.nn.modules.module, name))
-    for name in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    )
-)
+GLOBAL_HOOKS = tuple((name, getattr(torch.nn.modules.module, name)) for name in (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+))  # fmt: skip
 
 
 def unhooked(m: Machine, module: torch.nn.Module) -> bool:
+    """Whether no hook sees a call of the module, and nothing takes the place of its forward."""
     source, space = m.source(module), module.__dict__
+    if any(space.get(name) for name in HOOKS) or any(table for _, table in GLOBAL_HOOKS):
+        return False
     if source is None:
-        return not any(space.get(name) for name in HOOKS) and not any(table for _, table in GLOBAL_HOOKS)
-    if (
-        space.get("_compiled_call_impl") is not None
-        or "forward" in space
-        or any(space.get(name) for name in HOOKS)
-    ):
+        return True
+    if space.get("_compiled_call_impl") is not None or "forward" in space:
         return False
     if id(module) in m.world.instance or id(space) in m.world.shadow_of:
         return False
     for name, table in GLOBAL_HOOKS:
-        if table:
-            return False
         m.world.guard(Length(Const(table, name), 0))
     for name in HOOKS:
         m.world.guard(Length(DictAttr(source, name), 0))
@@ -413,8 +393,8 @@ def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque"
     if getattr(cls, "__abstractmethods__", None):
         return m.native(cls, *args, **kwargs)
     if isinstance(maker, staticmethod):
-        made = call(m, m.world.constant(maker.__func__), (cls, *args), kwargs)
-    elif isinstance(maker, types.FunctionType):
+        maker = maker.__func__
+    if isinstance(maker, types.FunctionType):
         made = call(m, m.world.constant(maker), (cls, *args), kwargs)
     elif maker is object.__new__ or maker is attributes.mro_lookup(object, "__new__"):
         if args or kwargs:
@@ -444,10 +424,8 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
     owner = getattr(function, "__self__", None)
     if type(owner) is FakeTensor:
         target = getattr(torch.Tensor, function.__name__)
-        handler = HANDLERS.get(id(target))
-        return (
-            leaf(m, target, (owner, *args), kwargs) if handler is None else handler(m, (owner, *args), kwargs)
-        )
+        handler, given = HANDLERS.get(id(target)), (owner, *args)
+        return leaf(m, target, given, kwargs) if handler is None else handler(m, given, kwargs)
     policy = purity.builtin_policy(function)
     if policy == "leaf":
         return leaf(m, function, args, kwargs)
@@ -467,36 +445,22 @@ def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: A
     special = HANDLERS.get(id(getattr(type(owner), name, None)))
     if special is not None:
         return special(m, (owner, *args), kwargs)
-    handler = METHODS.get((type(owner), name)) or next(
-        (h for base in type(owner).__mro__[1:] if (h := METHODS.get((base, name))) is not None), None
-    )  # fmt: skip
+    handler = next((h for base in type(owner).__mro__ if (h := METHODS.get((base, name)))), None)
     if handler is not None:
         result = handler(m, owner, args, kwargs)
         if result is not MISSING:
             return result
     m.world.touch(owner)
     if isinstance(owner, type):
-        return native(
-            m,
-            function,
-            args,
-            kwargs,
-            known=purity.native_base(owner) or purity.native_class(owner),
-            what=owner,
-        )
-    outside = (
-        m.source(owner) is not None and id(owner) not in m.world.shadows and id(owner) not in m.world.frozen
-    )
-    if outside and not isinstance(owner, purity.VALUES):
+        known = purity.native_base(owner) or purity.native_class(owner)
+        return native(m, function, args, kwargs, known=known, what=owner)
+    if not isinstance(owner, purity.VALUES) and m.world.unguarded(owner):
         raise unknown(function)
-    return native(
-        m, function, args, kwargs, known=not outside or isinstance(owner, purity.VALUES), what=function
-    )
+    return native(m, function, args, kwargs)
 
 
-METHODS: dict[
-    tuple[type, str], Callable[..., Any]
-] = {}  # native methods with a treatment of their own; MISSING: go on
+#: Native methods with a treatment of their own; MISSING: go on.
+METHODS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -527,6 +491,9 @@ def call_method_wrapper(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     return call_native_method(m, function, owner, name, args, kwargs)
 
 
+OVER_LIST = "iterate over a list"
+
+
 def native(
     m: Machine, function: Any, args: Args, kwargs: Kwargs, known: bool = True, what: Any = None
 ) -> Any:
@@ -536,18 +503,11 @@ def native(
     world = m.world
     for value in (*args, *kwargs.values()):
         (world.touch_deep if purity.reads_deeply(function) else world.touch)(value)
-        if isinstance(value, BUFFERS) and world.source(value) is not None:
-            raise Break("foreign-object", f"the memory of {world.source(value)} is read", "pass bytes")
-        if (
-            hasattr(type(value), "__next__")
-            and world.source(value) is not None
-            and id(value) not in world.streams
-        ):
-            raise Break(
-                "foreign-iterator",
-                f"{world.source(value)} is a {type(value).__name__} made outside",
-                "iterate over a list",
-            )
+        path = world.source(value)
+        if isinstance(value, BUFFERS) and path is not None:
+            raise Break("foreign-object", f"the memory of {path} is read", "pass bytes")
+        if hasattr(type(value), "__next__") and path is not None and id(value) not in world.streams:
+            raise Break("foreign-iterator", f"{path} is a {type(value).__name__} made outside", OVER_LIST)
     if any(type(value) in CALLABLE for value in (*args, *kwargs.values())) and purity.calls_back(function):
         args = tuple(callback(m, value) for value in args)
         kwargs = {name: callback(m, value) for name, value in kwargs.items()}
@@ -561,10 +521,9 @@ def native(
     risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
     run = hooked.interpreting(m, function) if risky else function
     moves = any(hasattr(kind, "__next__") for kind in kinds)
-    if not any(type(value) is FakeTensor for value in parts):
-        return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
-    world.looked = True
-    with m.recorder.mode():
+    recorded = FakeTensor in kinds
+    world.looked = world.looked or recorded
+    with m.recorder.mode() if recorded else contextlib.nullcontext():
         return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
 
 
@@ -575,32 +534,19 @@ CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, t
 
 def callback(m: Machine, value: Any) -> Any:
     """A native callable that hands a Python function's calls to the interpreter."""
-    if type(value) in (types.FunctionType, types.MethodType, functools.partial):
-        return Callback(m, value)
-    if isinstance(value, type) and not purity.native_class(value):
-        return Callback(m, value)
-    return value
+    python = type(value) in (types.FunctionType, types.MethodType, functools.partial)
+    made = isinstance(value, type) and not purity.native_class(value)
+    return Callback(m, value) if python or made else value
 
 
 def unknown(function: Any) -> Break:
-    name = (
-        getattr(function, "__qualname__", None)
-        or getattr(function, "__name__", None)
-        or type(function).__name__
-    )
+    names = (getattr(function, key, None) for key in ("__qualname__", "__name__"))
+    name = next(filter(None, names), type(function).__name__)
     module = getattr(function, "__module__", None) or type(function).__module__
     return Break("native-call",
                  f"{module}.{name} is native code that is not known to be free of side effects",
                  "move the call out of the compiled function, "
                  "or mark a wrapper with kiln.allow_in_graph")  # fmt: skip
-
-
-def call_operation(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    return leaf(m, function, args, kwargs)
-
-
-def call_static(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    return call(m, m.world.constant(function.__func__), args, kwargs, mode)
 
 
 def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -616,11 +562,6 @@ def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) 
     return m.world.again(value, known, known)
 
 
-def call_region(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """A function that is compiled already: inlined as if it were not."""
-    return call(m, m.world.constant(function.function), args, kwargs, mode)
-
-
 CALLERS: dict[type, Callable[..., Any]] = {
     types.FunctionType: call_function,
     types.MethodType: call_method,
@@ -632,11 +573,12 @@ CALLERS: dict[type, Callable[..., Any]] = {
     types.MethodWrapperType: call_method_wrapper,
     functools.partial: call_partial,
     functools._lru_cache_wrapper: call_cached,
-    staticmethod: call_static,
     weakref.ref: call_weak,
-    _hook.Region: call_region,
-    torch._ops.OpOverload: call_operation,
-    torch._ops.OpOverloadPacket: call_operation,
+    staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
+    # A function that is compiled already is inlined as if it were not.
+    _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),
+    torch._ops.OpOverload: lambda m, function, args, kwargs, mode: leaf(m, function, args, kwargs),
+    torch._ops.OpOverloadPacket: lambda m, function, args, kwargs, mode: leaf(m, function, args, kwargs),
 }
 CALLER_BASES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (torch.nn.Module, call_module),

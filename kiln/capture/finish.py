@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from typing import Any
 
@@ -25,7 +25,7 @@ from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
 from kiln.capture.shape import after, operands
 from kiln.capture.streams import stream_writes
-from kiln.capture.world import MISSING
+from kiln.capture.world import MISSING, Overlay
 from kiln.ops.fake import FakeTensor
 
 Compiler = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -73,9 +73,7 @@ class Finisher:
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
         start = e.here()
         if call is not None:
-            e.begin_call()
-            e.const(call)
-            e.mid_call()
+            e.callee(call)
             for info in inputs:
                 r.source(info.source)
             e.end_call(len(inputs))
@@ -100,17 +98,19 @@ class Finisher:
         functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
         return all(module_of(f) in REPLAYED for f in functions) and not self.m.recorder.dispatch.writes
 
-    def replay(self, e: Emitter, start: Label, end: Label) -> None:
-        """When an op raises at run time the frame runs in Python, where its handlers see the exception."""
+    def handle(self, e: Emitter, start: Label, end: Label) -> None:
+        """What follows is done when something between the two places raises."""
         handler = e.label()
         e.protect(start, end, handler, 0)
         e.place(handler)
         e.raw("PUSH_EXC_INFO")
+
+    def replay(self, e: Emitter, start: Label, end: Label) -> None:
+        """When an op raises at run time the frame runs in Python, where its handlers see the exception."""
+        self.handle(e, start, end)
         e.pop()
         e.raw("POP_EXCEPT")
-        e.begin_call()
-        e.const(nested.again(self.root.function, self.before))
-        e.mid_call()
+        e.callee(nested.again(self.root.function, self.before))
         for name in self.names:
             e.load(name)
         e.end_call(len(self.names))
@@ -120,13 +120,8 @@ class Finisher:
         """When an op raises at run time the traceback shows the line of the program that it stands on."""
         assert self.graph is not None
         places = {node.name: node.meta.get("stack_trace", "") for node in self.graph.graph.nodes}
-        handler = e.label()
-        e.protect(start, end, handler, 0)
-        e.place(handler)
-        e.raw("PUSH_EXC_INFO")
-        e.begin_call()
-        e.const(functools.partial(runtime.retell, places))
-        e.mid_call()
+        self.handle(e, start, end)
+        e.callee(functools.partial(runtime.retell, places))
         e.copy(3)
         e.end_call(1)
         e.pop()
@@ -155,15 +150,11 @@ class Finisher:
         for _, values in writes:
             for value in values:
                 r.prepare(value)
-        prepared = Emission(tail)
-        prepared.prepare(r)
-        for function, values in writes:
+        tail(Preparing(r))  # type: ignore[arg-type]
+        for function, values in (*writes, *((write, (value,)) for write, value in switches)):
             r.call(function, *values)
             r.e.pop()
-        for function, value in switches:
-            r.call(function, value)
-            r.e.pop()
-        prepared.emit(r)
+        tail(r)
 
     def writes(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Calls that bring the outside world to the state that capture left."""
@@ -175,32 +166,13 @@ class Finisher:
             elif shadow.written:
                 changed = {key: item for key, item in shadow.items.items() if key in shadow.written}
                 calls.append((runtime.write_dict, (shadow.copy, changed, ())))
-        for overlay in list(world.instance.values()):
-            for name, value in overlay.writes.items():
-                if value is MISSING:
-                    calls.append((runtime.delete_attribute, (overlay.owner, name)))
-                else:
-                    calls.append(
-                        (
-                            setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute,
-                            (overlay.owner, name, value),
-                        )
-                    )
-        for overlay in list(world.spaces.values()):
-            for name, value in overlay.writes.items():
-                function = runtime.delete_item if value is MISSING else dict.__setitem__
-                calls.append(
-                    (
-                        function,
-                        (Raw(overlay.owner), name) if value is MISSING else (Raw(overlay.owner), name, value),
-                    )
-                )
-        for overlay in list(world.cells.values()):
-            value = overlay.writes["cell_contents"]
-            if value is MISSING:
-                calls.append((runtime.delete_contents, (overlay.owner,)))
-            else:
-                calls.append((setattr, (overlay.owner, "cell_contents", value)))
+        for overlay in world.instance.values():
+            write = setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute
+            calls += overlay_writes(overlay.owner, overlay, write, runtime.delete_attribute)
+        for overlay in world.spaces.values():
+            calls += overlay_writes(Raw(overlay.owner), overlay, dict.__setitem__, runtime.delete_item)
+        for overlay in world.cells.values():
+            calls += overlay_writes(overlay.owner, overlay, setattr, delattr)
         return calls
 
     # ------------------------------------------------------------------ tails
@@ -214,17 +186,14 @@ class Finisher:
             raise Restart(frames[MAX_DEPTH].step, reason)
         for frame in frames[1:]:
             if frame.mode == "opaque" or frame.code.code.co_flags & 0x2A0:
-                raise Restart(self.m.safe_step_of(frames), reason)
+                raise Restart(self.m.safe_step(frames), reason)
         self.stopped = reason.kind == "stopped"
         target, state_of = self.continuation(frames, 0)
         entry = target if reason.kind in QUIET else self.in_python(target)
 
         def tail(r: Rebuilder) -> None:
-            r.e.begin_call()
-            r.e.const(entry)
-            r.e.mid_call()
-            count = state_of(r)
-            r.e.end_call(count)
+            r.e.callee(entry)
+            r.e.end_call(state_of(r))
 
         captured = self.finish(tail, reason)
         if loops(target):
@@ -242,12 +211,10 @@ class Finisher:
         if last:
             kept = frame.before
             replace, inner = None, None
-            falls = (
-                None
-                if instruction.op in versions.TERMINATORS and not is_jump(instruction.op)
-                else self.epilogue(frame, instruction, False)
-            )
-            jumps = self.epilogue(frame, instruction, True) if is_jump(instruction.op) else None
+            jumping = is_jump(instruction.op)
+            ends = instruction.op in versions.TERMINATORS and not jumping
+            falls = None if ends else self.epilogue(frame, instruction, False)
+            jumps = self.epilogue(frame, instruction, True) if jumping else None
             epilogues: tuple[Epilogue | None, ...] = (falls, jumps)
         else:
             pops = operands(instruction)
@@ -312,22 +279,8 @@ class Finisher:
 
 def loops(target: types.FunctionType) -> bool:
     """Whether a continuation leaves a call to a driver."""
-    return any(
-        type(const) is functools.partial and const.func is runtime.Tail for const in target.__code__.co_consts
-    )
-
-
-class Emission:
-    """A tail emitted after the writes whose values are made before them."""
-
-    def __init__(self, tail: Callable[[Rebuilder], None]) -> None:
-        self.tail = tail
-
-    def prepare(self, r: Rebuilder) -> None:
-        self.tail(Preparing(r))  # type: ignore[arg-type]
-
-    def emit(self, r: Rebuilder) -> None:
-        self.tail(r)
+    consts = target.__code__.co_consts
+    return any(type(const) is functools.partial and const.func is runtime.Tail for const in consts)
 
 
 class Preparing:
@@ -350,27 +303,15 @@ class Silent:
         return lambda *args: None
 
 
-QUIET = frozenset(
-    {
-        "branch-on-tensor",
-        "data-dependent",
-        "io",
-        "raises",
-        "graph-break-called",
-        "disabled",
-        "numpy",
-        "stopped",
-    }
-)  # no Python code to capture
+#: Breaks behind which there is no Python code to capture.
+QUIET = frozenset({"branch-on-tensor", "data-dependent", "io", "raises", "graph-break-called", "disabled",
+                   "numpy", "stopped"})  # fmt: skip
 MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 #: Calls that do nothing but flip switches which residual code sets anyway.
 SWITCHED = frozenset({torch._C._set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
                       torch.set_autocast_cache_enabled})  # fmt: skip
-EFFECTS = frozenset(
-    {write for _, write in state.SWITCHES} | {torch._C._set_grad_enabled, torch.set_autocast_enabled}
-)
-
-
+EFFECTS = frozenset({torch.set_autocast_enabled, *(write for _, write in state.SWITCHES)})
+#: Packages whose functions change nothing that lasts.
 REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math", "numpy"})
 
 
@@ -380,6 +321,12 @@ def module_of(target: Any) -> str:
         return ""
     module = getattr(target, "__module__", None) or type(target).__module__
     return "" if target is torch.manual_seed else str(module).partition(".")[0]
+
+
+def overlay_writes(owner: Any, overlay: Overlay, write: Any, delete: Any) -> Iterator[Any]:
+    """How the named slots of an object are brought up to date."""
+    for name, value in overlay.writes.items():
+        yield (delete, (owner, name)) if value is MISSING else (write, (owner, name, value))
 
 
 def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:

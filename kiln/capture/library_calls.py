@@ -9,12 +9,13 @@ import operator
 import os
 import random
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kiln.base.errors import Break
 from kiln.base.source import Const
 from kiln.capture import operators
-from kiln.capture.calls import CALLERS, Args, Kwargs, call, handles, native
+from kiln.capture.calls import CALLERS, Args, Kwargs, call, declare, handles, native
 from kiln.check.guards import Custom
 
 if TYPE_CHECKING:
@@ -25,44 +26,45 @@ def only(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def call_itemgetter(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    if len(args) != 1 or kwargs:
-        return m.native(function, *args, **kwargs)
-    m.world.identify(function)
-    return only([operators.getitem(m, args[0], key) for key in function.__reduce__()[1]])
+def caller(kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare what callables of this class do with the one argument that they take."""
+
+    def declare(action: Callable[..., Any]) -> Callable[..., Any]:
+        def called(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+            if len(args) != 1 or kwargs:
+                return m.native(function, *args, **kwargs)
+            m.world.identify(function)
+            return action(m, function, args[0], mode)
+
+        CALLERS[kind] = called
+        return action
+
+    return declare
 
 
-def call_attrgetter(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    if len(args) != 1 or kwargs:
-        return m.native(function, *args, **kwargs)
-    m.world.identify(function)
-    found = []
-    for path in function.__reduce__()[1]:
-        value = args[0]
-        for name in path.split("."):
-            value = m.getattr(value, name)
-        found.append(value)
-    return only(found)
+@caller(operator.itemgetter)
+def get_items(m: Machine, function: Any, value: Any, mode: str) -> Any:
+    return only([operators.getitem(m, value, key) for key in function.__reduce__()[1]])
 
 
-def call_methodcaller(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    if len(args) != 1 or kwargs:
-        return m.native(function, *args, **kwargs)
-    m.world.identify(function)
+@caller(operator.attrgetter)
+def get_attributes(m: Machine, function: Any, value: Any, mode: str) -> Any:
+    paths = function.__reduce__()[1]
+    return only([functools.reduce(m.getattr, path.split("."), value) for path in paths])
+
+
+@caller(operator.methodcaller)
+def call_method(m: Machine, function: Any, value: Any, mode: str) -> Any:
     maker, rest = function.__reduce__()[:2]
     parts: tuple[Any, ...] = tuple(getattr(maker, "args", ())) + tuple(rest)
-    return call(m, m.getattr(args[0], parts[0]), parts[1:], getattr(maker, "keywords", {}), mode)
+    return call(m, m.getattr(value, parts[0]), parts[1:], getattr(maker, "keywords", {}), mode)
 
 
-CALLERS[operator.itemgetter] = call_itemgetter
-CALLERS[operator.attrgetter] = call_attrgetter
-CALLERS[operator.methodcaller] = call_methodcaller
-
-
-@handles(traceback.clear_frames)
-def clear_frames(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """The frames that an exception passed through are the interpreter's: there is nothing to clear."""
-    return None
+declare({
+    # The frames that an exception passed through are the interpreter's: there is nothing to clear.
+    traceback.clear_frames: lambda m, args, kwargs: None,
+    logging.getLogger: lambda m, args, kwargs: m.world.constant(m.native(logging.getLogger, *args, **kwargs)),
+})  # fmt: skip
 
 
 @handles(collections.namedtuple)
@@ -79,24 +81,17 @@ def key_of_comparison(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(functools.cmp_to_key, lambda a, b: m.call(compare, (a, b)))
 
 
-def call_key(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    return native(m, function, args, kwargs)
-
-
-CALLERS[type(functools.cmp_to_key(lambda a, b: 0))] = call_key
+KEY = type(functools.cmp_to_key(lambda a, b: 0))
+CALLERS[KEY] = lambda m, function, args, kwargs, mode: native(m, function, args, kwargs)
 
 
 @handles(random.Random)
 def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A generator that is made here from a seed gives the same numbers in every call."""
-    if not all(type(value) in (int, float, str, bytes) for value in (*args, *kwargs.values())) or not (
-        args or kwargs
-    ):
-        raise Break(
-            "random-state",
-            "a random generator is seeded by the clock",
-            "seed it with a constant, or pass it in",
-        )
+    given = (*args, *kwargs.values())
+    if not given or not all(type(value) in (int, float, str, bytes) for value in given):
+        why = "a random generator is seeded by the clock"
+        raise Break("random-state", why, "seed it with a constant, or pass it in")
     return m.native(random.Random, *args, **kwargs)
 
 
@@ -105,8 +100,3 @@ def working_folder(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     found = m.native(os.getcwd)
     m.world.guard(Custom(Const(os.getcwd), lambda ask: ask() == found, f"gave {found}"))
     return found
-
-
-@handles(logging.getLogger)
-def logger(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.world.constant(m.native(logging.getLogger, *args, **kwargs))

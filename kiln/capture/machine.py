@@ -67,9 +67,8 @@ class Machine:
         self.muted = 0  # blocks around the program's warnings that it has entered
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
-        self.advanced: tuple[Any, int] | None = (
-            None  # the first iterator from outside that was moved on, and the step
-        )
+        #: The first iterator from outside that was moved on, and the step.
+        self.advanced: tuple[Any, int] | None = None
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
@@ -85,17 +84,13 @@ class Machine:
             raise UserError(RecursionError("maximum recursion depth exceeded"))
         self.frames.append(frame)
         try:
-            result = self.loop(frame)
+            return self.loop(frame)
         except Break:
             if self.broken is None:
                 self.broken = list(self.frames)
-            self.frames.pop()
             raise
-        except BaseException:
+        finally:
             self.frames.pop()
-            raise
-        self.frames.pop()
-        return result
 
     def loop(self, frame: Frame) -> Any:
         instructions, stack = frame.code.instructions, frame.stack
@@ -143,7 +138,7 @@ class Machine:
 
     def located(self, reason: Break, frame: Frame) -> Break:
         if reason.at is None:
-            reason.at = self.user_place(frame)
+            reason.at = frame.place()
         return reason
 
     def close_dropped(self) -> None:
@@ -180,9 +175,6 @@ class Machine:
         """Where the program stands; None when it has ended."""
         return self.frames[-1].place() if self.frames else None
 
-    def user_place(self, frame: Frame) -> Any:
-        return frame.place()
-
     def unwind(self, frame: Frame, raised: UserError) -> None:
         """Go to the handler that covers the current instruction, or leave the frame."""
         handler = frame.code.handler(frame.index)
@@ -197,11 +189,9 @@ class Machine:
         frame.stack.append(error)
         frame.index = handler.target
 
-    def safe_step(self) -> int:
-        """The step of the innermost instruction at which the program can be split."""
-        return self.safe_step_of(self.frames)
-
-    def safe_step_of(self, frames: list[Frame]) -> int:
+    def safe_step(self, frames: list[Frame] | None = None) -> int:
+        """The step of the innermost instruction at which the program, or that of `frames`, can be split."""
+        frames = self.frames if frames is None else frames
         for i, frame in enumerate(frames):
             if i and frame.mode == "opaque":
                 owner = self.generators.get(id(frame))
@@ -232,9 +222,8 @@ class Machine:
         if flags & CO_GENERATOR:
             return Generator(self, frame)
         if flags & (CO_COROUTINE | CO_ASYNC_GENERATOR):
-            raise Break(
-                "coroutine", f"{function.__qualname__} is a coroutine", "await outside the compiled function"
-            )
+            why = f"{function.__qualname__} is a coroutine"
+            raise Break("coroutine", why, "await outside the compiled function")
         return self.run(frame)
 
     def enter(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
@@ -244,21 +233,16 @@ class Machine:
         source = self.world.source(function)
         if source is not None:
             self.world.guard(FunctionState(source, code, function.__defaults__, function.__kwdefaults__))
-        cells = (
-            dict(zip(code.co_freevars, self.world.closure(function), strict=True)) if code.co_freevars else {}
-        )
-        return Frame(function, values, cells)
+        return Frame(function, values, dict(zip(code.co_freevars, self.world.closure(function), strict=True)))
 
     def native(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run native code of the program; its exceptions are the program's."""
         try:
             return function(*args, **kwargs)
-        except (UserError, Break, Bug, Skip, Restart, Recalled, Unfit, Yielded):
-            raise
-        except RecursionError:
+        except (UserError, Break, Bug, Skip, Restart, Recalled, Unfit, Yielded, RecursionError):
             raise
         except Exception as e:
-            raise UserError(clean(e)) from None
+            raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
 
     def consume(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run native code that moves iterators; where it breaks, capture starts anew and breaks before it."""
@@ -291,9 +275,6 @@ class Machine:
             if e.error.args and isinstance(e.error.args[0], str) and "FakeTensor" in e.error.args[0]:
                 e.error.args = (e.error.args[0].replace("FakeTensor", "Tensor"), *e.error.args[1:])
             raise
-
-    def fail(self, error: BaseException) -> UserError:
-        return UserError(error)
 
     # ------------------------------------------------------------------ protocol helpers
 
@@ -345,22 +326,18 @@ class Machine:
             if not hasattr(type(made), "__next__"):
                 raise UserError(TypeError(f"iter() returned non-iterator of type '{type(made).__name__}'"))
             return made
-        if method is None and isinstance(
-            attributes.type_lookup(self, kind, "__getitem__"), types.FunctionType
-        ):
-            return Indexed(self, value)
-        if method is None and attributes.type_lookup(self, kind, "__getitem__") is None:
-            return self.native(iter, value)
-        source = world.source(value)
+        if method is None:
+            indexed = attributes.type_lookup(self, kind, "__getitem__")
+            if isinstance(indexed, types.FunctionType):
+                return Indexed(self, value)
+            if indexed is None:
+                return self.native(iter, value)
         if id(value) in world.streams:
             return value
-        opaque = id(value) not in world.shadows and id(value) not in world.frozen
-        if source is not None and opaque and not isinstance(value, SAFE_ITERABLES):
-            raise Break(
-                "foreign-iterator", f"{source} is a {kind.__name__} made outside", "iterate over a list"
-            )
-        world.touch(value)
-        return self.native(iter, value)
+        if world.unguarded(value) and not isinstance(value, SAFE_ITERABLES):
+            why = f"{world.source(value)} is a {kind.__name__} made outside"
+            raise Break("foreign-iterator", why, calls.OVER_LIST)
+        return self.native(iter, world.touch(value))
 
     def next(self, iterator: Any) -> Any:
         """The next item, or MISSING at the end."""
@@ -377,9 +354,8 @@ class Machine:
             if stream is not None and self.advanced is None:
                 self.advanced = (stream, self.safe_step())
             if self.world.source(iterator) is not None and stream is None:
-                raise Break(
-                    "foreign-iterator", f"a {kind.__name__} made outside is advanced", "iterate over a list"
-                )
+                why = f"a {kind.__name__} made outside is advanced"
+                raise Break("foreign-iterator", why, calls.OVER_LIST)
             with self.recorder.mode():
                 value = self.consume(next, (iterator,), {})
         except UserError as e:
@@ -410,23 +386,9 @@ class Machine:
         return self.world.source(value)
 
 
-SAFE_ITERABLES = (
-    str,
-    bytes,
-    range,
-    tuple,
-    frozenset,
-    torch.Size,
-    type,
-    types.MappingProxyType,
-    *purity.DICT_VIEWS,
-)
-
-
-def clean(error: BaseException) -> BaseException:
-    """The exception without the interpreter's own frames."""
-    error.__traceback__ = None
-    return error
+SAFE_ITERABLES: tuple[type, ...] = (
+    str, bytes, range, tuple, frozenset, type, types.MappingProxyType, *purity.DICT_VIEWS,
+)  # fmt: skip
 
 
 __all__ = ["Machine", "builtin_calls", "copies", "library_calls", "number_calls", "torch_calls", "transforms"]

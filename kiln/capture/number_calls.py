@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,16 +60,6 @@ def index(m: Machine, function: Any, value: Any) -> Any:
     return value if type(value) is torch.SymInt else m.native(operator.index, symbolic.concrete(value))
 
 
-@on_symbols(complex)
-def concrete_call(m: Machine, function: Any, *args: Any, **kwargs: Any) -> Any:
-    return m.native(function, *symbolic.concrete(args), **symbolic.concrete(kwargs))
-
-
-@on_symbols(divmod)
-def quotient_and_rest(m: Machine, function: Any, a: Any, b: Any) -> Any:
-    return operators.binary(m, "//", a, b), operators.binary(m, "%", a, b)
-
-
 @on_symbols(pow)
 def power(m: Machine, function: Any, a: Any, b: Any, *modulus: Any) -> Any:
     if modulus:
@@ -79,7 +69,7 @@ def power(m: Machine, function: Any, a: Any, b: Any, *modulus: Any) -> Any:
 
 @on_symbols(math.prod)
 def product(m: Machine, function: Any, values: Any, start: Any = 1) -> Any:
-    return functools.reduce(lambda a, b: operators.binary(m, "*", a, b), values, start)
+    return reduce(partial(operators.binary, m, "*"), values, start)
 
 
 def size_product(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -88,16 +78,6 @@ def size_product(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 METHODS[torch.Size, "numel"] = size_product
-
-
-@on_symbols(torch.sym_int)
-def torch_int(m: Machine, function: Any, value: Any) -> Any:
-    return whole(m, int, value)
-
-
-@on_symbols(torch.sym_float)
-def torch_float(m: Machine, function: Any, value: Any) -> Any:
-    return of_one_number(m, float, value)
 
 
 @on_symbols(torch.sym_max, torch.sym_min)
@@ -109,11 +89,17 @@ def torch_extreme(m: Machine, function: Any, a: Any, b: Any) -> Any:
     return m.native(symbolic.extreme, called, [a, b])
 
 
-@on_symbols(torch.sym_sum)
-def torch_sum(m: Machine, function: Any, values: Any) -> Any:
-    return functools.reduce(lambda a, b: operators.binary(m, "+", a, b), values, 0)
+def concrete_call(m: Machine, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return m.native(function, *symbolic.concrete(args), **symbolic.concrete(kwargs))
 
 
-@on_symbols(torch.sym_not)
-def torch_not(m: Machine, function: Any, value: Any) -> Any:
-    return not m.truth(value)
+RULES: dict[Any, Callable[..., Any]] = {
+    complex: concrete_call,
+    divmod: lambda m, f, a, b: (operators.binary(m, "//", a, b), operators.binary(m, "%", a, b)),
+    torch.sym_int: lambda m, f, value: whole(m, int, value),
+    torch.sym_float: lambda m, f, value: of_one_number(m, float, value),
+    torch.sym_sum: lambda m, f, values: reduce(partial(operators.binary, m, "+"), values, 0),
+    torch.sym_not: lambda m, f, value: not m.truth(value),
+}
+for _function, _rule in RULES.items():
+    on_symbols(_function)(_rule)

@@ -77,17 +77,15 @@ TRUTH = {"__bool__": checked_bool, "__len__": checked_length}
 
 def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     """`a sign b`, in-place signs included."""
-    ta, tb = type(a), type(b)
+    ta, tb, stem = type(a), type(b), sign.rstrip("=")
     if ta is FakeTensor or tb is FakeTensor:
-        return tensor_binary(m, BINARY[sign if ta is FakeTensor else sign.rstrip("=")], a, b)
+        return tensor_binary(m, sign if ta is FakeTensor else stem, a, b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(BINARY[sign], a, b)
     if ta in SYMBOLIC or tb in SYMBOLIC:
-        if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC and sign.rstrip("=") in symbolic.ARITHMETIC:
-            return m.native(symbolic.arithmetic, sign.rstrip("="), a, b)
-        return binary(m, sign, symbolic.concrete(a) if ta in SYMBOLIC else a,
-                      symbolic.concrete(b) if tb in SYMBOLIC else b, mode)  # fmt: skip
-    stem = sign.rstrip("=")
+        if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC and stem in symbolic.ARITHMETIC:
+            return m.native(symbolic.arithmetic, stem, a, b)
+        return binary(m, sign, plain_number(a), plain_number(b), mode)
     name = DUNDER[stem]
     if sign != stem:
         method = python_method(m, a, f"__i{name}__")
@@ -113,25 +111,22 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     raise UserError(TypeError(f"unsupported operand type(s) for {sign}: '{ta.__name__}' and '{tb.__name__}'"))
 
 
-def tensor_binary(m: Machine, function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+def plain_number(value: Any) -> Any:
+    return symbolic.concrete(value) if type(value) in SYMBOLIC else value
+
+
+def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
     """An operator with a tensor operand; the other one may be a user's object that takes over."""
-    for value in (a, b):
-        if (
-            type(value) is not FakeTensor
-            and type(value) not in PLAIN
-            and m.source(value) is not None
-            and id(value) not in m.world.shadows
-        ):
-            if type(value).__module__ == "numpy" or not isinstance(value, (list, tuple)):
-                method = next((python_method(m, value, f"__{p}{n}__")
-                               for p in ("r", "") for n in DUNDER.values()
-                               if BINARY.get({v: k for k, v in DUNDER.items()}[n]) is function
-                               and python_method(m, value, f"__{p}{n}__")), None)  # fmt: skip
-                if method is not None:
-                    return m.inline(method, (b, a) if value is b else (a, b), {})
+    other, operands = (b, (b, a)) if type(a) is FakeTensor else (a, (a, b))
+    outside = m.source(other) is not None and id(other) not in m.world.shadows
+    if outside and type(other) not in (FakeTensor, *PLAIN) and not isinstance(other, (list, tuple)):
+        names = [f"__r{DUNDER[sign]}__", f"__{DUNDER[sign]}__"] if sign in DUNDER else []
+        method = next((found for name in names if (found := python_method(m, other, name))), None)
+        if method is not None:
+            return m.inline(method, operands, {})
     m.world.touch(a)
     m.world.touch(b)
-    return m.torch_call(function, (a, b), {})
+    return m.torch_call(BINARY[sign], (a, b), {})
 
 
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:
@@ -150,28 +145,21 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     if (ta in SYMBOLIC and tb is not FakeTensor) or (tb in SYMBOLIC and ta is not FakeTensor):
         if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC:
             return symbolic.compare(sign, a, b)
-        return compare(m, sign, symbolic.concrete(a) if ta in SYMBOLIC else a,
-                       symbolic.concrete(b) if tb in SYMBOLIC else b, mode)  # fmt: skip
+        return compare(m, sign, plain_number(a), plain_number(b), mode)
     if ta is FakeTensor or tb is FakeTensor:
         if a is None or b is None or isinstance(a, str) or isinstance(b, str):
-            return (
-                m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
-                if sign not in ("==", "!=")
-                else sign == "!="
-            )
+            if sign in ("==", "!="):
+                return sign == "!="
+            return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
         return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
     name, reflected = COMPARE_DUNDER[sign]
     left, right = python_method(m, a, name), python_method(m, b, reflected)
-    if (
-        sign == "!="
-        and left is None
-        and python_method(m, a, "__eq__") is not None
-        and plain(type(a), "__ne__")
-    ):
+    by_equality = sign == "!=" and left is None and plain(ta, "__ne__")
+    if by_equality and python_method(m, a, "__eq__") is not None:
         result = compare(m, "==", a, b)
         return result if result is NotImplemented else not m.truth(result)
     if left is None and right is None:
-        if sign in ("==", "!=") and plain(type(a), "__eq__") and plain(type(b), "__eq__"):
+        if sign in ("==", "!=") and plain(ta, "__eq__") and plain(tb, "__eq__"):
             return m.same(a, b) == (sign == "==")
         return native_binary(m, COMPARE[sign], a, b)
     pairs = [(left, (a, b)), (right, (b, a))]
@@ -184,38 +172,29 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
                 return result
     if sign in ("==", "!="):
         return m.same(a, b) == (sign == "==")
-    raise UserError(
-        TypeError(f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'")
-    )
+    text = f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'"
+    raise UserError(TypeError(text))
 
 
 def settled(m: Machine, sign: str, a: Any, b: Any, out: Any) -> Any:
     """The result of a comparison; known where uniform random numbers meet one that is not between 0 and 1."""
-    bound = b if type(a) is FakeTensor else a
-    drawn = a if type(a) is FakeTensor else b
+    drawn, bound, sign = (a, b, sign) if type(a) is FakeTensor else (b, a, COMPARE_MIRROR[sign])
     if type(bound) not in (int, float) or m.recorder.made_by(drawn) is not torch.rand or drawn._version:
         return out
-    known = BEYOND.get(sign if drawn is a else COMPARE_MIRROR[sign])
-    truth = None if known is None else known(bound)
+    truth = beyond(sign, bound) if sign not in ("==", "!=") else None
     if truth is not None and type(out) is FakeTensor:
         out.value, out.value_version = torch.full(tuple(out.shape), truth), out._version
         LITERALS.made = True
     return out
 
 
-def beyond(
-    low: Callable[[Any], bool], high: Callable[[Any], bool], if_low: bool
-) -> Callable[[Any], bool | None]:
+def beyond(sign: str, bound: float) -> bool | None:
     """What a comparison of numbers from 0 to 1, without 1, with a bound says when all of them agree."""
-    return lambda bound: if_low if low(bound) else (not if_low if high(bound) else None)
+    if bound < 0 or bound == 0 and sign in ("<", ">="):
+        return sign in (">", ">=")
+    return sign in ("<", "<=") if bound >= 1 else None
 
 
-BEYOND = {
-    "<": beyond(lambda c: c <= 0, lambda c: c >= 1, False),
-    ">=": beyond(lambda c: c <= 0, lambda c: c >= 1, True),
-    "<=": beyond(lambda c: c < 0, lambda c: c >= 1, False),
-    ">": beyond(lambda c: c < 0, lambda c: c >= 1, True),
-}
 COMPARE_MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 
 
@@ -244,10 +223,7 @@ def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
 
 def opaque(m: Machine, value: Any) -> bool:
     """Whether native code would read a state of this value that no guard covers."""
-    world = m.world
-    return (world.source(value) is not None
-            and id(value) not in world.shadows and id(value) not in world.frozen
-            and not isinstance(value, READABLE))  # fmt: skip
+    return m.world.unguarded(value) and not isinstance(value, READABLE)
 
 
 READABLE = (
@@ -273,44 +249,28 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
         if found is not MISSING:
             return found
     if isinstance(container, type):
-        if isinstance(attributes.type_lookup(m, kind, "__getitem__"), types.FunctionType):
-            return m.native(operator.getitem, container, key)
-        hook = (
-            attributes.load(m, container, "__class_getitem__")
-            if hasattr(container, "__class_getitem__")
-            else None
-        )
-        if isinstance(hook, types.MethodType) and not container.__module__.startswith(
-            ("typing", "collections", "torch")
-        ):
+        hook = None
+        if hasattr(container, "__class_getitem__"):
+            hook = attributes.load(m, container, "__class_getitem__")
+        library = container.__module__.startswith(("typing", "collections", "torch"))
+        if isinstance(hook, types.MethodType) and not library:
             return m.call(hook, (key,))
         return m.native(operator.getitem, container, key)
     if type(key) is FakeTensor and isinstance(container, (list, tuple, str, range)):
         if constant_of(key) is not None:
             return getitem(m, container, m.native(operator.index, constant_of(key)), mode)
-        raise Break(
-            "data-dependent",
-            "a tensor is used as an index of a Python sequence",
-            "index a tensor, or keep the index an int",
-        )
+        why = "a tensor is used as an index of a Python sequence"
+        raise Break("data-dependent", why, "index a tensor, or keep the index an int")
     m.world.touch(container)
-    if (
-        isinstance(container, collections.defaultdict)
-        and not dict.__contains__(container, key)
-        and container.default_factory is not None
-    ):
-        value = m.call(container.default_factory, ())
+    factory = container.default_factory if isinstance(container, collections.defaultdict) else None
+    missing = python_method(m, container, "__missing__") if isinstance(container, dict) else None
+    if (factory or missing) is not None and not m.native(dict.__contains__, container, key):
+        if missing is not None:
+            return m.inline(missing, (container, key), {}, mode)
+        value = m.call(factory, ())
         dict.__setitem__(container, key, value)
         return value
-    missing = python_method(m, container, "__missing__") if isinstance(container, dict) else None
-    if missing is not None and not dict.__contains__(container, key):
-        return m.inline(missing, (container, key), {}, mode)
-    if opaque(m, container):
-        raise Break(
-            "foreign-object",
-            f"an item of {m.source(container)}, a {kind.__name__}, is read",
-            "use a list, dict or tensor",
-        )
+    refuse_opaque(m, container, f"an item of a {kind.__name__} is read")
     return m.view(m.native(operator.getitem, container, key))
 
 
@@ -347,10 +307,7 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
     if m.world.write_item(container, key, value):
         return
     m.world.touch(container)
-    if opaque(m, container):
-        raise Break(
-            "foreign-object", f"an item of {m.source(container)} is written", "use a list, dict or tensor"
-        )
+    refuse_opaque(m, container, "an item is written")
     m.native(operator.setitem, container, key, value)
 
 
@@ -364,11 +321,19 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
         m.inline(method, (container, key), {}, mode)
         return
     m.world.touch(container)
-    if opaque(m, container):
-        raise Break(
-            "foreign-object", f"an item of {m.source(container)} is deleted", "use a list, dict or tensor"
-        )
+    refuse_opaque(m, container, "an item is deleted")
     m.native(operator.delitem, container, key)
+
+
+def refuse_opaque(m: Machine, container: Any, what: str) -> None:
+    """Break where native code would read a state of the container that no guard covers."""
+    if opaque(m, container):
+        raise Break("foreign-object", f"{m.source(container)}: {what}", "use a list, dict, set or tensor")
+
+
+def equal(m: Machine, item: Any, value: Any) -> bool:
+    """Whether a search for the value ends at this item."""
+    return m.same(item, value) or m.truth(compare(m, "==", item, value))
 
 
 def contains(m: Machine, container: Any, value: Any) -> bool:
@@ -388,21 +353,17 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
             iterator = m.iterate(container)
         except UserError as e:
             if isinstance(e.error, TypeError):
-                raise UserError(
-                    TypeError(f"argument of type '{type(container).__name__}' is not iterable")
-                ) from None
+                text = f"argument of type '{type(container).__name__}' is not iterable"
+                raise UserError(TypeError(text)) from None
             raise
         while (item := m.next(iterator)) is not MISSING:
-            if m.same(item, value) or m.truth(compare(m, "==", item, value)):
+            if equal(m, item, value):
                 return True
         return False
     m.world.touch(container)
     if isinstance(container, (list, tuple)) and python_method(m, value, "__eq__") is not None:
-        return any(m.same(item, value) or m.truth(compare(m, "==", item, value)) for item in container)
-    if opaque(m, container):
-        raise Break(
-            "foreign-object", f"membership in {m.source(container)} is asked", "use a list, dict or set"
-        )
+        return any(equal(m, item, value) for item in container)
+    refuse_opaque(m, container, "membership is asked")
     if isinstance(container, (list, tuple)):
-        return any(m.same(item, value) or m.truth(compare(m, "==", item, value)) for item in container)
+        return any(equal(m, item, value) for item in container)
     return bool(m.native(operator.contains, container, value))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import collections
 import enum
 import functools
-import gc
 import itertools
 import random
 import types
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 
 from kiln import _hook
+from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.source import (
     Arg,
@@ -29,6 +28,7 @@ from kiln.base.source import (
     Global,
     Item,
     Source,
+    Step,
 )
 from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.live import live
@@ -82,6 +82,7 @@ class Rebuilder:
         self.outputs: list[FakeTensor] = []
         self.names: dict[int, str] = {}  # id of a value -> local variable that holds it
         self.open: set[int] = set()
+        self.filled: set[int] = set()  # cells whose contents are written
         self.alive: list[Any] = []
 
     # ------------------------------------------------------------------ entry points
@@ -98,8 +99,17 @@ class Rebuilder:
             return
         self.build(value)
         if id(value) not in self.names and self.shared(value):
-            self.e.copy(1)
-            self.name(value)
+            self.named(value)
+
+    def named(self, value: Any) -> None:
+        """Give the value on the stack, which is to be filled or needed again, a name."""
+        self.e.copy(1)
+        self.name(value)
+
+    def then(self, function: Any, *args: Any) -> None:
+        """Emit `function(*args)` for what it does."""
+        self.call(function, *args)
+        self.e.pop()
 
     def build(self, value: Any) -> None:
         if id(value) in self.open:
@@ -141,9 +151,7 @@ class Rebuilder:
     def call(self, function: Any, *args: Any) -> None:
         """Emit `function(*args)`."""
         e = self.e
-        e.begin_call()
-        e.const(function)
-        e.mid_call()
+        e.callee(function)
         for arg in args:
             self.push(arg)
         e.end_call(len(args))
@@ -158,9 +166,7 @@ class Rebuilder:
         if isinstance(expr, Symbol):
             self.read(varying.reads[expr])
             return
-        self.e.begin_call()
-        self.e.const(quiet(symbols, str(expr)))
-        self.e.mid_call()
+        self.e.callee(quiet(symbols, str(expr)))
         for symbol in symbols:
             self.read(varying.reads[symbol])
         self.e.end_call(len(symbols))
@@ -170,15 +176,10 @@ class Rebuilder:
         if read.what == "value":
             self.source(read.source)
             return
-        self.e.begin_call()
-        self.e.const(torch.Tensor.size if read.what == "size" else torch.Tensor.stride)
-        self.e.mid_call()
+        self.e.callee(torch.Tensor.size if read.what == "size" else torch.Tensor.stride)
         self.source(read.source)
         self.e.const(read.dim)
         self.e.end_call(2)
-
-    def shape(self, value: Any) -> None:
-        self.call(torch.Size, tuple(value))
 
     # ------------------------------------------------------------------ making
 
@@ -210,57 +211,46 @@ class Rebuilder:
         """A container that holds itself: an empty one, known by name, then filled."""
         empty, fill = SHELLS[type(value)]
         self.call(runtime.make_empty, Raw(type(value)), *empty(value))
-        self.e.copy(1)
-        self.name(value)
-        self.call(fill, value, list(value) if not isinstance(value, dict) else dict(value))
-        self.e.pop()
+        self.named(value)
+        self.then(fill, value, list(value) if not isinstance(value, dict) else dict(value))
 
     def source(self, source: Source) -> None:
         """Emit a load along a path."""
         e = self.e
+        if isinstance(source, Step) and not isinstance(source, Derived):
+            self.source(source.base)
         match source:
             case Arg():
                 e.load(source.name)
-            case Const():
-                if (
-                    type(source.value) is types.FunctionType
-                    and self.world.made_cells
-                    and self.closes_over_tensor(source.value)
-                ):
-                    raise Unbuildable(source.value)
-                e.const(source.value)
+            case Const(value):
+                if type(value) is types.FunctionType and self.closes_over_tensor(value):
+                    raise Unbuildable(value)
+                e.const(value)
             case Attr():
-                self.source(source.base)
                 e.attr(source.name)
             case DictAttr():
-                self.source(source.base)
                 e.attr("__dict__")
-                e.const(source.name)
-                e.item()
+                self.item(source.name)
             case Item():
-                self.source(source.base)
-                e.const(source.key)
-                e.item()
+                self.item(source.key)
             case CellContents():
-                self.source(source.base)
                 e.attr("cell_contents")
             case ClosureCell():
-                self.source(source.base)
                 e.attr("__closure__")
-                e.const(source.index)
-                e.item()
+                self.item(source.index)
             case Global():
                 e.const(source.namespace.value)
-                e.const(source.name)
-                e.item()
+                self.item(source.name)
             case Derived():
-                e.begin_call()
-                e.const(source.function)
-                e.mid_call()
+                e.callee(source.function)
                 self.source(source.base)
                 e.end_call(1)
             case _:
                 raise Unbuildable(source)
+
+    def item(self, key: Any) -> None:
+        self.e.const(key)
+        self.e.item()
 
     def closes_over_tensor(self, function: types.FunctionType) -> bool:
         """Whether a function that was made during capture, with its class, holds tensors of the graph."""
@@ -271,12 +261,6 @@ class Rebuilder:
         if id(value) in self.steps:
             raise Unbuildable(value, self.steps[id(value)])
         self.e.const(value)
-
-    def dict_view(self, value: Any) -> None:
-        self.call(runtime.dict_view, runtime.viewed(value), type(value).__name__)
-
-    def proxy(self, value: Any) -> None:
-        self.call(types.MappingProxyType, runtime.proxied(value))
 
     def sequence(self, value: Any) -> None:
         for item in value:
@@ -289,18 +273,13 @@ class Rebuilder:
         else:
             self.immutable(value, tuple)
 
-    def frozen_set(self, value: Any) -> None:
-        self.immutable(value, frozenset)
-
     def immutable(self, value: Any, base: Any) -> None:
         """An instance of a subclass of tuple or frozenset, with the attributes that it has."""
         self.call(functools.partial(base.__new__, type(value)), tuple(base.__iter__(value)))
         attributes = instance_space(value)
         if attributes:
-            self.e.copy(1)
-            self.name(value)
-            self.call(runtime.fill_object, value, dict(attributes), {})
-            self.e.pop()
+            self.named(value)
+            self.then(runtime.fill_object, value, dict(attributes), {})
 
     def mapping(self, value: dict[Any, Any]) -> None:
         for key, item in value.items():
@@ -308,37 +287,10 @@ class Rebuilder:
             self.push(item)
         self.e.build("map", len(value))
 
-    def ordered(self, value: Any) -> None:
-        self.call(type(value), dict(value))
-
-    def default_dict(self, value: Any) -> None:
-        self.call(collections.defaultdict, value.default_factory, dict(value))
-
-    def deque(self, value: Any) -> None:
-        self.call(collections.deque, list(value), value.maxlen)
-
-    def bytes(self, value: bytearray) -> None:
-        self.call(bytearray, bytes(value))
-
-    def view(self, value: Any) -> None:
-        """The keys, values or items of a dict."""
-        (owner,) = gc.get_referents(value)
-        self.e.begin_call()
-        self.push(owner)
-        self.e.attr(VIEWS[type(value)])
-        self.e.mid_call()
-        self.e.end_call(0)
-
-    def set(self, value: Any) -> None:
-        self.call(type(value), tuple(value))
-
     def slice(self, value: Any) -> None:
         for part in (value.start, value.stop, value.step):
             self.push(part)
         self.e.build("slice", 3)
-
-    def method(self, value: types.MethodType) -> None:
-        self.call(types.MethodType, value.__func__, value.__self__)
 
     def native_method(self, value: Any) -> None:
         owner = getattr(value, "__self__", None)
@@ -356,13 +308,11 @@ class Rebuilder:
         self.call(runtime.make_function, Raw(value.__code__), Raw(value.__globals__), value.__name__,
                   value.__defaults__, cells, value.__kwdefaults__, {} if cells else attributes)  # fmt: skip
         if cells:
-            self.e.copy(1)
-            self.name(value)
+            self.named(value)
             for cell in cells:
                 self.cell_contents(cell)
             if attributes:
-                self.call(runtime.fill_object, value, attributes, {})
-                self.e.pop()
+                self.then(runtime.fill_object, value, attributes, {})
 
     def cell(self, value: types.CellType) -> None:
         self.cell_shell(value)
@@ -387,15 +337,9 @@ class Rebuilder:
         self.e.load(self.names[id(cell)])
         self.e.set_attr("cell_contents")
 
-    @functools.cached_property
-    def filled(self) -> builtins.set[int]:
-        return set()
-
     def partial(self, value: Any) -> None:
         e = self.e
-        e.begin_call()
-        e.const(functools.partial)
-        e.mid_call()
+        e.callee(functools.partial)
         for part in (value.func, *value.args, *value.keywords.values()):
             self.push(part)
         e.end_call(1 + len(value.args) + len(value.keywords), tuple(value.keywords))
@@ -413,18 +357,6 @@ class Rebuilder:
         else:
             self.call(parts[0], *parts[1])
 
-    def pending_call(self, value: Call) -> None:
-        self.call(value.function, *value.args)
-
-    def raw(self, value: Raw) -> None:
-        self.e.const(value.value)
-
-    def mapped(self, value: Mapped) -> None:
-        self.call(value.kind, value.function, *value.iterators)
-
-    def address(self, value: Address) -> None:
-        self.call(value.ask, value.owner)
-
     def generator(self, value: Generator) -> None:
         """A generator in the middle of its work: one that a first `next` brings to the same place."""
         frame = value.frame
@@ -437,26 +369,15 @@ class Rebuilder:
         _hook.skip(code)
         function = types.FunctionType(code, frame.globals, frame.function.__name__)
         e = self.e
-        e.begin_call()
-        e.const(runtime.advanced(function) if value.started else function)
-        e.mid_call()
+        e.callee(runtime.advanced(function) if value.started else function)
         e.end_call(push_frame(self, frame, kept, names))
-
-    def super(self, value: Any) -> None:
-        self.call(super, value.__thisclass__, value.__self__)
 
     def error(self, value: BaseException) -> None:
         self.call(runtime.make_error, Raw(type(value)), value.args, runtime.error_state(value))
         if value.__cause__ is not None or value.__context__ is not None or value.__suppress_context__:
-            self.e.copy(1)
-            self.name(value)
-            self.call(
-                runtime.chain_error, value, value.__cause__, value.__context__, value.__suppress_context__
-            )
-            self.e.pop()
-
-    def handled(self, value: Handled) -> None:
-        self.push(value.previous)
+            self.named(value)
+            chain = value.__cause__, value.__context__, value.__suppress_context__
+            self.then(runtime.chain_error, value, *chain)
 
     def object(self, value: Any) -> None:
         """An instance of a user's class: an empty one, known by name, then filled."""
@@ -474,17 +395,13 @@ class Rebuilder:
                                      or not runtime.can_make(cls)):  # fmt: skip
             raise Unbuildable(value, self.steps.get(id(value), -1))
         self.call(runtime.make_object, Raw(cls))
-        self.e.copy(1)
-        self.name(value)
+        self.named(value)
         if isinstance(value, dict) and dict.__len__(value):
-            self.call(runtime.fill_dict, value, dict(runtime.mapping_type(value).items(value)))
-            self.e.pop()
+            self.then(runtime.fill_dict, value, dict(runtime.mapping_type(value).items(value)))
         if isinstance(value, list) and list.__len__(value):
-            self.call(runtime.fill_list, value, list(list.__iter__(value)))
-            self.e.pop()
+            self.then(runtime.fill_list, value, list(list.__iter__(value)))
         if isinstance(value, set) and set.__len__(value):
-            self.call(set.update, value, list(set.__iter__(value)))
-            self.e.pop()
+            self.then(set.update, value, list(set.__iter__(value)))
         slots = {
             name: item
             for base in cls.__mro__ for name, member in vars(base).items()
@@ -493,8 +410,7 @@ class Rebuilder:
         }  # fmt: skip
         attributes = instance_space(value) or {}
         if attributes or slots:
-            self.call(runtime.fill_object, value, dict(attributes), slots)
-            self.e.pop()
+            self.then(runtime.fill_object, value, dict(attributes), slots)
 
 
 def slots(values: list[Any]) -> tuple[Slot, ...]:
@@ -502,9 +418,7 @@ def slots(values: list[Any]) -> tuple[Slot, ...]:
     return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
 
 
-INTROSPECTIVE = frozenset(
-    {"eval", "exec", "locals", "vars", "dir"}
-)  # functions that look at the frame's variables
+INTROSPECTIVE = frozenset({"eval", "exec", "locals", "vars", "dir"})  # they look at the frame's variables
 
 
 def bound(frame: Frame, index: int) -> tuple[str, ...]:
@@ -531,29 +445,21 @@ def push_frame(r: Rebuilder, frame: Frame, kept: list[Any], names: tuple[str, ..
     return count
 
 
+@dataclass(slots=True, eq=False)
 class Raw:
     """A constant that is pushed as it is."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A call whose result is an argument of another."""
 
-    __slots__ = ("args", "function")
-
-    def __init__(self, function: Any, args: tuple[Any, ...]) -> None:
-        self.function, self.args = function, args
+    function: Any
+    args: tuple[Any, ...]
 
 
-VIEWS: dict[type, str] = {
-    type(getattr(kind(), name)()): name
-    for kind in (dict, collections.OrderedDict)
-    for name in ("keys", "values", "items")
-}
 #: How to make an empty one, how to fill it.
 SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
     list: (lambda v: (), runtime.fill_list), dict: (lambda v: (), runtime.fill_dict),
@@ -566,34 +472,42 @@ OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 HOLDERS = frozenset({torch.Size, slice})  # constants that symbolic numbers may stand in
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
-    Unread: lambda r, value: r.source(value.source),
-    list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping,
-    set: Rebuilder.set, frozenset: Rebuilder.set,
-    collections.OrderedDict: Rebuilder.ordered, collections.Counter: Rebuilder.ordered,
-    collections.defaultdict: Rebuilder.default_dict, collections.deque: Rebuilder.deque,
-    slice: Rebuilder.slice, types.MethodType: Rebuilder.method,
-    types.BuiltinFunctionType: Rebuilder.native_method, BUILTIN_METHOD: Rebuilder.native_method,
-    types.MethodWrapperType: Rebuilder.native_method,
+    list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, slice: Rebuilder.slice,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell,
-    functools.partial: Rebuilder.partial, types.MappingProxyType: Rebuilder.proxy,
-    **dict.fromkeys(DICT_VIEWS, Rebuilder.dict_view), Call: Rebuilder.pending_call, Raw: Rebuilder.raw,
-    **dict.fromkeys(symbolic.SYMBOLIC, Rebuilder.number), torch.Size: Rebuilder.shape,
-    Mapped: Rebuilder.mapped, Callback: lambda r, value: r.push(value.value),
-    Generator: Rebuilder.generator, super: Rebuilder.super,
-    random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())),
-    object: lambda r, value: r.call(object), bytearray: Rebuilder.bytes, Handled: Rebuilder.handled,
-    **dict.fromkeys(VIEWS, Rebuilder.view), Address: Rebuilder.address,
+    functools.partial: Rebuilder.partial, Generator: Rebuilder.generator,
+    **dict.fromkeys(symbolic.SYMBOLIC, Rebuilder.number),
     **dict.fromkeys((*REDUCIBLE, *COMBINED), Rebuilder.reduced),
-    types.MethodDescriptorType: Rebuilder.constant, types.WrapperDescriptorType: Rebuilder.constant,
-    torch._ops.OpOverload: Rebuilder.constant, torch._ops.OpOverloadPacket: Rebuilder.constant,
+    **dict.fromkeys((types.BuiltinFunctionType, BUILTIN_METHOD, types.MethodWrapperType),
+                    Rebuilder.native_method),
+    **dict.fromkeys((types.MethodDescriptorType, types.WrapperDescriptorType, torch._ops.OpOverload,
+                     torch._ops.OpOverloadPacket), Rebuilder.constant),
+    **dict.fromkeys((set, frozenset), lambda r, value: r.call(type(value), tuple(value))),
+    **dict.fromkeys((collections.OrderedDict, collections.Counter),
+                    lambda r, value: r.call(type(value), dict(value))),
+    **dict.fromkeys(DICT_VIEWS, lambda r, value: r.call(
+        runtime.dict_view, runtime.viewed(value), type(value).__name__)),
+    collections.defaultdict: lambda r, value: r.call(type(value), value.default_factory, dict(value)),
+    collections.deque: lambda r, value: r.call(type(value), list(value), value.maxlen),
+    bytearray: lambda r, value: r.call(bytearray, bytes(value)),
+    object: lambda r, value: r.call(object),
+    super: lambda r, value: r.call(super, value.__thisclass__, value.__self__),
+    torch.Size: lambda r, value: r.call(torch.Size, tuple(value)),
+    types.MethodType: lambda r, value: r.call(types.MethodType, value.__func__, value.__self__),
+    types.MappingProxyType: lambda r, value: r.call(types.MappingProxyType, runtime.proxied(value)),
+    random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())),
+    Address: lambda r, value: r.call(value.ask, value.owner),
+    Call: lambda r, value: r.call(value.function, *value.args),
+    Callback: lambda r, value: r.push(value.value),
+    Handled: lambda r, value: r.push(value.previous),
+    Mapped: lambda r, value: r.call(value.kind, value.function, *value.iterators),
+    Raw: lambda r, value: r.e.const(value.value),
+    Unread: lambda r, value: r.source(value.source),
 }  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
-    (
-        (type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType),
-        Rebuilder.constant,
-    ),
+    ((type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType),
+     Rebuilder.constant),
     (tuple, Rebuilder.named_tuple),
-    (frozenset, Rebuilder.frozen_set),
+    (frozenset, lambda r, value: r.immutable(value, frozenset)),
     ((str, int, float, bytes, complex), Rebuilder.constant),
-)
+)  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,26 +49,12 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     stop, reason = -1, None
     literals, copying = Literals(), True
+    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, unstable, in_python,
+                      specialises, literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
             with depth.deep() as room:
-                return attempt(
-                    function,
-                    argv,
-                    compiler,
-                    resume,
-                    cache,
-                    fullgraph,
-                    unstable,
-                    stop,
-                    reason,
-                    in_python,
-                    room,
-                    specialises,
-                    dynamic,
-                    literals,
-                    copying,
-                )
+                return attempt(stop, reason, room, dynamic, copying)
         except Unsettled as again:
             literals.tried(again.reason)
             stop, reason = -1, None
@@ -98,9 +85,8 @@ class Literals:
         """Raise Unsettled where the other way is to be tried."""
         if reason.kind not in ("data-dependent", "branch-on-tensor"):
             return
-        if (self.open and LITERALS.left and self.broke is None) or (
-            not self.open and self.broke == (reason.kind, reason.at)
-        ):
+        left = self.open and LITERALS.left and self.broke is None
+        if left or not self.open and self.broke == (reason.kind, reason.at):
             raise Unsettled(reason)
 
 
@@ -116,11 +102,12 @@ def interpreted(machine: Machine, frame: Frame) -> Any:
         set_tracing(was)
 
 
-def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
-            resume: Callable[[types.FunctionType], Any],
-            cache: dict[Any, Any], fullgraph: bool, unstable: frozenset[str], stop: int, reason: Break | None,
-            in_python: Callable[[Any], Any], room: int, specialises: bool,
-            dynamic: Dynamic, literals: Literals, copying: bool) -> Captured:  # fmt: skip
+def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
+               resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
+               unstable: frozenset[str], in_python: Callable[[Any], Any], specialises: bool,
+               literals: Literals, stop: int, reason: Break | None, room: int, dynamic: Dynamic,
+               copying: bool) -> Captured:  # fmt: skip
+    """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
     recorder = Recorder()
     LITERALS.reset(literals.open)
     varying = Varying(dynamic)
@@ -134,17 +121,19 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
     world.guard(GlobalState.now())
-    cells = (
-        dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
-        if function.__closure__
-        else {}
+    frame = Frame(
+        function, {}, dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
     )
-    frame = Frame(function, {}, cells)
-    frame.lazy = {
-        name: (value, Arg(i, name)) for i, (name, value) in enumerate(zip(names, argv, strict=True))
-    }
+    slots = enumerate(zip(names, argv, strict=True))
+    frame.lazy = {name: (value, Arg(i, name)) for i, (name, value) in slots}
     before = state.snapshot()
     modes = torch._C._len_torch_function_stack()
+
+    def restore() -> None:
+        state.restore(before)
+        while torch._C._len_torch_function_stack() > modes:
+            torch._C._pop_torch_function_stack()
+
     try:
         try:
             value = interpreted(machine, frame)
@@ -160,17 +149,9 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                 if len(frames) <= 1:
                     raise Skip(str(e), e) from None
                 raise Restart(frames[0].step, e) from None
-            if (
-                not fullgraph
-                and stop < 0
-                and machine.advanced is not None
-                and not machine.advanced[0].over()
-            ):
-                again = Break(
-                    "foreign-iterator",
-                    "the loop breaks again in its next turn",
-                    "move the break out of the loop",
-                )
+            if not fullgraph and stop < 0 and machine.advanced is not None and not machine.advanced[0].over():
+                why = "the loop breaks again in its next turn"
+                again = Break("foreign-iterator", why, "move the break out of the loop")
                 raise Restart(machine.advanced[1], again) from None
             if (fullgraph or strict.now()) and e.kind != "raises":
                 raise
@@ -193,25 +174,19 @@ def attempt(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         varying.refuse_specialised()
         machine.leave_contexts(recorded=True)
         finisher = Finisher(machine, frame, names, before, compiler, resume, cache, in_python)
-        state.restore(before)
-        while torch._C._len_torch_function_stack() > modes:
-            torch._C._pop_torch_function_stack()
+        restore()
+        frames = machine.broken or []
         try:
-            captured = (
-                finisher.returned(value) if ended is None else finisher.broken(machine.broken or [], ended)
-            )
+            captured = finisher.returned(value) if ended is None else finisher.broken(frames, ended)
         except Unbuildable as e:
             text = e.text if ended is None else f"{e.text} after the break at {ended.at}: {ended.why}"
-            raise Restart(
-                e.step, Break("rebuild", text, "keep such objects out of what lives across the break")
-            ) from None
+            again = Break("rebuild", text, "keep such objects out of what lives across the break")
+            raise Restart(e.step, again) from None
         world.finish_guards()
         captured.guards = world.guards
     finally:
         machine.leave_contexts()
-        state.restore(before)
-        while torch._C._len_torch_function_stack() > modes:
-            torch._C._pop_torch_function_stack()
+        restore()
         release(machine, frame)
     if ended is not None:
         ended.__traceback__ = ended.__context__ = None

@@ -196,10 +196,6 @@ def delete_item(space: dict[str, Any], name: str) -> None:
     space.pop(name, None)
 
 
-def delete_contents(cell: types.CellType) -> None:
-    del cell.cell_contents
-
-
 def retell(places: dict[str, str], error: BaseException) -> None:
     """Put lines of the program in the place of those of a captured graph's own function in a traceback."""
     trace = error.__traceback__

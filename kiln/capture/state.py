@@ -22,15 +22,10 @@ def _are_deterministic() -> tuple[bool, bool]:
 
 
 def _autocast(device: str) -> list[Switch]:
+    bound = functools.partial
     return [
-        (
-            functools.partial(torch.is_autocast_enabled, device),
-            functools.partial(torch.set_autocast_enabled, device),
-        ),
-        (
-            functools.partial(torch.get_autocast_dtype, device),
-            functools.partial(torch.set_autocast_dtype, device),
-        ),
+        (bound(torch.is_autocast_enabled, device), bound(torch.set_autocast_enabled, device)),
+        (bound(torch.get_autocast_dtype, device), bound(torch.set_autocast_dtype, device)),
     ]
 
 
@@ -44,16 +39,11 @@ def _settle_order() -> None:
 
 def _attention() -> list[Switch]:
     """Which kernels attention may use."""
-    names = ("flash", "math", "mem_efficient", "cudnn", "overrideable")
-    found = [
-        (getattr(torch._C, f"_get_{name}_sdp_enabled", None), getattr(torch._C, f"_set_sdp_use_{name}", None))
-        for name in names
-    ]
-    order = (
-        getattr(torch._C, "_get_sdp_priority_order", None),
-        getattr(torch._C, "_set_sdp_priority_order", None),
-    )
-    return [(read, write) for read, write in (*found, order) if read is not None and write is not None]
+    kinds = ("flash", "math", "mem_efficient", "cudnn", "overrideable")
+    names = [(f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in kinds]
+    names.append(("_get_sdp_priority_order", "_set_sdp_priority_order"))
+    space = vars(torch._C)
+    return [(space[read], space[write]) for read, write in names if read in space and write in space]
 
 
 ATTENTION = _attention()
@@ -67,10 +57,6 @@ SWITCHES: tuple[Switch, ...] = (
     *ATTENTION,
     (strict.now, strict.put),
 )
-
-
-def read_now(read: Callable[[], Any]) -> Any:
-    return read()
 
 
 def snapshot() -> tuple[Any, ...]:

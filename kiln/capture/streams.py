@@ -70,10 +70,7 @@ def read_iterator(world: World, value: Any, source: Source) -> Any:
     for p in inner:
         world.owned_streams.add(id(p))
     world.streams[id(copy)] = Stream(value, copy, place(copy), inner)
-    world.remember(value, source)
-    world.wrappers[id(value)] = copy
-    world.remember(copy, source)
-    return copy
+    return world.stands_for(copy, value, source)
 
 
 def copyable(parts: Any) -> bool:

@@ -17,10 +17,10 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break, Skip
 from kiln.base.source import Const, Derived
-from kiln.capture import builtin_calls, runtime, state, symbolic
+from kiln.capture import runtime, state, symbolic
 from kiln.capture.attributes import mro_lookup
-from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, handles, leaf
-from kiln.capture.frame import Restart
+from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses
+from kiln.capture.frame import Restart, UserError
 from kiln.capture.world import nested
 from kiln.check.guards import Custom
 from kiln.ops.fake import LITERALS, FakeTensor
@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-def folds(value: Any, *names: str) -> None:
-    """Functions whose answer is the same for every captured program."""
-    for name in names:
-        module, _, function = name.rpartition(".")
-        owner = getattr(sys.modules.get(f"torch.{module}"), function, None)
-        if owner is not None:
-            handles(owner)(lambda m, args, kwargs: value)
+def folds(value: Any, *functions: Any) -> None:
+    """Functions whose answer is the same for every captured program, some by their names under torch."""
+    for function in functions:
+        if isinstance(function, str):
+            module, _, name = function.rpartition(".")
+            function = getattr(sys.modules.get(f"torch.{module}"), name, None)
+        if function is not None:
+            handles(function)(lambda m, args, kwargs: value)
 
 
 folds(True, "compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
@@ -45,25 +46,66 @@ folds(False, "jit.is_scripting", "jit.is_tracing", "_jit_internal.is_scripting",
       "overrides.has_torch_function_unary", "overrides.has_torch_function_variadic",
       "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
 folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
+# Log calls inside compiled code are dropped, as documented.
+folds(False, logging.Logger.isEnabledFor)
+for _name in "debug info warning error log exception critical warn fatal".split():
+    folds(None, getattr(logging.Logger, _name), getattr(logging, _name))
 
 
-@handles(torch.Tensor.__iter__)
-def iterate_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.iterate(args[0])
+def is_like_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return isinstance(args[0], torch.Tensor) or m.call(hasattr, (args[0], "__torch_function__"))
 
 
-@handles(torch.is_tensor)
-def is_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], torch.Tensor)
+def assertion(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    if type(args[0]) is FakeTensor:
+        return m.torch_call(torch._assert, args, kwargs)
+    if not m.truth(args[0]):
+        raise UserError(AssertionError(*args[1:]))
+
+
+def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The graph seeds the generator where the program does."""
+    m.recorder.note(torch.manual_seed, args, kwargs)
+    return m.world.constant(torch.default_generator)
+
+
+declare({
+    torch.Tensor.__iter__: lambda m, args, kwargs: m.iterate(args[0]),
+    torch.is_tensor: lambda m, args, kwargs: isinstance(args[0], torch.Tensor),
+    torch.is_storage: lambda m, args, kwargs: isinstance(args[0], (torch.UntypedStorage, torch.TypedStorage)),
+    torch.overrides.is_tensor_like: is_like_tensor,
+    torch._assert: assertion,
+    torch.manual_seed: manual_seed,
+    torch.utils.hooks.BackwardHook.setup_input_hook: lambda m, args, kwargs: m.torch_call(
+        runtime.watch_inputs, args, kwargs),
+    torch.utils.hooks.BackwardHook.setup_output_hook: lambda m, args, kwargs: m.torch_call(
+        runtime.watch_outputs, args, kwargs),
+    # A generator made here is made by the graph, in every call.
+    torch.Generator: lambda m, args, kwargs: m.native(m.recorder.effect, torch.Generator, args, kwargs),
+    # A named block of a profile: the ops of a graph have no such blocks, the name is dropped.
+    torch.autograd.profiler.record_function: lambda m, args, kwargs: m.call(
+        m.world.constant(contextlib.nullcontext), ()),
+})  # fmt: skip
+refuses("foreign-context", "a torch function mode is entered or left",
+        "enter it outside the compiled function",
+        torch.overrides._push_mode, torch.overrides._pop_mode, torch.overrides._pop_mode_temporarily,
+        torch.overrides.TorchFunctionMode.__enter__, torch.overrides.TorchFunctionMode.__exit__)  # fmt: skip
+refuses("random-state", "the state of the random generator is changed or read",
+        "seed outside the compiled function",
+        torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state,
+        torch.cuda.manual_seed_all)  # fmt: skip
+refuses("global-state", "torch's default device is changed", "use `with torch.device(...)`",
+        torch.set_default_device, torch.set_default_tensor_type)  # fmt: skip
+refuses("backward", "gradients are computed inside the compiled function", "call backward outside of it",
+        torch.autograd.backward, torch.autograd.grad)  # fmt: skip
 
 
 @handles(torch.nn.Parameter)
 def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A parameter made here: one node."""
     if type(args[0] if args else kwargs.get("data")) is not FakeTensor:
-        raise Break(
-            "tensor-subclass", "a Parameter is made of no tensor", "make it outside the compiled function"
-        )
+        why = "a Parameter is made of no tensor"
+        raise Break("tensor-subclass", why, "make it outside the compiled function")
     made = leaf(m, torch.nn.Parameter, args, kwargs)
     made.real_type = torch.nn.Parameter
     return made
@@ -73,33 +115,17 @@ def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What a module uses to see the gradients that pass through it: an object of the graph."""
     if id(args[0]) not in m.world.pinned:
-        raise Break(
-            "backward-hook",
-            "backward hooks of a module that is not always the same one",
-            "compile the module itself",
-        )
+        why = "backward hooks of a module that is not always the same one"
+        raise Break("backward-hook", why, "compile the module itself")
     return m.native(m.recorder.effect, torch.utils.hooks.BackwardHook, args, kwargs)
-
-
-@handles(torch.utils.hooks.BackwardHook.setup_input_hook)
-def input_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.torch_call(runtime.watch_inputs, args, kwargs)
-
-
-@handles(torch.utils.hooks.BackwardHook.setup_output_hook)
-def output_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.torch_call(runtime.watch_outputs, args, kwargs)
 
 
 @handles(torch.Tensor.register_hook)
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when it does not close over tensors of the graph."""
     if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
-        raise Break(
-            "tensor-hook",
-            "a hook closes over tensors of the graph",
-            "register it outside the compiled function",
-        )
+        why = "a hook closes over tensors of the graph"
+        raise Break("tensor-hook", why, "register it outside the compiled function")
     handle = m.native(m.recorder.effect, runtime.watch_gradient, args)
     m.steps[id(handle)] = m.safe_step()
     return handle
@@ -125,19 +151,6 @@ def closed_over(m: Machine, function: Any) -> list[Any]:
     ]
 
 
-@handles(torch.overrides.is_tensor_like)
-def is_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], torch.Tensor) or builtin_calls.has_attribute(
-        m, (args[0], "__torch_function__"), {}
-    )
-
-
-@handles(torch.Generator)
-def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A generator made here is made by the graph, in every call."""
-    return m.native(m.recorder.effect, torch.Generator, args, kwargs)
-
-
 def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> Any:
     if m.source(owner) is not None or kwargs or not all(type(value) is int for value in args):
         raise Break("random-state", "a random generator is seeded", "seed it outside the compiled function")
@@ -145,11 +158,6 @@ def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> An
 
 
 METHODS[torch.Generator, "manual_seed"] = seeded
-
-
-@handles(torch.is_storage)
-def is_storage(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], (torch.UntypedStorage, torch.TypedStorage))
 
 
 class Named:
@@ -233,17 +241,6 @@ def warn(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         warnings.warn(*args, **{k: v for k, v in kwargs.items() if k != "stacklevel"})
 
 
-@handles(
-    logging.Logger.debug, logging.Logger.info, logging.Logger.warning, logging.Logger.error,
-    logging.Logger.log, logging.debug, logging.info, logging.warning, logging.error,
-    logging.Logger.exception, logging.Logger.critical, logging.Logger.warn, logging.Logger.fatal,
-    logging.log, logging.exception, logging.critical, logging.fatal, logging.warn,
-)  # fmt: skip
-def log(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """Log calls inside compiled code are dropped, as documented."""
-    return None
-
-
 def _entered_warnings() -> warnings.catch_warnings[Any]:
     made = warnings.catch_warnings()
     made.__enter__()
@@ -281,11 +278,6 @@ def caught_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     del m.world.entered[id(args[0])]
 
 
-@handles(logging.Logger.isEnabledFor)
-def log_enabled(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return False
-
-
 @handles(torch.autograd.grad_mode.inference_mode.__enter__)
 def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     mode = m.getattr(args[0], "mode")
@@ -299,11 +291,7 @@ def enter_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def exit_inference(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     context = m.getattr(args[0], "_inference_mode_context")
     if m.source(context) is not None:
-        raise Break(
-            "foreign-context",
-            "inference mode was entered before this graph",
-            "enter and leave it in one function",
-        )
+        raise entered_before("inference mode")
     m.entered.remove(context)
     m.world.entered[id(context)] = (type(None),)
     m.native(m.recorder.effect, _exit_inference_mode, (context,))
@@ -319,63 +307,18 @@ def enter_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(torch.device.__exit__)
 def exit_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if not m.devices:
-        raise Break(
-            "foreign-context",
-            "a default device was entered before this graph",
-            "enter and leave it in one function",
-        )
+        raise entered_before("a default device")
     m.devices.pop()
+
+
+def entered_before(what: str) -> Break:
+    why = f"{what} was entered before this graph"
+    return Break("foreign-context", why, "enter and leave it in one function")
 
 
 @handles(torch.get_default_device)
 def default_device_now(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.devices[-1] if m.devices else torch.get_default_device()
-
-
-@handles(torch.overrides._push_mode, torch.overrides._pop_mode, torch.overrides._pop_mode_temporarily,
-         torch.overrides.TorchFunctionMode.__enter__, torch.overrides.TorchFunctionMode.__exit__)  # fmt: skip
-def function_mode(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    why = "a torch function mode is entered or left"
-    raise Break("foreign-context", why, "enter it outside the compiled function")
-
-
-@handles(torch.manual_seed)
-def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """The graph seeds the generator where the program does."""
-    m.recorder.note(torch.manual_seed, args, kwargs)
-    return m.world.constant(torch.default_generator)
-
-
-@handles(
-    torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state, torch.cuda.manual_seed_all
-)
-def random_state(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break(
-        "random-state",
-        "the state of the random generator is changed or read",
-        "seed outside the compiled function",
-    )
-
-
-@handles(torch.set_default_device, torch.set_default_tensor_type)
-def default_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break("global-state", "torch's default device is changed", "use `with torch.device(...)`")
-
-
-@handles(torch._assert)
-def torch_assert(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    condition = args[0]
-    if type(condition) is FakeTensor:
-        return m.torch_call(torch._assert, args, kwargs)
-    if not m.truth(condition):
-        raise m.fail(AssertionError(*args[1:]))
-
-
-@handles(torch.autograd.backward, torch.autograd.grad)
-def run_backward(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    raise Break(
-        "backward", "gradients are computed inside the compiled function", "call backward outside of it"
-    )
 
 
 @handles(torch.tensor)
@@ -406,11 +349,8 @@ for _function in (torch.as_tensor, torch.asarray):
 
 
 def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    raise Break(
-        "script",
-        f"{type(function).__name__} is compiled by TorchScript",
-        "compile the Python function instead",
-    )
+    why = f"{type(function).__name__} is compiled by TorchScript"
+    raise Break("script", why, "compile the Python function instead")
 
 
 def call_script_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -423,12 +363,6 @@ for _kind in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule, torch.jit
 CALLERS[torch.jit.ScriptFunction] = call_script_function
 
 
-@handles(torch.autograd.profiler.record_function)
-def profiled_block(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A named block of a profile: the ops of a graph have no such blocks, the name is dropped."""
-    return m.call(m.world.constant(contextlib.nullcontext), ())
-
-
 def reads_switch(read: Any, write: Any) -> None:
     """A switch that the guard on torch's state leaves out gets its own, unless the program set it before."""
 
@@ -436,13 +370,8 @@ def reads_switch(read: Any, write: Any) -> None:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = m.native(read, *args, **kwargs)
         if not m.recorder.called(write):
-            m.world.guard(
-                Custom(
-                    Derived(Const(read), state.read_now, "now"),
-                    functools.partial(operator.eq, value),
-                    f"was {value}",
-                )
-            )
+            now = Derived(Const(read), operator.call, "now")
+            m.world.guard(Custom(now, functools.partial(operator.eq, value), f"was {value}"))
         return value
 
 

@@ -80,6 +80,7 @@ BY_IDENTITY = (
     functools._lru_cache_wrapper, enum.Enum, torch.Generator, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, types.GenericAlias,
 )  # fmt: skip
+DICTS = (dict, collections.OrderedDict)  # those whose items may be read one by one
 BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
 
@@ -94,9 +95,8 @@ class Shadow:
     before: Any = None  # the copy's contents when it was last known to equal the real container's
     full: bool = False  # every item has been wrapped and guarded
     items: dict[Any, Any] = field(default_factory=dict)  # items read or written one by one
-    written: set[Any] = field(
-        default_factory=set
-    )  # keys of a dict written before anybody asked what it holds
+    #: Keys of a dict written before anybody asked what it holds.
+    written: set[Any] = field(default_factory=set)
     space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
 
     def changed(self) -> bool:
@@ -150,10 +150,11 @@ class World:
         self.specialises = True  # whether the backend may build on the facts of example inputs
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
+        self.made_cells: set[int] = set()  # ids of the cells made during capture
+        self.made_classes: set[int] = set()  # and of the classes: nobody else changes them
         self.keep: list[Any] = []
-        self.entered: dict[
-            int, tuple[Any, ...]
-        ] = {}  # native contexts by id, and the call that enters one like it
+        #: Native contexts by id, and the call that enters one like it.
+        self.entered: dict[int, tuple[Any, ...]] = {}
         self.wrappers: dict[int, Any] = {}
         self.machine: Any = None  # the interpreter of this capture, while it runs
         self.memories: dict[int, Any] = {}  # what is known of the memory of arrays, by id of its owner
@@ -174,6 +175,11 @@ class World:
         if id(value) not in self.sources:
             self.sources[id(value)] = source
             self.keep.append(value)
+
+    def unguarded(self, value: Any) -> bool:
+        """Whether native code would read a state of this value from outside that no guard covers."""
+        key = id(value)
+        return key in self.sources and key not in self.shadows and key not in self.frozen
 
     def outside(self, value: Any, source: Source) -> Any:
         """The program's view of a value read from outside, with the guards that the read calls for."""
@@ -218,6 +224,13 @@ class World:
             return self.tensors[id(value)][0]
         return self.wrappers.get(id(value), value)
 
+    def stands_for(self, copy: Any, value: Any, source: Source) -> Any:
+        """From now on the program meets `copy` where the value is."""
+        self.remember(value, source)
+        self.wrappers[id(value)] = copy
+        self.remember(copy, source)
+        return copy
+
     def thing(self, value: Any, source: Source) -> Any:
         """Any other object: known by its exact type and its path."""
         self.guard(TypeIs(source, type(value)))
@@ -227,9 +240,7 @@ class World:
 
     def pin(self, value: Any, source: Source) -> Any:
         """An object that must stay the same one; its parts are reached from the object itself."""
-        if isinstance(source, Const) and source.value is value:
-            pass
-        else:
+        if not (isinstance(source, Const) and source.value is value):
             self.guard(Is(source, value))
         self.pinned.add(id(value))
         self.remember(value, Const(value, str(source)))
@@ -256,11 +267,7 @@ class World:
         self.guard(TypeIs(source, types.MethodType))
         func = self.outside(value.__func__, Attr(source, "__func__"))
         owner = self.outside(value.__self__, Attr(source, "__self__"))
-        bound = types.MethodType(func, owner)
-        self.remember(value, source)
-        self.wrappers[id(value)] = bound
-        self.remember(bound, source)
-        return bound
+        return self.stands_for(types.MethodType(func, owner), value, source)
 
     def native_method(self, value: Any, source: Source) -> Any:
         """A builtin function, or a native method bound to an object from outside."""
@@ -286,11 +293,8 @@ class World:
                 self.guard(SameObject(known[1], source))
             return known[0]
         if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise Break(
-                "tensor-subclass",
-                f"{source} is a {type(value).__name__}",
-                "pass plain tensors, or disable the function",
-            )
+            why = f"{source} is a {type(value).__name__}"
+            raise Break("tensor-subclass", why, "pass plain tensors, or disable the function")
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             what = "nested" if value.is_nested else value.layout
             raise Break("tensor-layout", f"{source} is {what}", "only strided tensors are captured")
@@ -314,9 +318,8 @@ class World:
         self.tensors[id(value)] = (fake, source)
         self.reals[id(fake)] = value
         self.sources[id(fake)] = source
-        self.keep.append(fake)
-        self.keep.append(value)
         self.sources[id(value)] = source
+        self.keep += (fake, value)
         return fake
 
     def owned(self, source: Source) -> bool:
@@ -361,21 +364,13 @@ class World:
         """The keys, values or items of a dict: those of what stands for the dict."""
         self.guard(TypeIs(source, type(value)))
         inner = self.touch(self.outside(runtime.viewed(value), Derived(source, runtime.viewed, "mapping")))
-        view = runtime.dict_view(inner, type(value).__name__)
-        self.remember(value, source)
-        self.wrappers[id(value)] = view
-        self.remember(view, source)
-        return view
+        return self.stands_for(runtime.dict_view(inner, type(value).__name__), value, source)
 
     def proxy(self, value: Any, source: Source) -> Any:
         """A read-only view of a mapping: the view of what stands for the mapping."""
         self.guard(TypeIs(source, types.MappingProxyType))
         inner = self.touch(self.outside(runtime.proxied(value), Derived(source, runtime.proxied, "mapping")))
-        view = types.MappingProxyType(inner)
-        self.remember(value, source)
-        self.wrappers[id(value)] = view
-        self.remember(view, source)
-        return view
+        return self.stands_for(types.MappingProxyType(inner), value, source)
 
     def immutable(self, value: Any, source: Source) -> Any:
         """A tuple (or named tuple): rebuilt from the program's view of its items."""
@@ -386,19 +381,19 @@ class World:
         # The results of torch ops are sequences with names in C, which only their own constructor builds.
         named = hasattr(type(value), "n_sequence_fields")
         copy = value if same else type(value)(items) if named else tuple.__new__(type(value), items)
-        self.remember(value, source)
-        self.wrappers[id(value)] = copy
-        self.remember(copy, source)
-        return copy
+        return self.stands_for(copy, value, source)
 
     def frozen_set(self, value: Any, source: Source) -> Any:
         self.guard(TypeIs(source, type(value)))
-        self.guard(SetEquals(source, frozenset(value)))
-        for item in value:
-            if isinstance(item, torch.Tensor):
-                raise Break("set-of-tensors", f"{source} is a set of tensors", "use a list")
+        self.elements(value, source)
         self.remember(value, source)
         return value
+
+    def elements(self, value: Any, source: Source) -> None:
+        """The program depends on what a set holds."""
+        self.guard(SetEquals(source, frozenset(value)))
+        if any(isinstance(item, torch.Tensor) for item in value):
+            raise Break("set-of-tensors", f"{source} is a set of tensors", "use a list")
 
     def touch(self, value: Any) -> Any:
         """Make a value safe for native reading: what it holds from outside is wrapped and guarded."""
@@ -438,26 +433,20 @@ class World:
         shadow.full = True
         real, copy, source = shadow.real, shadow.copy, shadow.source
         if isinstance(real, (set, frozenset)):
-            self.guard(SetEquals(source, frozenset(real)))
-            if any(isinstance(item, torch.Tensor) for item in real):
-                raise Break("set-of-tensors", f"{source} is a set of tensors", "use a list")
+            self.elements(real, source)
             shadow.before = set(copy)
             return
         if isinstance(real, dict):
-            items = runtime.contents(real)
+            items, mapping = runtime.contents(real), runtime.mapping_type(copy)
             self.guard(Keys(source, tuple(items)))
             if any(isinstance(key, (torch.Tensor, tuple)) for key in items):
-                runtime.mapping_type(copy).clear(copy)
+                mapping.clear(copy)
             for key, item in items.items():
                 wrapped = shadow.items[key] if key in shadow.items else self.outside(item, Item(source, key))
-                runtime.mapping_type(copy).__setitem__(copy, self.key(key, source), wrapped)
-            shadow.before = {
-                **runtime.contents(copy),
-                **{key: MISSING for key in shadow.written if key in items},
-            }
-            for key in shadow.items:
-                if key not in items:
-                    runtime.mapping_type(copy).__setitem__(copy, key, shadow.items[key])
+                mapping.__setitem__(copy, self.key(key, source), wrapped)
+            shadow.before = runtime.contents(copy)
+            shadow.before.update({key: MISSING for key in shadow.written if key in items})
+            runtime.fill_dict(copy, {key: item for key, item in shadow.items.items() if key not in items})
             if isinstance(real, collections.defaultdict):
                 self.outside(real.default_factory, Attr(source, "default_factory"))
             return
@@ -471,18 +460,22 @@ class World:
         if isinstance(key, torch.Tensor):
             return self.outside(key, Const(key, f"a key of {source}"))
         if isinstance(key, tuple) and any(isinstance(part, torch.Tensor) for part in nested(key)):
-            raise Break(
-                "dict-of-tensors", f"tuples of tensors are keys of {source}", "use the tensors themselves"
-            )
+            why = f"tuples of tensors are keys of {source}"
+            raise Break("dict-of-tensors", why, "use the tensors themselves")
         return key
+
+    def unfilled(self, container: Any) -> Shadow | None:
+        """The shadow behind a container that nobody has looked into as a whole."""
+        shadow = self.shadows.get(id(container))
+        return None if shadow is None or shadow.full else shadow
 
     def item(self, container: Any, key: Any) -> Any:
         """One item of a shadow that has not been filled, or MISSING where a plain native read is right."""
-        shadow = self.shadows.get(id(container))
-        if shadow is None or shadow.full:
+        shadow = self.unfilled(container)
+        if shadow is None:
             return MISSING
         real = shadow.real
-        if type(real) is dict or type(real) is collections.OrderedDict:
+        if type(real) in DICTS:
             if type(key) not in (str, int, bool, type(None)) and not isinstance(key, (type, enum.Enum)):
                 return MISSING
             if key in shadow.written:
@@ -504,8 +497,8 @@ class World:
 
     def write_item(self, container: Any, key: Any, value: Any) -> bool:
         """Hold back `container[key] = value` for a dict that nobody has looked into; False for another."""
-        shadow = self.shadows.get(id(container))
-        if shadow is None or shadow.full or type(shadow.real) is not dict or type(key) not in (str, int):
+        shadow = self.unfilled(container)
+        if shadow is None or type(shadow.real) is not dict or type(key) not in (str, int):
             return False
         shadow.items[key] = value
         shadow.written.add(key)
@@ -513,26 +506,16 @@ class World:
 
     def length(self, container: Any) -> int | None:
         """The length of an unfilled shadow, guarded alone."""
-        shadow = self.shadows.get(id(container))
-        if (
-            shadow is None
-            or shadow.full
-            or shadow.written
-            or type(shadow.real) not in (list, dict, collections.OrderedDict)
-        ):
+        shadow = self.unfilled(container)
+        if shadow is None or shadow.written or type(shadow.real) not in (list, *DICTS):
             return None
         self.guard(Length(shadow.source, len(shadow.real)))
         return len(shadow.real)
 
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""
-        shadow = self.shadows.get(id(container))
-        if (
-            shadow is None
-            or shadow.full
-            or type(shadow.real) not in (dict, collections.OrderedDict)
-            or type(key) not in (str, int)
-        ):
+        shadow = self.unfilled(container)
+        if shadow is None or type(shadow.real) not in DICTS or type(key) not in (str, int):
             return None
         if key in shadow.written:
             return True
@@ -565,21 +548,23 @@ class World:
 
     def read_slot(self, owner: Any, name: str) -> Any:
         """A pending write of `owner.name`, or MISSING; a pending deletion comes out as DELETED."""
-        overlay = self.instance.get(id(owner))
-        if overlay is not None and name in overlay.writes:
-            value = self.pending(overlay.writes[name])
-            return DELETED if value is MISSING else value
+        pending = self.pending(self.instance.get(id(owner)), name)
+        if pending is not MISSING:
+            return pending
         if self.shadow_of:
             shadow = self.shadow_of.get(id(getattr(owner, "__dict__", None)))
             if shadow is not None:
                 return shadow.copy.get(name, DELETED)
         return MISSING
 
-    def pending(self, value: Any) -> Any:
-        """A value that was written and is read again; a container may be changed through it."""
+    def pending(self, overlay: Overlay | None, name: str) -> Any:
+        """What was written to a slot and is read again: DELETED for a deletion, MISSING where nothing was."""
+        if overlay is None or name not in overlay.writes:
+            return MISSING
+        value = overlay.writes[name]
         if type(value) not in CONSTANTS:
-            self.writes += 1
-        return value
+            self.writes += 1  # a container may be changed through it
+        return DELETED if value is MISSING else value
 
     def write_slot(self, owner: Any, name: str, value: Any) -> None:
         """Hold back `owner.name = value` (or its deletion, with MISSING) for an object from outside."""
@@ -598,10 +583,9 @@ class World:
         self.keep.append(value)
 
     def read_global(self, namespace: dict[str, Any], name: str) -> Any:
-        overlay = self.spaces.get(id(namespace))
-        if overlay is not None and name in overlay.writes:
-            value = self.pending(overlay.writes[name])
-            return DELETED if value is MISSING else value
+        pending = self.pending(self.spaces.get(id(namespace)), name)
+        if pending is not MISSING:
+            return pending
         if name in namespace:
             return self.outside(namespace[name], Global(Const(namespace, "globals"), name))
         self.guard(Contains(Const(namespace, "globals"), name, False))
@@ -614,9 +598,9 @@ class World:
 
     def read_cell(self, cell: types.CellType) -> Any:
         """The contents of a cell; MISSING when it is empty."""
-        overlay = self.cells.get(id(cell))
-        if overlay is not None:
-            return self.pending(overlay.writes["cell_contents"])
+        pending = self.pending(self.cells.get(id(cell)), "cell_contents")
+        if pending is not MISSING:
+            return MISSING if pending is DELETED else pending
         source = self.sources.get(id(cell))
         try:
             value = cell.cell_contents
@@ -644,16 +628,6 @@ class World:
                     self.remember(cell, ClosureCell(source, i, name))
         return cells
 
-    @functools.cached_property
-    def made_cells(self) -> set[int]:
-        """Ids of the cells made during capture."""
-        return set()
-
-    @functools.cached_property
-    def made_classes(self) -> set[int]:
-        """Ids of the classes made during capture: nobody else changes them."""
-        return set()
-
     def made_class(self, cls: Any) -> Any:
         self.made_classes.add(id(cls))
         self.keep.append(cls)
@@ -662,9 +636,6 @@ class World:
     def builtin(self, name: str, value: Any) -> None:
         """A builtin was read."""
         self.guard(Is(Global(Const(BUILTINS, "builtins"), name), value))
-
-    def namespace(self, space: dict[str, Any]) -> Source:
-        return Const(space, "globals")
 
     def constant(self, value: Any) -> Any:
         """An object that is the same in every call: reached from itself, without a guard."""
@@ -715,15 +686,10 @@ class World:
         else:
             self.guard(Absent(source, name))
 
-    def absent_attr(self, source: Source | None, name: str) -> None:
-        if source is not None:
-            self.guard(Absent(source, name))
-
     def unset(self, source: Source, name: str) -> None:
         """A slot of the object at this path has no value."""
-        self.guard(
-            Custom(source, lambda value: not hasattr(value, name), f"had no value in its slot {name!r}")
-        )
+        text = f"had no value in its slot {name!r}"
+        self.guard(Custom(source, lambda value: not hasattr(value, name), text))
 
     def lacks(self, source: Source, name: str) -> None:
         """A dict at this path does not have the key."""
@@ -790,14 +756,10 @@ def rooted(source: Source) -> bool:
 
 def private(source: Source) -> bool:
     """Whether a path leads to what an object keeps for itself: its `__dict__`, or the tables of a module."""
-    return isinstance(source, (Attr, DictAttr)) and (
-        source.name == "__dict__"
-        or (
-            source.name.startswith("_")
-            and isinstance(source.base, Const)
-            and isinstance(source.base.value, torch.nn.Module)
-        )
-    )
+    if not isinstance(source, (Attr, DictAttr)):
+        return False
+    of_module = isinstance(source.base, Const) and isinstance(source.base.value, torch.nn.Module)
+    return source.name == "__dict__" or of_module and source.name.startswith("_")
 
 
 NESTING = (list, tuple, dict, set, frozenset, collections.deque)

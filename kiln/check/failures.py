@@ -69,10 +69,8 @@ def _number(guard: Any, value: Any) -> str:
 
 
 def _container(guard: Any, value: Any) -> str:
-    return (
-        f"make {guard.source} once, outside of what is compiled, with one length and the same keys, and "
-        "change its elements; numbers in it belong in one tensor"
-    )
+    once = f"make {guard.source} once, outside of what is compiled, with one length and the same keys"
+    return f"{once}, and change its elements; numbers in it belong in one tensor"
 
 
 def _conditions(guard: Any, value: Any) -> str:
@@ -84,10 +82,6 @@ def _identity(guard: Any, value: Any) -> str:
     return f"make {guard.source} once and use that object in every call"
 
 
-def _modes(guard: Any, value: Any) -> str:
-    return "call it under the same modes and defaults every time"
-
-
 def _as_it_is(guard: Any, value: Any) -> str:
     return f"keep {guard.source} the same in every call, or read it outside of what is compiled"
 
@@ -95,5 +89,6 @@ def _as_it_is(guard: Any, value: Any) -> str:
 REMEDIES: dict[type, Callable[[Any, Any], str]] = {
     TensorMatch: _tensor, ShapedMatch: _tensor, Equals: _number, Length: _container, Keys: _container,
     Conditions: _conditions, SetEquals: _container, Is: _identity, FunctionState: _identity,
-    TypeIs: _as_it_is, GlobalState: _modes,
+    TypeIs: _as_it_is,
+    GlobalState: lambda guard, value: "call it under the same modes and defaults every time",
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from types import CodeType
 from typing import Any, Protocol
 
@@ -34,7 +35,7 @@ class Guard:
     source: Source
 
     def __str__(self) -> str:
-        facts = [getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "source"]
+        facts = [getattr(self, fact.name) for fact in dataclasses.fields(self) if fact.name != "source"]
         texts = [str(fact) if isinstance(fact, Source) else show(fact) for fact in facts]
         return " ".join((str(self.source), words(type(self).__name__), *texts))
 
@@ -56,12 +57,15 @@ class Guard:
 
     def key(self) -> object:
         """Guards with equal keys are the same guard."""
-        raise NotImplementedError
+        return type(self), self.source, *self._facts()
 
     def at(self, source: Source) -> Guard:
         """The same predicate on the value at another path."""
+        return type(self)(source, *self._facts())
+
+    def _facts(self) -> list[Any]:
         names: tuple[str, ...] = self.__match_args__[1:]
-        return type(self)(source, *[getattr(self, name) for name in names])
+        return [getattr(self, name) for name in names]
 
     def holds(self, argv: Sequence[Any]) -> bool:
         try:
@@ -153,9 +157,6 @@ class Length(Guard):
     def emit(self) -> tuple[int, Any]:
         return _hook.CHECK_LENGTH, self.n
 
-    def key(self) -> object:
-        return Length, self.source, self.n
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keys(Guard):
@@ -185,11 +186,8 @@ class Contains(Guard):
     present: bool
 
     def test(self, value: Any) -> bool:
-        if isinstance(value, dict):
-            return dict.__contains__(value, self.item) is self.present
-        if isinstance(value, set):
-            return set.__contains__(value, self.item) is self.present
-        return isinstance(value, frozenset) and frozenset.__contains__(value, self.item) is self.present
+        kind = next((kind for kind in (dict, set, frozenset) if isinstance(value, kind)), None)
+        return kind is not None and kind.__contains__(value, self.item) is self.present
 
     def describe(self, value: Any) -> str:
         if not isinstance(value, (dict, set, frozenset)):
@@ -221,9 +219,6 @@ class Absent(Guard):
 
     def emit(self) -> tuple[int, Any]:
         return _hook.CHECK_ABSENT, self.name
-
-    def key(self) -> object:
-        return Absent, self.source, self.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -271,19 +266,17 @@ class FunctionState(Guard):
         return FunctionState, self.source, id(self.code), id(self.defaults), id(self.kwdefaults)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class ClassAttr(Guard):
     """MRO lookup of a name on a class gives this very object, or MISSING."""
 
-    __slots__ = ("cls", "name", "value")
+    source: Source = field(init=False)
     cls: type
     name: str
     value: Any
 
-    def __init__(self, cls: type, name: str, value: Any) -> None:
-        Guard.__init__(self, Const(cls))
-        object.__setattr__(self, "cls", cls)
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "value", value)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", Const(self.cls))
 
     def __str__(self) -> str:
         return f"{self.source}.{self.name} is the class's own"
@@ -378,18 +371,12 @@ class Distinct(Relation):
         return "the values are different objects"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Custom(Guard):
     """Any predicate on one value, with the text of its failure: for what no other kind can say."""
 
-    __slots__ = ("predicate", "text")
-    __match_args__ = ("source", "predicate", "text")
     predicate: Callable[[Any], bool]
     text: str
-
-    def __init__(self, source: Source, predicate: Callable[[Any], bool], text: str) -> None:
-        Guard.__init__(self, source)
-        object.__setattr__(self, "predicate", predicate)
-        object.__setattr__(self, "text", text)
 
     def test(self, value: Any) -> bool:
         return bool(self.predicate(value))

@@ -6,28 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kiln.base.source import readable
-from kiln.check.guards import (
-    Absent,
-    ClassAttr,
-    Contains,
-    Custom,
-    Distinct,
-    Equals,
-    FunctionState,
-    Guard,
-    Is,
-    Keys,
-    Length,
-    SameObject,
-    SetEquals,
-    TypeIs,
-)
-from kiln.check.shapes import AnyNumber, ShapedMatch
-from kiln.check.torch_guards import TensorMatch
+from kiln.check import guards, shapes, torch_guards
 from kiln.check.values import MISSING, show
 
 
-def sentence(guard: Guard) -> str:
+def sentence(guard: guards.Guard) -> str:
     """What must hold, for a person: "x is a float32 tensor of shape (8, 64) on cpu"."""
     say = SENTENCES.get(type(guard))
     return readable(" ".join(str(guard if say is None else say(guard)).split()))
@@ -49,10 +32,6 @@ def _tensor(guard: Any) -> str:
     shape = f"({', '.join(map(str, guard.shape))}{',' * (len(guard.shape) == 1)})"
     dtype = str(guard.dtype).removeprefix("torch.")
     return f"{guard.source} is a {dtype} tensor{kind} of shape {shape} on {guard.device}{grad}"
-
-
-def _laid_out(guard: Any) -> str:
-    return f"{_tensor(guard)}, strides {guard.strides}"
 
 
 def _type(guard: Any) -> str:
@@ -78,25 +57,21 @@ def _class_attribute(guard: Any) -> str:
     return f"{guard.source}.{guard.name} is as the class defines it"
 
 
-def _function(guard: Any) -> str:
-    return f"{guard.source} has the code and the defaults it had"
-
-
 SENTENCES: dict[type, Callable[[Any], str]] = {
-    TypeIs: _type,
-    Is: _object,
-    Equals: lambda guard: f"{guard.source} is {show(guard.value)}",
-    Length: _length,
-    Keys: _keys,
-    Contains: lambda guard: f"{guard.source} {'has' if guard.present else 'lacks'} {show(guard.item)}",
-    Absent: lambda guard: f"{guard.source} has no attribute {guard.name} of its own",
-    SetEquals: lambda guard: f"{guard.source} is {show(set(guard.elements))}",
-    FunctionState: _function,
-    ClassAttr: _class_attribute,
-    SameObject: lambda guard: f"{guard.sources[0]} and {guard.sources[1]} are one object",
-    Distinct: lambda guard: f"{', '.join(map(str, guard.sources))} are different objects",
-    Custom: lambda guard: f"{guard.source} {guard.text}",
-    TensorMatch: _laid_out,
-    ShapedMatch: _tensor,
-    AnyNumber: lambda guard: f"{guard.source} is any {guard.type.__name__}",
+    guards.TypeIs: _type,
+    guards.Is: _object,
+    guards.Equals: lambda guard: f"{guard.source} is {show(guard.value)}",
+    guards.Length: _length,
+    guards.Keys: _keys,
+    guards.Contains: lambda guard: f"{guard.source} {'has' if guard.present else 'lacks'} {show(guard.item)}",
+    guards.Absent: lambda guard: f"{guard.source} has no attribute {guard.name} of its own",
+    guards.SetEquals: lambda guard: f"{guard.source} is {show(set(guard.elements))}",
+    guards.FunctionState: lambda guard: f"{guard.source} has the code and the defaults it had",
+    guards.ClassAttr: _class_attribute,
+    guards.SameObject: lambda guard: f"{guard.sources[0]} and {guard.sources[1]} are one object",
+    guards.Distinct: lambda guard: f"{', '.join(map(str, guard.sources))} are different objects",
+    guards.Custom: lambda guard: f"{guard.source} {guard.text}",
+    torch_guards.TensorMatch: lambda guard: f"{_tensor(guard)}, strides {guard.strides}",
+    shapes.ShapedMatch: _tensor,
+    shapes.AnyNumber: lambda guard: f"{guard.source} is any {guard.type.__name__}",
 }

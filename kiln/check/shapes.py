@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -90,21 +91,14 @@ def plan(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShapedMatch(Guard):
-    """What compiled code assumes of a tensor some of whose sizes vary."""
+class ShapedMatch(TensorMatch):
+    """What compiled code assumes of a tensor some of whose sizes and strides are an Extent or a Stride."""
 
-    type: type
-    dtype: torch.dtype
-    device: torch.device
-    shape: tuple[Extent, ...]
-    strides: tuple[Stride, ...]
-    requires_grad: bool
-    dispatch_keys: int
     seen: tuple[int, ...]
     """The sizes while capturing, for the text of a failure."""
 
     @staticmethod
-    def of(
+    def of(  # type: ignore[override]
         source: Source, tensor: torch.Tensor, shape: tuple[Extent, ...], strides: tuple[Stride, ...]
     ) -> ShapedMatch:
         dtype, device, seen, _, requires_grad, keys = facts(tensor)
@@ -114,11 +108,7 @@ class ShapedMatch(Guard):
         sizes = ", ".join(map(str, self.shape))
         return f"{self.source} shaped match {show(self.type)} {self.dtype} {self.device} sizes ({sizes})"
 
-    def test(self, value: Any) -> bool:
-        return type(value) is self.type and self._differs(facts(value)) is None
-
     def _differs(self, now: tuple[Any, ...]) -> str | None:
-        """The first fact that is not as it was, in words."""
         dtype, device, shape, strides, requires_grad, keys = now
         pairs = (
             ("dtype", self.dtype, dtype), ("device", self.device, device),
@@ -134,16 +124,11 @@ class ShapedMatch(Guard):
                 return f".size({i}) was {self.seen[i]}, now {size}{bounds}"
         if strides is None:
             return ".layout was strided, now another"
-        for i, (extent, stride) in enumerate(zip(self.strides, strides, strict=True)):
+        for i, (extent, stride) in enumerate(zip(self.strides or (), strides, strict=True)):
             expected = shape[extent.dim] * strides[extent.dim] if isinstance(extent, Follows) else extent
             if not (expected.admits(stride) if isinstance(expected, Free) else expected == stride):
                 return f".stride({i}) is {stride}, and {expected} in the layout compiled for"
         return None
-
-    def describe(self, value: Any) -> str:
-        if type(value) is not self.type:
-            return f" was of type {show(self.type)}, now {show(type(value))}"
-        return self._differs(facts(value)) or " matches"
 
     def emit(self) -> tuple[int, Any]:
         if not layout.is_plain(self.dispatch_keys):
@@ -152,15 +137,11 @@ class ShapedMatch(Guard):
         highs = tuple(n.high if isinstance(n, Free) else n for n in self.shape)
         strides = tuple(
             -1 - n.dim if isinstance(n, Follows) else _hook.FREE_STRIDE if isinstance(n, Free) else n
-            for n in self.strides
+            for n in self.strides or ()
         )
         kind = layout.kind_word(self.dtype, self.device)
         operand = self.type, kind, self.dispatch_keys, self.requires_grad, lows, highs, strides
         return _hook.CHECK_SHAPED, operand
-
-    def key(self) -> object:
-        return (ShapedMatch, self.source, self.type, self.dtype, self.device, self.shape, self.strides,
-                self.requires_grad, self.dispatch_keys)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,37 +167,22 @@ class AnyNumber(Guard):
         return AnyNumber, self.source, self.type
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Conditions(Guard):
-    """What was decided about varying sizes and numbers while capturing; all of it is asked in one call.
+    """What was decided about varying sizes and numbers while capturing; all of it is asked in one call."""
 
-    `plain` says that the sizes of all tensors among them may be read as memory.
-    """
-
-    __slots__ = ("function", "places", "plain", "reads", "seen", "statements")
-    plain: bool
+    source: Source = field(init=False)
     reads: tuple[Read, ...]
     function: Callable[..., bool]
     statements: tuple[tuple[str, Callable[..., bool]], ...]
     seen: tuple[Any, ...]
-    places: tuple[Any, ...]
+    plain: bool = True
+    """Whether the sizes of all tensors among them may be read as memory."""
+    places: tuple[Any, ...] = ()
     """For each statement the line that asked it."""
 
-    def __init__(
-        self,
-        reads: tuple[Read, ...],
-        function: Callable[..., bool],
-        statements: tuple[tuple[str, Callable[..., bool]], ...],
-        seen: tuple[Any, ...],
-        plain: bool = True,
-        places: tuple[Any, ...] = (),
-    ) -> None:
-        Guard.__init__(self, reads[0].source)
-        object.__setattr__(self, "places", places)
-        object.__setattr__(self, "plain", plain)
-        object.__setattr__(self, "reads", reads)
-        object.__setattr__(self, "function", function)
-        object.__setattr__(self, "statements", statements)
-        object.__setattr__(self, "seen", seen)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", self.reads[0].source)
 
     def __str__(self) -> str:
         return " and ".join(text for text, _ in self.statements)
@@ -303,13 +269,9 @@ def _compare_number(guard: Any, now: Any, found: set[Read]) -> None:
         found.add(Read(guard.source))
 
 
-def _any_number(guard: Any, now: Any, found: set[Read]) -> None:
-    found.add(Read(guard.source))
-
-
 _COMPARED: dict[type, Callable[[Any, Any, set[Read]], None]] = {
     TensorMatch: _compare_tensor,
     ShapedMatch: _compare_tensor,
     Equals: _compare_number,
-    AnyNumber: _any_number,
+    AnyNumber: lambda guard, now, found: found.add(Read(guard.source)),
 }

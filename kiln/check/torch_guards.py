@@ -23,8 +23,8 @@ class TensorMatch(Guard):
     type: type
     dtype: torch.dtype
     device: torch.device
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...] | None
     requires_grad: bool
     dispatch_keys: int
 
@@ -33,19 +33,21 @@ class TensorMatch(Guard):
         return TensorMatch(source, type(tensor), *facts(tensor))
 
     def test(self, value: Any) -> bool:
-        return type(value) is self.type and facts(value) == self._expected()
+        return type(value) is self.type and self._differs(facts(value)) is None
 
     def _expected(self) -> tuple[Any, ...]:
         return self.dtype, self.device, self.shape, self.strides, self.requires_grad, self.dispatch_keys
 
+    def _differs(self, now: tuple[Any, ...]) -> str | None:
+        """The first fact that is not as it was, in words."""
+        names = ("dtype", "device", "shape", "strides", "requires_grad", "dispatch keys")
+        pairs = zip(names, self._expected(), now, strict=True)
+        return next((f".{name} was {old}, now {new}" for name, old, new in pairs if old != new), None)
+
     def describe(self, value: Any) -> str:
         if type(value) is not self.type:
             return f" was of type {show(self.type)}, now {show(type(value))}"
-        names = ("dtype", "device", "shape", "strides", "requires_grad", "dispatch keys")
-        for name, old, new in zip(names, self._expected(), facts(value), strict=True):
-            if old != new:
-                return f".{name} was {old}, now {new}"
-        return " matches"
+        return self._differs(facts(value)) or " matches"
 
     def emit(self) -> tuple[int, Any]:
         if self.strides is None or not layout.is_plain(self.dispatch_keys):
@@ -55,7 +57,7 @@ class TensorMatch(Guard):
         return _hook.CHECK_TENSOR, facts
 
     def key(self) -> object:
-        return TensorMatch, self.source, self.type, *self._expected()
+        return type(self), self.source, self.type, *self._expected()
 
 
 _DTYPE, _DEVICE, _SHAPE = (torch._C.TensorBase.__dict__[n].__get__ for n in ("dtype", "device", "shape"))

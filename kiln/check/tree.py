@@ -49,10 +49,11 @@ class _Tree:
         self._known: dict[object, int] = {}
 
     def node(self, source: Source) -> int:
-        make = _FETCH.get(type(source), _Tree._by_call)
         known = self._known.get(source)
         if known is None:
-            known = self._known[source] = make(self, source)
+            make = _FETCH.get(type(source))
+            known = make(self, source) if make else self._put(-1, _hook.FETCH_CALL, source.fetch, source)
+            self._known[source] = known
         return known
 
     def _put(self, parent: int, kind: int, operand: Any, key: object) -> int:
@@ -69,46 +70,22 @@ class _Tree:
     def _in_dict(self, parent: int, name: Any) -> int:
         return self._put(parent, _hook.FETCH_KEY, name, ("key", parent, type(name), name))
 
-    def _arg(self, s: Arg) -> int:
-        return self._put(-1, _hook.FETCH_ARG, s.index, s)
-
-    def _const(self, s: Const) -> int:
-        return self._put(-1, _hook.FETCH_CONST, s.value, s)
-
-    def _attr(self, s: Attr) -> int:
-        return self._put(self.node(s.base), _hook.FETCH_ATTR, s.name, s)
-
-    def _dict_attr(self, s: DictAttr) -> int:
-        return self._in_dict(self.instance_dict(s.base), s.name)
-
-    def _item(self, s: Item) -> int:
-        return self._put(self.node(s.base), _hook.FETCH_ITEM, s.key, s)
-
-    def _cell(self, s: CellContents) -> int:
-        return self._put(self.node(s.base), _hook.FETCH_CELL, None, s)
-
-    def _closure(self, s: ClosureCell) -> int:
-        base = self.node(s.base)
-        return self._put(base, _hook.FETCH_CLOSURE, s.index, ("closure", base, s.index))
-
-    def _global(self, s: Global) -> int:
-        return self.node(Item(s.namespace, s.name))
-
-    def _by_call(self, s: Source) -> int:
-        return self._put(-1, _hook.FETCH_CALL, s.fetch, s)
+    def _closure(self, parent: int, index: int) -> int:
+        return self._put(parent, _hook.FETCH_CLOSURE, index, ("closure", parent, index))
 
     def check(self, guard: Guard) -> None:
         kind, operand = guard.emit()
         self.checks.append((kind, guard.nodes(self), operand))
 
 
+#: How the node of a path is made; others are fetched by a call.
 _FETCH: dict[type, Callable[[_Tree, Any], int]] = {
-    Arg: _Tree._arg,
-    Const: _Tree._const,
-    Attr: _Tree._attr,
-    DictAttr: _Tree._dict_attr,
-    Item: _Tree._item,
-    CellContents: _Tree._cell,
-    ClosureCell: _Tree._closure,
-    Global: _Tree._global,
+    Arg: lambda t, s: t._put(-1, _hook.FETCH_ARG, s.index, s),
+    Const: lambda t, s: t._put(-1, _hook.FETCH_CONST, s.value, s),
+    Attr: lambda t, s: t._put(t.node(s.base), _hook.FETCH_ATTR, s.name, s),
+    DictAttr: lambda t, s: t._in_dict(t.instance_dict(s.base), s.name),
+    Item: lambda t, s: t._put(t.node(s.base), _hook.FETCH_ITEM, s.key, s),
+    CellContents: lambda t, s: t._put(t.node(s.base), _hook.FETCH_CELL, None, s),
+    ClosureCell: lambda t, s: t._closure(t.node(s.base), s.index),
+    Global: lambda t, s: t.node(Item(s.namespace, s.name)),
 }

@@ -14,8 +14,9 @@ from typing import Any
 
 from kiln.bytecode.decode import Instruction, decode
 from kiln.bytecode.flow import is_jump, stack_effect
-from kiln.bytecode.resume import HANDLED, LASTI, NULL, VALUE, Epilogue, Slot, continue_code, resume_code
+from kiln.bytecode.resume import HANDLED, LASTI, NULL, VALUE, Epilogue, Slot, continue_code
 from kiln.bytecode.versions import HERE, TERMINATORS
+from tests.bytecode.writer import resume_code
 
 LIMIT = 20_000
 _functions: dict[tuple[Any, ...], FunctionType] = {}

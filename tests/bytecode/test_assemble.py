@@ -7,17 +7,17 @@ from types import FunctionType
 import pytest
 
 from kiln.base.errors import Bug
-from kiln.bytecode.assemble import Emitter, relocate
 from kiln.bytecode.decode import decode
 from kiln.bytecode.flow import stack_depths
 from kiln.bytecode.versions import REAL
 from tests.bytecode.samples import SAMPLES
 from tests.bytecode.stdlib import code_objects
 from tests.bytecode.test_resume import fresh, names, outcome
+from tests.bytecode.writer import Writer, relocate
 
 
 def emitter():
-    e = Emitter()
+    e = Writer()
     e.raw("RESUME", 0)
     return e
 
@@ -297,7 +297,7 @@ def test_fused_instructions_split_behind_the_sixteenth_variable():
     names = [f"v{k}" for k in range(20)]
     for pair in ("LOAD_FAST_LOAD_FAST",):
         if pair in REAL:
-            e = Emitter(names)
+            e = Writer(names)
             e.raw("RESUME", 0)
             e.raw(pair, ("v0", "v15"))
             e.raw(pair, ("v0", "v16"))

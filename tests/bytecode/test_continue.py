@@ -19,10 +19,10 @@ from kiln.bytecode.resume import (
     Epilogue,
     Replace,
     continue_code,
-    resume_code,
     resume_places,
 )
 from kiln.bytecode.versions import HERE
+from tests.bytecode.writer import resume_code
 
 
 def find(function, name, value=None, nth=0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import collections.abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kiln.bytecode import versions
@@ -12,43 +13,12 @@ from kiln.capture import attributes, builtin_calls, operators
 from kiln.capture.expected import taken
 from kiln.capture.frame import YIELD, Frame, UserError
 from kiln.capture.iterators import Generator
-from kiln.capture.opcodes.table import opcode
+from kiln.capture.opcodes.table import computes, consumes, opcode
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
-
-
-@opcode("BINARY_OP")
-def binary_op(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [operators.binary(m, i.value, f.stack[-2], f.stack[-1], "push")]
-
-
-@opcode("COMPARE_OP")
-def compare_op(m: Machine, f: Frame, i: Instruction) -> Any:
-    result = operators.compare(m, i.value, f.stack[-2], f.stack[-1], "opaque" if i.flag else "push")
-    f.stack[-2:] = [m.truth(result) if i.flag else result]
-
-
-@opcode("IS_OP")
-def is_op(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [m.same(f.stack[-2], f.stack[-1]) != bool(i.arg)]
-
-
-@opcode("CONTAINS_OP")
-def contains_op(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [operators.contains(m, f.stack[-1], f.stack[-2]) != bool(i.arg)]
-
-
-@opcode("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT")
-def unary(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-1] = operators.unary(m, i.name, f.stack[-1], "push")
-
-
-@opcode("UNARY_NOT")
-def unary_not(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-1] = not m.truth(f.stack[-1])
 
 
 @opcode("TO_BOOL")
@@ -57,35 +27,41 @@ def to_bool(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack[-1] = m.truth(f.stack[-1])
 
 
-@opcode("BINARY_SUBSCR")
-def binary_subscr(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [operators.getitem(m, f.stack[-2], f.stack[-1], "push")]
+def compare(m: Machine, f: Frame, i: Instruction, a: Any, b: Any) -> Any:
+    result = operators.compare(m, i.value, a, b, "opaque" if i.flag else "push")
+    return m.truth(result) if i.flag else result
 
 
-@opcode("BINARY_SLICE")
-def binary_slice(m: Machine, f: Frame, i: Instruction) -> Any:
-    container, start, end = f.stack[-3:]
-    f.stack[-3:] = [operators.getitem(m, container, slice(start, end), "push")]
+def unary(m: Machine, f: Frame, i: Instruction, value: Any) -> Any:
+    return operators.unary(m, i.name, value, "push")
 
 
-@opcode("STORE_SUBSCR")
-def store_subscr(m: Machine, f: Frame, i: Instruction) -> Any:
-    value, container, key = f.stack[-3:]
-    operators.setitem(m, container, key, value, "drop")
-    del f.stack[-3:]
-
-
-@opcode("STORE_SLICE")
-def store_slice(m: Machine, f: Frame, i: Instruction) -> Any:
-    value, container, start, end = f.stack[-4:]
-    operators.setitem(m, container, slice(start, end), value, "drop")
-    del f.stack[-4:]
-
-
-@opcode("DELETE_SUBSCR")
-def delete_subscr(m: Machine, f: Frame, i: Instruction) -> Any:
-    operators.delitem(m, f.stack[-2], f.stack[-1], "drop")
-    del f.stack[-2:]
+computes(1, {
+    "UNARY_NEGATIVE": unary, "UNARY_POSITIVE": unary, "UNARY_INVERT": unary,
+    "UNARY_NOT": lambda m, f, i, value: not m.truth(value),
+    "GET_ITER": lambda m, f, i, value: m.iterate(value),
+    "GET_YIELD_FROM_ITER": lambda m, f, i, value: m.iterate(value),
+})  # fmt: skip
+computes(2, {
+    "BINARY_OP": lambda m, f, i, a, b: operators.binary(m, i.value, a, b, "push"),
+    "COMPARE_OP": compare,
+    "IS_OP": lambda m, f, i, a, b: m.same(a, b) != bool(i.arg),
+    "CONTAINS_OP": lambda m, f, i, item, container: operators.contains(m, container, item) != bool(i.arg),
+    "BINARY_SUBSCR": lambda m, f, i, container, key: operators.getitem(m, container, key, "push"),
+    "END_SEND": lambda m, f, i, receiver, value: value,
+})  # fmt: skip
+computes(3, {
+    "BINARY_SLICE": lambda m, f, i, items, start, end: operators.getitem(m, items, slice(start, end), "push"),
+    "MATCH_CLASS": lambda m, f, i, subject, cls, names: match_attributes(m, subject, cls, i.arg or 0, names),
+})  # fmt: skip
+consumes(2, {"DELETE_SUBSCR": lambda m, f, i, items, key: operators.delitem(m, items, key, "drop")})
+consumes(3, {
+    "STORE_SUBSCR": lambda m, f, i, value, items, key: operators.setitem(m, items, key, value, "drop"),
+})  # fmt: skip
+consumes(4, {
+    "STORE_SLICE": lambda m, f, i, value, items, start, end: operators.setitem(
+        m, items, slice(start, end), value, "drop"),
+})  # fmt: skip
 
 
 # ---------------------------------------------------------------------- jumps
@@ -96,50 +72,39 @@ def jump(m: Machine, f: Frame, i: Instruction) -> Any:
     return i.value
 
 
-@opcode("POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_IF_TRUE")
-def pop_jump_if_true(m: Machine, f: Frame, i: Instruction) -> Any:
-    truth = taken(m, f, i, True) if type(f.stack[-1]) is FakeTensor else m.truth(f.stack[-1])
-    f.stack.pop()
-    return i.value if truth else None
+def truth_of_top(m: Machine, f: Frame, i: Instruction, sense: bool) -> bool:
+    value = f.stack[-1]
+    return taken(m, f, i, sense) if type(value) is FakeTensor else m.truth(value)
 
 
-@opcode("POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_BACKWARD_IF_FALSE", "POP_JUMP_IF_FALSE")
-def pop_jump_if_false(m: Machine, f: Frame, i: Instruction) -> Any:
-    truth = taken(m, f, i, False) if type(f.stack[-1]) is FakeTensor else m.truth(f.stack[-1])
-    f.stack.pop()
-    return None if truth else i.value
+def none_on_top(m: Machine, f: Frame, i: Instruction, sense: bool) -> bool:
+    return f.stack[-1] is None
 
 
-@opcode("POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NONE", "POP_JUMP_IF_NONE")
-def pop_jump_if_none(m: Machine, f: Frame, i: Instruction) -> Any:
-    return i.value if f.stack.pop() is None else None
+def pop_jumps(condition: str, holds: Callable[..., bool], sense: bool) -> None:
+    """The jumps that drop the top of the stack and are taken where the condition is as `sense` says."""
+
+    @opcode(*[f"POP_JUMP_{way}IF_{condition}" for way in ("", "FORWARD_", "BACKWARD_")])
+    def pop_jump(m: Machine, f: Frame, i: Instruction) -> Any:
+        jumps = holds(m, f, i, sense) == sense
+        f.stack.pop()
+        return i.value if jumps else None
 
 
-@opcode("POP_JUMP_FORWARD_IF_NOT_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE", "POP_JUMP_IF_NOT_NONE")
-def pop_jump_if_not_none(m: Machine, f: Frame, i: Instruction) -> Any:
-    return i.value if f.stack.pop() is not None else None
+pop_jumps("TRUE", truth_of_top, True)
+pop_jumps("FALSE", truth_of_top, False)
+pop_jumps("NONE", none_on_top, True)
+pop_jumps("NOT_NONE", none_on_top, False)
 
 
-@opcode("JUMP_IF_TRUE_OR_POP")
-def jump_if_true_or_pop(m: Machine, f: Frame, i: Instruction) -> Any:
-    if m.truth(f.stack[-1]):
-        return i.value
-    f.stack.pop()
-
-
-@opcode("JUMP_IF_FALSE_OR_POP")
-def jump_if_false_or_pop(m: Machine, f: Frame, i: Instruction) -> Any:
-    if not m.truth(f.stack[-1]):
+@opcode("JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP")
+def jump_or_pop(m: Machine, f: Frame, i: Instruction) -> Any:
+    if m.truth(f.stack[-1]) == (i.name == "JUMP_IF_TRUE_OR_POP"):
         return i.value
     f.stack.pop()
 
 
 # ---------------------------------------------------------------------- iteration
-
-
-@opcode("GET_ITER", "GET_YIELD_FROM_ITER")
-def get_iter(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-1] = m.iterate(f.stack[-1])
 
 
 @opcode("FOR_ITER")
@@ -166,9 +131,8 @@ def unpack_ex(m: Machine, f: Frame, i: Instruction) -> Any:
     assert i.arg is not None
     items, before, after = sequence(m, f.stack[-1]), i.arg & 255, i.arg >> 8
     if len(items) < before + after:
-        raise UserError(
-            ValueError(f"not enough values to unpack (expected at least {before + after}, got {len(items)})")
-        )
+        what = f"not enough values to unpack (expected at least {before + after}, got {len(items)})"
+        raise UserError(ValueError(what))
     middle = items[before : len(items) - after]
     parts = [*items[:before], middle, *items[len(items) - after :]]
     f.stack[-1:] = reversed(parts)
@@ -222,45 +186,22 @@ def send(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack[-1] = value
 
 
-@opcode("END_SEND")
-def end_send(m: Machine, f: Frame, i: Instruction) -> Any:
-    del f.stack[-2]
-
-
 # ---------------------------------------------------------------------- match
 
 
-@opcode("GET_LEN")
-def get_len(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(builtin_calls.length(m, (f.stack[-1],), {}))
-
-
-@opcode("MATCH_MAPPING")
-def match_mapping(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(isinstance(f.stack[-1], collections.abc.Mapping))
-
-
-@opcode("MATCH_SEQUENCE")
-def match_sequence(m: Machine, f: Frame, i: Instruction) -> Any:
-    value = f.stack[-1]
-    f.stack.append(
-        isinstance(value, collections.abc.Sequence) and not isinstance(value, (str, bytes, bytearray))
-    )
-
-
-@opcode("MATCH_KEYS")
 def match_keys(m: Machine, f: Frame, i: Instruction) -> Any:
     subject, keys = f.stack[-2:]
-    if all(operators.contains(m, subject, key) for key in keys):
-        f.stack.append(tuple(operators.getitem(m, subject, key) for key in keys))
-    else:
-        f.stack.append(None)
+    found = all(operators.contains(m, subject, key) for key in keys)
+    return tuple(operators.getitem(m, subject, key) for key in keys) if found else None
 
 
-@opcode("MATCH_CLASS")
-def match_class(m: Machine, f: Frame, i: Instruction) -> Any:
-    subject, cls, names = f.stack[-3:]
-    f.stack[-3:] = [match_attributes(m, subject, cls, i.arg or 0, names)]
+computes(0, {
+    "GET_LEN": lambda m, f, i: builtin_calls.length(m, (f.stack[-1],), {}),
+    "MATCH_MAPPING": lambda m, f, i: isinstance(f.stack[-1], collections.abc.Mapping),
+    "MATCH_SEQUENCE": lambda m, f, i: isinstance(f.stack[-1], collections.abc.Sequence)
+    and not isinstance(f.stack[-1], (str, bytes, bytearray)),
+    "MATCH_KEYS": match_keys,
+})  # fmt: skip
 
 
 def match_attributes(m: Machine, subject: Any, cls: Any, count: int, names: tuple[str, ...]) -> Any:
@@ -274,11 +215,8 @@ def match_attributes(m: Machine, subject: Any, cls: Any, count: int, names: tupl
         else:
             positional = attributes.load(m, cls, "__match_args__")
             if len(positional) < count:
-                raise UserError(
-                    TypeError(
-                        f"{cls.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)"
-                    )
-                )
+                what = f"{cls.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)"
+                raise UserError(TypeError(what))
     for name in (*positional[:count], *names):
         try:
             found.append(m.getattr(subject, name))

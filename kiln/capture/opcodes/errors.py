@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import Frame, Handled, UserError
-from kiln.capture.opcodes.table import opcode
+from kiln.capture.opcodes.table import computes, not_captured, opcode
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -35,9 +34,8 @@ def check_exc_match(m: Machine, f: Frame, i: Instruction) -> Any:
     error, kinds = f.stack[-2:]
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise UserError(
-                TypeError("catching classes that do not inherit from BaseException is not allowed")
-            )
+            text = "catching classes that do not inherit from BaseException is not allowed"
+            raise UserError(TypeError(text))
     f.stack[-1] = isinstance(error, kinds)
 
 
@@ -64,11 +62,6 @@ def split_group(m: Machine, error: Any, kinds: Any) -> tuple[Any, Any]:
     return m.native(error.split, kinds) if isinstance(error, BaseExceptionGroup) else (None, error)
 
 
-@opcode("PREP_RERAISE_STAR")
-def prepare_reraise(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [remaining_group(*f.stack[-2:])]
-
-
 def remaining_group(original: BaseException, errors: list[BaseException | None]) -> BaseException | None:
     """What the except* clauses of a try statement leave: errors they raised, parts that nobody handled."""
     if not errors or not isinstance(original, BaseExceptionGroup):
@@ -89,19 +82,15 @@ def same_origin(a: BaseException, b: BaseException) -> bool:
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    return (
-        [leaf for e in error.exceptions for leaf in leaves(e)]
-        if isinstance(error, BaseExceptionGroup)
-        else [error]
-    )
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for e in error.exceptions for leaf in leaves(e)]
 
 
-@opcode("CALL_INTRINSIC_2")
-def call_intrinsic_two(m: Machine, f: Frame, i: Instruction) -> Any:
-    if i.value != "INTRINSIC_PREP_RERAISE_STAR":
-        raise Break(
-            "opcode", f"{i.value} is not captured", "move this construct out of the compiled function"
-        )
+@opcode("PREP_RERAISE_STAR", "CALL_INTRINSIC_2")
+def prepare_reraise(m: Machine, f: Frame, i: Instruction) -> Any:
+    if i.name == "CALL_INTRINSIC_2" and i.value != "INTRINSIC_PREP_RERAISE_STAR":
+        raise not_captured(i.value)
     f.stack[-2:] = [remaining_group(*f.stack[-2:])]
 
 
@@ -115,15 +104,14 @@ def as_error(m: Machine, value: Any) -> BaseException:
 
 @opcode("RAISE_VARARGS")
 def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
+    handled = [e for frame in (*m.frames[:-1], f) for e in frame.handled]  # those of the callers included
     if not i.arg:
-        if not handling(m, f):
-            raise UserError(RuntimeError("No active exception to reraise"))
-        raise UserError(handling(m, f)[-1])
+        raise UserError(handled[-1] if handled else RuntimeError("No active exception to reraise"))
     error = as_error(m, f.stack[-i.arg])
     if i.arg == 2:
         cause = f.stack[-1]
         error.__cause__ = cause if cause is None else as_error(m, cause)
-    set_context(error, handling(m, f))
+    set_context(error, handled)
     raise UserError(error)
 
 
@@ -141,16 +129,9 @@ def set_context(error: BaseException, handled: list[BaseException]) -> None:
     error.__context__ = current
 
 
-def handling(m: Machine, f: Frame) -> list[BaseException]:
-    """The exceptions being handled, those of the calling frames included."""
-    return [e for frame in (*m.frames[:-1], f) for e in frame.handled]
-
-
 @opcode("RERAISE")
 def reraise(m: Machine, f: Frame, i: Instruction) -> Any:
     raise UserError(f.stack[-1])
 
 
-@opcode("LOAD_ASSERTION_ERROR")
-def load_assertion_error(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(AssertionError)
+computes(0, {"LOAD_ASSERTION_ERROR": lambda m, f, i: AssertionError})

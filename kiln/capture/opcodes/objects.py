@@ -5,68 +5,44 @@ from __future__ import annotations
 import types
 from typing import TYPE_CHECKING, Any
 
-from kiln.base.errors import Break
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, operators, symbolic
 from kiln.capture.frame import NULL, Frame, UserError
 from kiln.capture.opcodes.control import sequence
-from kiln.capture.opcodes.table import opcode
+from kiln.capture.opcodes.table import computes, consumes, not_captured, opcode
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-def take(f: Frame, n: int) -> list[Any]:
+def take(f: Frame, n: int | None) -> list[Any]:
     """Pop n values, the first pushed first."""
-    if not n:
-        return []
-    values = f.stack[-n:]
-    del f.stack[-n:]
+    at = len(f.stack) - (n or 0)
+    values = f.stack[at:]
+    del f.stack[at:]
     return values
 
 
-@opcode("BUILD_TUPLE")
-def build_tuple(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(tuple(take(f, i.arg or 0)))
-
-
-@opcode("BUILD_LIST")
-def build_list(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(take(f, i.arg or 0))
-
-
-@opcode("BUILD_SET")
-def build_set(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(m.native(set, symbolic.concrete(take(f, i.arg or 0))))
-
-
-@opcode("BUILD_MAP")
 def build_map(m: Machine, f: Frame, i: Instruction) -> Any:
     flat = take(f, 2 * (i.arg or 0))
     keys = symbolic.concrete(flat[::2])
-    f.stack.append(m.native(lambda: dict(zip(keys, flat[1::2], strict=True))))
+    return m.native(lambda: dict(zip(keys, flat[1::2], strict=True)))
 
 
-@opcode("BUILD_CONST_KEY_MAP")
-def build_const_key_map(m: Machine, f: Frame, i: Instruction) -> Any:
-    keys = f.stack.pop()
-    f.stack.append(dict(zip(keys, take(f, i.arg or 0), strict=True)))
-
-
-@opcode("BUILD_STRING")
-def build_string(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append("".join(take(f, i.arg or 0)))
-
-
-@opcode("BUILD_SLICE")
-def build_slice(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(slice(*take(f, i.arg or 2)))
-
-
-@opcode("LIST_TO_TUPLE")
-def list_to_tuple(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-1] = tuple(f.stack[-1])
+computes(0, {
+    "BUILD_TUPLE": lambda m, f, i: tuple(take(f, i.arg)),
+    "BUILD_LIST": lambda m, f, i: take(f, i.arg),
+    "BUILD_SET": lambda m, f, i: m.native(set, symbolic.concrete(take(f, i.arg))),
+    "BUILD_MAP": build_map,
+    "BUILD_STRING": lambda m, f, i: "".join(take(f, i.arg)),
+    "BUILD_SLICE": lambda m, f, i: slice(*take(f, i.arg)),
+    "LOAD_BUILD_CLASS": lambda m, f, i: __build_class__,
+})  # fmt: skip
+computes(1, {
+    "LIST_TO_TUPLE": lambda m, f, i, value: tuple(value),
+    "BUILD_CONST_KEY_MAP": lambda m, f, i, keys: dict(zip(keys, take(f, i.arg), strict=True)),
+})  # fmt: skip
 
 
 def target(m: Machine, f: Frame, i: Instruction) -> Any:
@@ -74,42 +50,15 @@ def target(m: Machine, f: Frame, i: Instruction) -> Any:
     return m.world.touch(f.stack[-(i.arg or 1)])
 
 
-@opcode("LIST_APPEND")
-def list_append(m: Machine, f: Frame, i: Instruction) -> Any:
-    value = f.stack.pop()
-    target(m, f, i).append(value)
-
-
-@opcode("SET_ADD")
-def set_add(m: Machine, f: Frame, i: Instruction) -> Any:
-    value = f.stack.pop()
-    m.native(target(m, f, i).add, symbolic.concrete(value))
-
-
-@opcode("MAP_ADD")
-def map_add(m: Machine, f: Frame, i: Instruction) -> Any:
-    key, value = take(f, 2)
-    m.native(target(m, f, i).__setitem__, symbolic.concrete(key), value)
-
-
-@opcode("LIST_EXTEND")
-def list_extend(m: Machine, f: Frame, i: Instruction) -> Any:
+def list_extend(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
     try:
-        items = sequence(m, f.stack[-1])
+        items = sequence(m, value)
     except UserError as e:
         if isinstance(e.error, TypeError) and "non-iterable" in str(e.error):
-            raise UserError(
-                TypeError(f"Value after * must be an iterable, not {type(f.stack[-1]).__name__}")
-            ) from None
+            text = f"Value after * must be an iterable, not {type(value).__name__}"
+            raise UserError(TypeError(text)) from None
         raise
-    f.stack.pop()
     target(m, f, i).extend(items)
-
-
-@opcode("SET_UPDATE")
-def set_update(m: Machine, f: Frame, i: Instruction) -> Any:
-    items = sequence(m, f.stack.pop())
-    m.native(target(m, f, i).update, items)
 
 
 def mapping(m: Machine, value: Any) -> dict[Any, Any]:
@@ -124,18 +73,8 @@ def mapping(m: Machine, value: Any) -> dict[Any, Any]:
     return {key: operators.getitem(m, value, key) for key in keys}
 
 
-@opcode("DICT_UPDATE")
-def dict_update(m: Machine, f: Frame, i: Instruction) -> Any:
-    items = mapping(m, f.stack[-1])
-    f.stack.pop()
-    target(m, f, i).update(items)
-
-
-@opcode("DICT_MERGE")
-def dict_merge(m: Machine, f: Frame, i: Instruction) -> Any:
-    items = mapping(m, f.stack[-1])
-    f.stack.pop()
-    merged = target(m, f, i)
+def dict_merge(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
+    items, merged = mapping(m, value), target(m, f, i)
     for key in items:
         if key in merged:
             name = getattr(f.stack[-(i.arg or 1) - 2], "__qualname__", "function")
@@ -143,30 +82,36 @@ def dict_merge(m: Machine, f: Frame, i: Instruction) -> Any:
     merged.update(items)
 
 
+consumes(1, {
+    "LIST_APPEND": lambda m, f, i, value: target(m, f, i).append(value),
+    "SET_ADD": lambda m, f, i, value: m.native(target(m, f, i).add, symbolic.concrete(value)),
+    "LIST_EXTEND": list_extend,
+    "SET_UPDATE": lambda m, f, i, items: m.native(target(m, f, i).update, sequence(m, items)),
+    "DICT_UPDATE": lambda m, f, i, items: target(m, f, i).update(mapping(m, items)),
+    "DICT_MERGE": dict_merge,
+})  # fmt: skip
+consumes(2, {
+    "MAP_ADD": lambda m, f, i, key, value: m.native(
+        target(m, f, i).__setitem__, symbolic.concrete(key), value),
+})  # fmt: skip
+
+CONVERSIONS = (None, str, repr, ascii)
+
+
 @opcode("FORMAT_VALUE")
 def format_value(m: Machine, f: Frame, i: Instruction) -> Any:
     flags = i.arg or 0
-    spec = f.stack[-1] if flags & 4 else ""
-    value = f.stack[-2] if flags & 4 else f.stack[-1]
-    convert = (None, str, repr, ascii)[flags & 3]
-    text = builtin_calls.formatted(m, value, convert, spec)
-    del f.stack[-2 if flags & 4 else -1 :]
-    f.stack.append(text)
+    value, spec = take(f, 2) if flags & 4 else (f.stack.pop(), "")
+    f.stack.append(builtin_calls.formatted(m, value, CONVERSIONS[flags & 3], spec))
 
 
-@opcode("CONVERT_VALUE")
-def convert_value(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-1] = builtin_calls.formatted(m, f.stack[-1], (None, str, repr, ascii)[i.arg or 0], "")
-
-
-@opcode("FORMAT_SIMPLE")
-def format_simple(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-1] = builtin_calls.formatted(m, f.stack[-1], None, "")
-
-
-@opcode("FORMAT_WITH_SPEC")
-def format_with_spec(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack[-2:] = [builtin_calls.formatted(m, f.stack[-2], None, f.stack[-1])]
+computes(1, {
+    "CONVERT_VALUE": lambda m, f, i, value: builtin_calls.formatted(m, value, CONVERSIONS[i.arg or 0], ""),
+    "FORMAT_SIMPLE": lambda m, f, i, value: builtin_calls.formatted(m, value, None, ""),
+})  # fmt: skip
+computes(2, {
+    "FORMAT_WITH_SPEC": lambda m, f, i, value, spec: builtin_calls.formatted(m, value, None, spec),
+})  # fmt: skip
 
 
 # ---------------------------------------------------------------------- attributes
@@ -192,61 +137,34 @@ def load_super_attr(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack[-3:] = ([NULL, value] if versions.HERE.null_first else [value, NULL]) if i.flag else [value]
 
 
-@opcode("STORE_ATTR")
-def store_attr(m: Machine, f: Frame, i: Instruction) -> Any:
-    attributes.store(m, f.stack[-1], i.value, f.stack[-2], "drop")
-    del f.stack[-2:]
-
-
-@opcode("DELETE_ATTR")
-def delete_attr(m: Machine, f: Frame, i: Instruction) -> Any:
-    attributes.delete(m, f.stack[-1], i.value, "drop")
-    f.stack.pop()
+consumes(1, {"DELETE_ATTR": lambda m, f, i, owner: attributes.delete(m, owner, i.value, "drop")})
+consumes(2, {"STORE_ATTR": lambda m, f, i, item, owner: attributes.store(m, owner, i.value, item, "drop")})
 
 
 # ---------------------------------------------------------------------- calls
 
 
-@opcode("CALL")
+@opcode("CALL", "CALL_KW")
 def call(m: Machine, f: Frame, i: Instruction) -> Any:
-    n = i.arg or 0
-    values = f.stack[len(f.stack) - n :]
-    names, f.kwnames = f.kwnames, ()
-    finish_call(m, f, n, values, names)
-
-
-@opcode("CALL_KW")
-def call_kw(m: Machine, f: Frame, i: Instruction) -> Any:
-    n = i.arg or 0
-    names = f.stack.pop()
-    finish_call(m, f, n, f.stack[len(f.stack) - n :], names)
-
-
-def finish_call(m: Machine, f: Frame, n: int, values: list[Any], names: tuple[str, ...]) -> None:
+    names = f.stack.pop() if i.name == "CALL_KW" else f.kwnames
+    f.kwnames = ()
+    first, second, *values = take(f, (i.arg or 0) + 2)
     split = len(values) - len(names)
     args, kwargs = tuple(values[:split]), dict(zip(names, values[split:], strict=True))
     if versions.HERE.null_first:
-        first, second = f.stack[-n - 2], f.stack[-n - 1]
         function, args = (second, args) if first is NULL else (first, (second, *args))
     else:
-        function, owner = f.stack[-n - 2], f.stack[-n - 1]
-        args = args if owner is NULL else (owner, *args)
-    result = m.call(function, args, kwargs, "push")
-    del f.stack[-n - 2 :]
-    f.stack.append(result)
+        function, args = first, args if second is NULL else (second, *args)
+    f.stack.append(m.call(function, args, kwargs, "push"))
 
 
 @opcode("CALL_FUNCTION_EX")
 def call_function_ex(m: Machine, f: Frame, i: Instruction) -> Any:
-    has_kwargs = (i.arg or 0) & 1
-    function, args = f.stack[-3 if has_kwargs else -2 :][:2]
-    if not versions.HERE.null_first:
-        function = f.stack[-4 if has_kwargs else -3]
-    kwargs = mapping(m, f.stack[-1]) if has_kwargs else {}
-    args = tuple(sequence(m, args))
-    result = m.call(function, args, kwargs, "push")
-    del f.stack[-4 if has_kwargs else -3 :]
-    f.stack.append(result)
+    keywords = f.stack.pop() if (i.arg or 0) & 1 else {}
+    first, second, args = take(f, 3)
+    function = second if versions.HERE.null_first else first
+    kwargs = mapping(m, keywords)
+    f.stack.append(m.call(function, tuple(sequence(m, args)), kwargs, "push"))
 
 
 @opcode("CALL_INTRINSIC_1")
@@ -256,14 +174,10 @@ def call_intrinsic(m: Machine, f: Frame, i: Instruction) -> Any:
     elif i.value == "INTRINSIC_UNARY_POSITIVE":
         f.stack[-1] = operators.unary(m, "UNARY_POSITIVE", f.stack[-1])
     elif i.value == "INTRINSIC_STOPITERATION_ERROR":
-        error = f.stack[-1]
-        f.stack[-1] = (
-            RuntimeError("generator raised StopIteration") if isinstance(error, StopIteration) else error
-        )
+        if isinstance(f.stack[-1], StopIteration):
+            f.stack[-1] = RuntimeError("generator raised StopIteration")
     else:
-        raise Break(
-            "opcode", f"{i.value} is not captured", "move this construct out of the compiled function"
-        )
+        raise not_captured(i.value)
 
 
 @opcode("MAKE_FUNCTION")
@@ -285,23 +199,16 @@ def make_function(m: Machine, f: Frame, i: Instruction) -> Any:
 def set_function_attribute(m: Machine, f: Frame, i: Instruction) -> Any:
     function, value = f.stack.pop(), f.stack.pop()
     if i.arg == 8:
-        fresh = types.FunctionType(
-            function.__code__, f.globals, function.__name__, function.__defaults__, value
-        )
+        code, defaults = function.__code__, function.__defaults__
+        fresh = types.FunctionType(code, f.globals, function.__name__, defaults, value)
         fresh.__kwdefaults__, fresh.__annotations__ = function.__kwdefaults__, function.__annotations__
         function = fresh
     elif i.arg == 4:
-        function.__annotations__ = (
-            dict(zip(value[::2], value[1::2], strict=True)) if isinstance(value, tuple) else value
-        )
+        pairs = isinstance(value, tuple)
+        function.__annotations__ = dict(zip(value[::2], value[1::2], strict=True)) if pairs else value
     else:
         setattr(function, "__defaults__" if i.arg == 1 else "__kwdefaults__", value)
     f.stack.append(function)
-
-
-@opcode("LOAD_BUILD_CLASS")
-def load_build_class(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(__build_class__)
 
 
 # ---------------------------------------------------------------------- with

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import NULL, RETURN, Frame, Unread, UserError
-from kiln.capture.opcodes.table import opcode
+from kiln.capture.opcodes.table import computes, consumes, opcode
 from kiln.capture.variables import first_read, unbound
 from kiln.capture.world import DELETED, MISSING
 
@@ -18,24 +18,9 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-@opcode("NOP", "RESUME", "PRECALL", "NOT_TAKEN")
+@opcode("NOP", "RESUME", "PRECALL", "NOT_TAKEN", "COPY_FREE_VARS")
 def nothing(m: Machine, f: Frame, i: Instruction) -> Any:
     return None
-
-
-@opcode("POP_TOP", "END_FOR")
-def pop_top(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.pop()
-
-
-@opcode("PUSH_NULL")
-def push_null(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(NULL)
-
-
-@opcode("COPY")
-def copy(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(f.stack[-i.arg])  # type: ignore[operator]
 
 
 @opcode("SWAP")
@@ -115,11 +100,8 @@ def store_load(m: Machine, f: Frame, i: Instruction) -> Any:
 def free_unbound(name: str, f: Frame) -> UserError:
     if name in f.code.code.co_cellvars:
         return unbound(name)
-    return UserError(
-        NameError(
-            f"cannot access free variable '{name}' where it is not associated with a value in enclosing scope"
-        )
-    )
+    text = f"cannot access free variable '{name}' where it is not associated with a value in enclosing scope"
+    return UserError(NameError(text))
 
 
 @opcode("MAKE_CELL")
@@ -132,33 +114,16 @@ def make_cell(m: Machine, f: Frame, i: Instruction) -> Any:
     f.cells[i.value] = cell
 
 
-@opcode("COPY_FREE_VARS")
-def copy_free_vars(m: Machine, f: Frame, i: Instruction) -> Any:
-    return None
-
-
-@opcode("LOAD_CLOSURE")
-def load_closure(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(f.cells[i.value])
-
-
-@opcode("LOAD_DEREF", "LOAD_CLASSDEREF")
 def load_deref(m: Machine, f: Frame, i: Instruction) -> Any:
     value = m.world.read_cell(f.cells[i.value])
     if value is MISSING:
         raise free_unbound(i.value, f)
-    f.stack.append(value)
-
-
-@opcode("STORE_DEREF")
-def store_deref(m: Machine, f: Frame, i: Instruction) -> Any:
-    m.world.write_cell(f.cells[i.value], f.stack.pop())
+    return value
 
 
 @opcode("DELETE_DEREF")
 def delete_deref(m: Machine, f: Frame, i: Instruction) -> Any:
-    if m.world.read_cell(f.cells[i.value]) is MISSING:
-        raise free_unbound(i.value, f)
+    load_deref(m, f, i)
     m.world.write_cell(f.cells[i.value], MISSING)
 
 
@@ -169,11 +134,8 @@ def find_global(m: Machine, f: Frame, name: str) -> Any:
         space = vars(space) if isinstance(space, types.ModuleType) else space
         if name not in space:
             raise UserError(NameError(f"name '{name}' is not defined"))
-        value = (
-            BUILTIN[name]
-            if space is BUILTIN and m.world.spaces.get(id(space)) is None
-            else m.world.read_global(space, name)
-        )
+        plain = space is BUILTIN and id(space) not in m.world.spaces
+        value = BUILTIN[name] if plain else m.world.read_global(space, name)
         if space is BUILTIN:
             m.world.builtin(name, value)
     return value
@@ -192,24 +154,9 @@ def load_global(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack.append(NULL)
 
 
-@opcode("LOAD_NAME")
-def load_name(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(f.locals[i.value] if i.value in f.locals else find_global(m, f, i.value))
-
-
-@opcode("STORE_NAME")
-def store_name(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.locals[i.value] = f.stack.pop()
-
-
 @opcode("DELETE_NAME")
 def delete_name(m: Machine, f: Frame, i: Instruction) -> Any:
     f.locals.pop(i.value, None)
-
-
-@opcode("STORE_GLOBAL")
-def store_global(m: Machine, f: Frame, i: Instruction) -> Any:
-    m.world.write_global(f.globals, i.value, f.stack.pop())
 
 
 @opcode("DELETE_GLOBAL")
@@ -222,11 +169,7 @@ def delete_global(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("IMPORT_NAME")
 def import_name(m: Machine, f: Frame, i: Instruction) -> Any:
     names, level = f.stack[-1], f.stack[-2]
-    package = (
-        f.globals.get("__package__") or f.globals.get("__name__", "").rpartition(".")[0] if level else ""
-    )
-    absolute = i.value if not level else "." * level + i.value
-    full = importlib_name(absolute, package) if level else i.value
+    full = absolute_name(i.value, level, f.globals) if level else i.value
     if full not in sys.modules:
         raise Break("import", f"{full} is imported for the first time", "import it at the top of the file")
     value = m.native(__import__, i.value, f.globals, None, names, level)
@@ -234,11 +177,11 @@ def import_name(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack.append(m.world.constant(value))
 
 
-def importlib_name(name: str, package: str) -> str:
-    level = len(name) - len(name.lstrip("."))
+def absolute_name(name: str, level: int, space: dict[str, Any]) -> str:
+    """What a relative import leads to."""
+    package = space.get("__package__") or space.get("__name__", "").rpartition(".")[0]
     base = package.rsplit(".", level - 1)[0] if level > 1 else package
-    rest = name[level:]
-    return f"{base}.{rest}" if rest else base
+    return f"{base}.{name}" if name else base
 
 
 @opcode("IMPORT_FROM")
@@ -247,9 +190,8 @@ def import_from(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack.append(m.getattr(f.stack[-1], i.value))
     except UserError as e:
         if isinstance(e.error, AttributeError):
-            raise UserError(
-                ImportError(f"cannot import name {i.value!r} from {f.stack[-1].__name__!r}")
-            ) from None
+            text = f"cannot import name {i.value!r} from {f.stack[-1].__name__!r}"
+            raise UserError(ImportError(text)) from None
         raise
 
 
@@ -262,3 +204,20 @@ def return_value(m: Machine, f: Frame, i: Instruction) -> Any:
 def return_const(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack.append(i.value)
     return RETURN
+
+
+computes(0, {
+    "PUSH_NULL": lambda m, f, i: NULL,
+    "COPY": lambda m, f, i: f.stack[-i.arg],
+    "LOAD_CLOSURE": lambda m, f, i: f.cells[i.value],
+    "LOAD_DEREF": load_deref,
+    "LOAD_CLASSDEREF": load_deref,
+    "LOAD_NAME": lambda m, f, i: f.locals[i.value] if i.value in f.locals else find_global(m, f, i.value),
+})  # fmt: skip
+consumes(1, {
+    "POP_TOP": lambda m, f, i, value: None,
+    "END_FOR": lambda m, f, i, value: None,
+    "STORE_DEREF": lambda m, f, i, value: m.world.write_cell(f.cells[i.value], value),
+    "STORE_NAME": lambda m, f, i, value: f.locals.update({i.value: value}),
+    "STORE_GLOBAL": lambda m, f, i, value: m.world.write_global(f.globals, i.value, value),
+})  # fmt: skip

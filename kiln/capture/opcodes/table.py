@@ -29,31 +29,53 @@ def opcode(*names: str) -> Callable[[Handler], Handler]:
     return declare
 
 
+def computes(count: int, rules: dict[str, Callable[..., Any]], push: bool = True) -> None:
+    """Declare opcodes that take `count` values from the stack and push what a rule makes of them.
+
+    A rule is given the machine, the frame, the instruction and the values, the first pushed first.
+    """
+    for name, rule in rules.items():
+
+        def run(m: Machine, f: Frame, i: Instruction, rule: Callable[..., Any] = rule) -> None:
+            at = len(f.stack) - count
+            values = f.stack[at:]
+            del f.stack[at:]
+            result = rule(m, f, i, *values)
+            if push:
+                f.stack.append(result)
+
+        opcode(name)(run)
+
+
+def consumes(count: int, rules: dict[str, Callable[..., Any]]) -> None:
+    """Declare opcodes that take `count` values from the stack and push nothing."""
+    computes(count, rules, push=False)
+
+
+def not_captured(name: str) -> Break:
+    return Break("opcode", f"{name} is not captured", "move this construct out of the compiled function")
+
+
 def refuse(name: str) -> Handler:
     """An opcode that always breaks the graph."""
 
     def broken(m: Machine, f: Frame, i: Instruction) -> Any:
-        raise Break("opcode", f"{name} is not captured", "move this construct out of the compiled function")
+        raise not_captured(name)
 
     return broken
 
 
-REFUSED = frozenset(
-    """
+REFUSED = frozenset("""
     ASYNC_GEN_WRAP BEFORE_ASYNC_WITH CLEANUP_THROW END_ASYNC_FOR GET_AITER GET_ANEXT GET_AWAITABLE
     IMPORT_STAR PRINT_EXPR SETUP_ANNOTATIONS LOAD_LOCALS LOAD_FROM_DICT_OR_GLOBALS LOAD_FROM_DICT_OR_DEREF
     INTERPRETER_EXIT RESERVED
-""".split()
-)
+""".split())  # fmt: skip
 
 
 def build() -> list[Handler]:
     """The dispatch list by opcode number; fails at import when an opcode of this Python is unknown."""
-    known = {
-        name: op
-        for name, op in dis.opmap.items()
-        if op < 256 and not name.startswith(("INSTRUMENTED_", "ENTER_EXEC"))
-    }
+    left_out = ("INSTRUMENTED_", "ENTER_EXEC")
+    known = {name: op for name, op in dis.opmap.items() if op < 256 and not name.startswith(left_out)}
     lacking = known.keys() - NAMED.keys() - REFUSED - {"CACHE", "EXTENDED_ARG"} - SPECIALIZED
     assert not lacking, f"opcodes without a function: {sorted(lacking)}"
     table: list[Handler] = [refuse("an unknown opcode")] * 256
