@@ -82,41 +82,34 @@ class Writer:
 
     def stage(self, nests: Sequence[Nest]) -> list[Started]:
         """What is started for a stage: nests that differ in their lengths alone at once."""
-        alike: dict[Any, list[tuple[Nest, Entry]]] = {}
+        alike: dict[Any, list[Entry]] = {}
         for nest in nests:
-            general = of_any_length(nest) if len(nests) > 1 else None
-            entry = None if general is None else Entry(*general)
-            key = nest if entry is None else entry.emitter.module.definitions()
-            alike.setdefault(key, []).append((nest, entry))
+            entry = Entry(nest, of_any_length(nest) if len(nests) > 1 else None)
+            alike.setdefault(entry.body(), []).append(entry)
         return [started for same in alike.values() for started in self.starts(same)]
 
-    def starts(self, same: Sequence[tuple[Nest, Entry]]) -> list[Started]:
+    def starts(self, same: Sequence[Entry]) -> list[Started]:
         """The starts of nests of one body."""
-        (nest, entry), *more = same
-        if not more:
-            return [self.start(nest)]
-        most = most_entries(1 + len(entry.given()))
-        if most < 2:
-            return [self.start(nest) for nest, _ in same]
-        return [self.at_once(same[i : i + most]) for i in range(0, len(same), most)]
+        most = most_entries(1 + len(same[0].given())) if len(same) > 1 else 1
+        return [self.at_once(same[i : i + most]) for i in range(0, len(same), max(most, 1))]
 
     def start(self, nest: Nest) -> Started:
         emitter = GridEmitter(nest, self.aligned)
         made = self.function(emitter)
         return Started(made, emitter.blocks(), made.threads, given(emitter), (nest,))
 
-    def at_once(self, same: Sequence[tuple[Nest, Entry]]) -> Started:
+    def at_once(self, same: Sequence[Entry]) -> Started:
         if len(same) == 1:
-            return self.start(same[0][0])
-        emitter = TableEmitter(same[0][1].emitter.nest, self.aligned, power_of_two(len(same)))
+            return self.start(same[0].nest)
+        emitter = TableEmitter(same[0].emitter.nest, self.aligned, power_of_two(len(same)))
         words: list[Any] = []
         total = 0
-        for _, entry in same:
+        for entry in same:
             words += [total, *entry.given()]
             total += entry.blocks()
         for _ in range(len(same), emitter.entries):
             words += [total, *[None] * (emitter.words - 1)]
-        nests = tuple([nest for nest, _ in same])
+        nests = tuple([entry.nest for entry in same])
         version = LEAST_VERSION if len(words) * WORD > SMALL else 0
         return Started(self.function(emitter, version), total, emitter.grid.threads, tuple(words), nests)
 
@@ -128,10 +121,17 @@ class Writer:
 
 
 class Entry:
-    """A nest of any length as an entry of a table."""
+    """A nest as an entry of a table, where it has a form for any length."""
 
-    def __init__(self, general: Nest, lengths: dict[Any, int]) -> None:
-        self.emitter, self.lengths = GridEmitter(general), lengths
+    def __init__(self, nest: Nest, general: tuple[Nest, dict[Any, int]] | None) -> None:
+        self.nest = nest
+        if general is not None:
+            self.emitter, self.lengths = GridEmitter(general[0]), general[1]
+        self.alone = general is None
+
+    def body(self) -> Any:
+        """What nests have in common that are started at once."""
+        return self.nest if self.alone else self.emitter.module.definitions()
 
     def given(self) -> list[Any]:
         """What follows the number of its first block: buffers and sizes."""

@@ -24,6 +24,8 @@ LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a
 HELD = 32  # elements of a row that a thread holds in registers
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
+STATIC = 48 << 10  # bytes of shared memory that a function may declare
+SECTOR = 32  # bytes that memory gives at once
 WRITTEN = 16  # turns of a row in shared memory that are written out
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
@@ -75,10 +77,17 @@ def laid(nest: Nest) -> Grid:
     columns = -(-extent(vector) // width)
     rows = min(power_of_two(columns), COLUMNS)
     blocks = kept_extent(nest) // extent(vector) * (columns // rows)
+    while blocks * LARGEST < BUSY and rows * width * 4 > SECTOR:  # few columns: a block takes fewer of them
+        width, rows = (width // 2, rows) if width > 1 else (1, rows // 2)
+        blocks *= 2
     team = BLOCK // rows
     while team < LARGEST // rows and blocks * rows * team < BUSY:
         team *= 2
-    return Grid(vector, width, rows, max(min(team, power_of_two(reduced_extent(nest)) // 4), 1))
+    team = max(min(team, power_of_two(reduced_extent(nest)) // 4), 1)
+    held = width * rows * sum(compute_type(TYPES[part.dtype]).bits // 8 for f in nest.folds() for part in f.parts)
+    while team * held > STATIC:
+        team //= 2
+    return Grid(vector, width, rows, team)
 
 
 def several(nest: Nest, vector: Axis | None, width: int) -> int:
@@ -116,8 +125,6 @@ def turns(load: Load, vector: Axis, other: Axis) -> bool:
 
 def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A team for each row: threads of a warp where that is enough, else a block."""
-    if nest.part is not None:
-        return in_strips(nest, vector, width)
     chunks = -(-reduced_extent(nest) // width)
     known = all(type(a.size) is int and type(a.low) is int for a in nest.reduced)
     most = max(HELD // width, 1)
@@ -139,15 +146,6 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     elif not known or turns > most:
         team, turns = min(team, LOOPED), 0
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared)
-
-
-def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
-    """A block for each strip of rows; threads hold a row, and the sums of their columns, in registers."""
-    chunks = -(-reduced_extent(nest) // width)
-    team = 2 * WARP
-    while team < LARGEST and team * (HELD // 2) < chunks * width:
-        team *= 2
-    return Grid(vector, width, 1, team, True, -(-chunks // team))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Axis, Fold, Load, Nest, Part, Store, terms
+from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, terms
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import SQUARE, largest_and_sum, turns
 from kiln.generate.lanes import across_lanes, combined
-from kiln.generate.llvm import F32, I32, I64, Value
+from kiln.generate.llvm import I32, I64, Value
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
@@ -27,8 +27,6 @@ class GridEmitter(Online):
     def __init__(self, nest: Nest, aligned: bool = True) -> None:
         super().__init__(nest, aligned)
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
-        self.turn = 0
-        self.sums: dict[tuple[int, int], Value] = {}
         self.emit()
 
     # The frame
@@ -62,9 +60,7 @@ class GridEmitter(Online):
 
     def blocks(self) -> Any:
         """The number of blocks, in terms of the sizes."""
-        grid, count, part = self.grid, self.count(), self.nest.part
-        if part is not None:
-            return -(-count // part.rows)
+        grid, count = self.grid, self.count()
         if grid.across is not None:
             return count
         rows = grid.rows * grid.many
@@ -207,9 +203,6 @@ class GridEmitter(Online):
     def team(self) -> None:
         """Threads of a team on one row, or on one group of columns."""
         grid = self.grid
-        if self.nest.part is not None:
-            self.strip(self.nest.part)
-            return
         if grid.along:
             self.mine = self.unsigned(self.thread & grid.team - 1).to(I64)
             row = self.number(self.block, grid.rows, self.unsigned(self.thread) / grid.team)
@@ -221,37 +214,6 @@ class GridEmitter(Online):
             active = self.columns()
         with self.only_if(active):
             self.row()
-
-    def strip(self, part: Part) -> None:
-        """The rows of a strip one after the other; what they add to columns is stored after the last."""
-        fn, grid, (axis,) = self.fn, self.grid, self.nest.kept
-        self.mine = self.unsigned(self.thread).to(I64)
-        number = self.variables[part.variable] = self.unsigned(self.block).to(I64)
-        begin, last = number * part.rows, self.index(axis.size)
-        end = (begin + part.rows < last).where(begin + part.rows, last)
-        stores = [store for store in self.nest.stores if store.adds]
-
-        def row(place: Value, sums: list[Value]) -> list[Value]:
-            self.push()
-            self.variables[axis.variable] = place
-            self.sums = dict(zip(keys, sums, strict=True))
-            self.row()
-            self.barrier()  # what threads exchange lies at one place for all rows
-            self.pop()
-            return list(self.sums.values())
-
-        keys = [(id(store), turn) for store in stores for turn in range(grid.turns)]
-        sums = fn.loop(begin, end, 1, [fn.constant(0.0, F32.wide(grid.width))] * len(keys), row)
-        self.lanes = grid.width
-        for store in stores:
-            for turn in range(grid.turns):
-                place, valid = self.turn_at(turn)
-                self.push()
-                self.place(self.folded(), place)
-                self.layers[-1][id(store.value)] = sums.pop(0)
-                with self.only_if(valid):
-                    self.store(store)
-                self.pop()
 
     def columns(self) -> Value | None:
         """Let the threads of a block be on neighbouring columns; whether this one is on one."""
@@ -306,10 +268,7 @@ class GridEmitter(Online):
                 values = [valid.where(v, n) for v, n in zip(values, start, strict=True)]
             with self.only_if(valid):
                 for store in stores:
-                    if store.adds:
-                        self.add(store, valid)
-                    else:
-                        self.store(store)
+                    self.store(store)
             return combined(folds, carried, values)
 
         outside = self.lanes
@@ -327,12 +286,6 @@ class GridEmitter(Online):
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
 
-    def add(self, store: Store, valid: Value | None) -> None:
-        """Add a value to the sum of its column."""
-        before = self.sums[id(store), self.turn]
-        value = before.like(self.value(store.value))
-        self.sums[id(store), self.turn] = before + (value if valid is None else valid.where(value, 0.0))
-
     def held_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
         """All turns of a thread written out; what they read stays in registers for later phases."""
         for turn in range(self.grid.turns):
@@ -341,7 +294,6 @@ class GridEmitter(Online):
             self.layers.append(known)
             self.indices.append(indices)
             self.place(self.folded(), place)
-            self.turn = turn
             carried = body(carried, valid)
             self.pop()
         return carried

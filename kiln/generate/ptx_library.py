@@ -9,9 +9,18 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 
-from kiln.generate.functions import absolute, is_nan, polynomial, with_sign
+from kiln.generate.functions import (
+    absolute,
+    acos_64,
+    asin_64,
+    atan2_64,
+    atan_64,
+    is_nan,
+    polynomial,
+    with_sign,
+)
 from kiln.generate.llvm import F64, I64, PTR, Module, Type, Value, fma
-from kiln.generate.ptx_angles import acos, asin, atan, atan2, erf, pow
+from kiln.generate.ptx_powers import erf, pow
 
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 HALF_PI = (1.5707963267948966, 6.123233995736766e-17)
@@ -23,6 +32,16 @@ _EXP = tuple(1 / math.factorial(k + 2) for k in range(12))
 _SIN = tuple((-1) ** (k + 1) / math.factorial(2 * k + 3) for k in range(8))
 _COS = tuple((-1) ** k / math.factorial(2 * k + 4) for k in range(8))
 _LOG = tuple(2 / (2 * k + 3) for k in range(10))
+# (atan(x) / x - 1) / x^2 on 0 <= x^2 <= tan(pi / 8)^2
+_ATAN = (-0.3333333333333333, 0.1999999999999999, -0.1428571428571135, 0.11111111110735426,
+         -0.09090909065860553, 0.07692306695758537, -0.06666641129762908, 0.05881912324161644,
+         -0.052579166225190925, 0.04718599511902937, -0.04101230609975993, 0.03056163878922734,
+         -0.013843492321777154)  # fmt: skip
+# (asin(x) / x - 1) / x^2 on 0 <= x^2 <= 1 / 4
+_ASIN = (0.16666666666666666, 0.07500000000000118, 0.044642857142551895, 0.03038194447553234,
+         0.02237215744350722, 0.017352816540325496, 0.01396378001220357, 0.011566459612121669,
+         0.009621842970100282, 0.009319560794767446, 0.0030448799094556773, 0.019554513336123378,
+         -0.01924167174674304, 0.02961201126495512)  # fmt: skip
 
 
 def _power(x: Value, n: Value) -> Value:
@@ -206,9 +225,10 @@ def fmod(x: Value, y: Value) -> Value:
 
 LIBRARY: dict[str, Callable[..., Value]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "tanh": tanh, "sin": sin,
-    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)), "atan": atan,
-    "asin": asin, "acos": acos, "atan2": atan2, "erf": lambda x: erf(x, exp),
-    "pow": lambda x, y: pow(x, y, exp, log),
+    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)),
+    "atan": lambda x: atan_64(x, _ATAN), "asin": lambda x: asin_64(x, _ASIN),
+    "acos": lambda x: acos_64(x, _ASIN), "atan2": lambda y, x: atan2_64(y, x, _ATAN),
+    "erf": lambda x: erf(x, exp), "pow": lambda x, y: pow(x, y, exp, log),
 }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kiln.fuse.nest import Apply, Const, Load, Nest, Store, Term
+from kiln.generate.forms import logistic
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import LARGEST, Grid, key_of, laid, read_again, whole
 from kiln.generate.lanes import lanes as some_lanes
@@ -20,7 +21,6 @@ from kiln.generate.ptx_functions import (
     exp_of_small,
 )
 from kiln.generate.scalar import TYPES
-from kiln.generate.softmax import logistic
 from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
 
 #: What a fault is called where a kernel ends with one.

@@ -137,10 +137,13 @@ def key(tensor: torch.Tensor) -> int:
 
 
 class Recorded:
-    """Runs a plan by recordings of it: takes a list with the values of the inputs, gives the outputs."""
+    """Runs a plan by recordings of it: takes a list with the values of the inputs, gives the outputs.
 
-    def __init__(self, plan: Plan, device: int) -> None:
-        self.plan, self.device = plan, device
+    `written` are the inputs, by place, that it may write to.
+    """
+
+    def __init__(self, plan: Plan, device: int, written: frozenset[int] = frozenset()) -> None:
+        self.plan, self.device, self.written = plan, device, written
         self.symbols = plan.owner.settled.symbols
         self.shown = -1
         self.known: dict[Any, list[Recording]] = {}
@@ -193,6 +196,9 @@ class Recorded:
             known[i] or self.moves(value, words[i], before[i * WORD : (i + 1) * WORD])
             for i, value in enumerate(values)
         ])  # fmt: skip
+        if any(moving[i] for i in self.written):
+            self.stop("an input that it writes to moves")
+            return None
         self.made += 1
         if self.made > MOST:
             self.stop(f"places or sizes of inputs changed in more than {MOST} calls")

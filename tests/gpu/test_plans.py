@@ -80,7 +80,7 @@ def test_sizes_that_vary_are_given():
         for n in (33, 1000):
             f(torch.randn(n, 3))
     small, large = driver.starts
-    assert (small.blocks, large.blocks) == (1, 12) and 33 in small.words and 1000 in large.words
+    assert (small.blocks, large.blocks) == (1, 3) and 33 in small.words and 1000 in large.words
 
 
 def test_a_context_that_is_not_in_force_is_put_there():

@@ -1,0 +1,82 @@
+"""Activations as other forms of their terms, which cost less and lose nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kiln.fuse.nest import Apply, Const, Term
+from kiln.generate import functions
+from kiln.generate.functions import compute_type
+from kiln.generate.llvm import F32, Value, fma
+from kiln.generate.scalar import TYPES
+
+CUBE, ROOT_HALF, SLOPE = 0.044715, math.sqrt(0.5), math.sqrt(2 / math.pi)
+BELL = math.sqrt(0.5 / math.pi)  # the normal curve at 0
+
+# Patterns: a function with its arguments, a number, or the name of any term; of one name it is one term.
+_CUBIC = ("mul", ("add", "x", ("mul", ("mul", ("mul", "x", "x"), "x"), CUBE)), SLOPE)
+_TWICE_AREA = ("add", ("erf", ("mul", "x", ROOT_HALF)), 1.0)
+_LOGISTIC = ("mul", ("mul", "x", 0.5), ("add", ("tanh", "u"), 1.0))
+_GELU_BY_TANH = ("mul", ("mul", "x", 0.5), ("add", ("tanh", _CUBIC), 1.0))
+_GELU = ("mul", ("mul", "x", 0.5), _TWICE_AREA)
+_GELU_SLOPE = (
+    "add",
+    ("mul", _TWICE_AREA, 0.5),
+    ("mul", "x", ("mul", ("exp", ("mul", ("mul", "x", "x"), -0.5)), BELL)),
+)
+
+
+def _weighted(x: Value, u: Value) -> Value:
+    """x / (1 + e^(-2 u)), which is x / 2 (1 + tanh u)."""
+    return x / (functions.apply("exp", u * -2.0) + 1.0)
+
+
+def _gelu_by_tanh(x: Value) -> Value:
+    power = functions.apply("exp", x * fma(x * x, -2 * SLOPE * CUBE, -2 * SLOPE))
+    return x / (power + 1.0)
+
+
+Form = Callable[..., Value]
+#: Patterns, names of what they are computed from, and how: a name is that of what the machine does better.
+_FORMS: tuple[tuple[Any, tuple[str, ...], Form | str], ...] = (
+    (_GELU_BY_TANH, ("x",), _gelu_by_tanh),
+    (_LOGISTIC, ("x", "u"), _weighted),
+    (_GELU, ("x",), "gelu"),
+    (_GELU_SLOPE, ("x",), "gelu_slope"),
+)
+
+
+def another(term: Term, own: Mapping[str, Form]) -> tuple[tuple[Term, ...], Form] | None:
+    """What a term of f32 is computed from, and how, where there is a form that costs less."""
+    if not isinstance(term, Apply) or term.op not in ("mul", "add"):
+        return None
+    if compute_type(TYPES[term.dtype]) != F32:
+        return None
+    for pattern, names, form in _FORMS:
+        how = own.get(form) if isinstance(form, str) else form
+        found: dict[str, Term] = {}
+        if how is not None and _fits(term, pattern, found):
+            return tuple([found[name] for name in names]), how
+    return None
+
+
+def logistic(term: Term) -> tuple[Term, Term] | None:
+    """x and u of x / 2 (1 + tanh u) in f32; None for other terms."""
+    found: dict[str, Term] = {}
+    if compute_type(TYPES[term.dtype]) != F32 or not _fits(term, _LOGISTIC, found):
+        return None
+    return found["x"], found["u"]
+
+
+def _fits(term: Term, pattern: Any, found: dict[str, Term]) -> bool:
+    """Whether a term is as a pattern says; what its names stand for is added to `found`."""
+    if isinstance(pattern, str):
+        return found.setdefault(pattern, term) is term
+    if isinstance(pattern, float):
+        return isinstance(term, Const) and term.value == pattern
+    op, *below = pattern
+    if not isinstance(term, Apply) or term.op != op:
+        return False
+    return all(_fits(a, b, found) for a, b in zip(term.args, below, strict=True))
