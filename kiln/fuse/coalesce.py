@@ -20,9 +20,11 @@ LARGEST = 200
 class Coalescing(Groups):
     """Groups that grow: with the groups that read each value."""
 
-    def __init__(self, graph: Graph, exact: bool = False, largest: int = LARGEST) -> None:
+    def __init__(
+        self, graph: Graph, exact: bool = False, largest: int = LARGEST, runs: bool = True
+    ) -> None:
         super().__init__(graph, exact)
-        self.largest = largest
+        self.largest, self.runs = largest, runs
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
 
     # Nodes into groups

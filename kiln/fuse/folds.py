@@ -7,12 +7,12 @@ from typing import Any
 
 from kiln.base.graph import Node, TensorSpec
 from kiln.fuse.axes import Misfit
-from kiln.fuse.nest import Axis
+from kiln.fuse.nest import RUNNING, Axis
 from kiln.fuse.views import Coords, shape_of, supported
 from kiln.ops.levels import name_of
 
 #: Reductions over some dimensions: the names of the ops, and of the folds.
-FOLDS = frozenset({"sum", "prod", "amax", "amin", "any", "all", "argmax", "argmin"})
+FOLDS = frozenset({"sum", "prod", "amax", "amin", "any", "all", "argmax", "argmin"}) | RUNNING
 #: Those that give a place.
 PLACED = frozenset({"argmax", "argmin"})
 
@@ -32,6 +32,11 @@ def folded_dims(node: Node) -> frozenset[int] | None:
     elif isinstance(dims, int):
         dims = [dims]
     return frozenset(d % rank for d in dims) if rank else frozenset()
+
+
+def is_running(node: Node) -> bool:
+    """Whether a fold gives a value for each element: what was folded up to it."""
+    return name_of(node.op) in RUNNING
 
 
 def kept_shape(node: Node) -> Coords:

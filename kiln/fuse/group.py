@@ -9,7 +9,7 @@ from kiln.base.graph import CONSTANT, INPUT, Node
 from kiln.fuse.axes import axes_for
 from kiln.fuse.coalesce import LOOK_BACK, Coalescing
 from kiln.fuse.costs import MUCH_SMALLER
-from kiln.fuse.folds import folded_dims, marked
+from kiln.fuse.folds import folded_dims, is_running, marked
 from kiln.fuse.lower import is_drawn, is_pointwise
 from kiln.fuse.reading import Group
 from kiln.fuse.views import Coords, is_map, shape_of
@@ -44,13 +44,17 @@ class Fuser(Coalescing):
                 self.place[node] = -1
             else:
                 self.join(node, shape_of(node), None)
-        elif (dims := folded_dims(node)) is not None:
+        elif (dims := self.folded(node)) is not None:
             self.join(node, shape_of(node.args[0]), dims)
         else:
             self.items.append(node)
             self.place[node] = len(self.items) - 1
             for read in node.inputs():
                 self.read_whole.add(read)
+
+    def folded(self, node: Node) -> frozenset[int] | None:
+        """The dimensions over which loops fold; None for what is no fold or is left to eager's kernel."""
+        return folded_dims(node) if self.runs or not is_running(node) else None
 
     def starts(self, node: Node) -> bool:
         """Whether a node is the draw of seeds, or one of them: that runs before all else."""
@@ -62,7 +66,7 @@ class Fuser(Coalescing):
         """Whether random numbers need no memory: loops that read them draw them."""
         if not is_drawn(node) or node in self.outputs or self.place[node.args[0]] >= 0:
             return False
-        return all(is_pointwise(user) or folded_dims(user) is not None for user in self.readers(node))
+        return all(is_pointwise(user) or self.folded(user) is not None for user in self.readers(node))
 
     def join(self, node: Node, shape: Coords, dims: frozenset[int] | None) -> None:
         """Put a node into the first group that it fits, else into a new one."""

@@ -11,7 +11,7 @@ import torch
 
 from kiln.base.graph import Node, TensorSpec, argument
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
-from kiln.fuse.axes import hinted
+from kiln.fuse.axes import Misfit, hinted
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
 from kiln.fuse.views import Coords, broadcast, from_front, shape_of, supported
 from kiln.ops.levels import BINARY, TERNARY, UNARY, name_of
@@ -53,6 +53,7 @@ class Terms:
         self._known: dict[Any, Any] = {}
         self._computed: dict[Symbol, Computed] = {}
         self._phases: dict[int, int] = {}
+        self._runs: dict[int, frozenset[int]] = {}  # the phases of running folds that terms read
 
     def make(self, kind: Callable[..., Any], *fields: Any) -> Any:
         key = (kind, *[(type(f), repr(f)) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
@@ -144,9 +145,15 @@ class Terms:
         """The first phase in which a term of these can be computed: after the folds that it reads."""
         known = self._phases.get(id(term))
         if known is None:
-            below = (self.phase(child) for child in children(term))
-            known = term.phase + 1 if isinstance(term, Fold) else max(below, default=0)
-            self._phases[id(term)] = known
+            if isinstance(term, Fold):
+                known, runs = term.ready, frozenset({term.phase} if term.running else ())
+            else:
+                below = children(term)
+                known = max(map(self.phase, below), default=0)
+                runs = frozenset[int]().union(*[self._runs[id(child)] for child in below])
+                if any(phase != known for phase in runs):
+                    raise Misfit  # what runs along the loops is not there in later ones
+            self._phases[id(term)], self._runs[id(term)] = known, runs
         return known
 
     def places(self, index: Any) -> tuple[Computed, ...]:

@@ -89,11 +89,16 @@ class Apply:
     dtype: torch.dtype
 
 
+RUNNING = frozenset({"cumsum", "cumprod"})
+"""Folds that have a value in each turn."""
+
+
 @dataclass(eq=False, frozen=True, slots=True)
 class Fold:
     """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin.
 
-    The last two carry a `place` with the value and give the first place of the largest or smallest.
+    The last two carry a `place` with the value and give the first place of the largest or smallest. Running
+    ones (cumsum, cumprod) have a value in each turn of the loops: what was folded so far.
     """
 
     kind: str
@@ -101,6 +106,15 @@ class Fold:
     dtype: torch.dtype
     phase: int
     place: Term | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.kind in RUNNING
+
+    @property
+    def ready(self) -> int:
+        """The first phase in which it can be read."""
+        return self.phase if self.running else self.phase + 1
 
     @property
     def parts(self) -> tuple[Term, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import field, replace
 from typing import Any
 
 from kiln.base.dataclass import dataclass
@@ -28,10 +28,14 @@ FAR = 8
 
 @dataclass(slots=True)
 class Program:
-    """What a graph became: steps in order, over the graph's inputs and outputs."""
+    """What a graph became: steps in order, over the graph's inputs and outputs.
+
+    `overwrites` gives for outputs the inputs in whose memory they may be written, once that is not read.
+    """
 
     graph: Graph
     steps: list[Step]
+    overwrites: dict[Node, Node] = field(default_factory=dict)
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -63,7 +67,7 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
     graph = updated(graph, exact)
 
     def steps_of(part: Graph) -> list[Step]:
-        return Finishing(Fuser(part, exact, fusing.largest).run(), fusing.cuts).steps()
+        return Finishing(Fuser(part, exact, fusing.largest, fusing.cuts.runs).run(), fusing.cuts).steps()
 
     steps = fuse_repeats(graph, steps_of)
     return Program(graph, [*steps, *left_over(graph, steps)])
@@ -99,7 +103,7 @@ class Finishing:
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
                 name = f"k{item.position}"
-                if self.joined(steps, nest, name):
+                if self.cuts.borders and self.joined(steps, nest, name):
                     continue
                 parts = peeled(nest, groups.scope) if self.cuts.borders else [nest]
                 if len(parts) > 1:
@@ -112,7 +116,7 @@ class Finishing:
     def joined(self, steps: list[Split | Call], nest: Nest, name: str) -> bool:
         """Whether a sum of columns went to the loops over the same rows, or such loops to one before them."""
         if self.last is not None and steps[-1] is self.last[0]:
-            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name, self.cuts)
+            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name)
             if found is not None:
                 steps[-1] = found
                 return True
@@ -124,7 +128,7 @@ class Finishing:
                 continue
             if any(n in made or made.intersection(n.inputs()) for n in reads):
                 return False
-            found = with_sums(step, nest, self.groups.scope, name, self.cuts)
+            found = with_sums(step, nest, self.groups.scope, name)
             if found is not None:
                 steps[place] = found
                 return True

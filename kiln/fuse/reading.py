@@ -21,7 +21,7 @@ from kiln.fuse.costs import (
     reads_no_more,
     weight,
 )
-from kiln.fuse.folds import PLACED, folded_dims, folded_place, kept_shape
+from kiln.fuse.folds import PLACED, folded_dims, folded_place, is_running, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, shape_of
@@ -88,6 +88,11 @@ class Groups:
 
     def natural(self, group: Group, node: Node) -> tuple[Coords, Term, bool]:
         """A member's element in its group's loops: its coordinates, the term, whether once a row."""
+        if is_running(node):
+            coords = coordinates(shape_of(node), group.axes)
+            if coords is None:
+                raise Misfit
+            return coords, self.fold(group, node), False
         if folded_dims(node) is not None:
             shape = kept_shape(node)
             coords = coordinates(shape, group.kept)
@@ -97,7 +102,9 @@ class Groups:
         shape = shape_of(node)
         coords = coordinates(shape, group.axes)
         if coords is not None:
-            return coords, self.element(group, node, coords, None), False
+            term = self.element(group, node, coords, None)
+            group.terms.phase(term)
+            return coords, term, False
         coords = coordinates(shape, group.kept) if group.folds else None
         if coords is None:
             raise Misfit
@@ -163,7 +170,7 @@ class Groups:
                 (value,) = group.terms.rounded((value,))
             elif value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
-            if not group.folds:  # over extents of 1 alone
+            if not group.folds or is_running(node) and kept_shape(node) == shape_of(node):  # over extents of 1 alone
                 known = value if place is None else place
                 if kind == "sum" and dtype.is_floating_point:  # a sum of nothing but -0.0 is 0.0
                     known = group.terms.apply("add", dtype, value, group.terms.const(0.0, dtype))
@@ -173,6 +180,10 @@ class Groups:
         return known
 
     def result_of_fold(self, group: Group, node: Node, coords: Coords) -> Term:
+        if is_running(node):
+            if coords != coordinates(shape_of(node), group.axes):
+                raise Misfit
+            return self.fold(group, node)
         kept = coordinates(kept_shape(node), group.kept)
         if kept is None or self.own_coords(node, kept) != tuple(
             0 if n == 1 else c for c, n in zip(coords, shape_of(node), strict=True)

@@ -1,8 +1,9 @@
-"""Running sums and their like: calls of eager's kernels, along the last dimension.
+"""Running sums and their like: loops in order along one dimension, and calls of eager's kernels.
 
-Each value waits for the one before it, so that loops gain nothing over eager's kernels where those go through
-memory in order. Along other dimensions they go through it in steps, up to twenty times slower: there a
-transpose before and one after, which are kernels in tiles and fuse with what is around them, pay.
+Sums and products are loops, in eager's precision: sums of float32 are taken in float64, those of half types in
+float32. The others are calls along the last dimension: along other dimensions eager's kernels go through memory
+in steps, up to twenty times slower; there a transpose before and one after, which are kernels in tiles and fuse
+with what is around them, pay.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from kiln.ops.table import aten
 
 #: Elements that are worth two transposes.
 MANY = 1 << 12
+
+#: What eager's kernels carry for results of a type.
+CARRIED = {torch.float32: torch.float64, torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def along_last(op: Any) -> Callable[..., Any]:
@@ -35,10 +39,23 @@ def along_last(op: Any) -> Callable[..., Any]:
     return expanded
 
 
+def in_order(op: Any) -> Callable[..., Any]:
+    """An expansion of an op along a dimension: the op in the type that is carried along."""
+    elsewhere = along_last(op)
+
+    def expanded(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+        if x.device.type != "cpu" or not x.dim():
+            return elsewhere(x, dim, dtype=dtype)
+        out = dtype or (x.dtype if x.is_floating_point() else torch.int64)
+        carried = CARRIED.get(out, out)
+        if carried == x.dtype and out == x.dtype:
+            return NotImplemented
+        return op(x.to(out).to(carried), dim).to(out)
+
+    return expanded
+
+
 RUNNING: dict[Any, Callable[..., Any]] = {
-    op: along_last(op)
-    for op in (
-        aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default,
-        aten.logcumsumexp.default,
-    )
-}  # fmt: skip
+    **{op: in_order(op) for op in (aten.cumsum.default, aten.cumprod.default)},
+    **{op: along_last(op) for op in (aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default)},
+}

@@ -44,21 +44,10 @@ class Cuts:
     """The same, where it is not the only one."""
     wanted: int
     """Tasks that a nest is cut into at most."""
-    strips: int
-    """Strips that are enough where columns are summed within the loops over rows."""
-    strip: tuple[int, int]
-    """Rows of a strip at least and at most."""
-    row: int = 0
-    """Elements of a row that keep a task busy: of shorter ones more strips are needed; 0 for any."""
-    widest: int = 1 << 60
-    """Elements of a row in strips at most."""
     borders: bool = False
     """Whether loops are cut where conditions on their places change."""
-
-    def rows(self, rows: int, columns: int) -> int:
-        """The rows of a strip."""
-        strips = self.strips * max(self.row // columns, 1) if self.row else self.strips
-        return min(max(rows // strips, self.strip[0]), self.strip[1])
+    runs: bool = False
+    """Whether loops may run in order, each turn with what the ones before it carry."""
 
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
@@ -78,14 +67,10 @@ class Cuts:
 MANY = 1 << 60
 #: Cores with long vectors.
 CORES = Cuts(
-    part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, strips=64, strip=(16, 64),
-    borders=True,
-)  # fmt: skip
+    part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True
+)
 #: Hundreds of processors, each with thousands of threads.
-GRIDS = Cuts(
-    part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, strips=528, strip=(8, 256),
-    row=4096, widest=8192,
-)  # fmt: skip
+GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512)
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
 #: Long parts are of whole vectors.
@@ -119,7 +104,7 @@ def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
     if not nest.reduced or nest.volume() < 2 * cuts.part or cuts.tasks(nest) >= cuts.enough:
         return None
-    if any(f.place is not None for f in nest.folds() if f.phase == 0):
+    if any(f.running or f.place is not None and f.phase == 0 for f in nest.folds()):
         return None
     if not any(f.phase == 0 for f in nest.folds()):
         return None

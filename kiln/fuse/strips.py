@@ -17,16 +17,18 @@ from kiln.fuse.axes import axis
 from kiln.fuse.merge import rewritten
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Nest, Part, Store, Term, children, terms
 from kiln.fuse.peel import substituted
-from kiln.fuse.split import Cuts, Split, replaced
+from kiln.fuse.split import Split, replaced
 
+#: Rows of a strip at least and at most, and strips that are enough.
+SHORTEST, LONGEST, ENOUGH = 16, 64, 64
 #: Elements from which on it pays.
 WORTH = 1 << 16
 
 
-def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -> Split | None:
+def with_sums(rows: Split, columns: Nest, scope: Scope, name: str) -> Split | None:
     """Nests that do what a nest over rows, and what followed of it before, and one over columns do."""
     home = rows.nests[0]
-    if not _fit(home, columns, cuts):
+    if not _fit(home, columns):
         return None
     (row, column), (down, along) = home.axes, columns.axes
     moves = {down.variable: row.variable, along.variable: column.variable}
@@ -38,7 +40,7 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -
     folds = [t for t in terms([s.value for s in stores if s.kept]) if isinstance(t, Fold) and t.parts]
     folds = [f for f in folds if f not in home.folds()]
     last = max((s.phase for s in home.stores if not s.kept), default=0)
-    length = cuts.rows(row.size, column.size)
+    length = min(max(row.size // ENOUGH, SHORTEST), LONGEST)
     part = home.part or Part(axis(scope, -(-row.size // length), f"{name}_p").variable, length)
     again = replace(axis(scope, -(-row.size // part.rows), f"{name}_f"), reduced=True)
     scratch: dict[Buffer, TensorSpec] = {}
@@ -59,21 +61,19 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -
     return Split([joined, *rows.nests[1:], Nest((along, again), final)], {**rows.scratch, **scratch})
 
 
-def _fit(rows: Nest, columns: Nest, cuts: Cuts) -> bool:
+def _fit(rows: Nest, columns: Nest) -> bool:
     """Whether one nest folds the rows of a matrix, and the other sums its columns in one phase."""
     if [a.reduced for a in rows.axes] != [False, True] or [a.reduced for a in columns.axes] != [True, False]:
         return False
     if any(type(a.size) is not int or a.size != b.size for a, b in zip(rows.axes, columns.axes, strict=True)):
         return False
-    if rows.volume() < WORTH or rows.axes[0].size < 2 * cuts.strip[0] or not columns.folds():
-        return False
-    if rows.axes[1].size > cuts.widest:
+    if rows.volume() < WORTH or rows.axes[0].size < 2 * SHORTEST or not columns.folds():
         return False
     if any(f.kind != "sum" or f.phase or f.dtype != torch.float32 for f in columns.folds()):
         return False
     if any(s.phase > (1 if s.kept else 0) for s in columns.stores):
         return False
-    if any(f.dtype.itemsize != 4 for f in rows.folds()) or not _in_line(rows) or not _in_line(columns):
+    if any(f.dtype.itemsize != 4 or f.running for f in rows.folds()) or not _in_line(rows) or not _in_line(columns):
         return False
     (reads, writes), (others, results) = rows.buffers(), columns.buffers()
     shared = {b for b in (*reads, *writes) if b in others}
@@ -115,5 +115,5 @@ def _phase(term: Term) -> int:
     phases: dict[int, int] = {}
     for t in terms([term]):
         below = max((phases[id(child)] for child in children(t)), default=0)
-        phases[id(t)] = t.phase + 1 if isinstance(t, Fold) else below
+        phases[id(t)] = t.ready if isinstance(t, Fold) else below
     return phases[id(term)]

@@ -162,11 +162,17 @@ def _unfold(node: Node, coords: Coords) -> Coords:
 
 @view("as_strided")
 def _as_strided(node: Node, coords: Coords) -> Coords:
-    flat: Any = argument(node, 3, "storage_offset", None) or 0
+    flat = _start(node)
     for c, s in zip(coords, node.args[2], strict=True):
         flat = flat + c * s
     shape = shape_of(node.args[0])
     return reshaped((flat,), (math.prod(shape),), shape)
+
+
+def _start(node: Node) -> Any:
+    """Where what as_strided shows starts in a source that lies where memory starts."""
+    start = argument(node, 3, "storage_offset", None)
+    return 0 if start is None else start
 
 
 def _shows_source(node: Node) -> bool:
@@ -178,7 +184,7 @@ def _shows_source(node: Node) -> bool:
         root = root.args[0]
     if root.op is INPUT or root.op is CONSTANT or spec.offset != 0 or not _in_order(spec):
         return False
-    numbers = (*spec.shape, *node.args[1], *node.args[2], argument(node, 3, "storage_offset", None) or 0)
+    numbers = (*spec.shape, *node.args[1], *node.args[2], _start(node))
     if not all(type(n) is int for n in numbers):
         return False
     last = numbers[-1] + sum((n - 1) * s for n, s in zip(node.args[1], node.args[2], strict=True))

@@ -105,7 +105,9 @@ def _binary_loss(
 @rule(aten.huber_loss.default, aten.soft_margin_loss.default)
 def _loss_like_input(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any, **__: Any) -> Any:
     # Eager computes it in place of a tensor like the input; meta kernels promote.
-    if x.dtype is target.dtype or not x.dtype.is_floating_point or x.shape != target.shape:
+    if x.dtype not in INEXACT or x.dtype is not target.dtype and x.shape != target.shape:
+        raise Mismatch("the loss may not fit into the input")
+    if x.dtype is target.dtype or x.dtype not in FLOATS:
         return NotImplemented
     strides = pointwise(x.shape, (x.shape, x.stride()), (target.shape, target.stride()))
     return make((), None, x.dtype, x.device) if reduction else make(x.shape, strides, x.dtype, x.device)

@@ -85,6 +85,8 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
 DRAWN = [line for weight, lines in ROWS for line in lines for _ in range(weight * 12 // len(lines) + 1)]
 #: Lines whose results are rounded: one that eager happens to have exactly, a difference of equal ones, may come otherwise.
 ROUNDED = {*ROWS[1][1], *(line for _, lines in ROWS for line in lines if re.search("soft|norm|var|std|log|lu\\(|cosine|entropy|kl_div|pool|sigmoid|lerp|conv", line))}
+#: Lines whose results hold an extent twice: of long ones no memory holds them.
+SQUARES = re.compile(r"diag_embed|None, :\]|@|mm\(|matmul|linear\(|einsum|eye\(|ones\(\{len\}, |attention")
 IN_PLACE = re.compile(r"^\w+(\[.*\])?(\.\w+\([^)]*\))?(\[[^]]*\])? (\+)?= |^\w+.*\.\w+_\(")
 
 
@@ -258,6 +260,8 @@ class Drawing:
             text = re.sub(r"\{(\w+)\}", lambda m: str(self.slot(m[1])), template)
         except (LookupError, ValueError):
             return False
+        if SQUARES.search(template) and self.longest(text) > 1000:
+            return False
         writes = IN_PLACE.match(template.replace("{v}", "a").replace("{at}", "").replace("{index}", "")) is not None
         name = f"v{len(self.program.lines)}"
         line = text if writes else f"{name} = {text}"
@@ -271,6 +275,11 @@ class Drawing:
         if template in ROUNDED or not self.vague.isdisjoint(re.findall(r"\b[av]\d+\b", text)):
             self.vague |= self.sharing(re.match(r"\w+", line)[0]) if writes else {name}  # type: ignore[index]
         return True
+
+    def longest(self, text: str) -> int:
+        """The largest extent of tensors, and the largest number, in a line."""
+        named = [n for name in re.findall(r"\b[av]\d+\b", text) for n in self.spaces[0][name].shape]
+        return max([*named, *map(int, re.findall(r"\b\d+\b", text))], default=0)
 
     def sharing(self, name: str) -> set[str]:
         """The names of values in the same memory."""
