@@ -22,10 +22,14 @@ HELD = Extension(
     "kiln._held", sources=["kiln/_held.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
 )
 
+NESTS = Extension(
+    "kiln._nests", sources=["kiln/_nests.c"], extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"]
+)
+
 MERSENNE = Extension(
     "kiln._mersenne",
     sources=["kiln/_mersenne.c"],
     extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
 )
 
-setup(ext_modules=[HOOK, LAUNCH, HELD, MERSENNE])
+setup(ext_modules=[HOOK, LAUNCH, HELD, NESTS, MERSENNE])

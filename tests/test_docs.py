@@ -11,6 +11,7 @@ import torch
 
 import kiln
 from kiln.base.kinds import kinds
+from kiln.capture.calls import BREAKING
 from kiln.capture.nodes import LEAVING
 from tests import kinds as examples
 
@@ -23,7 +24,8 @@ INNER = {"raises"}
 def raised():
     """The kinds of all breaks in the sources."""
     source = "\n".join(path.read_text() for path in (ROOT / "kiln").rglob("*.py"))
-    return {*re.findall(r"Break\(\s*\"([a-z-]+)\"", source), *LEAVING.values()} - INNER
+    written = re.findall(r"(?:Break|refuses)\(\s*\"([a-z-]+)\"", source)
+    return {*written, *LEAVING.values(), *(kind for kind, *_ in BREAKING.values())} - INNER
 
 
 def test_the_table_of_kinds_is_that_of_the_sources():

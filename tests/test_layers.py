@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What each part may import. A part is a folder, or a file at the top of the package.
 STAGES = {"bytecode", "capture", "check", "differentiate", "expand", "ops"}
 LAYERS = {
-    "base": set(),
+    "base": {"_nests"},
     "bytecode": {"base"},
     "check": {"base", "_hook"},
     "ops": {"base", "_mersenne"},

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kiln._nests import gathered
+from kiln._nests import mapped as mapped
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Bug
 
@@ -62,16 +64,7 @@ class Node:
 
     def inputs(self) -> list[Node]:
         """The nodes that this one reads, with repetitions."""
-        found: list[Node] = []
-        for item in self.args:
-            kind = type(item)
-            if kind is Node:
-                found.append(item)
-            elif kind in NESTS:
-                _gather((item,), found)
-        if self.kwargs:
-            _gather(self.kwargs, found)
-        return found
+        return gathered(Node, self.args, self.kwargs)
 
     def over(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "") -> Node:
         """The same op over other arguments."""
@@ -85,36 +78,7 @@ class Node:
 
 def nodes_in(value: Any) -> list[Node]:
     """The nodes in a nest of tuples, lists, dicts and slices."""
-    found: list[Node] = []
-    _gather((value,), found)
-    return found
-
-
-def _gather(values: Any, found: list[Node]) -> None:
-    """Add the nodes in a tuple, list or dict."""
-    for item in values.values() if type(values) is dict else values:
-        kind = type(item)
-        if kind is Node:
-            found.append(item)
-        elif kind is tuple or kind is list or kind is dict:
-            _gather(item, found)
-        elif kind is slice:
-            _gather((item.start, item.stop, item.step), found)
-
-
-NESTS = frozenset({tuple, list, dict, slice})
-
-
-def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
-    """The nest `value` with `leaf` applied to all that is not a tuple, list, dict or slice."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([mapped(item, leaf) if type(item) in NESTS else leaf(item) for item in value])
-    if kind is dict:
-        return {key: mapped(item, leaf) for key, item in value.items()}
-    if kind is slice:
-        return slice(mapped(value.start, leaf), mapped(value.stop, leaf), mapped(value.step, leaf))
-    return leaf(value)
+    return gathered(Node, value)
 
 
 @lru_cache(4096)
@@ -123,22 +87,31 @@ def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
 
 
-@lru_cache(4096)
+RESERVED = frozenset((*keyword.kwlist, *dir(builtins)))
+
+
 def identifier(wanted: str) -> str:
     """`wanted` as the name of a variable that hides nothing of Python's."""
+    if wanted.isidentifier() and wanted not in RESERVED:
+        return wanted
     text = re.sub(r"\W", "_", wanted) or "value"
-    return f"_{text}" if text[0].isdigit() or keyword.iskeyword(text) or hasattr(builtins, text) else text
+    return f"_{text}" if text[0].isdigit() or text in RESERVED else text
 
 
 class Graph:
-    """Inputs, nodes in the order in which they run, and outputs: nodes, numbers or None."""
+    """Inputs, nodes in the order in which they run, and outputs: nodes, numbers or None.
 
-    __slots__ = ("_names", "inputs", "nodes", "outputs")
+    `overwrites` says of outputs, by place, which input the caller gives their value to: who runs the graph may
+    write them there at once.
+    """
+
+    __slots__ = ("_names", "inputs", "nodes", "outputs", "overwrites")
 
     def __init__(self) -> None:
         self.inputs: list[Node] = []
         self.nodes: list[Node] = []
         self.outputs: tuple[Any, ...] = ()
+        self.overwrites: dict[int, int] = {}
         self._names: dict[str, int] = {}
 
     def input(self, name: str, spec: Spec, backward: bool = False) -> Node:

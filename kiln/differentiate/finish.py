@@ -51,13 +51,16 @@ below = partial(torch._C._ExcludeDispatchKeyGuard, _keys())
 def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """A function from the results and the arguments to what the captured graph returns."""
     outputs = _outputs(joint, attributes, sizes)
-    writes = [_write(joint, mutation, attributes) for mutation in joint.mutated]
-    if not writes and not joint.effects:
+    alone = [m for m in joint.mutated if m.with_grad or m.hidden]
+    writes = [_write(joint, mutation, attributes) for mutation in alone]
+    together = _writes(joint, [m for m in joint.mutated if not (m.with_grad or m.hidden)], attributes)
+    if not joint.mutated and not joint.effects:
         return outputs
 
     def finish(results: Results, args: Args) -> Any:
         for write in writes:
             write(results, args)
+        together(results, args)
         out = outputs(results, args)
         for function, arguments in joint.effects:
             function(*arguments)
@@ -176,6 +179,35 @@ def _write(
             _switch(before)
 
     return hidden if mutation.hidden else seen
+
+
+def _writes(
+    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any]
+) -> Callable[[Results, Args], None]:
+    """A function that gives inputs their new values, all at once, without a history."""
+    graph = joint.graph
+    places = [
+        (origin_of(joint.primals[m.primal].origin, attributes), m.index,
+         graph.outputs[m.index] is graph.inputs[m.primal])
+        for m in mutations
+    ]  # fmt: skip
+
+    def write(results: Results, args: Args) -> None:
+        targets, values, there = [], [], []
+        for origin, index, itself in places:
+            target = origin(args)
+            if itself or results[index] is target:  # its own value, or written in its place
+                there.append(target)
+            else:
+                targets.append(target)
+                values.append(results[index])
+        with torch.no_grad():
+            if there and not there[0].is_inference():  # those count no versions
+                torch.autograd.graph.increment_version(there)
+            if targets:
+                torch._foreach_copy_(targets, values)
+
+    return write if places else lambda results, args: None
 
 
 # Where values come from

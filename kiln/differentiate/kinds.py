@@ -39,7 +39,7 @@ def kind(op: Any) -> Kind:
     if op is operator.getitem or op is CONSTANT:
         return Kind(cheap=True)
     if not isinstance(op, torch._ops.OpOverload):
-        return Kind(acts=True)
+        return Kind(random=True, acts=True)
     schema = op._schema
     random = torch.Tag.nondeterministic_seeded in op.tags
     if schema.is_mutable or not schema.returns:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Graph, Node, TensorSpec, mapped, nodes_in
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in
 
 aten = torch.ops.aten
 
@@ -57,53 +57,52 @@ def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
     Gradients are linear in the tangents: a value that depends on absent ones alone is zero. A sum with it is
     the other summand, a gradient that would be zero is None, as in autograd; elsewhere zeros take its place.
     """
-    reached = reach(graph, tangents)
-    made: dict[Node, Node] = {node: replace(node) for node in graph.inputs}
+    absent = {node for node, bits in reach(graph, tangents).items() if bits and not bits & present}
+    inputs = [replace(node) for node in graph.inputs]
+    made = {node: twin for node, twin in zip(graph.inputs, inputs, strict=True) if node not in absent}
+    zeros: dict[Node, Node] = {}
     new = Graph()
-    for node in graph.inputs:
+    for node in (*graph.inputs, *graph.nodes):
         new.name(node.name)
-
-    def absent(node: Node) -> bool:
-        return bool(reached[node]) and not reached[node] & present
 
     def leaf(value: Any) -> Any:
         if type(value) is not Node:
             return value
-        if absent(value) and value not in made_zeros:
-            made_zeros[value] = _zeros(new, value.spec)
-        return made_zeros[value] if absent(value) else made[value]
+        if value in made:
+            return made[value]
+        if value not in zeros:
+            zeros[value] = _zeros(new, value.spec)
+        return zeros[value]
 
-    made_zeros: dict[Node, Node] = {}
     for node in graph.nodes:
-        if absent(node):
+        if node in absent:
             continue
         rest = _other_summand(node, absent)
         if rest is not None:
             made[node] = made[rest]
             continue
-        args = node.args if node.op == "constant" else mapped(node.args, leaf)
-        made[node] = node.over(args, mapped(node.kwargs, leaf), new.name(node.name))
+        args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
+        made[node] = node.over(args, mapped(node.kwargs, leaf))
         new.nodes.append(made[node])
     new.outputs = tuple(
-        None if type(out) is Node and absent(out) else made[out] if type(out) is Node else out
-        for out in graph.outputs
+        None if out in absent else made[out] if type(out) is Node else out for out in graph.outputs
     )
     new.drop_unused()
     read = {n for node in new.nodes for n in node.inputs()} | set(nodes_in(new.outputs))
-    symbolic = [type(node.spec) is not TensorSpec for node in graph.inputs]
-    kept = tuple(i for i, node in enumerate(graph.inputs) if made[node] in read or symbolic[i])
-    new.inputs = [made[graph.inputs[i]] for i in kept]
+    symbolic = [type(node.spec) is not TensorSpec for node in inputs]
+    kept = tuple(i for i, node in enumerate(inputs) if node in read or symbolic[i])
+    new.inputs = [inputs[i] for i in kept]
     return Pruned(new.check(), kept)
 
 
-def _other_summand(node: Node, absent: Any) -> Node | None:
+def _other_summand(node: Node, absent: set[Node]) -> Node | None:
     """The summand that a sum comes down to, of the same type; None where it is no such sum."""
     if node.op is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     a, b = node.args
-    if type(a) is not Node or type(b) is not Node or absent(a) == absent(b):
+    if type(a) is not Node or type(b) is not Node or (a in absent) == (b in absent):
         return None
-    rest = b if absent(a) else a
+    rest = b if a in absent else a
     return rest if rest.spec == node.spec else None
 
 

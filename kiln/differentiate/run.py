@@ -46,6 +46,7 @@ def callable_for(
     finish = finisher(joint, attributes, lambda args: values_of(primals(args)) if values_of else {})
     trial = None
     if halves is None:
+        joint.graph.overwrites = {m.index: m.primal for m in joint.mutated if not m.with_grad}
         if compile_held is None:
             forward = compile_forward(joint.graph)
         else:

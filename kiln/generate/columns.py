@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from kiln.base.dataclass import dataclass
 from kiln.fuse.nest import Axis, Fold
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import combined, hint
+from kiln.generate.lanes import combined, hint, shuffled
 from kiln.generate.llvm import Type, Value
-from kiln.generate.scalar import TYPES
+from kiln.generate.scalar import FOLDS, TYPES
 from kiln.generate.values import Values
 
 #: Rows that are worth it.
@@ -64,7 +64,8 @@ class Columns(Values):
         fn, kinds = self.fn, self.kinds()
         room = max(WAITING // len(kinds) // self.width, 1) * self.width
         (rows,) = self.nest.reduced
-        count = 2 if hint(rows.size) - hint(rows.low) > anew(rows) else 1
+        running = any(fold.running for fold in self.nest.folds())
+        count = 2 if not running and hint(rows.size) - hint(rows.low) > anew(rows) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
             self.fold_strip(Strip(rows, low, high, levels))
@@ -128,14 +129,39 @@ class Columns(Values):
 
     def fold_row(self, strip: Strip) -> None:
         """One row at the columns at hand; what is stored on the way is."""
-        folds = self.nest.folds()
         before = self.read_waiting(strip, strip.levels[-1])
-        values = [self.value(part) for fold in folds for part in fold.parts]
-        values = [b.like(v) for b, v in zip(before, values, strict=True)]
-        self.write_waiting(strip, strip.levels[-1], combined(folds, before, values))
+        self.write_waiting(strip, strip.levels[-1], self.advanced(self.nest.folds(), before))
         for store in self.nest.stores:
             if not store.kept:
                 self.store(store)
+
+    def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
+        """What folds carry after a turn; values of running ones are known in it."""
+        results: list[Value] = []
+        for fold in folds:
+            held = carried[len(results) : len(results) + len(fold.parts)]
+            values = [c.like(self.value(part)) for c, part in zip(held, fold.parts, strict=True)]
+            if fold.running:
+                here, after = self.ran(fold, held[0], values[0])
+                self.layers[-1][id(fold)] = here
+                results.append(after)
+            else:
+                results += combined([fold], held, values)
+        return results
+
+    def ran(self, fold: Fold, held: Value, value: Value) -> tuple[Value, Value]:
+        """A running fold in a turn, and what it carries on: in all lanes the same, where lanes run along."""
+        combine, lanes = FOLDS[fold.kind][2], self.lanes
+        if lanes == 1 or self.vector is None or not self.vector.reduced:
+            after = combine(held, value)
+            return after, after
+        (neutral,) = self.neutral(fold, lanes)
+        step = 1
+        while step < lanes:  # each lane with those before it
+            before = shuffled(value, [*range(lanes, lanes + step), *range(lanes - step)], neutral)
+            value, step = combine(before, value), 2 * step
+        here = combine(held, value)
+        return here, shuffled(here, [lanes - 1] * lanes)
 
     def begin_columns(self, strip: Strip, memory: Memory) -> None:
         folds = self.nest.folds()
@@ -146,7 +172,8 @@ class Columns(Values):
         values = self.read_waiting(strip, strip.levels[0])
         for fold in self.nest.folds():
             *_, result = [values.pop(0) for _ in fold.parts]
-            self.layers[-1][id(fold)] = result
+            if not fold.running:
+                self.layers[-1][id(fold)] = result
         for store in self.nest.stores:
             if store.kept:
                 self.store(store)

@@ -229,50 +229,47 @@ def _tan_64(x: Value) -> Value:
     return _zero_kept(x, odd.where(-cosine, sine) / odd.where(sine, cosine))
 
 
-def _atan_near(x: Value) -> Value:
+def _near_zero(x: Value, terms: Sequence[float]) -> Value:
     z = x * x
-    return fma(polynomial(z, _ATAN) * z, x, x)
+    return fma(polynomial(z, terms) * z, x, x)
 
 
-def _atan_64(x: Value) -> Value:
+def atan_64(x: Value, terms: Sequence[float] = _ATAN) -> Value:
+    """The angle of a tangent, to as many digits as the polynomial has."""
     a = absolute(x)
     far, middle = a > 2.414213562373095, a > 0.41421356237309503
     reduced = far.where(-1.0 / a, middle.where((a - 1.0) / (a + 1.0), a))
     base = far.where(math.pi / 2, middle.where(x.like(math.pi / 4), 0.0))
-    return with_sign(base + _atan_near(reduced), x)
+    return with_sign(base + _near_zero(reduced, terms), x)
 
 
-def _atan2_64(y: Value, x: Value) -> Value:
+def atan2_64(y: Value, x: Value, terms: Sequence[float] = _ATAN) -> Value:
     ax, ay = absolute(x), absolute(y)
     both_infinite = ax.compare("eq", math.inf) & ay.compare("eq", math.inf)
     ax, ay = both_infinite.where(1.0, ax), both_infinite.where(1.0, ay)
     steep = ay > ax
     low, high = steep.where(ax, ay), steep.where(ay, ax)
     ratio = high.compare("eq", 0.0).where(0.0, low / high)
-    angle = _atan_64(ratio)
+    angle = atan_64(ratio, terms)
     angle = steep.where(math.pi / 2 - angle, angle)
     angle = sign_bit(x).where(math.pi - angle, angle)
     return (is_nan(x) | is_nan(y)).where(math.nan, with_sign(angle, y))
 
 
-def _asin_near(x: Value) -> Value:
-    z = x * x
-    return fma(polynomial(z, _ASIN) * z, x, x)
-
-
-def _asin_64(x: Value) -> Value:
+def asin_64(x: Value, terms: Sequence[float] = _ASIN) -> Value:
+    """The angle of a sine, to as many digits as the polynomial has."""
     a = absolute(x)
     far = a > 0.5
     root = square_root((1.0 - a) * 0.5)
-    value = _asin_near(far.where(root, a))
+    value = _near_zero(far.where(root, a), terms)
     return with_sign(far.where(fma(value, -2.0, math.pi / 2), value), x)
 
 
-def _acos_64(x: Value) -> Value:
+def acos_64(x: Value, terms: Sequence[float] = _ASIN) -> Value:
     a = absolute(x)
     far = a > 0.5
     root = square_root((1.0 - a) * 0.5)
-    value = _asin_near(far.where(root, x))
+    value = _near_zero(far.where(root, x), terms)
     outer = (x < 0.0).where(fma(value, -2.0, math.pi), value * 2.0)
     return far.where(outer, math.pi / 2 - value)
 
@@ -422,10 +419,10 @@ _SINGLE: dict[str, Callable[..., Value]] = {
     "sin": _or_by_library(_sin_64, _too_large_to_reduce, "sin"),
     "cos": _or_by_library(_cos_64, _too_large_to_reduce, "cos"),
     "tan": _or_by_library(_tan_64, _too_large_to_reduce, "tan"),
-    "asin": _widened(_asin_64), "acos": _widened(_acos_64), "atan": _widened(_atan_64),
+    "asin": _widened(asin_64), "acos": _widened(acos_64), "atan": _widened(atan_64),
     "sinh": _widened(_sinh_64), "cosh": _widened(_cosh_64),
     "asinh": _widened(_asinh_64), "acosh": _widened(_acosh_64), "atanh": _widened(_atanh_64),
-    "pow": _widened(_pow_64), "atan2": _widened(_atan2_64),
+    "pow": _widened(_pow_64), "atan2": _widened(atan2_64),
     "erfc": _widened(_library("erfc")), "lgamma": _widened(_library("lgamma")),
     "fmod": _or_by_library(_fmod_64, _inexact_quotient, "fmod"), "hypot": _widened(_hypot_64),
 }  # fmt: skip

@@ -177,7 +177,7 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
         if not self.outer():
             low = task * self.schedule.chunk
             last, size = low + self.schedule.chunk, self.index(vector.size)
-            high, factor = (last < size).where(last, size), self.schedule.stretch
+            high = (last < size).where(last, size)
         if self.by_rows():
             self.fold_columns(low, high)
         else:
@@ -207,7 +207,7 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
         """How many vectors of columns are folded at once: rows are read in longer pieces."""
         folds = self.nest.folds()
         if not folds:
-            return self.schedule.stretch
+            return max(self.schedule.stretch, 2 if self.slow_stream() else 1)
         roots = [s.value for s in self.nest.stores]
         most = self.schedule.columns
         return self.factor(roots, most) if len(folds) * most <= REGISTERS else 1
@@ -311,16 +311,16 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
         def body(carried: list[Value]) -> list[Value]:
             if stores:
                 self.fetch_next()
-            values = [self.value(part) for fold in folds for part in fold.parts]
-            results = combined(folds, carried, [c.like(v) for c, v in zip(carried, values, strict=True)])
+            results = self.advanced(folds, carried)
             for store in stores:
                 self.store(store)
             return results
 
         axes = [a for a in self.nest.reduced if a is not self.vector]
-        short = across and folds and not stores
+        running = any(f.running for f in folds)
+        short = across and folds and not stores and not running
         factor = self.factor([f.value for f in folds], self.schedule.vectors) if short else 1
-        rounds = any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
+        rounds = not running and any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
 
         def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:
             """A part of the loops folded by itself, then into the totals: errors of long sums stay small."""
@@ -373,7 +373,8 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
             totals = across_lanes(totals, partial(combined, folds))
         for fold in results_of:
             *_, result = [totals.pop(0) for _ in fold.parts]
-            self.layers[-1][id(fold)] = result
+            if not fold.running:
+                self.layers[-1][id(fold)] = result
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

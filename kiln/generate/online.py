@@ -15,7 +15,7 @@ from kiln.generate import functions
 from kiln.generate.lanes import across_lanes, first_lane, hint
 from kiln.generate.llvm import F32, I1, Value
 from kiln.generate.scalar import FOLDS
-from kiln.generate.softmax import pair
+from kiln.generate.softmax import forgetful, pair
 from kiln.generate.values import Values
 
 #: Vectors of a block.
@@ -25,7 +25,7 @@ LONG = 1024
 #: What lanes carry before their first value: less than any but -inf.
 LOWEST = -3.4028234663852886e38
 
-_largest, _sum = FOLDS["amax"][2], FOLDS["sum"][2]
+_sum = FOLDS["sum"][2]
 
 
 class Online(Values):
@@ -61,14 +61,14 @@ class Online(Values):
         fn = self.fn
         most, sums = held
         values = [self.element(top, i + k * self.width, end) for k in range(count)]
-        larger = [fn.emit(f"fcmp ugt {v.type} {v.text}, {most.text}", I1.wide(self.width)) for v in values]
-        some = _tree(larger, lambda a, b: a | b)
-        any_larger = fn.call(f"llvm.vector.reduce.or.v{self.width}i1", I1, some)
+        largest = FOLDS["top" if forgetful(self.nest) is top else "amax"][2]
+        here = _tree(values, largest)
+        larger = fn.emit(f"fcmp ugt {here.type} {here.text}, {most.text}", I1.wide(self.width))
+        any_larger = fn.call(f"llvm.vector.reduce.or.v{self.width}i1", I1, larger)
         rare, usual, before = fn.label("rare"), fn.label("usual"), fn.block
         fn.branch(any_larger, rare, usual)
         fn.start(rare)
-        top_lanes = [_tree([most, *values], _largest)]
-        new = across_lanes(top_lanes, lambda a, b: [_largest(a[0], b[0])])[0].splat(self.width)
+        new = across_lanes([largest(most, here)], lambda a, b: [largest(a[0], b[0])])[0].splat(self.width)
         scaled = sums * functions.exp_below(most - new)
         after = fn.block
         fn.jump(usual)

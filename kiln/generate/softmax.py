@@ -1,10 +1,8 @@
-"""What a softmax and a GELU by tanh are in terms: other forms of them cost less and lose nothing."""
+"""What a softmax is in terms: other forms of it cost less and lose nothing."""
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
-from kiln.fuse.nest import Apply, Const, Fold, Nest, Term, children, terms
+from kiln.fuse.nest import Apply, Fold, Nest, Term, children, terms
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value
@@ -28,16 +26,18 @@ def forgetful(nest: Nest) -> Fold | None:
     if found is None:
         return None
     top, total = found
-    power = total.value
-    (difference,) = children(power)
-    everything = terms(s.value for s in nest.stores)
-    for term in everything:
+    for term in terms(s.value for s in nest.stores):
         below = children(term)
-        if any(c is top for c in below) and term is not difference:
+        if any(c is top for c in below) and not _less(term, top):
             return None
-        if any(c is difference for c in below) and term is not power and not _less_logarithm(term, total):
+        if any(_less(c, top) for c in below) and term is not total.value and not _less_logarithm(term, total):
             return None
-    return None if any(s.value is top or s.value is difference for s in nest.stores) else top
+    return None if any(s.value is top or _less(s.value, top) for s in nest.stores) else top
+
+
+def _less(term: Term, top: Fold) -> bool:
+    """Whether a term is something less this value."""
+    return isinstance(term, Apply) and term.op == "sub" and term.args[1] is top and term.args[0] is not top
 
 
 def _less_logarithm(term: Term, total: Fold) -> bool:
@@ -67,31 +67,6 @@ def subtracted(power: Term) -> Fold | None:
     if not isinstance(top, Fold) or top.kind != "amax" or top.value is not value:
         return None
     return top if compute_type(TYPES[value.dtype]) == F32 else None
-
-
-def logistic(term: Term) -> tuple[Term, Term] | None:
-    """x and u of x / 2 (1 + tanh u) in f32, which is x / (1 + e^(-2 u)); None for other terms."""
-    if not isinstance(term, Apply) or term.op != "mul" or compute_type(TYPES[term.dtype]) != F32:
-        return None
-    half, sum_ = term.args
-    if not _is(half, "mul", 0.5) or not _is(sum_, "add", 1.0):
-        return None
-    curve = sum_.args[0]
-    return (half.args[0], curve.args[0]) if isinstance(curve, Apply) and curve.op == "tanh" else None
-
-
-def _is(term: Term, op: str, number: float) -> TypeGuard[Apply]:
-    """Whether a term is a function of another one and of this number."""
-    if not isinstance(term, Apply) or term.op != op:
-        return False
-    other = term.args[1]
-    return isinstance(other, Const) and other.value == number
-
-
-def weighted(x: Value, u: Value) -> Value:
-    """x / (1 + e^(-2 u))."""
-    power = functions.apply("exp", u * -2.0)
-    return x / (power + 1.0)
 
 
 def bounded(term: Apply, given: list[Value]) -> Value | None:

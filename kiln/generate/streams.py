@@ -81,6 +81,13 @@ class Streams(Values):
                 right = right & address.compare("ne", _number(fn, self.pointers[buffer]))
         return right
 
+    def slow_stream(self) -> bool:
+        """Whether elementary functions take longer than memory does where code is emitted."""
+        return bool(self.streams) and any(
+            isinstance(t, Apply) and t.op in COSTLY and self.varies(t)
+            for t in terms(s.value for s in self.nest.stores)
+        )
+
     def fetch_next(self) -> None:
         """Ask for what the next row reads where lines are not read one after the other as they lie.
 
@@ -121,8 +128,7 @@ class Streams(Values):
         row = math.prod([hint(a.size) for a in nest.axes if a.reduced or a is vector])
         if not SHORTEST <= row <= LONGEST:
             return []
-        everything = terms(s.value for s in nest.stores)
-        slow = any(isinstance(t, Apply) and t.op in COSTLY and self.varies(t) for t in everything)
+        slow = self.slow_stream()
         roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
         found = []
         for load in terms(roots):

@@ -20,13 +20,14 @@ from kiln.fuse.nest import (
     Term,
     children,
 )
+from kiln.generate.forms import another
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
 from kiln.generate.scalar import SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
-from kiln.generate.softmax import bounded, logistic, weighted
+from kiln.generate.softmax import bounded
 
 NAME = "kernel"  # of the function that is emitted
 OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
@@ -124,7 +125,8 @@ class Values(Reads):
     def needed(self, term: Term) -> tuple[Term, ...]:
         """The terms that a term is computed from, given what is decided."""
         if not self.decided:
-            return logistic(term) or children(term)
+            form = another(term, self.module.own)
+            return children(term) if form is None else form[0]
         if id(term) in self.decided:
             return ()
         if isinstance(term, Apply) and term.op == "where" and id(term.args[0]) in self.decided:
@@ -154,8 +156,8 @@ class Values(Reads):
         if isinstance(term, Apply):
             if term.op == "where" and id(term.args[0]) in self.decided:
                 return self.value(self.chosen(term))
-            if (parts := logistic(term)) is not None:
-                return weighted(*aligned([self.value(part) for part in parts], term.op))
+            if (form := another(term, self.module.own)) is not None:
+                return form[1](*aligned([self.value(part) for part in form[0]], term.op))
             given = [self.value(a) for a in term.args]
             if term.op in DIVISIONS and not given[1].type.is_float:
                 given[1] = self.nonzero(given[1])

@@ -8,12 +8,16 @@ first, whatever the code takes for granted about memory that does not overlap.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from kiln.fuse.nest import Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
 
 
-def heirs(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
-    """For each buffer that a kernel writes, those that it reads and that may be the same memory."""
+def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, list[Buffer]]:
+    """For each buffer that a kernel writes, those that it reads and that may be the same memory.
+
+    Nests of `reads_first` store nothing of a turn before they have read all that it needs.
+    """
     loads: dict[Buffer, list[tuple[int, Nest, Load]]] = defaultdict(list)
     stores: dict[Buffer, list[tuple[int, Nest, Store]]] = defaultdict(list)
     for number, stage in enumerate(kernel.stages):
@@ -31,7 +35,7 @@ def heirs(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
         read = [b for b in loads if b not in stores and b.dtype == written.dtype]
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
-            used, later = _direct(store.value), _later(nest, store)
+            used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)
             found[written] = [b for b in found[written] if b in used and b not in later]
     return found
 

@@ -26,7 +26,7 @@ from kiln._launch import Plan
 from kiln.base import records
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec
 from kiln.base.options import Settings
 from kiln.generate.code import Store, kept_code
 from kiln.generate.cpu import depends_on
@@ -113,11 +113,12 @@ def keeping(graph: Graph, settings: Settings, store: Store | None) -> Keeping | 
         return None
     constants = tuple([node.args[0] for node in graph.nodes if node.op is CONSTANT])
     known = replace(settings, dump="", cache_bytes=0, arena_bytes=0)
+    shown = _Shown()
     try:
-        text = "\n".join(_lines(graph))
+        text = "\n".join(shown.lines(graph))
     except NotKept:
         return None
-    scopes = {id(leaf.scope): leaf.scope for leaf in _expressions(graph)}.values()
+    scopes = shown.scopes.values()
 
     def facts() -> Any:
         sizes = [(s.name, s.hint, s.low, s.high) for scope in scopes for s in scope.symbols]
@@ -148,65 +149,54 @@ def _versions() -> str:
 # Graphs as keys
 
 
-def _lines(graph: Graph) -> Iterator[str]:
-    """All that a graph is, without the addresses of what it holds."""
-    specs: dict[int, str] = {}
+class _Shown:
+    """All that a graph is, without the addresses of what it holds, as text that differs where graphs do."""
 
-    def typed(spec: Any) -> str:
-        text = specs.get(id(spec))
+    def __init__(self) -> None:
+        self.scopes: dict[int, Any] = {}
+        """Where the symbols in the text are from."""
+        self._specs: dict[int, str] = {}
+
+    def lines(self, graph: Graph) -> Iterator[str]:
+        for node in graph.inputs:
+            yield f"{node.name}: {self.spec(node.spec)}"
+        for node in graph.nodes:
+            given = _tensor(node.args[0]) if node.op is CONSTANT else self.value(node.args)
+            more = self.value(node.kwargs) if node.kwargs else ""
+            flags = f"{self.spec(node.spec)} {node.backward:d} {node.region}"
+            yield f"{node.name} = {_function(node.op)}{given}{more}: {flags} {node.where}"
+        yield f"return {self.value(graph.outputs)} {sorted(graph.overwrites.items())}"
+
+    def spec(self, spec: Any) -> str:
+        """A type; `spec` is alive as long as this object is in use."""
+        text = self._specs.get(id(spec))
         if text is None:
-            text = specs[id(spec)] = _spec(spec)
+            text = self._specs[id(spec)] = self._spec(spec)
         return text
 
-    for node in graph.inputs:
-        yield f"{node.name}: {typed(node.spec)}"
-    for node in graph.nodes:
-        given = _tensor(node.args[0]) if node.op is CONSTANT else (_shown(node.args), _shown(node.kwargs))
-        flags = f"{node.backward:d} {node.region}"
-        yield f"{node.name} = {_function(node.op)}{given}: {typed(node.spec)} {flags} {node.where}"
-    yield f"return {_shown(graph.outputs)}"
+    def _spec(self, spec: Any) -> str:
+        if isinstance(spec, TensorSpec):
+            sizes = [n if type(n) is int else self.value(n) for n in (*spec.shape, *spec.stride, spec.offset)]
+            return f"{spec.dtype}{spec.device}[{len(spec.shape)}: {', '.join(map(str, sizes))}]"
+        if isinstance(spec, (tuple, list)):
+            return f"({', '.join(map(self._spec, spec))})"
+        return self.value(spec) if isinstance(spec, Expr) else str(spec)
 
-
-def _spec(spec: Any) -> str:
-    if isinstance(spec, TensorSpec):
-        sizes = (*spec.shape, *spec.stride, spec.offset)
-        return f"{spec.dtype}{spec.device}[{len(spec.shape)}: {', '.join(map(str, sizes))}]"
-    if isinstance(spec, (tuple, list)):
-        return f"({', '.join(map(_spec, spec))})"
-    return str(spec)
-
-
-def _shown(value: Any) -> str:
-    """An argument of a node as text that differs where it does."""
-    kind = type(value)
-    if kind is Node:
-        return str(value.name)
-    if kind is tuple or kind is list:
-        return f"{kind.__name__}({', '.join(map(_shown, value))})"
-    if kind is dict:
-        return f"dict({', '.join(f'{_shown(k)}: {_shown(v)}' for k, v in value.items())})"
-    if kind is slice:
-        return f"slice{_shown((value.start, value.stop, value.step))}"
-    if isinstance(value, Expr):
-        return f"<{value}>"
-    return f"{kind.__name__} {_encoded(value)}"
-
-
-def _expressions(graph: Graph) -> list[Expr]:
-    found: list[Expr] = []
-
-    def leaf(value: Any) -> None:
+    def value(self, value: Any) -> str:
+        """An argument of a node."""
+        kind = type(value)
+        if kind is Node:
+            return str(value.name)
+        if kind is tuple or kind is list:
+            return f"{kind.__name__}({', '.join(map(self.value, value))})"
+        if kind is dict:
+            return f"dict({', '.join(f'{self.value(k)}: {self.value(v)}' for k, v in value.items())})"
+        if kind is slice:
+            return f"slice{self.value((value.start, value.stop, value.step))}"
         if isinstance(value, Expr):
-            found.append(value)
-        elif isinstance(value, TensorSpec):
-            for size in (*value.shape, *value.stride, value.offset):
-                leaf(size)
-
-    for node in (*graph.inputs, *graph.nodes):
-        if node.op is not CONSTANT:
-            mapped((node.args, node.kwargs, node.spec), leaf)
-    mapped(graph.outputs, leaf)
-    return found
+            self.scopes[id(value.scope)] = value.scope
+            return f"<{value}>"
+        return f"{kind.__name__} {_encoded(value)}"
 
 
 def _tensor(value: Any) -> tuple[str, list[int], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,7 @@ class Planner:
         self.taken: set[Node] = set()
         self.works: dict[int, float] = {}
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
+        self.reads_first: Collection[Nest] = ()
         self.now = 0
 
     def plan(self) -> Plan:
@@ -249,7 +250,7 @@ class Planner:
         """A value that a kernel reads last and in whose memory it may write a result."""
         pairs = self.heirs.get(launch.kernel)
         if pairs is None:
-            pairs = self.heirs[launch.kernel] = heirs(launch.kernel)
+            pairs = self.heirs[launch.kernel] = heirs(launch.kernel, self.reads_first)
         for read in pairs.get(buffer, ()):
             left = self.events.value(launch.reads[read])
             if left not in self.taken and self.gives_way(left, node):

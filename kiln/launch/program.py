@@ -75,7 +75,9 @@ def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dum
         plan = plan_on(program, device, disk(settings.cache_bytes))
     plan.title = dump.title
     dump.show("plan", "plan", "txt", lambda: str(plan))
-    run = Recorded(plan, device.index or 0) if settings.records and can_record(program) else plan
+    places = {node: i for i, node in enumerate(program.graph.inputs)}
+    written = frozenset(places[node] for node in program.overwrites.values())
+    run = Recorded(plan, device.index or 0, written) if settings.records and can_record(program) else plan
     return Begun(lambda: run)
 
 
@@ -101,6 +103,7 @@ def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = N
 
 def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun:
     """A graph of aten ops as native kernels and eager calls, whose machine code other threads may be at."""
+    overwrites = graph.overwrites
     graph = determined(graph)
     device = device_of(graph)
     if device is None:
@@ -125,6 +128,11 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
         specs = [node.spec for node in graph.inputs]
         fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes), title=dump.title)]
     program = fused(graph, settings, fusing, dump)
+    outputs, inputs = program.graph.outputs, program.graph.inputs
+    program.overwrites = {
+        outputs[i]: inputs[k] for i, k in overwrites.items()
+        if type(outputs[i]) is Node and outputs.count(outputs[i]) == 1 and inputs[k] not in outputs
+    }  # fmt: skip
     begun = link(program, device, settings, dump)
     if kept is not None:
         return replace(begun, finish=partial(kept.keep, begun.finish))

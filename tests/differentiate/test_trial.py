@@ -65,8 +65,16 @@ def test_gradients_that_vary_are_not_compared(replays, send):
     assert not replays
 
 
-def test_random_numbers_are_drawn_once(replays):
-    model, x = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), nn.Linear(16, 4)).train(), torch.randn(5, 8)
+class Turned(nn.Module):
+    """A mask that lies otherwise than in the order of its dimensions."""
+
+    def forward(self, x):
+        return nn.functional.dropout(x.t()).t()
+
+
+@pytest.mark.parametrize("drops", [nn.Dropout(), Turned()], ids=["rows", "turned"])
+def test_random_numbers_are_drawn_once(replays, drops):
+    model, x = nn.Sequential(nn.Linear(8, 16), drops, nn.Linear(16, 4)).train(), torch.randn(5, 8)
     other, found = copy.deepcopy(model), []
     for net, run in ((other, other), (model, kiln.compile(model, fullgraph=True))):
         torch.manual_seed(3)

@@ -1,0 +1,127 @@
+/* Nests of tuples, lists, dicts and slices, as the arguments of a node are: all stages walk them, many times. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+static int
+gather(PyTypeObject *kind, PyObject *value, PyObject *found)
+{
+    if (Py_TYPE(value) == kind)
+        return PyList_Append(found, value);
+    if (PyTuple_CheckExact(value)) {
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++)
+            if (gather(kind, PyTuple_GET_ITEM(value, i), found) < 0)
+                return -1;
+    } else if (PyList_CheckExact(value)) {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); i++)
+            if (gather(kind, PyList_GET_ITEM(value, i), found) < 0)
+                return -1;
+    } else if (PyDict_CheckExact(value)) {
+        PyObject *key, *item;
+        Py_ssize_t place = 0;
+        while (PyDict_Next(value, &place, &key, &item))
+            if (gather(kind, item, found) < 0)
+                return -1;
+    } else if (PySlice_Check(value)) {
+        PySliceObject *slice = (PySliceObject *)value;
+        if (gather(kind, slice->start, found) < 0 || gather(kind, slice->stop, found) < 0 ||
+            gather(kind, slice->step, found) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+nests_gathered(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count < 1 || !PyType_Check(args[0])) {
+        PyErr_SetString(PyExc_TypeError, "gathered(kind, *nests) takes a class first");
+        return NULL;
+    }
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 1; found != NULL && i < count; i++)
+        if (gather((PyTypeObject *)args[0], args[i], found) < 0)
+            Py_CLEAR(found);
+    return found;
+}
+
+static PyObject *
+mapped(PyObject *value, PyObject *leaf)
+{
+    if (PyTuple_CheckExact(value)) {
+        PyObject *made = PyTuple_New(PyTuple_GET_SIZE(value));
+        for (Py_ssize_t i = 0; made != NULL && i < PyTuple_GET_SIZE(value); i++) {
+            PyObject *item = mapped(PyTuple_GET_ITEM(value, i), leaf);
+            if (item == NULL)
+                Py_CLEAR(made);
+            else
+                PyTuple_SET_ITEM(made, i, item);
+        }
+        return made;
+    }
+    if (PyList_CheckExact(value)) {
+        PyObject *made = PyList_New(0);
+        for (Py_ssize_t i = 0; made != NULL && i < PyList_GET_SIZE(value); i++) {
+            PyObject *item = mapped(PyList_GET_ITEM(value, i), leaf);
+            if (item == NULL || PyList_Append(made, item) < 0)
+                Py_CLEAR(made);
+            Py_XDECREF(item);
+        }
+        return made;
+    }
+    if (PyDict_CheckExact(value)) {
+        PyObject *made = PyDict_New(), *key, *held;
+        Py_ssize_t place = 0;
+        while (made != NULL && PyDict_Next(value, &place, &key, &held)) {
+            PyObject *item = mapped(held, leaf);
+            if (item == NULL || PyDict_SetItem(made, key, item) < 0)
+                Py_CLEAR(made);
+            Py_XDECREF(item);
+        }
+        return made;
+    }
+    if (PySlice_Check(value)) {
+        PySliceObject *slice = (PySliceObject *)value;
+        PyObject *start = mapped(slice->start, leaf);
+        PyObject *stop = start == NULL ? NULL : mapped(slice->stop, leaf);
+        PyObject *step = stop == NULL ? NULL : mapped(slice->step, leaf);
+        PyObject *made = step == NULL ? NULL : PySlice_New(start, stop, step);
+        Py_XDECREF(start);
+        Py_XDECREF(stop);
+        Py_XDECREF(step);
+        return made;
+    }
+    return PyObject_CallOneArg(leaf, value);
+}
+
+static PyObject *
+nests_mapped(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "mapped(value, leaf) takes two arguments");
+        return NULL;
+    }
+    return mapped(args[0], args[1]);
+}
+
+static PyMethodDef methods[] = {
+    {"gathered", (PyCFunction)(void (*)(void))nests_gathered, METH_FASTCALL,
+     "gathered(kind, *nests): the objects of exactly this class in nests of tuples, lists, dicts and slices."},
+    {"mapped", (PyCFunction)(void (*)(void))nests_mapped, METH_FASTCALL,
+     "mapped(value, leaf): the nest with leaf applied to all that is not a tuple, list, dict or slice."},
+    {NULL},
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kiln._nests",
+    .m_doc = "Walks over nests of tuples, lists, dicts and slices.",
+    .m_size = -1,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC
+PyInit__nests(void)
+{
+    return PyModule_Create(&module);
+}
