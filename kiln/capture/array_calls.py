@@ -17,6 +17,7 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
+from kiln.base.graph import mapped
 from kiln.base.source import Derived, Source
 from kiln.capture import attributes
 from kiln.capture.array_checks import (
@@ -177,8 +178,8 @@ def apply(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], 
     mark = m.recorder.checkpoint()
     keyed = name in KEYED
     try:
-        lowered = tuple([lower(m, v, keyed and i == 1) for i, v in enumerate(args)])
-        got = m.torch_call(node, lowered, {k: lower(m, v, False) for k, v in kwargs.items()})
+        lowered = [mapped(v, functools.partial(lower, m, keyed and i == 1)) for i, v in enumerate(args)]
+        got = m.torch_call(node, tuple(lowered), mapped(kwargs, functools.partial(lower, m, False)))
         if type(target) is FakeArray:
             wrote(m, target, arrays)
             return target if answer is not None else None
@@ -191,19 +192,16 @@ def apply(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], 
         raise
 
 
-def lower(m: Machine, value: Any, index: bool) -> Any:
-    """An argument for the node: tensors for arrays, names for dtypes."""
-    kind = type(value)
-    if kind is FakeArray:
+def lower(m: Machine, index: bool, value: Any) -> Any:
+    """A value among the arguments for the node: tensors for arrays, names for dtypes."""
+    if type(value) is FakeArray:
         return value.tensor
-    if kind in (list, tuple):
-        return kind([lower(m, v, index) for v in value])
-    if isinstance(value, numpy.generic):
-        return value.item() if index else leaf(m, torch.tensor, (value,), {})
+    if index and isinstance(value, numpy.generic):
+        return value.item()
     if isinstance(value, numpy.ndarray):
         value.setflags(write=False)
-        return leaf(m, torch.tensor, (value,), {})
-    return dtype_name(value)
+    array = isinstance(value, (numpy.ndarray, numpy.generic))
+    return leaf(m, torch.tensor, (value,), {}) if array else dtype_name(value)
 
 
 def wrote(m: Machine, target: FakeArray, arrays: list[FakeArray]) -> None:

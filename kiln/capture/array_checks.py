@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
+from kiln.base.graph import mapped
 from kiln.capture.calls import Args, Kwargs
 from kiln.capture.fake_arrays import ArrayFunction, FakeArray
 from kiln.check.guards import Guard
@@ -66,13 +68,7 @@ def refusal(what: str, why: str) -> Break:
 
 def stand_ins(value: Any, of: Callable[[FakeArray], Any] = lambda array: array.like) -> Any:
     """The nest with stand-ins for the arrays of the graph."""
-    if type(value) is FakeArray:
-        return of(value)
-    if type(value) in (list, tuple):
-        return type(value)([stand_ins(v, of) for v in value])
-    if type(value) is dict:
-        return {k: stand_ins(v, of) for k, v in value.items()}
-    return value
+    return mapped(value, lambda v: of(v) if type(v) is FakeArray else v)
 
 
 @contextlib.contextmanager
@@ -94,11 +90,9 @@ def check_values(node: ArrayFunction, function: Callable[..., Any], args: Args, 
             return copies[id(array)]
 
         theirs = stand_ins((args, kwargs), copied)
-        given = [
-            (copies[key], copies[key].tobytes()) for key in copies if target is None or key != id(target)
-        ]
+        given = [(copy, copy.tobytes()) for key, copy in copies.items() if key != id(target)]
         copies.clear()
-        mine = tensors_of(stand_ins((args, kwargs), copied), name in KEYED)
+        mine = mapped(stand_ins((args, kwargs), copied), functools.partial(tensor_of, name in KEYED))
         try:
             with quiet():
                 expected = function(*theirs[0], **theirs[1])
@@ -128,25 +122,20 @@ def laced(like: Any) -> Any:
     return copy if isinstance(like, numpy.ndarray) else copy[()]
 
 
-def tensors_of(value: Any, keyed: bool = False) -> Any:
-    """The nest with tensors for arrays, as `lower` makes it for the node."""
+def tensor_of(keyed: bool, value: Any) -> Any:
+    """A tensor for an array, as `lower` makes it for the node."""
     if isinstance(value, numpy.ndarray):
         return torch.from_numpy(value.copy())
     if isinstance(value, numpy.generic):
         return value.item() if keyed else torch.from_numpy(numpy.array(value))
-    if type(value) in (list, tuple):
-        return type(value)([tensors_of(v, keyed) for v in value])
-    if type(value) is dict:
-        return {k: tensors_of(v, keyed) for k, v in value.items()}
     return dtype_name(value)
 
 
 def same_values(expected: Any, got: Any) -> bool:
     """Whether numpy's result and that of tensors are one: rounding apart, the sign of zero included."""
     if type(expected) in (list, tuple):
-        return (
-            type(got) in (list, tuple) and len(got) == len(expected) and all(map(same_values, expected, got))
-        )
+        alike = type(got) in (list, tuple) and len(got) == len(expected)
+        return alike and all(map(same_values, expected, got))
     if not isinstance(expected, (numpy.ndarray, numpy.generic)):
         return True
     if not isinstance(got, torch.Tensor):
@@ -162,9 +151,8 @@ def same_values(expected: Any, got: Any) -> bool:
             return False
         zeros = (a == 0) & (b == 0)
         parts = ((a.real, b.real), (a.imag, b.imag)) if a.dtype.kind == "c" else ((a, b),)
-        return all(
-            bool(numpy.array_equal(numpy.signbit(x[zeros]), numpy.signbit(y[zeros]))) for x, y in parts
-        )
+        signs = [(numpy.signbit(x[zeros]), numpy.signbit(y[zeros])) for x, y in parts]
+        return all(bool(numpy.array_equal(x, y)) for x, y in signs)
 
 
 TOLERANCE = {"float16": 1e-2, "float32": 1e-4, "complex64": 1e-4}

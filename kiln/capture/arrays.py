@@ -37,12 +37,10 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 #: Functions of numpy that touch more than their arguments.
-IMPURE = frozenset(
-    """
+IMPURE = frozenset("""
     load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap seterr setbufsize
     set_printoptions seterrcall fromregex source info show_config test get_include
-""".split()
-)
+""".split())  # fmt: skip
 SCALARS = frozenset(v for v in vars(numpy).values() if isinstance(v, type) and issubclass(v, numpy.generic))
 
 

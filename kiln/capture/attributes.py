@@ -198,8 +198,6 @@ def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = 
     if isinstance(getter, types.FunctionType):
         return m.call(getter, (m.world.constant(found), value, kind), {}, mode)
     if getter is not None:
-        if isinstance(found, types.BuiltinFunctionType):
-            return found
         return m.native(getter, found, value, kind)
     return class_value(m, found, kind, name)
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from kiln.base.errors import Break
 from kiln.capture.frame import Restart
+from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import LITERALS, FakeTensor, fake_like
 
@@ -92,7 +93,7 @@ TENSOR = object()
 PLAIN = (int, float, str, type(None))
 
 
-def capture_body(m: Machine, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Function:
+def capture_body(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Function:
     """Interpret a call of the function, on example tensors, into a graph of its own."""
     parent, before = m.recorder, pending(m)
     body = Body(parent)

@@ -35,27 +35,24 @@ if TYPE_CHECKING:
 
 @handles(len)
 def length(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) == 1:
-        value = args[0]
-        if type(value) is FakeTensor:
-            m.world.looked = True
-            return value.shape[0] if value.dim() else m.native(len, value)
-        n = m.world.length(value)
-        if n is not None:
-            return n
-        method = operators.python_method(m, value, "__len__")
-        if method is not None:
-            return m.native(operators.checked_length, m.inline(method, (value,), {}))
-        if operators.opaque(m, value):
-            why = f"the length of a {type(value).__name__} from outside is read"
-            raise Break("foreign-object", why, "use a list")
+    (value,) = args
+    if type(value) is FakeTensor:
+        m.world.looked = True
+        return value.shape[0] if value.dim() else m.native(len, value)
+    n = m.world.length(value)
+    if n is not None:
+        return n
+    method = operators.python_method(m, value, "__len__")
+    if method is not None:
+        return m.native(operators.checked_length, m.inline(method, (value,), {}))
+    operators.refuse_opaque(m, value, "its length is read")
     return native(m, len, args, kwargs)
 
 
 @handles(getattr)
 def get_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) not in (2, 3) or type(args[1]) is not str:
-        return m.native(getattr, *args, **kwargs)
+    if type(args[1]) is not str:
+        return m.native(getattr, *args)
     try:
         return m.getattr(args[0], args[1])
     except UserError as e:
@@ -66,8 +63,8 @@ def get_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(hasattr)
 def has_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) != 2 or type(args[1]) is not str:
-        return m.native(hasattr, *args, **kwargs)
+    if type(args[1]) is not str:
+        return m.native(hasattr, *args)
     try:
         m.getattr(args[0], args[1])
     except UserError as e:
@@ -79,8 +76,8 @@ def has_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(setattr)
 def set_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) != 3 or type(args[1]) is not str:
-        return m.native(setattr, *args, **kwargs)
+    if type(args[1]) is not str:
+        return m.native(setattr, *args)
     m.setattr(*args)
 
 

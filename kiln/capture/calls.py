@@ -30,6 +30,8 @@ from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import UserError
 from kiln.capture.iterators import Callback
+from kiln.capture.nodes import Args as Args
+from kiln.capture.nodes import Kwargs as Kwargs
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
 from kiln.check.guards import Custom, Length
 from kiln.ops.fake import FakeTensor
@@ -37,8 +39,6 @@ from kiln.ops.fake import FakeTensor
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 #: By id of the callable; filled by builtin_calls and torch_calls.
 HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}
 ALIVE: list[Any] = []

@@ -21,15 +21,9 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 ATOMS = (
-    type,
-    enum.Enum,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    property,
-    range,
+    type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, range,
     *CONSTANTS,
-)
+)  # fmt: skip
 CONTAINERS = (
     list, dict, set, frozenset, tuple, collections.deque, collections.OrderedDict, collections.defaultdict,
     collections.Counter,
@@ -50,7 +44,7 @@ def shallow(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     hook = attributes.type_lookup(m, type(value), "__copy__")
     if isinstance(hook, types.FunctionType):
         return m.inline(hook, (value,), {})
-    return instance(m, value, lambda item: item)
+    return instance(m, value, lambda item: item, {})
 
 
 @handles(copying.deepcopy)
@@ -75,12 +69,7 @@ def deep_copy(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
         if isinstance(hook, types.FunctionType):
             made = call(m, hook, (value, memo), {})
         else:
-            made = instance(
-                m,
-                value,
-                lambda item: deep_copy(m, item, memo),
-                lambda made: memo.__setitem__(id(value), made),
-            )
+            made = instance(m, value, lambda item: deep_copy(m, item, memo), memo)
     memo[id(value)] = made
     return made
 
@@ -103,18 +92,15 @@ def container(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
     return made
 
 
-def instance(
-    m: Machine, value: Any, part: Callable[[Any], Any], known: Callable[[Any], Any] = lambda made: None
-) -> Any:
+def instance(m: Machine, value: Any, part: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """A copy of a plain object: its class is not asked, its attributes are copied one by one."""
     cls = type(value)
     natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
-    if natives != [object] or any(
-        attributes.mro_lookup(cls, name) is not attributes.mro_lookup(object, name) for name in HOOKS
-    ):
+    lookup = attributes.mro_lookup
+    if natives != [object] or any(lookup(cls, name) is not lookup(object, name) for name in HOOKS):
         return refused(value)
     made = m.native(runtime.make_object, cls)
-    known(made)
+    memo[id(value)] = made
     for name in slots(cls):
         if m.call(hasattr, (value, name)):
             object.__setattr__(made, name, part(m.getattr(value, name)))

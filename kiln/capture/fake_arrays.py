@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from kiln.base.graph import mapped
+
 OPERATIONS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
 #: Special methods that are operations on the contents.
 RECORDED = frozenset({
@@ -94,23 +96,9 @@ class ArrayFunction:
         self.__module__ = "numpy.on_tensors"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.lower(self.function(*self.lift(args), **self.lift(kwargs)))
-
-    def lift(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.wrap(value)
-        if type(value) in (list, tuple):
-            return type(value)([self.lift(v) for v in value])
-        if isinstance(value, dict):
-            return {k: self.lift(v) for k, v in value.items()}
-        if type(value) is slice:
-            return slice(self.lift(value.start), self.lift(value.stop), self.lift(value.step))
-        return value
-
-    def lower(self, value: Any) -> Any:
-        if isinstance(value, self.wrap):
-            return value.tensor  # type: ignore[attr-defined]
-        return type(value)([self.lower(v) for v in value]) if type(value) in (list, tuple) else value
+        wrap: Any = self.wrap
+        args, kwargs = mapped((args, kwargs), lambda v: wrap(v) if isinstance(v, torch.Tensor) else v)
+        return mapped(self.function(*args, **kwargs), lambda v: v.tensor if isinstance(v, wrap) else v)
 
 
 def to_array(tensor: torch.Tensor) -> Any:

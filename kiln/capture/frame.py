@@ -99,9 +99,8 @@ class Frame:
         self.code: Code = decode(function.__code__)
         self.locals = values
         self.cells = cells
-        self.lazy: dict[
-            str, tuple[Any, Any]
-        ] = {}  # arguments of the captured frame that nobody has read: value, source
+        #: Arguments of the captured frame that nobody has read: value, source.
+        self.lazy: dict[str, tuple[Any, Any]] = {}
         self.globals: dict[str, Any] = function.__globals__
         self.stack: list[Any] = []
         self.before: list[Any] = []  # the stack as it was when the current instruction began
@@ -110,9 +109,8 @@ class Frame:
         self.unread = False  # the stack holds values of a resumed frame that nobody has looked at
         self.kwnames: tuple[str, ...] = ()
         self.handled: list[BaseException] = []
-        self.mode = (
-            "push"  # what the caller does with the result: push, drop, object, or opaque (cannot be resumed)
-        )
+        #: What the caller does with the result: push, drop, object, or opaque (cannot be resumed).
+        self.mode = "push"
         self.payload: Any = None  # for mode "object": what the caller pushes instead
 
     def place(self) -> Place:

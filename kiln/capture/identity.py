@@ -16,9 +16,8 @@ class _Refused:
     """A special method that breaks the graph; no function, so that nobody interprets or binds it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise Break(
-            "identity", "id() gives an address that differs from call to call", "compare objects with `is`"
-        )
+        why = "id() gives an address that differs from call to call"
+        raise Break("identity", why, "compare objects with `is`")
 
 
 class Address(int):

@@ -37,6 +37,7 @@ from kiln.capture.frame import (
     Yielded,
 )
 from kiln.capture.iterators import Generator, Indexed
+from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.opcodes.all import TABLE
 from kiln.capture.recipes import Call
 from kiln.capture.recorder import Recorder, describe
@@ -200,18 +201,12 @@ class Machine:
 
     # ------------------------------------------------------------------ calls
 
-    def call(
-        self,
-        function: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        mode: str = "opaque",
-    ) -> Any:
+    def call(self, function: Any, args: Args = (), kwargs: Kwargs | None = None, mode: str = "opaque") -> Any:
         """Call anything as the program would; `mode` says how the calling instruction uses the result."""
         return calls.call(self, function, args, kwargs or {}, mode)
 
-    def inline(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any],
-               mode: str = "opaque", payload: Any = None) -> Any:  # fmt: skip
+    def inline(self, function: types.FunctionType, args: Args, kwargs: Kwargs, mode: str = "opaque",
+               payload: Any = None) -> Any:  # fmt: skip
         """Interpret a call of a Python function."""
         special = calls.BY_CODE.get(id(function.__code__))
         if special is not None:
@@ -226,7 +221,7 @@ class Machine:
             raise Break("coroutine", why, "await outside the compiled function")
         return self.run(frame)
 
-    def enter(self, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame:
+    def enter(self, function: types.FunctionType, args: Args, kwargs: Kwargs) -> Frame:
         """A frame with the arguments bound; UserError(TypeError) when they do not fit."""
         values = calls.bind(self, function, args, kwargs)
         code = function.__code__
@@ -244,7 +239,7 @@ class Machine:
         except Exception as e:
             raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
 
-    def consume(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def consume(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run native code that moves iterators; where it breaks, capture starts anew and breaks before it."""
         try:
             return self.native(function, *args, **kwargs)
@@ -253,7 +248,7 @@ class Machine:
                 raise
             raise Restart(self.safe_step(), reason) from None
 
-    def torch_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def torch_call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call that becomes one node of the graph."""
         if self.devices and function in _device_constructors() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.devices[-1]}

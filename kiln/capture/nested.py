@@ -15,12 +15,8 @@ from kiln.base import marks
 from kiln.capture import state
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-FOREIGN = (
-    HERE,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.__file__) + os.sep,
-    "<",
-)
+FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+           os.path.dirname(os.__file__) + os.sep, "<")  # fmt: skip
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
 current = threading.local()  # .family: whose options frames are captured with
 
@@ -48,11 +44,8 @@ def ours(function: types.FunctionType) -> bool:
         return False
     if str(function.__globals__.get("__name__")).partition(".")[0] == "numpy":
         return False
-    return (
-        not name.startswith(FOREIGN)
-        or any(part in name for part in PACKAGES)
-        and not name.startswith(FOREIGN[:2])
-    )
+    package = any(part in name for part in PACKAGES) and not name.startswith(FOREIGN[:2])
+    return package or not name.startswith(FOREIGN)
 
 
 def in_python(target: Callable[..., Any], family: Any) -> Callable[..., Any]:

@@ -11,6 +11,8 @@ import torch
 
 from kiln.ops.fake import FakeTensor, fake_like
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 METHODS: dict[Any, str] = {}
 for _name in dir(torch.Tensor):
     _member = getattr(torch.Tensor, _name)
@@ -18,6 +20,7 @@ for _name in dir(torch.Tensor):
         METHODS.setdefault(_member, _name)
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
+_OTHERS = "lt le eq ne gt ge neg pos abs invert getitem setitem".split()
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -30,39 +33,27 @@ OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     **{f"__{n}__": (_operator(n), False) for n in _BINARY},
     **{f"__r{n}__": (_operator(n), True) for n in _BINARY},
     **{f"__i{n}__": (getattr(operator, "i" + n), False) for n in _BINARY},
-    **{
-        f"__{n}__": (getattr(operator, n), False)
-        for n in "lt le eq ne gt ge neg pos abs invert getitem setitem".split()
-    },
+    **{f"__{n}__": (getattr(operator, n), False) for n in _OTHERS},
 }
 
 #: Tensor methods and attributes whose result leaves the world of tensors, with the kind of break.
-LEAVING = {
-    "tolist": "data-dependent",
-    "numpy": "data-dependent",
-    "__array__": "data-dependent",
-    "data_ptr": "data-pointer",
-    "storage": "storage",
-    "untyped_storage": "storage",
-    "_typed_storage": "storage",
-    "__reduce_ex__": "pickle",
-    "__deepcopy__": "deepcopy",
-    "__dlpack__": "data-pointer",
-    "share_memory_": "storage",
-    "pin_memory": "storage",
+LEAVING = {name: kind for kind, names in {
+    "data-dependent": "tolist numpy __array__",
+    "data-pointer": "data_ptr __dlpack__",
+    "storage": "storage untyped_storage _typed_storage share_memory_ pin_memory",
+    "pickle": "__reduce_ex__",
+    "deepcopy": "__deepcopy__",
     "backward": "backward",
-    "register_hook": "tensor-hook",
-    "register_post_accumulate_grad_hook": "tensor-hook",
-    "to_sparse": "sparse",
-    "to_sparse_csr": "sparse",
-    "to_mkldnn": "sparse",
-    "set_": "metadata-mutation",
-    "resize_": "metadata-mutation",
-    "resize_as_": "metadata-mutation",
-}
+    "tensor-hook": "register_hook register_post_accumulate_grad_hook",
+    "sparse": "to_sparse to_sparse_csr to_mkldnn",
+    "metadata-mutation": "set_ resize_ resize_as_",
+}.items() for name in names.split()}  # fmt: skip
 
 #: Keyword arguments that scale or fill, so that a tensor given for the number leaves the shape as it is.
 FACTORS = frozenset({"alpha", "beta", "value"})
+
+#: What the methods of descriptors are, as functions of an object and a name.
+ACCESSORS: dict[str, Any] = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}
 
 #: The switch of grad mode, which contexts flip back and forth.
 SWITCH = torch._C._set_grad_enabled

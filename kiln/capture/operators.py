@@ -361,9 +361,7 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
                 return True
         return False
     m.world.touch(container)
-    if isinstance(container, (list, tuple)) and python_method(m, value, "__eq__") is not None:
-        return any(equal(m, item, value) for item in container)
-    refuse_opaque(m, container, "membership is asked")
     if isinstance(container, (list, tuple)):
         return any(equal(m, item, value) for item in container)
+    refuse_opaque(m, container, "membership is asked")
     return bool(m.native(operator.contains, container, value))

@@ -52,15 +52,14 @@ BREAK_MODULES = frozenset({
 })  # fmt: skip
 #: What asks only whether there are process groups.
 ASKING = frozenset({"is_initialized", "WORLD", "default_pg"})
+BREAK_PACKAGES = frozenset("numpy random pickle subprocess socket threading asyncio multiprocessing".split())
 #: The interpreter's own iterators, met by the program as ordinary objects.
 OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"})
 #: Torch's own compiler, once used, has every new module noted for itself: programs see nothing of it.
 DROPPED_FUNCTIONS = frozenset({("torch._dynamo.mutation_guard", "tag")})
 
 #: Function transforms: they switch torch's dispatch while they run their function.
-TRANSFORMS = frozenset(
-    {"torch._functorch.apis", "torch._functorch.eager_transforms", "torch._functorch.vmap"}
-)
+TRANSFORMS = frozenset(f"torch._functorch.{name}" for name in ("apis", "eager_transforms", "vmap"))
 
 
 @functools.cache
@@ -82,16 +81,7 @@ def python_policy_of(module: str, name: str) -> str:
         return "array"
     if module == "torch.distributed.distributed_c10d" and name in ASKING:
         return "inline"
-    if module in BREAK_MODULES or root in (
-        "numpy",
-        "random",
-        "pickle",
-        "subprocess",
-        "socket",
-        "threading",
-        "asyncio",
-        "multiprocessing",
-    ):
+    if module in BREAK_MODULES or root in BREAK_PACKAGES:
         return "break"
     if (module, name) in DROPPED_FUNCTIONS:
         return "dropped"
@@ -101,45 +91,31 @@ def python_policy_of(module: str, name: str) -> str:
 def python_policy(function: types.FunctionType) -> str:
     """How a call of a Python function is captured: inline, leaf (one node), native (run now) or break."""
     module = function.__globals__.get("__name__") or ""
-    if module in TRANSFORMS and (
-        module != "torch._functorch.apis" or "<locals>" in function.__code__.co_qualname
-    ):
+    whole = module == "torch._functorch.apis" and "<locals>" not in function.__code__.co_qualname
+    if module in TRANSFORMS and not whole:
         return "break"
-    return python_policy_of(function.__globals__.get("__name__") or "", function.__name__)
+    return python_policy_of(module, function.__name__)
 
 
-PURE_BUILTINS = frozenset(
-    """
+PURE_BUILTINS = frozenset("""
     abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float
     format frozenset getattr hasattr hash hex id int isinstance issubclass iter len list map max memoryview
     min next object oct ord pow range repr reversed round set slice sorted str sum tuple type zip
     __build_class__
-""".split()
-)
+""".split())  # fmt: skip
 PURE_MODULES = frozenset({
     "math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
     "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json",
 })  # fmt: skip
-PURE_NATIVES = frozenset(
-    {str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.cpu_count, operator.index}
-)
+PURE_NATIVES = frozenset({str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.cpu_count,
+                          operator.index})  # fmt: skip
 
 TORCH_NODES: set[int] = set()
-for _space in (
-    torch,
-    torch._C._VariableFunctions,
-    torch._C._nn,
-    torch._C._fft,
-    torch._C._linalg,
-    torch._C._special,
-    torch._VF,
-    torch.ops,
-):
+for _space in (torch, torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C._linalg,
+               torch._C._special, torch._VF, torch.ops):  # fmt: skip
     for _name in dir(_space):
-        _value = getattr(_space, _name, None)
-        if isinstance(_value, types.BuiltinFunctionType) and not _name.startswith(
-            ("_set_", "_is_", "_get_", "is_grad", "set_")
-        ):
+        _value, _state = getattr(_space, _name, None), ("_set_", "_is_", "_get_", "is_grad", "set_")
+        if isinstance(_value, types.BuiltinFunctionType) and not _name.startswith(_state):
             TORCH_NODES.add(id(_value))
 
 STATE_READS = frozenset("""
@@ -195,14 +171,8 @@ def builtin_policy(function: Any) -> str:
         return "native"
     if owner is builtins:
         return "native" if name in PURE_BUILTINS else "unknown"
-    if isinstance(owner, types.ModuleType):
-        if owner.__name__ in PURE_MODULES:
-            return "native"
-        if owner.__name__ == "posix" and name in ("fspath", "getpid"):
-            return "native"
-    if module in PURE_MODULES:
-        return "native"
-    return "unknown"
+    pure = isinstance(owner, types.ModuleType) and owner.__name__ in PURE_MODULES
+    return "native" if pure or module in PURE_MODULES else "unknown"
 
 
 NATIVE_CLASSES = frozenset({
@@ -227,26 +197,16 @@ VALUES = (
     operator.methodcaller, types.GenericAlias, types.UnionType, types.FunctionType, types.CodeType,
     torch.finfo, torch.iinfo, *DICT_VIEWS,
 )  # fmt: skip
-CALL_BACK = frozenset(
-    {
-        map,
-        filter,
-        sorted,
-        min,
-        max,
-        functools.reduce,
-        *(v for v in vars(itertools).values() if isinstance(v, type)),
-    }
-)
+CALL_BACK = frozenset({map, filter, sorted, min, max, functools.reduce,
+                       *(v for v in vars(itertools).values() if isinstance(v, type))})  # fmt: skip
+#: Native methods and functions that call back, by name.
+CALL_BACK_NAMES = frozenset("sort reduce sub subn accumulate".split())
 
 
 def native_class(cls: type) -> bool:
     """Whether instances are made natively, without side effects."""
-    return (
-        cls in NATIVE_CLASSES
-        or cls.__module__ in ("itertools", "typing", "torch.return_types")
-        or isinstance(cls, enum.EnumMeta)
-    )
+    library = cls.__module__ in ("itertools", "typing", "torch.return_types")
+    return library or cls in NATIVE_CLASSES or isinstance(cls, enum.EnumMeta)
 
 
 def leaf_class(cls: type) -> bool:
@@ -263,66 +223,37 @@ def native_base(cls: type) -> bool:
 NATIVE_BASES = NATIVE_CLASSES | {object, int, float, str, math.__class__, torch._C._FunctionBase}
 
 
-DUNDERS = tuple(
-    f"__{name}__"
-    for name in """
+DUNDERS = tuple(f"__{name}__" for name in """
     eq ne lt le gt ge hash bool len iter next getitem contains call index int float str repr format add radd
     sub rsub mul rmul neg abs enter exit missing reversed
-""".split()
-)
+""".split())  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
 def has_dunders(cls: Any) -> bool:
     """Whether native code that meets an instance may run Python code of its class."""
-    if not cls.__flags__ & 1 << 9 or cls.__module__.partition(".")[0] in (
-        "torch",
-        "kiln",
-        "collections",
-        "enum",
-    ):
+    known = cls.__module__.partition(".")[0] in ("torch", "kiln", "collections", "enum")
+    if known or not cls.__flags__ & 1 << 9:
         return False
-    return any(
-        isinstance(vars(base).get(name), types.FunctionType) for base in cls.__mro__ for name in DUNDERS
-    )
+    found = (vars(base).get(name) for base in cls.__mro__ for name in DUNDERS)
+    return any(isinstance(method, types.FunctionType) for method in found)
 
 
-SHALLOW = frozenset(
-    """
+SHALLOW = frozenset("""
     append insert extend setdefault update add pop popitem get popleft appendleft __setitem__ __getitem__
     items keys values copy clear list tuple dict zip enumerate len isinstance issubclass iter next map
     filter reversed OrderedDict deque defaultdict partial callable type id set frozenset extendleft rotate
     move_to_end __len__ __iter__ __init__ __new__ reverse discard fromkeys
-""".split()
-)
+""".split())  # fmt: skip
 
 
 def reads_deeply(function: Any) -> bool:
     """Whether native code may read what the containers among its arguments hold, below the first level."""
     function = function.func if isinstance(function, functools.partial) else function
-    return (
-        getattr(function, "__name__", "") not in SHALLOW
-        and getattr(function, "__module__", "") != "itertools"
-    )
+    name, module = (getattr(function, key, "") for key in ("__name__", "__module__"))
+    return name not in SHALLOW and module != "itertools"
 
 
 def calls_back(function: Any) -> bool:
     """Whether native code may call the Python functions it is given."""
-    return function in CALL_BACK or getattr(function, "__name__", "") in (
-        "sort",
-        "reduce",
-        "sub",
-        "subn",
-        "accumulate",
-    )
-
-
-__all__ = [
-    "VALUES",
-    "builtin_policy",
-    "calls_back",
-    "leaf_class",
-    "native_base",
-    "native_class",
-    "python_policy",
-]
+    return function in CALL_BACK or getattr(function, "__name__", "") in CALL_BACK_NAMES

@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.fx import Node
 
 from kiln.base.dataclass import dataclass
+from kiln.base.graph import mapped
 from kiln.base.source import Const, DictAttr, Source, Step
 from kiln.capture.frame import Differs
 from kiln.capture.recorder import Bound, moved
@@ -102,9 +103,8 @@ class _Reader:
         self.m, self.world, self.recipe = m, m.world, Recipe()
         self._index: dict[Source, int] = {}
         self._met: set[int] = set()  # places of objects that this call met first
-        self._fixed: set[int] = (
-            set()
-        )  # places of objects that were known by other paths, and are read by those
+        #: Places of objects that were known by other paths, and are read by those.
+        self._fixed: set[int] = set()
         self._module(call.module, -1)
         seen: set[object] = set()
         for event in self.world.events[slice(*call.events)]:
@@ -231,12 +231,10 @@ class Match:
             source: Source = known or Const(value, str(self.sources[base]))
             if not shared:
                 space = value.__dict__
-                if (
-                    type(value) is not type(place.value)
-                    or type(source) is not Const
-                    or id(value) in self.recipe.others
-                    or any(space.get(name) is not None for name in CALLED_OTHERWISE)
-                ):
+                alike = type(value) is type(place.value) and type(source) is Const
+                if not alike or id(value) in self.recipe.others:
+                    raise Differs
+                if any(space.get(name) is not None for name in CALLED_OTHERWISE):
                     raise Differs
                 self._paired(place.value, value)
         elif self.shared[base]:
@@ -253,9 +251,8 @@ class Match:
 
     def _paired(self, old: Any, new: Any) -> None:
         """Objects are told apart by identity: two of one are two of the other."""
-        if self.old.setdefault(id(old), id(new)) != id(new) or self.new.setdefault(id(new), id(old)) != id(
-            old
-        ):
+        was, now = id(old), id(new)
+        if self.old.setdefault(was, now) != now or self.new.setdefault(now, was) != was:
             raise Differs
         if id(new) in self.world.instance or id(getattr(new, "__dict__", None)) in self.world.shadow_of:
             raise Differs
@@ -325,9 +322,8 @@ def recorded_again(
 ) -> Any:
     """The result of a call whose nodes are recorded once more, with other tensors in place of some."""
     m.copies += 1
-    others.update(
-        {id(fake): made_like(model) for (fake, _), model in zip(call.made, call.models, strict=True)}
-    )
+    for (fake, _), model in zip(call.made, call.models, strict=True):
+        others[id(fake)] = made_like(model)
     copies = m.recorder.copy(nodes, others, (call.where, m.where()), paths)
     for fake, binding in (*call.made, *call.rebound):
         m.recorder.bind(others.get(id(fake), fake), moved(binding, copies))
@@ -354,11 +350,4 @@ def made_like(fake: FakeTensor) -> FakeTensor:
 
 def replaced(value: Any, fakes: dict[int, Any]) -> Any:
     """The nest with other tensors, in new containers."""
-    kind = type(value)
-    if kind is FakeTensor:
-        return fakes.get(id(value), value)
-    if kind is tuple or kind is list:
-        return kind([replaced(item, fakes) for item in value])
-    if kind is dict:
-        return {key: replaced(item, fakes) for key, item in value.items()}
-    return value
+    return mapped(value, lambda item: fakes.get(id(item), item) if type(item) is FakeTensor else item)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -19,23 +18,13 @@ from kiln.base import marks
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Bug
 from kiln.base.expressions import Expr, Symbol
+from kiln.base.graph import mapped
 from kiln.base.source import Source
-from kiln.capture import computed
+from kiln.capture import computed, nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.module import CapturedGraph, CapturedModule
-from kiln.capture.nodes import (
-    FACTORS,
-    LEAVING,
-    METHODS,
-    OPERATORS,
-    PLAIN,
-    SWITCH,
-    changes_state,
-    collect,
-    identifier,
-    replace_real,
-)
+from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
 from kiln.ops.lift import is_symbolic
@@ -111,9 +100,10 @@ def moved(binding: Binding, copies: dict[Node, Node]) -> Binding:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A state of the recorder that `rollback` returns to."""
+    """How much was recorded at some time."""
 
     nodes: int
+    erased: int
     changes: int
 
 
@@ -220,7 +210,7 @@ class Recorder:
 
     def _placeholder(self, source: Source, real: Any, example: Any) -> Node:
         with self.graph.inserting_after(self._start):
-            node = self.graph.placeholder(identifier(str(source)))
+            node = self.graph.placeholder(nodes.identifier(str(source)))
         node.target = node.name  # two sources may read alike; the names of the arguments must differ
         self._start = node
         self._inputs[node] = InputInfo(source, real)
@@ -269,7 +259,7 @@ class Recorder:
     def _attribute(self, value: Any, hint: str, example: Any = None) -> Node:
         name = self._attr_names.get(id(value))
         if name is None:
-            name = base = identifier(hint)
+            name = base = nodes.identifier(hint)
             count = 0
             while name in self._attrs:
                 count += 1
@@ -292,83 +282,67 @@ class Recorder:
 
     # Calls
 
-    def call(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def call(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """What `func` gives on these arguments, recorded as one node when tensors come out or are written."""
         kwargs = kwargs or {}
         owner = getattr(func, "__self__", None)
         if isinstance(owner, torch.Tensor):
             func, args = getattr(torch.Tensor, func.__name__), (owner, *args)
         self._refuse(func, args)
-        args = tuple([self._faked(a) for a in args])
-        kwargs = {k: self._faked(v) for k, v in kwargs.items()}
+        args, kwargs = mapped(args, self._faked), mapped(kwargs, self._faked)
         writes = self.dispatch.writes
+        result = self._on_fakes(run, func, args, kwargs)
+        return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
+
+    def _on_fakes(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function that calls torch gives on fakes; nothing of it is recorded."""
         outer, self._busy = self._busy, True
         _push_dispatch(self.dispatch)
         try:
-            result = run(func, args, kwargs)
+            return function(*args)
         finally:
             _pop_dispatch(None)
             self._busy = outer
-        return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
 
     def rows(self, fake: FakeTensor) -> tuple[FakeTensor, ...]:
         """The items of a tensor without gradient: views, each of them one node once it is used."""
-        outer, self._busy = self._busy, True
-        _push_dispatch(self.dispatch)
-        try:
-            rows: tuple[Any, ...] = torch.unbind(fake)
-        finally:
-            _pop_dispatch(None)
-            self._busy = outer
+        rows: tuple[FakeTensor, ...] = self._on_fakes(torch.unbind, fake)
         whole = self.node(fake)
         for i, row in enumerate(rows):
             self.bind(row, _Row(whole, i))
         return rows
 
-    def declare(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: torch.Tensor
-    ) -> FakeTensor:
+    def declare(self, func: Any, args: Args, kwargs: Kwargs, like: torch.Tensor) -> FakeTensor:
         """Record a call that cannot run on fakes; its result is a new tensor with the layout of `like`."""
         result: FakeTensor = self._record(func, args, kwargs, fake_like(like), wrote=False)
         return result
 
-    def _refuse(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _refuse(self, func: Any, args: Args) -> None:
         name = METHODS.get(func) if func.__hash__ is not None else None
         kind = LEAVING.get(name or "")
         if kind is not None:
             raise Break(kind, f"Tensor.{name} is called", HINT)
         if getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data":
-            raise Break(
-                "metadata-mutation", "an assignment to Tensor.data", "use copy_ under torch.no_grad()"
-            )
+            why = "an assignment to Tensor.data"
+            raise Break("metadata-mutation", why, "use copy_ under torch.no_grad()")
 
     def _faked(self, value: Any) -> Any:
-        """`value` with real tensors replaced by their fakes."""
+        """What is given to torch for a value: for a real tensor its fake."""
         kind = type(value)
         if kind is FakeTensor or kind in PLAIN:
             return value
         if isinstance(value, torch.Tensor):
             return self.input(value, None, as_attr=True)
-        if kind is tuple or kind is list:
-            return kind([self._faked(v) for v in value])
-        if kind is dict:
-            return {k: self._faked(v) for k, v in value.items()}
-        if kind is slice:
-            return slice(self._faked(value.start), self._faked(value.stop), self._faked(value.step))
-        if kind is FakeArray:
-            return ARRAYS["contents"](value)
-        return value
+        return ARRAYS["contents"](value) if kind is FakeArray else value
 
-    def _record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, wrote: bool
-    ) -> Any:
+    def _record(self, func: Any, args: Args, kwargs: Kwargs, result: Any, wrote: bool) -> Any:
         fakes: list[tuple[tuple[Any, ...], torch.Tensor]] = []
-        collect(result, (), fakes)
+        nodes.collect(result, (), fakes)
         if any(type(f) is not FakeTensor for _, f in fakes):
             made: dict[int, FakeTensor] = {}
-            result = replace_real(result, made)
+            result = nodes.replace_real(result, made)
             fakes = [(path, made.get(id(f), f)) for path, f in fakes]
-        if not fakes and not wrote and not changes_state(func) and marks.ALLOW not in marks.of(func):
+        if not fakes and not wrote and not nodes.changes_state(func) and marks.ALLOW not in marks.of(func):
             return result
         target = self._node(func, args, kwargs)
         node = self._added(target, result if fakes else None)
@@ -376,25 +350,23 @@ class Recorder:
             self.bind(fake, _Part(node, path) if path else node)  # type: ignore[arg-type]
         return result
 
-    def _node(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        create = self.graph.create_node
+    def _node(self, func: Any, args: Args, kwargs: Kwargs) -> Node:
         name = METHODS.get(func)
-        if name is None and getattr(func, "__name__", None) in ("__get__", "__set__", "__delete__"):
-            attribute = func.__self__.__name__
-            accessor = {"__get__": getattr, "__set__": setattr, "__delete__": delattr}[func.__name__]
-            rest = args[1:] if accessor is setattr else ()
-            return create(
-                "call_function", accessor, (self._argument(args[0]), attribute, *map(self._argument, rest))
-            )
-        fx_args = tuple([self._argument(a) for a in args])
-        fx_kwargs = {k: self._argument(v) for k, v in kwargs.items()}
+        accessor = ACCESSORS.get(getattr(func, "__name__", "")) if name is None else None
+        if accessor is not None:
+            func, args = accessor, (args[0], func.__self__.__name__, *args[1 : 1 + (accessor is setattr)])
         if name is None:
-            return create("call_function", func, fx_args, fx_kwargs)
+            return self._call(func, args, kwargs)
         known = OPERATORS.get(name)
-        if known is not None and not fx_kwargs:
+        if known is not None and not kwargs:
             function, swapped = known
-            return create("call_function", function, fx_args[::-1] if swapped else fx_args)
-        return create("call_method", name, fx_args, fx_kwargs)
+            return self._call(function, args[::-1] if swapped else args)
+        return self._call(name, args, kwargs, "call_method")
+
+    def _call(self, target: Any, args: Args, kwargs: Kwargs | None = None, op: str = "call_function") -> Node:
+        fx_args = tuple([self._argument(a) for a in args])
+        fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
+        return self.graph.create_node(op, target, fx_args, fx_kwargs)
 
     def _argument(self, value: Any) -> Any:
         """`value` as an fx argument: nodes for tensors, attributes of the graph module for other objects."""
@@ -420,15 +392,13 @@ class Recorder:
         known = self._results.get(id(value))
         return known if known is not None else self._attribute(value, f"_{kind.__name__}")
 
-    def effect(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def effect(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         """Call `func`, which changes torch's state, for real, and record that the graph does so here."""
         flips = func is SWITCH and args != (torch.is_grad_enabled(),)
         if flips and self._switched():
             return func(*args)
         result = func(*args, **(kwargs or {}))
-        fx_args = tuple([self._argument(a) for a in args])
-        fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
-        node = self._added(self.graph.create_node("call_function", func, fx_args, fx_kwargs))
+        node = self._added(self._call(func, args, kwargs))
         if flips:
             node.meta["flips"] = True
         if result is not None and type(result) not in PLAIN:
@@ -450,12 +420,9 @@ class Recorder:
         self.graph.erase_node(last)
         return True
 
-    def note(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+    def note(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> None:
         """Record that the graph calls `func` here, without calling it now."""
-        fx_kwargs = {k: self._argument(v) for k, v in (kwargs or {}).items()}
-        self._added(
-            self.graph.create_node("call_function", func, tuple([self._argument(a) for a in args]), fx_kwargs)
-        )
+        self._added(self._call(func, args, kwargs))
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -473,22 +440,22 @@ class Recorder:
 
     # Nodes again
 
-    def count(self) -> tuple[int, int, int]:
+    def count(self) -> Mark:
         """How much is recorded now, for `since`."""
-        return len(self._nodes), len(self._erased), len(self._changes)
+        return Mark(len(self._nodes), len(self._erased), len(self._changes))
 
-    def since(self, mark: tuple[int, int, int]) -> list[Node] | None:
+    def since(self, mark: Mark) -> list[Node] | None:
         """The nodes recorded since `mark`; None when one from before was taken back."""
-        count, erased, _ = mark
-        return None if min(self._erased[erased:], default=count) < count else self._nodes[count:]
+        least = min(self._erased[mark.erased :], default=mark.nodes)
+        return None if least < mark.nodes else self._nodes[mark.nodes :]
 
     def binding(self, fake: FakeTensor) -> Binding | None:
         """What a tensor is in the graph."""
         return self._bindings.get(id(fake))
 
-    def rebound(self, mark: tuple[int, int, int], chosen: Callable[[FakeTensor], bool]) -> list[Bound]:
+    def rebound(self, mark: Mark, chosen: Callable[[FakeTensor], bool]) -> list[Bound]:
         """Those of the tensors that other nodes stand for since `mark`: functions have given them back."""
-        found = {id(fake): fake for fake, _ in self._changes[mark[2] :] if chosen(fake)}
+        found = {id(fake): fake for fake, _ in self._changes[mark.changes :] if chosen(fake)}
         bound = [(fake, self._bindings[key]) for key, fake in found.items()]
         return [(f, b) for f, b in bound if isinstance(b, Node) and b is not self._firsts.get(id(f))]
 
@@ -514,13 +481,8 @@ class Recorder:
                 chosen.append(node)
         return chosen
 
-    def copy(
-        self,
-        nodes: list[Node],
-        others: dict[int, FakeTensor],
-        where: tuple[str, str],
-        paths: dict[str, str],
-    ) -> dict[Node, Node]:
+    def copy(self, nodes: list[Node], others: dict[int, FakeTensor], where: tuple[str, str],
+             paths: dict[str, str]) -> dict[Node, Node]:  # fmt: skip
         """Record the nodes once more, with other tensors in place of some; the copy of each.
 
         `others` are what stands for tensors, by their ids; `where` is how the stack began in the nodes and
@@ -566,7 +528,7 @@ class Recorder:
     def checkpoint(self) -> Mark:
         """The present state, for `rollback`."""
         self._kept = len(self._nodes)
-        return Mark(len(self._nodes), len(self._changes))
+        return self.count()
 
     def rollback(self, mark: Mark) -> None:
         """Forget all that was recorded since `mark`."""
@@ -607,9 +569,7 @@ class RecorderMode(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if self.recorder._busy:
             return func(*args, **(kwargs or {}))
         return self.recorder.call(func, args, kwargs)
@@ -619,24 +579,19 @@ class RecorderMode(TorchFunctionMode):
         LITERALS.printing += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         LITERALS.printing -= 1
         _pop_function()
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """What `func` gives; a factor that is a tensor without known contents does not change the shape of it."""
     form = FORMS.get(func) if func.__hash__ is not None else None
     try:
         return (func if form is None or not is_symbolic((args, kwargs)) else form)(*args, **kwargs)
     except Break as e:
-        factors = {
-            k: 1.0 if v.is_floating_point() else 1
-            for k, v in kwargs.items()
-            if k in FACTORS and type(v) is FakeTensor
-        }
+        tensors = {k: v for k, v in kwargs.items() if k in FACTORS and type(v) is FakeTensor}
+        factors = {k: 1.0 if v.is_floating_point() else 1 for k, v in tensors.items()}
         if e.kind != "data-dependent" or not factors:
             raise
         return func(*args, **{**kwargs, **factors})

@@ -18,6 +18,7 @@ from torch.fx import Node
 from kiln.base.source import Const
 from kiln.capture import runtime, state
 from kiln.capture.frame import Differs
+from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.recipes import Call, Match, Recipe, made_like, read, replaced, same_again
 from kiln.capture.recorder import Bound, Recorder, whole
 from kiln.capture.world import CONSTANTS, World
@@ -37,9 +38,7 @@ BY_TEXT = frozenset({float, complex, slice, torch.finfo, torch.iinfo, torch.Size
 NOTES = frozenset({"real_type", "value", "value_version"})
 
 
-def call(
-    m: Machine, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
-) -> Any:
+def call(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, run: Callable[[], Any]) -> Any:
     """What the module gives: a copy of an earlier call that was the same, or else that of `run`."""
     tensors: list[FakeTensor] = []
     key = shape_of(m, module, args, kwargs, tensors)
@@ -61,13 +60,8 @@ def call(
     nodes = recorder.since(mark)
     alone = nodes is not None and effects_of(m) == before and versions_of(tensors) == versions
     given = {id(fake) for fake in tensors}
-    if (
-        nodes is None
-        or not alone
-        or switches_of(m) != switches
-        or not unchanged(m.world)
-        or not portable(m, result, given, set(nodes), made)
-    ):
+    kept_still = alone and switches_of(m) == switches and unchanged(m.world)
+    if nodes is None or not kept_still or not portable(m, result, given, set(nodes), made):
         m.calls[key] = None
     elif len(known) < MOST:
         rebound = recorder.rebound(mark, lambda fake: id(fake) in given or m.source(fake) is not None)
@@ -91,11 +85,7 @@ def copied(m: Machine, earlier: Call, module: torch.nn.Module, tensors: list[Fak
 
 
 def shape_of(
-    m: Machine,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: list[FakeTensor],
+    m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, tensors: list[FakeTensor]
 ) -> Any:
     """What must be equal in two calls for one to be copied; None for a call that is always interpreted."""
     if type(m.recorder) is not Recorder or not isinstance(m.world.source(module), Const):

@@ -121,9 +121,8 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
     world.guard(GlobalState.now())
-    frame = Frame(
-        function, {}, dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
-    )
+    cells = dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
+    frame = Frame(function, {}, cells)
     slots = enumerate(zip(names, argv, strict=True))
     frame.lazy = {name: (value, Arg(i, name)) for i, (name, value) in slots}
     before = state.snapshot()
@@ -165,11 +164,8 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
         except Exception as e:
             if not varying.reads or options.config.strict:
                 raise
-            log.warn_once(
-                ("symbolic", function.__code__),
-                f"{function.__qualname__} is compiled for fixed sizes after an internal error with symbolic "
-                f"ones ({type(e).__name__}: {e})",
-            )
+            text = f"{function.__qualname__} is compiled for fixed sizes: internal error with symbolic ones"
+            log.warn_once(("symbolic", function.__code__), f"{text} ({type(e).__name__}: {e})")
             raise Unfit from None
         varying.refuse_specialised()
         machine.leave_contexts(recorded=True)

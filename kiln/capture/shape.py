@@ -6,21 +6,12 @@ from kiln.bytecode.decode import Instruction
 from kiln.bytecode.flow import stack_effect
 from kiln.bytecode.resume import VALUE, Slot
 
+#: How many values an instruction pushes; None: of a kind that cannot be told.
 PUSHES = {
-    "LOAD_METHOD": None,
-    "LOAD_SUPER_ATTR": None,
-    "BEFORE_WITH": 2,
-    "FOR_ITER": 1,
-    "SEND": None,
-    "YIELD_VALUE": None,
-    "PUSH_NULL": None,
-    "PUSH_EXC_INFO": None,
-    "COPY": None,
-    "RETURN_GENERATOR": None,
-    "BEFORE_ASYNC_WITH": None,
-    "LOAD_FAST_LOAD_FAST": 2,
-    "IMPORT_STAR": 0,
-}
+    "BEFORE_WITH": 2, "FOR_ITER": 1, "LOAD_FAST_LOAD_FAST": 2, "IMPORT_STAR": 0,
+    **dict.fromkeys(("LOAD_METHOD", "LOAD_SUPER_ATTR", "SEND", "YIELD_VALUE", "PUSH_NULL", "PUSH_EXC_INFO",
+                     "COPY", "RETURN_GENERATOR", "BEFORE_ASYNC_WITH")),
+}  # fmt: skip
 ONE = (
     "LOAD", "BUILD", "UNARY", "BINARY", "FORMAT", "IMPORT", "GET_", "COMPARE", "CONTAINS", "IS_OP", "CALL",
     "MATCH", "CONVERT", "MAKE_FUNCTION", "WITH_EXCEPT_START", "LIST_TO_TUPLE", "CHECK_EXC",

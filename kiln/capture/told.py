@@ -28,15 +28,10 @@ def operations(graph: fx.GraphModule) -> tuple[Op, ...]:
 
 
 def _op(node: fx.Node) -> Op:
-    return Op(
-        node.name,
-        _label(node),
-        KINDS.get(node.op, "call"),
-        tuple([one.name for one in node.all_input_nodes]),
-        spec_text(node.meta.get("example_value")),
-        places_of(node.meta.get("stack_trace") or ""),
-        node.meta.get("module", ""),
-    )
+    meta, inputs = node.meta, tuple([one.name for one in node.all_input_nodes])
+    spec, places = spec_text(meta.get("example_value")), places_of(meta.get("stack_trace") or "")
+    kind = KINDS.get(node.op, "call")
+    return Op(node.name, _label(node), kind, inputs, spec, places, meta.get("module", ""))
 
 
 def _label(node: fx.Node) -> str:

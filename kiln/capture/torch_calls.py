@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from kiln.base.errors import Break, Skip
+from kiln.base.graph import mapped
 from kiln.base.source import Const, Derived
 from kiln.capture import runtime, state, symbolic
 from kiln.capture.attributes import mro_lookup
@@ -330,18 +331,16 @@ def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any = torch
     if made_of_tensors or made_of_numbers:
         LITERALS.left = LITERALS.left or bool(made_of_numbers)
         m.world.touch(args[0])
-        shape = m.native(function, zeroed(args[0]), *args[1:], **kwargs)
+        shape = m.native(function, mapped(args[0], zeroed), *args[1:], **kwargs)
         return m.recorder.declare(function, args, kwargs, shape)
     return leaf(m, function, args, kwargs)
 
 
 def zeroed(value: Any) -> Any:
-    """The nest with real zeros in place of fakes, and the numbers of now in place of symbolic ones."""
+    """Real zeros in place of a fake, and the number of now in place of a symbolic one."""
     if type(value) in symbolic.SYMBOLIC:
         return value.node.hint
-    if type(value) is FakeTensor:
-        return torch.zeros(value.shape, dtype=value.dtype)
-    return [zeroed(v) for v in value] if type(value) in (list, tuple) else value
+    return torch.zeros(value.shape, dtype=value.dtype) if type(value) is FakeTensor else value
 
 
 for _function in (torch.as_tensor, torch.asarray):

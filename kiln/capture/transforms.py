@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from kiln.base.errors import Break
 from kiln.capture.bodies import HINT, PLAIN, TENSOR, Function, capture_body, examples, name_of
-from kiln.capture.calls import ALIVE, BY_CODE, Args, Kwargs, call, handles
+from kiln.capture.calls import ALIVE, BY_CODE, Args, Kwargs, call, handles, runs_now
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
 
@@ -33,24 +33,10 @@ class Transform:
         return self.apply(self.body.over(graph, free))(*args, **kwargs)
 
 
-def creates(maker: Any) -> None:
-    """A transform of a function: only its calls do anything."""
-
-    @handles(maker)
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        return m.native(maker, *args, **kwargs)
-
-    code = maker(abs).__code__
-    ALIVE.append(code)
-    BY_CODE[id(code)] = call_vmap if maker is torch.func.vmap else call_transformed
-
-
 def cells_of(m: Machine, function: Any) -> dict[str, Any]:
-    cells = m.world.closure(function)
-    values = {
-        name: m.world.read_cell(cell) for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
-    }
-    return {name: value for name, value in values.items() if value is not MISSING}
+    values = map(m.world.read_cell, m.world.closure(function))
+    pairs = zip(function.__code__.co_freevars, values, strict=True)
+    return {name: value for name, value in pairs if value is not MISSING}
 
 
 def call_transformed(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -91,11 +77,11 @@ def flat_dims(m: Machine, dims: Any, args: Args) -> list[int | None]:
     shape = pytree.tree_flatten(args)[1]
     flat = pytree._broadcast_to_and_flatten(tuple(dims) if isinstance(dims, list) else dims, shape)
     leaves = pytree.tree_leaves(args)
-    wrong = flat is None or any(
-        d is not None and (type(v) is not FakeTensor or not -v.dim() <= d < v.dim())
-        for d, v in zip(flat, leaves, strict=True)
-    )
-    if wrong:
+
+    def fits(d: int | None, v: Any) -> bool:
+        return d is None or type(v) is FakeTensor and -v.dim() <= d < v.dim()
+
+    if flat is None or not all(map(fits, flat, leaves)):
         raise Break("transform", "the dimensions given to vmap do not fit its arguments", HINT)
     return flat  # type: ignore[no-any-return]
 
@@ -173,10 +159,8 @@ def facts(arm: Function) -> list[Any]:
     return [*((tuple(t.shape), t.dtype, t.device) for t in tensors if t is not None), constants]
 
 
+runs_now(*MAKERS, torch.func.hessian)  # only calls of what they make do anything
 for _maker in MAKERS:
-    creates(_maker)
-
-
-@handles(torch.func.hessian)
-def hessian(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.native(torch.func.hessian, *args, **kwargs)
+    _code = _maker(abs).__code__
+    ALIVE.append(_code)
+    BY_CODE[id(_code)] = call_vmap if _maker is torch.func.vmap else call_transformed

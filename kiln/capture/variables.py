@@ -45,16 +45,13 @@ def read_all(m: Machine, f: Frame, i: Instruction) -> None:
 
 
 #: Instructions that reach below their operands.
-DEEP = frozenset(
-    """
+DEEP = frozenset("""
     LIST_APPEND SET_ADD MAP_ADD LIST_EXTEND SET_UPDATE DICT_UPDATE DICT_MERGE WITH_EXCEPT_START SEND
     YIELD_VALUE RERAISE MATCH_KEYS MATCH_CLASS POP_EXCEPT CHECK_EXC_MATCH END_ASYNC_FOR CALL_KW
     CALL_FUNCTION_EX RETURN_VALUE
-""".split()
-)
-
-
-PASSIVE = frozenset({
-    "LOAD_FAST", "LOAD_FAST_AND_CLEAR", "POP_TOP", "JUMP_FORWARD", "JUMP_BACKWARD", "NOP", "PUSH_NULL",
-    "RESUME", "DELETE_FAST", "COPY", "SWAP", "STORE_FAST",
-})  # fmt: skip
+""".split())  # fmt: skip
+#: Instructions that do not look at what they move.
+PASSIVE = frozenset("""
+    LOAD_FAST LOAD_FAST_AND_CLEAR POP_TOP JUMP_FORWARD JUMP_BACKWARD NOP PUSH_NULL RESUME DELETE_FAST COPY
+    SWAP STORE_FAST
+""".split())  # fmt: skip

@@ -287,11 +287,6 @@ class World:
 
     def tensor(self, value: torch.Tensor, source: Source) -> Any:
         """A tensor from outside: an input of the graph, or an attribute of it when its owner is pinned."""
-        known = self.tensors.get(id(value))
-        if known is not None:
-            if known[1] != source:
-                self.guard(SameObject(known[1], source))
-            return known[0]
         if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             why = f"{source} is a {type(value).__name__}"
             raise Break("tensor-subclass", why, "pass plain tensors, or disable the function")
