@@ -1,10 +1,15 @@
-"""Kernels on a GPU: bandwidth beside a device copy and eager, time to compile, time to start.
+"""Kernels on a GPU: bandwidth beside a device copy of as many bytes and eager, time to compile, time to start.
 
-python benchmarks/gpu.py [megabytes]
+python benchmarks/gpu.py [megabytes ...]
+
+Calls over several sets of inputs and results, more than a cache holds, are recorded and replayed: neither
+starts nor the cache decide.
 """
 
+import functools
 import sys
 import time
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -13,7 +18,9 @@ import kiln
 from kiln.generate.device import Function
 from kiln.launch import cuda
 
-MEGABYTES = int(sys.argv[1]) if len(sys.argv) > 1 else 256
+MEGABYTES = [int(size) for size in sys.argv[1:]] or [16, 64, 256]
+BEYOND = 1 << 29  # bytes that no cache holds
+aten = torch.ops.aten
 
 
 def rms_norm(x, w):
@@ -22,6 +29,19 @@ def rms_norm(x, w):
 
 def cross_entropy(x, i):
     return functional.cross_entropy(x.float(), i)
+
+
+def layer_norm_gradients(grad, x, mean, scale, w):
+    return aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, scale, w, w, [True] * 3)
+
+
+def softmax_gradient(grad, y):
+    return aten._softmax_backward_data(grad, y, -1, y.dtype)
+
+
+def adam(p, g, m, v):
+    m, v = m * 0.9 + g * 0.1, v * 0.999 + g * g * 0.001
+    return p - 1e-3 * m / (v.sqrt() + 1e-8), m, v
 
 
 #: name: function, width of a row, how many tensors of the first's size move, further inputs by width.
@@ -46,38 +66,51 @@ KERNELS = {
     "sum of all f32": (lambda x: x.sum(), 4096, 1, torch.float32, ()),
     "cross entropy 50304 bf16": (cross_entropy, 50304, 1, torch.bfloat16, ("places",)),
     "transpose f32": (lambda x: x.t().contiguous(), 4096, 2, torch.float32, ()),
+    "gelu gradient bf16": (lambda grad, x: aten.gelu_backward(grad, x), 4096, 3, torch.bfloat16, ("same",)),
+    "softmax gradient 1024 bf16": (softmax_gradient, 1024, 3, torch.bfloat16, ("same",)),
+    "softmax gradient 50304 bf16": (softmax_gradient, 50304, 3, torch.bfloat16, ("same",)),
+    "layer norm gradients 4096 bf16": (layer_norm_gradients, 4096, 3, torch.bfloat16, ("same", "each", "each", "row")),
+    "adam f32": (adam, 4096, 7, torch.float32, ("same",) * 3),
 }  # fmt: skip
 
 
-def timed(f, turns=30):
-    for _ in range(3):
-        f()
+def timed(calls):
+    """The microseconds of a call, of those that are recorded one after the other."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
     best = float("inf")
-    for _ in range(3):
+    for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(turns):
-            f()
+        graph.replay()
         end.record()
         torch.cuda.synchronize()
-        best = min(best, start.elapsed_time(end) / turns)
-    return best
+        best = min(best, start.elapsed_time(end) / len(calls))
+    del kept
+    return best * 1e3
 
 
-def copied():
-    """The bandwidth of a copy."""
-    source = torch.randn(MEGABYTES << 18, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / timed(lambda: target.copy_(source)) / 1e6
+@functools.cache
+def copied(size):
+    """The time of a copy that moves so many bytes."""
+    count = size // 8 // 16384 * 16384
+    pairs = [[torch.randn(count, device="cuda") for _ in range(2)] for _ in range(max(BEYOND // size, 2))]
+    times = timed([partial(target.copy_, source) for source, target in pairs] * 4)
+    return times * size / (8 * count)
 
 
-def inputs(width, dtype, more):
+def inputs(megabytes, width, dtype, more):
     """The first input, of the size that is measured, and what else a kernel takes."""
-    rows = (MEGABYTES << 20) // dtype.itemsize // width
+    rows = (megabytes << 20) // dtype.itemsize // width
     x = torch.randn(rows, width, device="cuda").to(dtype)
     others = {
         "same": lambda: torch.randn_like(x),
         "row": lambda: torch.randn(width, device="cuda").to(dtype),
+        "each": lambda: torch.rand(rows, 1, device="cuda"),
         "places": lambda: torch.randint(0, width, (rows,), device="cuda"),
     }
     return [x, *[others[kind]() for kind in more]]
@@ -108,9 +141,11 @@ class Clock:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
 
-def measure(name, clock, copy):
+def measure(name, clock, megabytes):
     f, width, moved, dtype, more = KERNELS[name]
-    given = inputs(width, dtype, more)
+    given = inputs(megabytes, width, dtype, more)
+    size = moved * given[0].nbytes
+    sets = [given, *[inputs(megabytes, width, dtype, more) for _ in range(BEYOND // size)]]
     clock.reset()
     kiln.reset()
     start = time.perf_counter()
@@ -118,21 +153,22 @@ def measure(name, clock, copy):
     g(*given)
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    mine, eager = timed(lambda: g(*given)), timed(lambda: f(*given))
-    rate = moved * given[0].nbytes / mine / 1e6
+    mine, eager = (timed([partial(run, *some) for some in sets]) for run in (g, f))
     times = ", ".join(f"{k} {v * 1e3:5.1f}" for k, v in clock.seconds.items())
     print(
-        f"{name:28}{rate:8.0f} GB/s {rate / copy:6.2f} of copy, {eager / mine:6.2f} x eager;"
+        f"{name:32}{size / mine / 1e3:8.0f} GB/s {copied(size) / mine:6.2f} of copy, {eager / mine:6.2f} x eager;"
         f" first call {first * 1e3:6.1f} ms, {times}"
     )
 
 
 def main():
-    print(torch.__version__, torch.cuda.get_device_name(), MEGABYTES, "MB")
-    copy, clock = copied(), Clock()
-    print(f"{'device copy':28}{copy:8.0f} GB/s")
-    for name in KERNELS:
-        measure(name, clock, copy)
+    print(torch.__version__, torch.cuda.get_device_name())
+    clock = Clock()
+    for megabytes in MEGABYTES:
+        size = megabytes << 21
+        print(f"{megabytes} MB; {'device copy':22}{size / copied(size) / 1e3:8.0f} GB/s")
+        for name in KERNELS:
+            measure(name, clock, megabytes)
     small = torch.randn(1024, device="cuda")
     g = kiln.compile(lambda x: x * 2 + 1, fullgraph=True)
     g(small)

@@ -13,6 +13,7 @@ import torch
 
 from kiln.base.graph import Graph, Node, TensorSpec, label, nodes_in, substituted
 from kiln.ops.layout import contiguous, reduced, wrap_dim
+from kiln.ops.symint import expr_of, wrap
 
 aten = torch.ops.aten
 WIDE = (torch.float32, torch.float64)
@@ -77,7 +78,8 @@ def steps(graph: Graph, node: Node) -> tuple[list[Node], Node]:
     x, dim, _ = node.args
     spec = node.spec
     shape = reduced(spec.shape, (wrap_dim(dim, len(spec.shape)),), True)
-    row = replace(spec, shape=shape, stride=contiguous(shape))
+    stride = tuple([expr_of(n) for n in contiguous(tuple([wrap(n) for n in shape]))])
+    row = replace(spec, shape=shape, stride=stride)
     made = Made(graph, node)
     largest = made.call(aten.amax.default, row, x, [dim], True)
     less = made.call(aten.sub.Tensor, spec, x, largest)

@@ -84,8 +84,8 @@ def laid(nest: Nest) -> Grid:
     while team < LARGEST // rows and blocks * rows * team < BUSY:
         team *= 2
     team = max(min(team, power_of_two(reduced_extent(nest)) // 4), 1)
-    held = width * rows * sum(compute_type(TYPES[part.dtype]).bits // 8 for f in nest.folds() for part in f.parts)
-    while team * held > STATIC:
+    parts = [compute_type(TYPES[part.dtype]) for fold in nest.folds() for part in fold.parts]
+    while team * rows * width * sum(kind.bits // 8 for kind in parts) > STATIC:
         team //= 2
     return Grid(vector, width, rows, team)
 
@@ -150,7 +150,7 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Again:
-    """What is read of a row in phases after the first that reads it: where it is kept, and in how many bytes."""
+    """What is read of a row by later phases than the first: where it is kept, and in how many bytes."""
 
     first: int
     place: int

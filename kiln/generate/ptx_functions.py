@@ -67,7 +67,7 @@ def exp2(x: Value) -> Value:
 
 
 def over(a: float, b: Value) -> Value:
-    """a / b of a number that is not subnormal, to two units in the last place; what is subnormal becomes 0."""
+    """a / b for b that is not subnormal, to two units in the last place; what is subnormal becomes 0."""
     return _instructions(_QUOTIENT, b) * a
 
 

@@ -19,6 +19,7 @@ from kiln.launch.cuda import Store, context, loaded
 from kiln.launch.memory import Lodging
 from kiln.launch.native import set_up
 from kiln.launch.plan import Planner
+from kiln.launch.products import Template
 
 LINE = 256  # bytes at whose multiples values start: what libraries take for granted of their own memory
 CUDA = 1  # torch's number for the type of device
@@ -43,6 +44,8 @@ class OnDevice:
 
     def unaligned(self) -> tuple[int, ...]:
         """The functions for buffers that do not start at multiples of 16 bytes, compiled when one is met."""
+        if not self.others and isinstance(self.kernel, Template):
+            self.others = tuple(self.find([self.kernel.function(aligned=False)]).values())
         if not self.others:
             made = generate([self.kernel], aligned=False)
             handles = self.find(made.functions)
@@ -104,9 +107,10 @@ def plan_on(program: Program, device: torch.device, store: Store | None = None) 
 
     set_up()
     made = generate(program.kernels)
-    handles = find(made.functions)
+    templates = {k: k.started() for k in dict.fromkeys(program.kernels) if isinstance(k, Template)}
+    handles = find([*made.functions, *[start.function for start in templates.values()]])
     kernels = [
-        OnDevice(kernel, starts, handles, find)
+        OnDevice(kernel, [templates[kernel]] if isinstance(kernel, Template) else starts, handles, find)
         for kernel, starts in zip(program.kernels, made.starts, strict=True)
     ]
     return DevicePlanner(program, kernels, (CUDA, index, context(index))).plan()

@@ -36,6 +36,7 @@ from kiln.launch.device import plan_on
 from kiln.launch.graphs import Recorded, can_record
 from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
+from kiln.launch.templates import with_templates
 from kiln.launch.told import tell
 from kiln.launch.tune import choice, tuned
 
@@ -71,6 +72,8 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
 
 def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Begun:
     """A program as a plan that starts kernels on a GPU."""
+    if settings.tunes:
+        program = with_templates(program, device, disk(settings.cache_bytes), dump.title)
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
         plan = plan_on(program, device, disk(settings.cache_bytes))
     plan.title = dump.title
