@@ -89,7 +89,7 @@ class Apply:
     dtype: torch.dtype
 
 
-RUNNING = frozenset({"cumsum", "cumprod"})
+RUNNING = frozenset({"cumsum", "cumprod", "kiln::running_max", "kiln::running_min"})
 """Folds that have a value in each turn."""
 
 
@@ -98,7 +98,7 @@ class Fold:
     """A value folded over the reduced axes, by `kind`: sum, prod, amax, amin, any, all, argmax, argmin.
 
     The last two carry a `place` with the value and give the first place of the largest or smallest. Running
-    ones (cumsum, cumprod) have a value in each turn of the loops: what was folded so far.
+    ones (cumsum, cumprod, …) have a value in each turn of the loops: what was folded so far.
     """
 
     kind: str

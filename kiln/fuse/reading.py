@@ -170,7 +170,8 @@ class Groups:
                 (value,) = group.terms.rounded((value,))
             elif value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
-            if not group.folds or is_running(node) and kept_shape(node) == shape_of(node):  # over extents of 1 alone
+            single = is_running(node) and kept_shape(node) == shape_of(node)
+            if single or not group.folds:  # over extents of 1 alone
                 known = value if place is None else place
                 if kind == "sum" and dtype.is_floating_point:  # a sum of nothing but -0.0 is 0.0
                     known = group.terms.apply("add", dtype, value, group.terms.const(0.0, dtype))

@@ -1,9 +1,10 @@
 """Running sums and their like: loops in order along one dimension, and calls of eager's kernels.
 
-Sums and products are loops, in eager's precision: sums of float32 are taken in float64, those of half types in
-float32. The others are calls along the last dimension: along other dimensions eager's kernels go through memory
-in steps, up to twenty times slower; there a transpose before and one after, which are kernels in tiles and fuse
-with what is around them, pay.
+Sums and products are loops, in eager's precision: sums of float32 are taken in float64, those of half types
+in float32. So are largest and smallest values with their places. Sums of exponentials, and all of them on other
+devices, are calls along the last dimension: along others eager's kernels go through memory in steps, up to
+twenty times slower; there a transpose before and one after, which are kernels in tiles and fuse with what is
+around them, pay.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kiln.ops.running import running_max, running_min
 from kiln.ops.table import aten
 
 #: Elements that are worth two transposes.
@@ -55,7 +57,28 @@ def in_order(op: Any) -> Callable[..., Any]:
     return expanded
 
 
+def with_places(op: Any, running: Any) -> Callable[..., Any]:
+    """An expansion of an op that gives the best value so far and its last place, as two running values."""
+    elsewhere = along_last(op)
+
+    def expanded(x: torch.Tensor, dim: int) -> Any:
+        if x.device.type != "cpu" or not x.dim() or type(x.shape[dim]) is not int or x.shape[dim] >= 1 << 31:
+            return elsewhere(x, dim)
+        best = running(x, dim)
+        taken = x == best
+        if x.is_floating_point():
+            taken = taken | torch.isnan(x)
+        places = torch.arange(x.shape[dim], dtype=torch.int32).view([-1, *[1] * (x.dim() - 1 - dim % x.dim())])
+        zero = torch.zeros((), dtype=torch.int32)
+        return best, running_max(torch.where(taken, places, zero), dim).to(torch.int64)
+
+    return expanded
+
+
 RUNNING: dict[Any, Callable[..., Any]] = {
-    **{op: in_order(op) for op in (aten.cumsum.default, aten.cumprod.default)},
-    **{op: along_last(op) for op in (aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default)},
+    aten.cumsum.default: in_order(aten.cumsum.default),
+    aten.cumprod.default: in_order(aten.cumprod.default),
+    aten.cummax.default: with_places(aten.cummax.default, running_max),
+    aten.cummin.default: with_places(aten.cummin.default, running_min),
+    aten.logcumsumexp.default: along_last(aten.logcumsumexp.default),
 }

@@ -73,7 +73,9 @@ def _fit(rows: Nest, columns: Nest) -> bool:
         return False
     if any(s.phase > (1 if s.kept else 0) for s in columns.stores):
         return False
-    if any(f.dtype.itemsize != 4 or f.running for f in rows.folds()) or not _in_line(rows) or not _in_line(columns):
+    if any(f.dtype.itemsize != 4 or f.running for f in rows.folds()):
+        return False
+    if not _in_line(rows) or not _in_line(columns):
         return False
     (reads, writes), (others, results) = rows.buffers(), columns.buffers()
     shared = {b for b in (*reads, *writes) if b in others}

@@ -1,9 +1,9 @@
 """Resampling along one dimension after the other: each result is a weighted sum of neighbours.
 
 Linear and cubic interpolation, averages of windows of several sizes and nearest neighbours are matrices with
-few entries a row, one matrix for each dimension; their gradients are the transposed ones. What eager's kernels
-add to scattered places is gathered here, so that results are computed once each, in any order. The entries
-are known when a graph is compiled: where they start in a row and what they weigh are constants.
+few entries a row, one matrix for each dimension; their gradients are the transposed ones. What eager's
+kernels add to scattered places is gathered here, so that results are computed once each, in any order. The
+entries are known when a graph is compiled: where they start in a row and what they weigh are constants.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Entries:
         """How many columns each row adds up, one after the other; 0 for other matrices."""
         count = self.shape[1] // self.shape[0]
         whole = count * self.shape[0] == self.shape[1] == len(self.rows)
-        return count if whole and (self.columns // count == self.rows).all() and np.ptp(self.weights) == 0 else 0
+        whole = whole and bool((self.columns // count == self.rows).all())
+        return count if whole and np.ptp(self.weights) == 0 else 0
 
     def table(self, first: Array, count: int) -> Array:
         """The weights of `count` columns from the first ones on, by column; NaN where there is no entry."""
@@ -128,7 +129,7 @@ def _zero(like: torch.Tensor) -> torch.Tensor:
 
 
 def steps_of(matrix: Entries, first: Array) -> tuple[int, int] | None:
-    """By how much columns move on from row to row, as a fraction that vectors are read by; None for others."""
+    """By how much columns move on from row to row, a fraction that vectors are read by; None for others."""
     shared = math.gcd(*matrix.shape)
     step = matrix.shape[1] // shared, matrix.shape[0] // shared
     if step not in REGULAR:
@@ -153,22 +154,23 @@ def in_steps(
 
 
 def resampled(x: torch.Tensor, matrices: Sequence[Entries]) -> Any:
-    """The last dimensions resampled: those that shrink first, and then the last one, whose reads cost most."""
+    """The last dimensions resampled: those that shrink first, then the last one, whose reads cost most."""
     if x.dtype not in FLOATS or any(m.longest(m.first()) > MOST for m in matrices):
         return NotImplemented
-    blocks = [matrix.block() for matrix in matrices]
-    if x.device.type != "cpu" and not all(blocks) and not all(m.transposed().block() for m in matrices):
-        return NotImplemented  # tables lie in the memory of the processor
-    last = not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    first = x.dim() - len(matrices)
+    last = first == 2 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
     out = widened(x.movedim(1, -1) if last else x)
-    first = x.dim() - len(matrices) - last
+    first -= last
+    blocks = [matrix.block() for matrix in matrices]
     if all(blocks) and out.is_contiguous():
         out = _sums(out, first, blocks, math.prod([float(m.weights[0]) for m in matrices]))
-    else:
+    elif x.device.type == "cpu" or all(m.transposed().block() for m in matrices):
         *others, inner = [(first + i, matrix) for i, matrix in enumerate(matrices)]
         shrinks = [d for d in others if d[1].shape[0] < d[1].shape[1]]
         for dim, matrix in (*shrinks, inner, *[d for d in reversed(others) if d not in shrinks]):
             out = spoilt(apply(out, dim, matrix), out, dim, matrix)
+    else:
+        return NotImplemented  # tables lie in the memory of the processor
     out = out.to(x.dtype)
     return out.movedim(-1, 1) if last else out
 
@@ -188,7 +190,7 @@ def _scaled(x: torch.Tensor, weight: float) -> torch.Tensor:
 # The matrices
 
 
-def places_of(size: int, out: int, corners: bool, scale: float | None, dtype: Any, cubic: bool) -> Array:
+def places_of(size: int, out: int, corners: bool, scale: float | None, dtype: Any, cubic: bool) -> Any:
     """Where results lie among the elements, computed as eager does: in float32 for float32."""
     turns = np.arange(out).astype(dtype)
     if corners:
@@ -214,10 +216,10 @@ def cubic(size: int, out: int, corners: bool, scale: float | None, dtype: Any) -
     t = np.clip(places - first.astype(dtype), dtype(0), dtype(1))
     a = dtype(-0.75)
 
-    def near(x: Array) -> Array:
+    def near(x: Any) -> Any:
         return ((a + 2) * x - (a + 3)) * x * x + 1
 
-    def far(x: Array) -> Array:
+    def far(x: Any) -> Any:
         return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
 
     columns = [np.clip(first + k, 0, size - 1) for k in range(-1, 3)]
@@ -334,7 +336,8 @@ def _shared_out(grad: torch.Tensor, windows: list[Windows], divisor: Any = None)
     if divisor is None and any(len({*w.counts.tolist()}) > 1 for w in windows):
         return resampled(grad, [w.sums(1 / w.counts).transposed() for w in windows])
     divisor = divisor or math.prod([int(w.counts[0]) for w in windows])
-    out = resampled(widened(grad) / float(divisor), [w.sums(np.ones(len(w.counts))).transposed() for w in windows])
+    sums = [w.sums(np.ones(len(w.counts))).transposed() for w in windows]
+    out = resampled(widened(grad) / float(divisor), sums)
     return out if out is NotImplemented else out.to(grad.dtype)
 
 

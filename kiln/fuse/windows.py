@@ -1,9 +1,9 @@
 """Pooling for loop nests: windows are views, what they give is folded over them.
 
 Largest values and means of windows are several times faster this way than eager's kernels, which go through
-them element by element. The gradient of the largest asks, for each place, which of the windows around it chose
-it. Left to eager's kernels: three dimensions; half types, whose sums eager rounds in ways of its own; channels
-that lie together, where eager's kernels run in vectors.
+them element by element. The gradient of the largest asks, for each place, which of the windows around it
+chose it. Left to eager's kernels: three dimensions; half types, whose sums eager rounds in ways of its own;
+channels that lie together, where eager's kernels run in vectors.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def max_pool_backward(
         last = (size - 1) // stride + around[d][-1]
         borders = [max(-first, 0), max(last + 1 - windows.out[d], 0), *borders]
         turns = torch.arange(size, device=x.device)
-        quotients.append((torch.div(turns, stride, rounding_mode="floor") if stride > 1 else turns) + borders[0])
+        turns = torch.div(turns, stride, rounding_mode="floor") if stride > 1 else turns
+        quotients.append(turns + borders[0])
     chosen = aten.constant_pad_nd(indices, borders, -1) if any(borders) else indices
     given = aten.constant_pad_nd(grad, borders) if any(borders) else grad
     places = torch.arange(x.shape[-2] * x.shape[-1], device=x.device).view(x.shape[-2:])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kiln.ops.fake import make
-from kiln.ops.layout import FLOATS, INEXACT, Mismatch, broadcast, pointwise, wrap_dim
+from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, broadcast, pointwise, wrap_dim
 from kiln.ops.pointwise import like
 from kiln.ops.table import RULES, aten, rule
 
@@ -105,9 +105,9 @@ def _binary_loss(
 @rule(aten.huber_loss.default, aten.soft_margin_loss.default)
 def _loss_like_input(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any, **__: Any) -> Any:
     # Eager computes it in place of a tensor like the input; meta kernels promote.
-    if x.dtype not in INEXACT or x.dtype is not target.dtype and x.shape != target.shape:
+    if x.dtype not in FLOATS or target.dtype in COMPLEX or x.shape != target.shape:
         raise Mismatch("the loss may not fit into the input")
-    if x.dtype is target.dtype or x.dtype not in FLOATS:
+    if x.dtype is target.dtype:
         return NotImplemented
     strides = pointwise(x.shape, (x.shape, x.stride()), (target.shape, target.stride()))
     return make((), None, x.dtype, x.device) if reduction else make(x.shape, strides, x.dtype, x.device)

@@ -46,33 +46,18 @@ def _each(value: list[int], rank: int) -> list[int]:
 
 
 @rule(aten.convolution.default)
-def _convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> Any:
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int],
+                 padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int],
+                 groups: int) -> Any:  # fmt: skip
     size, kernel, dtype = x.shape, weight.shape, x.dtype
     rank = len(size) - 2
     if transposed or rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel:
         return NotImplemented
-    if (
-        dtype is not weight.dtype
-        or dtype not in FLOATS
-        or size[1] != kernel[1] * groups
-        or kernel[0] % groups
-    ):
+    if dtype is not weight.dtype or dtype not in FLOATS or x.device != weight.device:
         return NotImplemented
-    if (
-        bias is not None
-        and (bias.dtype is not dtype or bias.shape != (kernel[0],))
-        or x.device != weight.device
-    ):
+    if size[1] != kernel[1] * groups or kernel[0] % groups:
+        return NotImplemented
+    if bias is not None and (bias.dtype is not dtype or bias.shape != (kernel[0],)):
         return NotImplemented
     stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
     if not len(stride) == len(padding) == len(dilation) == rank or min(stride) < 1:
@@ -119,25 +104,14 @@ def _convolution_backward(
     mask = rest[-1]
     if not is_plain(grad, x, weight) or x.device.type != "cpu" and x.dim() != 4:
         return NotImplemented
-    bias = (
-        make((weight.shape[0] if not rest[3] else grad.shape[1],), None, grad.dtype, grad.device)
-        if mask[2]
-        else None
-    )
+    channels = grad.shape[1] if rest[3] else weight.shape[0]
+    bias = make((channels,), None, grad.dtype, grad.device) if mask[2] else None
     return _similar(x) if mask[0] else None, _similar(weight) if mask[1] else None, bias
 
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
-def _batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
+                momentum: float, eps: float) -> Any:  # fmt: skip
     given = (weight, bias, mean, var)
     dtypes = {t.dtype for t in given if t is not None} or {x.dtype}
     kind = dtypes.pop()
@@ -159,56 +133,42 @@ def _batch_norm(
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
-@rule(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_no_stats(
-    x: torch.Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)
-
-
-@rule(aten._native_batch_norm_legit_functional.default)
-def _batch_norm_functional(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    out = _batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+def _with_statistics(out: Any, mean: torch.Tensor, var: torch.Tensor) -> Any:
+    """What a functional form gives beside: the running statistics, new."""
     return out if out is NotImplemented else (*out, _similar(mean), _similar(var))
 
 
+@rule(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_no_stats(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+    return _batch_norm(x, weight, bias, None, None, *rest)
+
+
+@rule(aten._native_batch_norm_legit_functional.default)
+def _batch_norm_functional(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    return _with_statistics(_batch_norm(x, weight, bias, mean, var, *rest), mean, var)
+
+
 @rule(aten._native_batch_norm_legit_no_training.default)
-def _batch_norm_no_training(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
-) -> Any:
-    return _batch_norm(x, weight, bias, mean, var, False, momentum, eps)
+def _batch_norm_no_training(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    return _batch_norm(x, weight, bias, mean, var, False, *rest)
+
+
+@rule(aten.cudnn_batch_norm.default)
+def _batch_norm_by_cudnn(x: torch.Tensor, *rest: Any) -> Any:
+    out = _batch_norm(x, *rest)
+    return out if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
 
 
 @rule(aten._batch_norm_with_update.default)
-def _batch_norm_with_update(
-    x: torch.Tensor,
-    weight: Any,
-    bias: Any,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-    momentum: float,
-    eps: float,
-) -> Any:
-    out = _batch_norm(x, weight, bias, mean, var, True, momentum, eps)
-    return NotImplemented if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
+def _batch_norm_with_update(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    return _batch_norm_by_cudnn(x, weight, bias, mean, var, True, *rest)
 
 
 @rule(aten._batch_norm_with_update_functional.default)
 def _batch_norm_with_update_functional(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any
 ) -> Any:
-    out = _batch_norm_with_update(x, weight, bias, mean, var, momentum, eps)
-    return out if out is NotImplemented else (*out, _similar(mean), _similar(var))
-
-
-@rule(aten.cudnn_batch_norm.default)
-def _batch_norm_by_cudnn(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    out = _batch_norm(x, weight, bias, mean, var, training, momentum, eps)
-    return NotImplemented if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
+    return _with_statistics(_batch_norm_with_update(x, weight, bias, mean, var, *rest), mean, var)
 
 
 @rule(aten.cudnn_batch_norm_backward.default)
@@ -236,9 +196,8 @@ def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: 
         return NotImplemented
     if x.dtype not in WIDE and x.device.type not in KNOWN:
         return NotImplemented
-    if any(
-        t is not None and (t.dtype is not x.dtype or tuple(t.shape) != tuple(shape)) for t in (weight, bias)
-    ):
+    given = [t for t in (weight, bias) if t is not None]
+    if any(t.dtype is not x.dtype or tuple(t.shape) != tuple(shape) for t in given):
         return NotImplemented
     stats = (*size[: len(size) - inner], *[1] * inner)
     kind = x.dtype if x.device.type == "cpu" else _wide(x.dtype)
@@ -251,11 +210,8 @@ def _layer_norm_backward(
 ) -> Any:
     if x.dtype not in WIDE and x.device.type not in KNOWN:
         return NotImplemented
-    weights = [
-        _similar(t) if wanted and t is not None else None
-        for t, wanted in zip((weight, bias), mask[1:], strict=True)
-    ]
-    return _similar(x) if mask[0] else None, *weights
+    pairs = zip((x, weight, bias), mask, strict=True)
+    return tuple([_similar(t) if wanted and t is not None else None for t, wanted in pairs])
 
 
 @rule(aten.native_group_norm.default)
@@ -293,11 +249,8 @@ def _in_own_order(x: torch.Tensor) -> Any:
 def _embedding(
     weight: torch.Tensor, indices: torch.Tensor, padding: int = -1, scale: bool = False, sparse: bool = False
 ) -> Any:
-    if (
-        weight.dim() != 2
-        or indices.dtype not in (torch.int64, torch.int32)
-        or weight.device != indices.device
-    ):
+    known = indices.dtype in (torch.int64, torch.int32)
+    if weight.dim() != 2 or not known or weight.device != indices.device:
         return NotImplemented
     return make((*indices.shape, weight.shape[1]), None, weight.dtype, weight.device)
 
@@ -306,17 +259,9 @@ BAG_SUM, BAG_MEAN, BAG_MAX = 0, 1, 2
 
 
 @rule(aten._embedding_bag.default)
-def _embedding_bag(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: bool = False,
-    mode: int = BAG_SUM,
-    sparse: bool = False,
-    scales: torch.Tensor | None = None,
-    include_last: bool = False,
-    padding: int = -1,
-) -> Any:
+def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale: bool = False,
+                   mode: int = BAG_SUM, sparse: bool = False, scales: torch.Tensor | None = None,
+                   include_last: bool = False, padding: int = -1) -> Any:  # fmt: skip
     if weight.device.type != "cpu" or weight.dim() != 2 or indices.dim() != 1 or offsets.dim() != 1:
         return NotImplemented
     bags, width = offsets.shape[0] - int(include_last), weight.shape[1]
@@ -361,10 +306,8 @@ def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
 @rule(aten.stack.default)
 def _stack(tensors: list[torch.Tensor], dim: int = 0) -> Any:
     first = tensors[0]
-    if any(
-        t.shape != first.shape or t.dtype is not first.dtype or t.device != first.device or not is_plain(t)
-        for t in tensors
-    ):
+    facts = first.shape, first.dtype, first.device
+    if any((t.shape, t.dtype, t.device) != facts or not is_plain(t) for t in tensors):
         return NotImplemented
     size = list(first.shape)
     size.insert(wrap_dim(dim, len(size) + 1), len(tensors))

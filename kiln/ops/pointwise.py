@@ -31,7 +31,7 @@ from kiln.ops.layout import (
     row_major,
 )
 from kiln.ops.meta import common_device
-from kiln.ops.table import RULES, aten
+from kiln.ops.table import overload, rule
 
 Operand = Any
 SCALAR: tuple[Size, Size] = ((), ())
@@ -332,19 +332,15 @@ def _bernoulli(x: Any, p: float = 0.5, **_: Any) -> Any:
 
 
 def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
-    if x.dtype is torch.bool or (
-        other.dtype is torch.bool if isinstance(other, torch.Tensor) else type(other) is bool
-    ):
+    kind = other.dtype if isinstance(other, torch.Tensor) else type(other)
+    if x.dtype is torch.bool or kind in (bool, torch.bool):
         raise Mismatch("booleans are not subtracted")
     return in_place(x, other)
 
 
 def _copy(x: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    if (
-        isinstance(source, torch.Tensor)
-        and not alike(source.shape, x.shape)
-        and broadcast(x.shape, source.shape) != x.shape
-    ):
+    fits = not isinstance(source, torch.Tensor) or alike(source.shape, x.shape)
+    if not fits and broadcast(x.shape, source.shape) != x.shape:
         raise Mismatch("the source does not fit")
     return writable(x)
 
@@ -388,83 +384,54 @@ def _log_sigmoid(x: torch.Tensor) -> Any:
     return make(x.shape, None, x.dtype, x.device), make(x.shape, None, x.dtype, x.device)
 
 
-def declare(rule: Callable[..., Any], names: str, overload: str = "default") -> None:
-    """Give `rule` to one overload of each named op."""
-    for name in names.split():
-        target = getattr(getattr(aten, name), overload)
-        assert target not in RULES, f"{target} has two shape rules"
-        RULES[target] = rule
-
-
-declare(
-    _same,
-    "silu mish hardswish hardsigmoid leaky_relu elu softplus hardshrink "
-    "ceil floor trunc round frac threshold",
-)
-declare(_gelu, "gelu")
-declare(_log_sigmoid, "log_sigmoid_forward")
-declare(_softshrink, "softshrink")
-declare(_any, "neg sgn relu")
-declare(_hardtanh, "hardtanh")
-declare(
-    _float,
-    "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p log2 "
-    "erf erfc erfinv sqrt rsqrt reciprocal sigmoid lgamma digamma",
-)
-declare(_bool, "isnan logical_not")
-declare(_abs, "abs")
-declare(_arithmetic, "add mul", "Tensor")
-declare(_scaled, "add", "Scalar")
-declare(_arithmetic, "mul", "Scalar")
-declare(_subtract, "sub", "Tensor")
-declare(_subtract_number, "sub rsub", "Scalar")
-declare(_divide, "div", "Tensor")
-declare(_divide, "div", "Scalar")
-declare(_divide, "div", "Tensor_mode")
-declare(_real, "maximum minimum fmax fmin")
-declare(_real, "remainder fmod", "Tensor")
-declare(_to_float, "atan2 special_xlog1py")
-declare(_to_float, "xlogy copysign", "Tensor")
-declare(_log_of_sum, "logaddexp logaddexp2")
-declare(_complex, "complex polar")
-declare(_integral, "bitwise_and bitwise_or bitwise_xor", "Tensor")
-declare(_compare, "eq ne lt le gt ge", "Tensor")
-declare(_compare, "eq ne lt le gt ge", "Scalar")
-declare(_compare, "logical_and logical_or logical_xor")
-declare(_power, "pow", "Tensor_Tensor")
-declare(_power, "pow", "Tensor_Scalar")
-declare(
-    _gradient,
-    "gelu_backward silu_backward tanh_backward sigmoid_backward hardswish_backward hardsigmoid_backward "
-    "hardtanh_backward softplus_backward mish_backward softshrink_backward hardshrink_backward",
-)
-declare(_gradient_by_input, "threshold_backward leaky_relu_backward")
-declare(_where, "where", "self")
-declare(_ternary, "addcmul addcdiv")
-declare(_lerp, "lerp", "Scalar")
-declare(_lerp, "lerp", "Tensor")
-declare(_clamp, "clamp")
-declare(_bound, "clamp_min clamp_max")
-declare(in_place, "add_ mul_", "Tensor")
-declare(in_place, "mul_", "Scalar")
-declare(_subtract_in_place, "sub_", "Tensor")
-declare(_in_place_float, "div_", "Tensor")
-declare(_in_place_float, "div_", "Scalar")
-declare(_in_place_float, "addcmul_ addcdiv_")
-declare(_in_place_float, "lerp_", "Scalar")
-declare(
-    _in_place_activation,
-    "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ sigmoid_ exp_ sqrt_ rsqrt_ "
-    "neg_ abs_ log_ sin_ cos_",
-)
-declare(_uniform, "uniform_")
-declare(_normal, "normal_")
-declare(_bernoulli, "bernoulli_", "float")
-declare(_fill, "zero_")
-declare(_fill_number, "fill_", "Scalar")
-declare(_copy, "copy_")
-declare(_masked_fill, "masked_fill", "Scalar")
-declare(_masked_fill, "masked_fill", "Tensor")
-declare(_masked_fill_in_place, "masked_fill_", "Scalar")
-declare(_masked_fill_in_place, "masked_fill_", "Tensor")
-declare(_dropout, "native_dropout")
+DECLARED: dict[Callable[..., Any], str] = {
+    _same: "silu mish hardswish hardsigmoid leaky_relu elu softplus hardshrink ceil floor trunc round frac "
+           "threshold",
+    _gelu: "gelu",
+    _log_sigmoid: "log_sigmoid_forward",
+    _softshrink: "softshrink",
+    _any: "neg sgn relu",
+    _hardtanh: "hardtanh",
+    _float: "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p log2 "
+            "erf erfc erfinv sqrt rsqrt reciprocal sigmoid lgamma digamma",
+    _bool: "isnan logical_not",
+    _abs: "abs",
+    _arithmetic: "add.Tensor mul.Tensor mul.Scalar",
+    _scaled: "add.Scalar",
+    _subtract: "sub.Tensor",
+    _subtract_number: "sub.Scalar rsub.Scalar",
+    _divide: "div.Tensor div.Scalar div.Tensor_mode",
+    _real: "maximum minimum fmax fmin remainder.Tensor fmod.Tensor",
+    _to_float: "atan2 special_xlog1py xlogy.Tensor copysign.Tensor",
+    _log_of_sum: "logaddexp logaddexp2",
+    _complex: "complex polar",
+    _integral: "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor",
+    _compare: "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar "
+              "le.Scalar gt.Scalar ge.Scalar logical_and logical_or logical_xor",
+    _power: "pow.Tensor_Tensor pow.Tensor_Scalar",
+    _gradient: "gelu_backward silu_backward tanh_backward sigmoid_backward hardswish_backward "
+               "hardsigmoid_backward hardtanh_backward softplus_backward mish_backward softshrink_backward "
+               "hardshrink_backward",
+    _gradient_by_input: "threshold_backward leaky_relu_backward",
+    _where: "where.self",
+    _ternary: "addcmul addcdiv",
+    _lerp: "lerp.Scalar lerp.Tensor",
+    _clamp: "clamp",
+    _bound: "clamp_min clamp_max",
+    in_place: "add_.Tensor mul_.Tensor mul_.Scalar",
+    _subtract_in_place: "sub_.Tensor",
+    _in_place_float: "div_.Tensor div_.Scalar addcmul_ addcdiv_ lerp_.Scalar",
+    _in_place_activation: "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ "
+                          "sigmoid_ exp_ sqrt_ rsqrt_ neg_ abs_ log_ sin_ cos_",
+    _uniform: "uniform_",
+    _normal: "normal_",
+    _bernoulli: "bernoulli_.float",
+    _fill: "zero_",
+    _fill_number: "fill_.Scalar",
+    _copy: "copy_",
+    _masked_fill: "masked_fill.Scalar masked_fill.Tensor",
+    _masked_fill_in_place: "masked_fill_.Scalar masked_fill_.Tensor",
+    _dropout: "native_dropout",
+}  # fmt: skip
+for _rule, _names in DECLARED.items():
+    rule(*map(overload, _names.split()))(_rule)

@@ -42,14 +42,8 @@ def _applies(x: torch.Tensor) -> bool:
 
 
 @rule(aten.max_pool2d_with_indices.default)
-def _max_pool(
-    x: torch.Tensor,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = (0,),
-    dilation: Any = (1,),
-    ceil: bool = False,
-) -> Any:
+def _max_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
+              ceil: bool = False) -> Any:  # fmt: skip
     size = _pooled(x, kernel, stride, padding, dilation, ceil) if _applies(x) else None
     if size is None:
         return NotImplemented
@@ -57,15 +51,8 @@ def _max_pool(
 
 
 @rule(aten.avg_pool2d.default)
-def _average_pool(
-    x: torch.Tensor,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = (0,),
-    ceil: bool = False,
-    count_include_pad: bool = True,
-    divisor: Any = None,
-) -> Any:
+def _average_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
+                  count_include_pad: bool = True, divisor: Any = None) -> Any:  # fmt: skip
     size = _pooled(x, kernel, stride, padding, (1,), ceil) if _applies(x) and divisor is None else None
     return NotImplemented if size is None else make(size, None, x.dtype, x.device)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from kiln.ops.layout import broadcast, reduced, wrap_dim
-from kiln.ops.table import aten
+from kiln.ops.table import aten, overload
 
 Sizes = list[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,10 +26,7 @@ def sizes(names: str) -> Callable[[F], F]:
     """Declare the decorated function for overloads, named `op` (the default one) or `op.overload`."""
 
     def declare(function: F) -> F:
-        for name in names.split():
-            op, _, overload = name.partition(".")
-            packet = getattr(aten, op)
-            target = getattr(packet, overload or "default")
+        for target in map(overload, names.split()):
             assert target not in SIZES, f"{target} is declared twice"
             SIZES[target] = function
         return function
@@ -59,68 +56,15 @@ def sizes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
 
-@sizes(
-    "tril triu flip roll cumsum cumprod logcumsumexp cummax cummin sort sort.stable renorm native_dropout "
-    "_fused_dropout bernoulli bernoulli.p log_sigmoid_forward log_sigmoid_backward _softmax _log_softmax "
-    "_safe_softmax scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add "
-    "scatter_reduce.two index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_put "
-    "_unsafe_index_put masked_scatter put "
-    "native_channel_shuffle rrelu_with_noise fill.Scalar fill.Tensor _conj_physical nan_to_num "
-    "slice_scatter select_scatter diagonal_scatter as_strided_scatter tril_ triu_ _to_copy clone "
-    "cholesky cholesky_inverse linalg_matrix_exp"
-)
-def _same(x: torch.Tensor, *_: Any, **__: Any) -> Sizes:
-    return [x.shape]
-
-
-@sizes(
-    "_softmax_backward_data _log_softmax_backward_data glu_backward max_pool2d_with_indices_backward "
-    "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward "
-    "adaptive_max_pool2d_backward nll_loss_backward nll_loss2d_backward mse_loss_backward "
-    "huber_loss_backward smooth_l1_loss_backward binary_cross_entropy_backward soft_margin_loss_backward "
-    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
-    "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward native_dropout_backward"
-)
-def _like_second(grad: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Sizes:
-    return [x.shape]
-
-
-@sizes("select_backward slice_backward diagonal_backward unfold_backward")
-def _given(grad: torch.Tensor, size: Any, *_: Any, **__: Any) -> Sizes:
-    return [tuple(size)]
-
-
-@sizes("embedding_dense_backward")
-def _embedding_backward(grad: torch.Tensor, indices: torch.Tensor, rows: Any, *_: Any) -> Sizes:
-    return [(rows, grad.shape[-1])]
-
-
-@sizes("max_pool2d_with_indices max_pool3d_with_indices")
-def _max_pool(
-    x: torch.Tensor,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = (0,),
-    dilation: Any = (1,),
-    ceil: bool = False,
-) -> Any:
-    return _pooled(x, kernel, stride, padding, dilation, ceil)
-
-
 @sizes("avg_pool2d avg_pool3d")
-def _average_pool(
-    x: torch.Tensor,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = (0,),
-    ceil: bool = False,
-    *_: Any,
-    **__: Any,
-) -> Any:
+def _average_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
+                  *_: Any, **__: Any) -> Any:  # fmt: skip
     return _pooled(x, kernel, stride, padding, (1,), ceil)
 
 
-def _pooled(x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
+@sizes("max_pool2d_with_indices max_pool3d_with_indices")
+def _pooled(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
+            ceil: bool = False) -> Any:  # fmt: skip
     rank = 2 if len(kernel) in (1, 2) and x.dim() < 5 else 3
     kernel, padding, dilation = (_each(v, rank) for v in (kernel, padding, dilation))
     stride = _each(stride, rank) if stride else kernel
@@ -140,29 +84,6 @@ def _each(value: Any, rank: int) -> Any:
     return list(value) * rank if len(value) == 1 else list(value)
 
 
-@sizes("_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d")
-def _adaptive_pool(x: torch.Tensor, wanted: Any) -> Sizes:
-    return [(*x.shape[: x.dim() - len(wanted)], *wanted)]
-
-
-@sizes(
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_linear1d "
-    "upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-    "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa"
-)
-def _resized(x: torch.Tensor, wanted: Any, *_: Any, **__: Any) -> Sizes:
-    return [(*x.shape[:2], *wanted)]
-
-
-@sizes(
-    "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
-    "upsample_bilinear2d_backward upsample_linear1d_backward upsample_trilinear3d_backward "
-    "upsample_bicubic2d_backward"
-)
-def _resized_back(grad: torch.Tensor, wanted: Any, size: Any, *_: Any, **__: Any) -> Sizes:
-    return [tuple(size)]
-
-
 @sizes(
     "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d"
@@ -172,11 +93,6 @@ def _padded(x: torch.Tensor, padding: Any, *_: Any) -> Sizes:
     for i in range(len(padding) // 2):
         size[-1 - i] = size[-1 - i] + padding[2 * i] + padding[2 * i + 1]
     return [tuple(size)]
-
-
-@sizes("gather")
-def _gathered(x: torch.Tensor, dim: int, index: torch.Tensor, **_: Any) -> Sizes:
-    return [index.shape]
 
 
 @sizes("index_select")
@@ -216,16 +132,6 @@ def _chosen(x: torch.Tensor, *rest: Any) -> Any:
     return [reduced(x.shape, (numbers[-1],), keepdim)] if numbers else NotImplemented
 
 
-@sizes("max min median nanmedian prod")
-def _scalar(x: torch.Tensor, *_: Any, **__: Any) -> Sizes:
-    return [()]
-
-
-@sizes("prod.dim_int")
-def _along(x: torch.Tensor, dim: int, keepdim: bool = False, **_: Any) -> Sizes:
-    return [reduced(x.shape, (dim,), keepdim)]
-
-
 @sizes("var.correction std.correction var_mean.correction std_mean.correction logsumexp any.dims all.dims")
 def _over_dims(x: torch.Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Sizes:
     return [reduced(x.shape, tuple(dims) if dims else None, keepdim)]
@@ -236,11 +142,6 @@ def _norm(x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = Fal
     if dims is not None and type(dims) is int:
         dims = [dims]
     return [reduced(x.shape, tuple(dims) if dims else None, keepdim)]
-
-
-@sizes("norm.Scalar")
-def _norm_of_all(x: torch.Tensor, order: Any = 2) -> Sizes:
-    return [()]
 
 
 @sizes("mse_loss smooth_l1_loss huber_loss soft_margin_loss")
@@ -260,18 +161,6 @@ def _weighted_loss(
 def _nll_loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: Any) -> Sizes:
     whole = reduction or x.dim() == 1
     return [() if whole else target.shape, ()]
-
-
-@sizes("_scaled_dot_product_flash_attention_for_cpu")
-def _attention_on_cpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Sizes:
-    return [q.shape, q.shape[:3]]
-
-
-@sizes("_scaled_dot_product_flash_attention_for_cpu_backward")
-def _attention_on_cpu_backward(
-    grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any
-) -> Sizes:
-    return [q.shape, k.shape, v.shape]
 
 
 @sizes("repeat")
@@ -306,12 +195,6 @@ def _convolution_backward(
     mask = rest[-1]
     found = [x.shape, weight.shape, (grad.shape[1],)]
     return [size for size, wanted in zip(found, mask, strict=True) if wanted]
-
-
-@sizes("native_batch_norm _native_batch_norm_legit")
-def _batch_norm(x: torch.Tensor, *rest: Any) -> Sizes:
-    channels = (x.shape[1] if rest[4] else 0,)
-    return [x.shape, channels]
 
 
 @sizes("native_group_norm_backward")
@@ -356,41 +239,6 @@ def _stacked(tensors: Any, dim: int = 0) -> Sizes:
     return [tuple(size)]
 
 
-@sizes("eye")
-def _eye(n: Any, **_: Any) -> Sizes:
-    return [(n, n)]
-
-
-@sizes("eye.m")
-def _eye_of(n: Any, m: Any, **_: Any) -> Sizes:
-    return [(n, m)]
-
-
-@sizes("linspace logspace")
-def _steps(start: Any, end: Any, steps: Any, *_: Any, **__: Any) -> Sizes:
-    return [(steps,)]
-
-
-@sizes("randint")
-def _random(high: Any, size: Any, **_: Any) -> Sizes:
-    return [tuple(size)]
-
-
-@sizes("randint.low")
-def _random_from(low: Any, high: Any, size: Any, **_: Any) -> Sizes:
-    return [tuple(size)]
-
-
-@sizes("randperm")
-def _permutation(n: Any, **_: Any) -> Sizes:
-    return [(n,)]
-
-
-@sizes("multinomial")
-def _drawn(x: torch.Tensor, count: Any, *_: Any, **__: Any) -> Sizes:
-    return [(*x.shape[:-1], count)]
-
-
 @sizes("glu")
 def _glu(x: torch.Tensor, dim: int = -1) -> Sizes:
     size = list(x.shape)
@@ -399,42 +247,10 @@ def _glu(x: torch.Tensor, dim: int = -1) -> Sizes:
     return [tuple(size)]
 
 
-@sizes("histc")
-def _histogram(x: torch.Tensor, bins: Any = 100, *_: Any) -> Sizes:
-    return [(bins,)]
-
-
-@sizes("addmv")
-def _matrix_vector(x: Any, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Sizes:
-    return [(a.shape[0],)]
-
-
-@sizes("mv")
-def _mv(a: torch.Tensor, b: torch.Tensor) -> Sizes:
-    return [(a.shape[0],)]
-
-
-@sizes("dot vdot")
-def _dot(a: torch.Tensor, b: torch.Tensor) -> Sizes:
-    return [()]
-
-
 @sizes("_fused_rms_norm")
 def _rms_norm(x: torch.Tensor, shape: Any, *_: Any) -> Sizes:
     outer = x.dim() - len(shape)
     return [x.shape, (*x.shape[:outer], *[1] * len(shape))]
-
-
-@sizes("native_group_norm")
-def _group_norm(
-    x: torch.Tensor, weight: Any, bias: Any, n: Any, c: Any, hxw: Any, group: int, eps: float
-) -> Sizes:
-    return [x.shape, (n, group)]
-
-
-@sizes("col2im")
-def _col2im(x: torch.Tensor, size: Any, *_: Any) -> Sizes:
-    return [(*x.shape[:-2], x.shape[-2], *size)]
 
 
 @sizes("pixel_shuffle")
@@ -449,21 +265,55 @@ def _pixel_unshuffle(x: torch.Tensor, factor: int) -> Sizes:
     return [(*outer, c * factor * factor, h // factor, w // factor)]
 
 
-@sizes("trace")
-def _trace(x: torch.Tensor) -> Sizes:
-    return [()]
-
-
-@sizes("_cdist_forward")
-def _distances(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Sizes:
-    return [(*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2])]
-
-
-@sizes("searchsorted.Tensor")
-def _searched(sorted_sequence: torch.Tensor, values: torch.Tensor, **_: Any) -> Sizes:
-    return [values.shape]
-
-
-@sizes("bucketize.Tensor")
-def _bucketized(values: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> Sizes:
-    return [values.shape]
+#: Those that one line says.
+NAMED: dict[str, Callable[..., Any]] = {
+    "tril triu flip roll cumsum cumprod logcumsumexp cummax cummin sort sort.stable renorm native_dropout "
+    "_fused_dropout bernoulli bernoulli.p log_sigmoid_forward log_sigmoid_backward _softmax _log_softmax "
+    "_safe_softmax scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add "
+    "scatter_reduce.two index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_put "
+    "_unsafe_index_put masked_scatter put "
+    "native_channel_shuffle rrelu_with_noise fill.Scalar fill.Tensor _conj_physical nan_to_num "
+    "slice_scatter select_scatter diagonal_scatter as_strided_scatter tril_ triu_ _to_copy clone "
+    "cholesky cholesky_inverse linalg_matrix_exp bucketize.Tensor": lambda x, *_, **__: [x.shape],
+    "_softmax_backward_data _log_softmax_backward_data glu_backward max_pool2d_with_indices_backward "
+    "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward "
+    "adaptive_max_pool2d_backward nll_loss_backward nll_loss2d_backward mse_loss_backward "
+    "huber_loss_backward smooth_l1_loss_backward binary_cross_entropy_backward soft_margin_loss_backward "
+    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
+    "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward "
+    "native_dropout_backward searchsorted.Tensor": lambda grad, x, *_, **__: [x.shape],
+    "select_backward slice_backward diagonal_backward unfold_backward randint":
+        lambda _, size, *__, **___: [tuple(size)],
+    "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
+    "upsample_bilinear2d_backward upsample_linear1d_backward upsample_trilinear3d_backward "
+    "upsample_bicubic2d_backward randint.low": lambda _, __, size, *rest, **___: [tuple(size)],
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_linear1d "
+    "upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa":
+        lambda x, wanted, *_, **__: [(*x.shape[:2], *wanted)],
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d":
+        lambda x, wanted: [(*x.shape[: x.dim() - len(wanted)], *wanted)],
+    "embedding_dense_backward": lambda grad, indices, rows, *_: [(rows, grad.shape[-1])],
+    "max min median nanmedian prod norm.Scalar dot vdot trace": lambda *_, **__: [()],
+    "prod.dim_int": lambda x, dim, keepdim=False, **_: [reduced(x.shape, (dim,), keepdim)],
+    "gather": lambda x, dim, index, **_: [index.shape],
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, *_, **__: [q.shape, q.shape[:3]],
+    "_scaled_dot_product_flash_attention_for_cpu_backward":
+        lambda grad, q, k, v, *_, **__: [q.shape, k.shape, v.shape],
+    "native_batch_norm _native_batch_norm_legit":
+        lambda x, *rest: [x.shape, (x.shape[1] if rest[4] else 0,)],
+    "native_group_norm": lambda x, weight, bias, n, c, hxw, group, eps: [x.shape, (n, group)],
+    "eye": lambda n, **_: [(n, n)],
+    "eye.m": lambda n, m, **_: [(n, m)],
+    "linspace logspace": lambda start, end, steps, *_, **__: [(steps,)],
+    "randperm": lambda n, **_: [(n,)],
+    "multinomial": lambda x, count, *_, **__: [(*x.shape[:-1], count)],
+    "histc": lambda x, bins=100, *_: [(bins,)],
+    "addmv": lambda x, a, b, **_: [(a.shape[0],)],
+    "mv": lambda a, b: [(a.shape[0],)],
+    "col2im": lambda x, size, *_: [(*x.shape[:-2], x.shape[-2], *size)],
+    "_cdist_forward":
+        lambda a, b, *_: [(*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2])],
+}  # fmt: skip
+for _names, _function in NAMED.items():
+    sizes(_names)(_function)

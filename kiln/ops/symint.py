@@ -229,54 +229,41 @@ class Node:
             return Node(arithmetic.call("round", self.expr), int)
         return Node(arithmetic.call("round", self.expr, digits), self.kind)
 
-    def is_contiguous(self, sizes: Any, strides: Any) -> Node:
-        return Node(layout.is_contiguous(*_layout(sizes, strides)), bool)
 
-    def is_channels_last_contiguous_2d(self, sizes: Any, strides: Any) -> Node:
-        return Node(len(sizes) == 4 and layout.is_channels_last(*_layout(sizes, strides)), bool)
+def _laid_out(asked: Callable[..., Any], rank: int = 0, kind: type = bool) -> Callable[..., Node]:
+    """The method of a node for a question about a layout, one that only tensors of `rank` have if given."""
 
-    def is_channels_last_contiguous_3d(self, sizes: Any, strides: Any) -> Node:
-        return Node(len(sizes) == 5 and layout.is_channels_last(*_layout(sizes, strides)), bool)
+    def method(self: Node, sizes: Any, strides: Any) -> Node:
+        fits = not rank or len(sizes) == rank
+        answer = fits and asked(*[tuple([wrap(n.expr) for n in nodes]) for nodes in (sizes, strides)])
+        return Node(int(answer) if kind is int else answer, kind)
 
-    def is_channels_last_strides_2d(self, sizes: Any, strides: Any) -> Node:
-        return Node(len(sizes) == 4 and layout.suggests_channels_last(*_layout(sizes, strides)), bool)
-
-    def is_channels_last_strides_3d(self, sizes: Any, strides: Any) -> Node:
-        return Node(len(sizes) == 5 and layout.suggests_channels_last(*_layout(sizes, strides)), bool)
-
-    def is_non_overlapping_and_dense(self, sizes: Any, strides: Any) -> Node:
-        return Node(layout.is_dense(*_layout(sizes, strides)), bool)
-
-    def is_non_overlapping_and_dense_indicator(self, sizes: Any, strides: Any) -> Node:
-        return Node(int(layout.is_dense(*_layout(sizes, strides))), int)
+    return method
 
 
-def _layout(sizes: Any, strides: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    return tuple([wrap(n.expr) for n in sizes]), tuple([wrap(n.expr) for n in strides])
+LAYOUTS: dict[str, Callable[..., Node]] = {
+    "is_contiguous": _laid_out(layout.is_contiguous),
+    "is_channels_last_contiguous_2d": _laid_out(layout.is_channels_last, 4),
+    "is_channels_last_contiguous_3d": _laid_out(layout.is_channels_last, 5),
+    "is_channels_last_strides_2d": _laid_out(layout.suggests_channels_last, 4),
+    "is_channels_last_strides_3d": _laid_out(layout.suggests_channels_last, 5),
+    "is_non_overlapping_and_dense": _laid_out(layout.is_dense),
+    "is_non_overlapping_and_dense_indicator": _laid_out(layout.is_dense, kind=int),
+}
 
 
 # ------------------------------------------------------------------------------------------------- operations
 
 
-def _nonzero(value: Value) -> None:
-    """Make sure that one may divide by `value`."""
-    if isinstance(value, Expr) and value.scope.decide(conditions.eq(value, 0)):
-        raise ZeroDivisionError("integer division or modulo by zero")
+def _dividing(function: Callable[[Value, Value], Value]) -> Callable[[Value, Value], Value]:
+    """A division, once it is sure that one may divide by the second number."""
 
+    def divided(a: Value, b: Value) -> Value:
+        if isinstance(b, Expr) and b.scope.decide(conditions.eq(b, 0)):
+            raise ZeroDivisionError("integer division or modulo by zero")
+        return function(a, b)
 
-def _floordiv(a: Value, b: Value) -> Value:
-    _nonzero(b)
-    return arithmetic.floordiv(a, b)
-
-
-def _mod(a: Value, b: Value) -> Value:
-    _nonzero(b)
-    return arithmetic.mod(a, b)
-
-
-def _truediv(a: Value, b: Value) -> Value:
-    _nonzero(b)
-    return arithmetic.truediv(a, b)
+    return divided
 
 
 def _power(a: Value, b: Value) -> Value:
@@ -301,13 +288,10 @@ def _as_truth(value: Any) -> Truth:
     return conditions.ne(value, 0) if isinstance(value, Expr) else value  # type: ignore[no-any-return]
 
 
-def _float(value: Value) -> Value:
-    return arithmetic.call("float", value)
-
-
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmetic.mul, "mod": _mod, "floordiv": _floordiv,
-    "int_floordiv": _floordiv, "truediv": _truediv, "int_truediv": _truediv, "float_truediv": _truediv,
+    "add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmetic.mul, "mod": _dividing(arithmetic.mod),
+    **dict.fromkeys(("floordiv", "int_floordiv"), _dividing(arithmetic.floordiv)),
+    **dict.fromkeys(("truediv", "int_truediv", "float_truediv"), _dividing(arithmetic.truediv)),
     "pow": _power, "float_pow": _power, "pow_by_natural": _power, "sym_min": arithmetic.minimum,
     "sym_max": arithmetic.maximum, "bitwise_and": _bits("&"), "bitwise_or": _bits("|"),
     "bitwise_xor": _bits("^"), "lshift": _bits("<<"), "rshift": _bits(">>"),
@@ -321,9 +305,10 @@ LOGIC: dict[str, Callable[[Any, Any], Any]] = {
     "and_": _truth(conditions.all_of), "or_": _truth(conditions.any_of),
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "neg": lambda a: arithmetic.mul(-1, a), "pos": lambda a: a, "abs": _called("abs"), "sym_float": _float,
+    "neg": lambda a: arithmetic.mul(-1, a), "pos": lambda a: a, "abs": _called("abs"),
     "floor": _called("math.floor"), "ceil": _called("math.ceil"), "trunc": _called("math.trunc"),
-    "sym_int": _called("math.trunc"), "sym_not": lambda a: conditions.negate(_as_truth(a)),
+    "sym_int": _called("math.trunc"), "sym_float": _called("float"),
+    "sym_not": lambda a: conditions.negate(_as_truth(a)),
     "is_integer": lambda a: conditions.eq(a, arithmetic.call("math.floor", a)),
     **{f"sym_{n}": _called(f"math.{n}") for n in (
         "sqrt", "cos", "cosh", "sin", "sinh", "tan", "tanh", "asin", "acos", "atan", "log2")},
@@ -368,3 +353,5 @@ for _name, _function in {**ARITHMETIC, **COMPARISONS, **LOGIC}.items():
     setattr(Node, _name, _binary(_function))
 for _name, _of_one in FUNCTIONS.items():
     setattr(Node, _name, _unary(_of_one))
+for _name, _method in LAYOUTS.items():
+    setattr(Node, _name, _method)

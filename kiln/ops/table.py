@@ -34,6 +34,12 @@ def rule_of(overload: Any) -> Rule | None:
     return known
 
 
+def overload(name: str) -> Any:
+    """The overload of aten that is named `op`, for the default one, or `op.overload`."""
+    op, _, which = name.partition(".")
+    return getattr(getattr(aten, op), which or "default")
+
+
 def rule(*overloads: Any) -> Callable[[F], F]:
     """Declare the decorated function as the shape rule of `overloads`."""
 

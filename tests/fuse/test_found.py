@@ -111,6 +111,8 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
     "halves of sizes": ([plain(4, 6, grad=True)], [plain(3, 8, grad=True)], ["v0 = F.glu(a0)"]),
     "sizes that are asked for": ([plain(5, 4, 4, grad=True)], [plain(3, 2, 2, grad=True)], ["v0 = F.interpolate(a0, scale_factor=2)"]),
     "as_strided from a place of sizes": ([plain(4, 5, 3, 16)], [plain(2, 5, 17, 7)], ["v0 = a0 + a0", "v1 = v0[0, :2, -1, 5]", "v1.as_strided((2,), (1,)).mul_(2)", "v2 = v1"]),
+    "log-softmax over columns": ([plain(3, 1, 3, grad=True)], [plain(16, 1, 16, grad=True)], ["v0 = a0.log_softmax(0)"]),
+    "a loss of several sizes": ([plain(4, 3, grad=True)], [plain(2, 2, grad=True)], ["v0 = F.nll_loss(a0.log_softmax(1), torch.zeros(a0.shape[0], dtype=i64))"]),
     "nothing of several sizes": ([plain(8, 0, 64, grad=True)], [plain(3, 0, 5, grad=True)], ["v0 = a0.transpose(-3, -1).relu().norm(2, -1)"]),
     "nothing that is written": ([plain(3, 0, 16, grad=True)], [plain(17, 0, 3, grad=True)], ["v0 = F.silu(a0)", "v1 = v0[0].mul_(2)"]),
     "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),

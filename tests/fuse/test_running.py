@@ -1,0 +1,76 @@
+"""Running sums and products are loops that go in order: along rows in vectors, down columns row by row."""
+
+import pytest
+import torch
+
+import kiln
+from kiln.expand.expand import expand
+from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.program import Fusing, fuse
+from kiln.fuse.split import GRIDS
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import calls_of, check, rand
+
+SHAPES = [((1,), 0), ((17,), 0), ((5, 1), 1), ((5, 1), 0), ((33, 20), 0), ((33, 20), 1), ((2, 300, 3), 1), ((4, 5, 200), 2)]
+
+
+@pytest.mark.parametrize(("shape", "dim"), SHAPES)
+def test_sums_and_products_with_what_is_around_them(shape, dim):
+    x = rand(*shape) * 0.5
+    check(lambda a: (a * 2).cumsum(dim).exp() + a, x, kernels=1)
+    check(lambda a: (a + 1).cumprod(dim) - 1, x.double(), kernels=1)
+    check(lambda a: a.cumsum(dim), x.half(), kernels=1, rtol=1e-2, atol=1e-2)
+    check(lambda a: a.cumsum(dim) * 2, (x * 8).int(), kernels=1)
+    check(lambda a: a.gt(0).cumsum(dim), x, kernels=1)
+    check(lambda a: a.cumsum(dim, dtype=torch.float64), x, kernels=1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_folds_of_the_same_rows(dim):
+    x = rand(40, 50)
+    check(lambda a: a.softmax(dim).cumsum(dim), x, kernels=1)
+    check(lambda a: (a.cumsum(dim), a.cumsum(dim).amax(dim), a.sum(dim)), x, kernels=1)
+    check(lambda a: a.cumsum(dim).cumsum(dim), x, kernels=1)
+    check(lambda a: a.cumsum(dim).cumsum(1 - dim), x)
+    check(lambda a: a.cumsum(dim).roll(1, dim) + a, x)
+    check(lambda a: a.transpose(0, 1).cumsum(dim) + a.transpose(0, 1), x)
+
+
+def test_what_comes_after_the_whole_row_reads_it_from_memory():
+    x = rand(200, 400)
+    check(lambda a: a.cumsum(-1).softmax(-1), x, kernels=2)
+    check(lambda a: a.cumsum(-1)[:, -1] + 1, x)
+
+
+def test_empty_tensors_and_numbers_are_eagers():
+    check(lambda a: a.cumsum(0), torch.empty(0, 4), calls=("cumsum",))
+    check(lambda a: a.cumsum(0) + 1, torch.tensor(2.0))
+
+
+def test_sums_are_taken_in_a_wider_type():
+    x = rand(1, 20000).abs()
+    (got,) = kiln.compile(lambda a: (a.cumsum(-1),), fullgraph=True)(x)
+    assert torch.equal(got, x.cumsum(-1))
+
+
+def test_gradients_and_symbolic_sizes():
+    def f(x):
+        return x.sin().cumsum(-1) * x.cumprod(0)
+
+    for compiled in (kiln.compile(f, fullgraph=True), kiln.compile(f, fullgraph=True, dynamic=True)):
+        for n in (6, 40):
+            x, g = rand(3, n).requires_grad_(), rand(3, n)
+            got, expected = compiled(x), f(x)
+            torch.testing.assert_close(got, expected)
+            torch.testing.assert_close(*(torch.autograd.grad(y, x, g)[0] for y in (got, expected)))
+
+
+def test_eagers_numerics():
+    x = rand(30, 70)
+    for f in (lambda a: (a * 3).cumsum(0) * 2, lambda a: (a * 8).int().cumsum(1) * 2):
+        assert torch.equal(kiln.compile(f, options={"numerics": "eager"})(x), f(x))
+
+
+def test_targets_that_run_no_loops_in_order_call_eagers_kernel():
+    graph = expand(recorded(lambda a: (a * 2).cumsum(-1) + 1, rand(20, 30)), "prims", FOR_LOOPS)
+    assert calls_of(fuse(graph, False, Fusing(GRIDS))) == ["cumsum"]
