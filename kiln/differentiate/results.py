@@ -162,7 +162,7 @@ class Results:
                 raise inner_leaf()
         elif detached:
             why = "an output was detached from a tensor that is seen outside, and written with gradients"
-            raise Break("write-to-view", why, "return a copy of it")
+            raise Break("output-view", why, "return a copy of it")
 
     def _output(
         self, leaf: FakeTensor, place: Place, fresh: dict[int, int], bases: dict[Memory, int]

@@ -35,6 +35,7 @@ from kiln.generate.lanes import (
     with_first_lane,
 )
 from kiln.generate.llvm import I64, Value
+from kiln.generate.moments import Moments
 from kiln.generate.online import Online
 from kiln.generate.pieces import borders, decided
 from kiln.generate.rows import Rows
@@ -52,7 +53,7 @@ REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN = 16  # terms
 
 
-class Emitter(Tiles, Online, Rows, Columns, Streams):
+class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -286,18 +287,24 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
             return
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
         self.keep_costly(last)
-        joined = self.online() if self.masks else None
+        joined, in_one_pass = self.joined()
         for phase in range(last + 1):
             self.now = phase
             here = [f for f in folds if f.phase == phase and (joined is None or f not in joined)]
             if phase == 0 and joined is not None:
-                self.pass_over(*joined)
+                in_one_pass(*joined)
             inside = [s for s in stores if s.phase == phase and not s.kept]
             for store in stores:
                 if store.kept and store.phase == phase:
                     self.store(store)
             if here or inside:
                 self.phase(here, inside)
+
+    def joined(self) -> tuple[tuple[Fold, Fold] | None, Callable[[Fold, Fold], None]]:
+        """Two folds, one after the other, that go in one pass, and what emits it."""
+        if self.masks and (found := self.online()) is not None:
+            return found, self.pass_over
+        return self.moments(), self.pass_for_moments
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The loops over the reduced axes, once: folds some values, stores others."""

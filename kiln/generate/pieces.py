@@ -22,7 +22,7 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     edges = [0, *inside, axis.size]
     if len(inside) < MOST and all(b - a >= shortest for a, b in pairwise(edges)):
         return inside
-    # Whole vectors around the borders, in which conditions are not decided; most of the loop is outside of them.
+    # Whole vectors around the borders, in which conditions are not decided; most of the loop is outside.
     vectors = {b // shortest * shortest for b in inside}
     around = {place for v in vectors for place in (v, v + shortest) if 0 < place < axis.size}
     few = len(around) < MOST and 2 * len(vectors) * shortest <= axis.size

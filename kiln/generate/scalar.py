@@ -228,12 +228,12 @@ FOLDS: dict[str, tuple[float, Callable[[Type], int], Scalar]] = {
              _either(_extreme("maximum"), lambda a, b: maximum(b, a))),
     "amin": (math.inf, lambda t: (1 << t.bits - t.signed) - 1 if t.kind != "i1" else 1,
              _either(_extreme("minimum"), lambda a, b: minimum(b, a))),
-    "cumsum": (0.0, lambda t: 0, lambda a, b: a + b),
-    "cumprod": (1.0, lambda t: 1, lambda a, b: a * b),
     "top": (-math.inf, lambda t: 0, lambda a, b: (b > a).where(b, a)),
     "any": (0.0, lambda t: 0, lambda a, b: a | b),
     "all": (1.0, lambda t: 1, lambda a, b: a & b),
 }  # fmt: skip
+RUNNING = {"cumsum": "sum", "cumprod": "prod", "kiln::running_max": "amax", "kiln::running_min": "amin"}
+FOLDS |= {running: FOLDS[kind] for running, kind in RUNNING.items()}
 
 
 def _first(relation: str) -> Callable[..., tuple[Value, Value]]:

@@ -11,7 +11,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import fuse
 from kiln.generate import cpu, streams
 from kiln.generate.kernel import Emitter
-from kiln.generate.softmax import pair
+from kiln.generate.softmax import forgetful, pair
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
 from tests.fuse.test_kernels import check, rand
@@ -61,6 +61,47 @@ def test_softmax_is_as_exact_as_eager(length):
     for f in (lambda a: F.softmax(a, -1), lambda a: F.log_softmax(a, -1)):
         (got,), reference = compile_graph(recorded(f, x))([x]), exact(f, x)
         assert error(got, reference) <= 2 * error(f(x), reference) + 1e-9
+
+
+def test_which_largest_values_need_not_know_of_nan():
+    x, places = rand(4, 200), torch.randint(0, 200, (4,))
+    for f in (lambda a: F.softmax(a, -1), lambda a: F.log_softmax(a, -1)):
+        assert forgetful(nest_of(f, x)) is not None
+    loss = nest_of(lambda a, i: F.nll_loss(F.log_softmax(a, -1), i, reduction="none"), x, places)
+    assert forgetful(loss) is not None, "what is picked from a row is less the logarithm, too"
+    assert forgetful(nest_of(lambda a: (F.softmax(a, -1), a.amax(-1)), x)) is None
+    assert forgetful(nest_of(lambda a: (a - a.amax(-1, True)).exp().sum(-1) + a.amax(-1), x)) is None
+
+
+def test_a_place_in_a_row_is_compared_in_few_bits():
+    places = torch.tensor([0, 5, 16, 99, 100, -1, 2**40])
+
+    def one_hot(a, i):
+        return a - (torch.arange(100) == i[:, None]).float(), a * (torch.arange(100) != i[:, None])
+
+    x = rand(7, 100)
+    text = Emitter(nest_of(one_hot, x, places), 16).fn.text()
+    assert "icmp eq <16 x i32>" in text and "icmp eq <16 x i64>" not in text
+    check(one_hot, x, places, kernels=1)
+
+
+# Sums and squares of long rows
+
+
+def batch_norm(x):
+    return F.batch_norm(x, None, None, None, None, True)
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 150, 151), (40_000, 3)])
+def test_the_mean_and_squares_of_a_long_row_are_one_pass(shape):
+    assert Emitter(nest_of(batch_norm, rand(2, 40, 150, 151)), 16).moments() is not None
+    assert Emitter(nest_of(batch_norm, rand(2, 3, 15, 15)), 16).moments() is None, "caches hold it"
+    for scale, shift in ((1, 0), (0.01, 1000), (0, 77)):
+        x = rand(*shape) * scale + shift
+        (got,), reference = compile_graph(recorded(batch_norm, x))([x]), exact(batch_norm, x)
+        assert error(got, reference) <= 2 * error(batch_norm(x), reference) + 1e-6
+    x[0, 0], x[1, 1], x[1, 2] = math.nan, math.inf, -math.inf
+    check(lambda a: batch_norm(a), x)
 
 
 # Columns
@@ -136,6 +177,18 @@ def test_small_results_stay_in_the_caches():
     assert not Emitter(nest_of(lambda a: a + 1, rand(1000)), 16).streamed()
 
 
+@wide
+def test_the_next_row_is_asked_for(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x, places, rows = rand(40, 1024), torch.randint(0, 1024, (40, 1024)), torch.randint(0, 40, (60,))
+    slow = ((lambda a: F.softmax(a, -1), x), (lambda a, i: a.gather(1, i), x, places), (lambda a, i: a[i], x, rows))
+    for f, *given in slow:
+        assert "llvm.prefetch" in Emitter(nest_of(f, *given), 16).fn.text()
+        check(f, *given, kernels=1)
+    for f in (lambda a: a * 2 + 1, lambda a: F.layer_norm(a, (1024,)), lambda a: F.softmax(a[:, :128], -1)):
+        assert "llvm.prefetch" not in Emitter(nest_of(f, x), 16).fn.text(), "processors do it themselves"
+
+
 # Other forms
 
 
@@ -151,3 +204,21 @@ def test_gelu_by_tanh_takes_one_exponential():
     finite = slice(0, 4001)
     assert error(got[finite], reference[finite]) <= 2 * error(gelu(x)[finite], reference[finite])
     assert torch.equal(torch.signbit(got[:-5]), torch.signbit(gelu(x)[:-5]))
+
+
+@wide
+def test_gelu_and_its_slope_are_looked_up():
+    edges = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e30, -1e30, 5.8, -6.05, 7.0, -7.0])
+    x = torch.cat([torch.linspace(-9, 9, 40_005), edges])
+
+    def slope(a):
+        return aten.gelu_backward(torch.ones_like(a), a)
+
+    for f in (F.gelu, slope):
+        assert "permvar" in Emitter(nest_of(f, x), 16).fn.text()
+        assert "scalef" not in Emitter(nest_of(f, x), 16).fn.text(), "no exponential is taken"
+        (got,), reference = compile_graph(recorded(f, x))([x]), exact(f, x)
+        finite = slice(0, 40_005)
+        assert error(got[finite], reference[finite]) <= 2 * error(f(x)[finite], reference[finite])
+        torch.testing.assert_close(got, reference.float(), rtol=1e-6, atol=5e-7, equal_nan=True)
+        assert torch.equal(torch.signbit(got[-8:-6]), torch.signbit(f(x)[-8:-6]))
