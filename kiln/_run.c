@@ -10,8 +10,14 @@ enum { FEW = 96, KNOWN_LAYOUTS = 64 };
 static void
 raise_fault(int64_t status)
 {
-    if (status == 1)
-        PyErr_SetString(PyExc_IndexError, "index out of range in self");
+    PyObject *kind = (status & 15) == 1 ? PyExc_IndexError : PyExc_RuntimeError;
+    if (status >> 4) {
+        long long index = status >> 8 & 0x3fffffff;
+        PyErr_Format(kind, "index %lld is out of bounds for dimension %d with size %lld",
+                     index >> 29 ? index - (1LL << 30) : index, (int)(status >> 4 & 15), (long long)status >> 38);
+    }
+    else if (status == 1)
+        PyErr_SetString(kind, "index out of range in self");
     else if (status == 2)
         PyErr_SetString(PyExc_RuntimeError, "index out of bounds");
     else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -13,8 +14,8 @@ from kiln.base.graph import Node, TensorSpec, tensors
 #: Relative to an element, and absolute. Rounding in networks whose values are of the order of one stays a
 #: hundred times below; where values in the thousands cancel, it does not.
 TOLERANCE = 3e-4
-#: Bytes of values up to which it is worth while to compute a graph a second time.
-WORTH = 1 << 32
+#: Bytes of values up to which a graph is computed a second time: half of the machine's memory.
+WORTH = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 PRECISE = (torch.float32, torch.float64)
 
 

@@ -93,7 +93,8 @@ def key_of(node: Node) -> Any:
     if op is CONSTANT or not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or acts(node):
         return None
     try:
-        key = (op, node.region, _key(node.args), _key(tuple(node.kwargs.items())) if node.kwargs else ())
+        # An op is always the same object, and hashes slowly.
+        key = (id(op), node.region, _key(node.args), _key(tuple(node.kwargs.items())) if node.kwargs else ())
         hash(key)
     except TypeError:
         return None

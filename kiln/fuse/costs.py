@@ -37,8 +37,10 @@ SLIGHT = 8
 SEVERAL = 3
 #: Terms that a read counts as at places that are data, and at quotients of places.
 SCATTERED, REPEATED = 8, 6
-#: Functions of dozens of instructions: they are not computed twice.
-HEAVY = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow"})
+#: Terms that functions of dozens of instructions count as: they are not computed twice. Rounding is free.
+WEIGHTS = {
+    **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow"), CHEAP + 1), "convert": 0,
+}  # fmt: skip
 #: What is this many times smaller is small beside something.
 MUCH_SMALLER = 4
 
@@ -84,8 +86,8 @@ def along(made_of: list[Term], coords: Sequence[Any]) -> list[Term]:
 
 def weight(term: Term) -> int:
     """In how many terms a term counts: reads that do not go through memory in order are several."""
-    if isinstance(term, Apply) and term.op in HEAVY:
-        return CHEAP + 1
+    if isinstance(term, Apply) and term.op in WEIGHTS:
+        return WEIGHTS[term.op]
     if not isinstance(term, Load) or not isinstance(term.index, Expr):
         return 1
     if term.places:

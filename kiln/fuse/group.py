@@ -11,6 +11,7 @@ from kiln.fuse.coalesce import LOOK_BACK, Coalescing
 from kiln.fuse.costs import MUCH_SMALLER
 from kiln.fuse.folds import folded_dims, is_running, marked
 from kiln.fuse.lower import is_drawn, is_pointwise
+from kiln.fuse.ordered import Update, writes_of
 from kiln.fuse.reading import Group
 from kiln.fuse.views import Coords, is_map, shape_of
 from kiln.ops.levels import name_of
@@ -46,6 +47,9 @@ class Fuser(Coalescing):
                 self.join(node, shape_of(node), None)
         elif (dims := self.folded(node)) is not None:
             self.join(node, shape_of(node.args[0]), dims)
+        elif self.runs and writes_of(node) is not None:
+            self.place[node] = len(self.items)
+            self.items.append(Update(len(self.items), node))
         else:
             self.items.append(node)
             self.place[node] = len(self.items) - 1

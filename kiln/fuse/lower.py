@@ -103,7 +103,7 @@ class Terms:
     def load(self, buffer: Buffer, index: Any, dtype: torch.dtype, valid: Term | None) -> Term:
         return self.make(Load, buffer, index, dtype, valid, self.places(index))  # type: ignore[no-any-return]
 
-    def computed(self, term: Term, size: Any, valid: Term | None, wraps: bool = True) -> Any:
+    def computed(self, term: Term, size: Any, valid: Term | None, wraps: bool = True, dim: int = -1) -> Any:
         """What stands for a value used as an index into `size` places; 0 where not `valid`.
 
         A symbol whose value is checked, or the index itself where it is one of loops and always inside.
@@ -114,12 +114,12 @@ class Terms:
             if low >= 0 and high < size:
                 return place
         term = self.guarded(term, valid, 0)
-        key = ("computed", id(term), _key(size), wraps)
+        key = ("computed", id(term), _key(size), wraps, dim)
         known = self._known.get(key)
         if known is None:
             high = size - 1 if isinstance(size, int) else LIMIT
             symbol = Symbol(self.scope, f"at{len(self._computed)}", 0, "", 0, max(high, 0))
-            known = self._known[key] = self._computed[symbol] = Computed(symbol, term, size, wraps)
+            known = self._known[key] = self._computed[symbol] = Computed(symbol, term, size, wraps, dim)
         return known.symbol  # type: ignore[no-any-return]
 
     def as_index(self, term: Term) -> Any:

@@ -96,7 +96,7 @@ def with_one(nest: Nest, place: int, scope: Scope) -> Nest:
         return result
 
     stores = rewritten(nest.stores, moved)
-    return Nest((*nest.axes[:place], joined, *nest.axes[place + 2 :]), stores)
+    return replace(nest, axes=(*nest.axes[:place], joined, *nest.axes[place + 2 :]), stores=stores)
 
 
 def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:

@@ -78,6 +78,8 @@ class Computed:
     term: Term
     size: Any
     wraps: bool = True
+    dim: int = -1
+    """The dimension that what is said of an index outside names; -1 where it names none."""
 
 
 @dataclass(eq=False, frozen=True, slots=True)
@@ -154,6 +156,8 @@ class Nest:
     axes: tuple[Axis, ...]
     stores: list[Store] = field(default_factory=list)
     part: Part | None = None
+    ordered: bool = False
+    """Whether the turns of reduced axes see what those before them stored."""
 
     @property
     def kept(self) -> tuple[Axis, ...]:

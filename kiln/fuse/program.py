@@ -12,6 +12,7 @@ from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
+from kiln.fuse.ordered import Update, nests_of
 from kiln.fuse.peel import peeled
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
@@ -64,7 +65,7 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
 
     Where results must be `exact`, every function rounds its result to its dtype.
     """
-    graph = updated(graph, exact)
+    graph = updated(graph, exact, fusing.cuts.runs)
 
     def steps_of(part: Graph) -> list[Step]:
         return Finishing(Fuser(part, exact, fusing.largest, fusing.cuts.runs).run(), fusing.cuts).steps()
@@ -99,7 +100,12 @@ class Finishing:
                 steps += self.ready_views(item.inputs())
                 steps.append(Call(item))
                 continue
-            nest = merged(self.nest(item), groups.scope)
+            if isinstance(item, Update):
+                nests = [merged(nest, groups.scope) for nest in nests_of(groups, item)]
+                steps += self.ready_views(self.owner(b) for nest in nests for b in nest.buffers()[0])
+                steps.append(Split(nests))
+                continue
+            nest = merged(self.cuts.ordered(self.nest(item)), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
                 name = f"k{item.position}"
@@ -198,6 +204,9 @@ class Finishing:
             if isinstance(item, Group):
                 roots = [groups.natural(item, m)[1] for m in item.members]
                 needed.update(self.owner(t.buffer) for t in terms(roots) if isinstance(t, Load))
+            elif isinstance(item, Update):
+                used = {b for nest in nests_of(groups, item) for b in nest.buffers()[0]}
+                needed.update(map(self.owner, used))
         return needed
 
     def nest(self, group: Group) -> Nest:

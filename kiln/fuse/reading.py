@@ -56,12 +56,12 @@ class Group:
 
 
 class Groups:
-    """A graph on its way to kernels: `items` are groups and eager calls as they will run."""
+    """A graph on its way to kernels: `items` are groups, updates and eager calls as they will run."""
 
     def __init__(self, graph: Graph, exact: bool = False) -> None:
         self.graph, self.exact = graph, exact
         self.scope = _scope_of(graph)
-        self.items: list[Group | Node] = []
+        self.items: list[Any] = []
         self.place: dict[Node, int] = {}
         self.buffers: dict[Node, Buffer] = {}
         self.owners: dict[Buffer, Node] = {}
@@ -199,6 +199,8 @@ class Groups:
         home = self.items[self.place[node]]
         if not isinstance(home, Group):
             return False
+        if node not in self.outputs and is_widened(node):
+            return True
         if not home.folds:
             much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
@@ -244,6 +246,14 @@ class Groups:
             known = self.buffers[node] = Buffer(node.name, node.spec.dtype)
             self.owners[known] = node
         return known
+
+
+def is_widened(node: Node) -> bool:
+    """Whether a value is another one in more bytes: that one is kept in its place."""
+    if name_of(node.op) != "_to_copy" or not isinstance(node.args[0], Node):
+        return False
+    narrow, wide = node.args[0].spec.dtype, node.spec.dtype
+    return bool(narrow.is_floating_point and wide.is_floating_point and narrow.itemsize < wide.itemsize)
 
 
 def _scope_of(graph: Graph) -> Scope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from kiln.base.arithmetic import minimum
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import TensorSpec
-from kiln.base.symbols import Scope
+from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis, hinted
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import (
@@ -48,6 +49,8 @@ class Cuts:
     """Whether loops are cut where conditions on their places change."""
     runs: bool = False
     """Whether loops may run in order, each turn with what the ones before it carry."""
+    kept_first: bool = False
+    """Whether the order of loops is free: those that are folded over stand together and join if they can."""
 
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
@@ -57,11 +60,33 @@ class Cuts:
 
     def tasks(self, nest: Nest) -> int:
         """How many tasks the target finds, with the innermost axis in vectors."""
-        *outer, inner = nest.axes
+        inner = along_memory(nest) if self.kept_first else nest.axes[-1]
+        outer = [a for a in nest.axes if a is not inner]
         count = 1 if inner.reduced else -(-hinted(inner.size) // (self.columns if outer else self.line))
         for a in outer:
             count *= 1 if a.reduced else hinted(a.size)
         return max(count, 1)
+
+    def ordered(self, nest: Nest) -> Nest:
+        """The nest with its loops in the order that the target likes."""
+        if not self.kept_first or not nest.reduced:
+            return nest
+        return replace(nest, axes=(*nest.kept, *nest.reduced))
+
+
+def along_memory(nest: Nest) -> Axis:
+    """The axis whose neighbours lie side by side in most of what is read and written."""
+    indices = [t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    indices += [store.index for store in nest.stores]
+
+    def moved(index: Expr) -> int:
+        """The elements that all turns of the loops read or write there."""
+        return math.prod(hinted(a.size) for a in nest.axes if a.variable in index.symbols())
+
+    def beside(axis: Axis) -> int:
+        return sum(moved(i) for i in indices if isinstance(i, Expr) and i.poly.get((axis.variable,)) == 1)
+
+    return max(reversed(nest.axes), key=beside)
 
 
 MANY = 1 << 60
@@ -70,7 +95,7 @@ CORES = Cuts(
     part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True
 )
 #: Hundreds of processors, each with thousands of threads.
-GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512)
+GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True)
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
 #: Long parts are of whole vectors.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
+from kiln.fuse.ordered import writes_of
 from kiln.fuse.views import is_view
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
@@ -22,8 +23,11 @@ IN_PLACE: dict[Any, Any] = {
 }
 
 
-def updated(graph: Graph, exact: bool = False) -> Graph:
-    """The graph with updates where they cost least: `exact` keeps the order of sums."""
+def updated(graph: Graph, exact: bool = False, runs: bool = True) -> Graph:
+    """The graph with updates where they cost least: `exact` keeps the order of sums.
+
+    Where loops `run` in order, some updates are loops.
+    """
     if not any(node.op in IN_PLACE for node in graph.nodes):
         return graph
     if not exact:
@@ -31,6 +35,8 @@ def updated(graph: Graph, exact: bool = False) -> Graph:
             _join(graph, *found)
     outputs, users = set(nodes_in(graph.outputs)), graph.users()
     for node in graph.nodes:
+        if runs and writes_of(node) is not None:
+            continue
         if node.op in IN_PLACE and _is_last_use(node, users, outputs):
             node.op = IN_PLACE[node.op]
     return graph

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
-from kiln.fuse.nest import Axis, Fold
+from kiln.fuse.nest import Axis, Fold, Term
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import combined, hint, shuffled
 from kiln.generate.llvm import Type, Value
@@ -47,6 +47,7 @@ class Columns(Values):
 
     along: Callable[..., list[Value]]
     neutral: Callable[[Fold, int], list[Value]]
+    factor: Callable[[list[Term], int], int]
 
     def by_rows(self) -> bool:
         """Whether columns are folded so: rows must be longer than what registers hold, and many."""
@@ -54,6 +55,8 @@ class Columns(Values):
         if axis is None or axis.reduced or len(reduced) != 1:
             return False
         folds = self.nest.folds()
+        if self.nest.ordered:
+            return True
         if not folds or any(f.phase for f in folds) or any(s.phase and not s.kept for s in self.nest.stores):
             return False
         wide = self.schedule.columns * self.width
@@ -62,7 +65,7 @@ class Columns(Values):
     def fold_columns(self, low: Any, high: Any) -> None:
         """The columns from `low` to `high`, in strips for which there is room."""
         fn, kinds = self.fn, self.kinds()
-        room = max(WAITING // len(kinds) // self.width, 1) * self.width
+        room = max(WAITING // max(len(kinds), 1) // self.width, 1) * self.width
         (rows,) = self.nest.reduced
         running = any(fold.running for fold in self.nest.folds())
         count = 2 if not running and hint(rows.size) - hint(rows.low) > anew(rows) else 1
@@ -93,15 +96,15 @@ class Columns(Values):
             self.fn.loop(low, end, anew(strip.rows), [], partial(self.rows_apart, strip, end))
         self.each_column(strip, partial(self.end_columns, strip))
 
-    def each_column(self, strip: Strip, body: Callable[[], None]) -> None:
-        """A loop over the columns of a strip."""
+    def each_column(self, strip: Strip, body: Callable[[], None], factor: int = 1) -> None:
+        """A loop over the columns of a strip, `factor` vectors a turn."""
         assert self.vector is not None
 
         def turn(_: list[Value]) -> list[Value]:
             body()
             return []
 
-        self.along(self.vector, strip.left, strip.right, [], turn)
+        self.along(self.vector, strip.left, strip.right, [], turn, factor=factor)
 
     def rows_apart(self, strip: Strip, end: Value, first: Value, _: list[Value]) -> list[Value]:
         """Some rows folded by themselves, then into the others."""
@@ -118,10 +121,12 @@ class Columns(Values):
         return []
 
     def some_rows(self, strip: Strip, first: Value, last: Value) -> None:
+        roots = [f.value for f in self.nest.folds()] + [s.value for s in self.nest.stores if not s.kept]
+
         def row(i: Value, _: list[Value]) -> list[Value]:
             self.push()
             self.variables[strip.rows.variable] = i
-            self.each_column(strip, partial(self.fold_row, strip))
+            self.each_column(strip, partial(self.fold_row, strip), self.factor(roots, self.schedule.vectors))
             self.pop()
             return []
 

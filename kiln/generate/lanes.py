@@ -113,6 +113,8 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
         return nest.reduced[0]
     bounds = [part for axis in nest.axes for part in (axis.low, axis.size) if isinstance(part, Expr)]
     able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
+    if nest.ordered:
+        able = [axis for axis in able if not axis.reduced]
     if any(fold.running for fold in nest.folds()):  # in order: the last loop is the only one in vectors
         able = [axis for axis in able if axis not in nest.reduced[:-1]]
     if not able:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from kiln.fuse.nest import Apply, Const, Load, Nest, Store, Term
+from kiln.fuse.nest import Apply, Const, Load, Nest, Place, Store, Term
 from kiln.generate.forms import logistic
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import LARGEST, Grid, key_of, laid, read_again, whole
@@ -85,6 +85,8 @@ class DeviceValues(Values):
 
     def compute(self, term: Term) -> Value:
         """A value; sums with 1, quotients by what is one for all elements, and some powers cost less."""
+        if isinstance(term, Apply) and (found := self.of_all_lanes(term)) is not None:
+            return found
         if not isinstance(term, Apply) or not self.in_f32(term):
             return super().compute(term)
         if (parts := logistic(term)) is not None:
@@ -107,6 +109,19 @@ class DeviceValues(Values):
                 return above * (1.0 / below)
         return super().compute(term)
 
+    def of_all_lanes(self, term: Apply) -> Value | None:
+        """The answer to whether a place is before a border between the elements of two threads."""
+        if self.lanes == 1 or self.vector is None or term.op not in ("lt", "ge"):
+            return None
+        place, border = term.args
+        if not isinstance(place, Place) or place.places or not isinstance(border, Const):
+            return None
+        if type(border.value) is not int or border.value % self.lanes or self.stride(place.index) != 1:
+            return None
+        if not whole(place.index, self.lanes, self.vector.variable):
+            return None
+        return self.index(place.index).compare(term.op, border.value)
+
     def in_f32(self, term: Apply) -> bool:
         return compute_type(TYPES[term.dtype]).kind == "f32" and len(term.args) <= 2
 
@@ -126,6 +141,10 @@ class DeviceValues(Values):
             address = fn.at(base, self.index(term.index), stored)
             value = self.read(term, memory, address, 1 if one else self.granule(term.index))
             return (value.to(I1) if stored.kind == "i1" else value).to(held)
+        if step == 1 and mask is not None and mask.type.width == 1 and stored.kind != "i1":
+            memory, align = stored.wide(self.lanes), self.granule(term.index) * stored.bits // 8
+            address = fn.at(base, mask.where(self.index(term.index), 0), stored)
+            return fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory).to(held)
         result = Value(fn, "poison", stored.wide(self.lanes))
         for lane, place in enumerate(self.each_place(term.index, step)):
             if mask is not None:

@@ -35,6 +35,16 @@ VOID_TYPE = Type("void")
 STREAMED = "!nontemporal"
 
 
+def told(index: Value, size: Value, dim: int) -> Value:
+    """An index that is outside of a dimension, beside a fault; nothing where the numbers are too large.
+
+    The launcher knows the order: 4 bits for the fault, 4 for the dimension, 30 for the index, the size.
+    """
+    fits = (size < 1 << 25) & (index < 1 << 29) & (index > -(1 << 29))
+    packed = size * (1 << 38) + (index & (1 << 30) - 1) * (1 << 8) + (dim << 4)
+    return fits.where(packed, 0)
+
+
 class Values(Reads):
     """A function under construction, over the buffers and sizes of a nest."""
 
@@ -251,7 +261,11 @@ class Values(Reads):
             size = value.like(self.index(place.size))
             wrapped = (value < 0).where(value + size, value) if place.wraps else value
             outside = (wrapped < 0) | (wrapped >= size)
-            self.report(outside, OUTSIDE if place.wraps else OUT_OF_BOUNDS)
+            fault = OUTSIDE if place.wraps else OUT_OF_BOUNDS
+            if place.dim < 0:
+                self.report(outside, fault)
+            else:
+                self.report(outside, fault, told(value, size, place.dim))
             self.variables[place.symbol] = outside.where(0, wrapped)
 
     def nonzero(self, divisor: Value) -> Value:
@@ -260,16 +274,21 @@ class Values(Reads):
         self.report(zero, DIVIDED_BY_ZERO)
         return zero.where(1, divisor)
 
-    def report(self, wrong: Value, fault: int) -> None:
-        """Say that something is at fault, where it is in one lane."""
-        fn = self.fn
-        if wrong.type.width > 1:
+    def report(self, wrong: Value, fault: int, details: Value | None = None) -> None:
+        """Say that something is at fault, where it is in one lane, and what."""
+        fn, said = self.fn, self.fn.constant(fault, I64)
+        lanes = wrong.type.width
+        if lanes > 1:
             wrong = wrong if self.live is None else wrong & self.live
-            wrong = fn.call(f"llvm.vector.reduce.or.v{wrong.type.width}i1", I1, wrong)
+            if details is not None:
+                details = wrong.where(details, 0)
+                details = fn.call(f"llvm.vector.reduce.smax.v{lanes}i64", I64, details)
+            wrong = fn.call(f"llvm.vector.reduce.or.v{lanes}i1", I1, wrong)
+        said = said if details is None else said | details
         bad, fine = fn.label("bad"), fn.label("fine")
         fn.branch(wrong, bad, fine)
         fn.start(bad)
-        fn.store(fn.constant(fault, I64), fn.parameters["status"])
+        fn.store(said, fn.parameters["status"])
         fn.jump(fine)
         fn.start(fine)
 

@@ -32,7 +32,7 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         if len(places) != 1 or written in loads or places[0][2].kept:
             continue
         number, nest, store = places[0]
-        read = [b for b in loads if b not in stores and b.dtype == written.dtype]
+        read = [b for b in nest.buffers()[0] if b not in stores and b.dtype == written.dtype]
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
             used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)

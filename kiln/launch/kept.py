@@ -57,6 +57,8 @@ class Keeping:
     given: tuple[Any, ...]
     """The constants of the graph: a plan refers to them by their places."""
     facts: Callable[[], Any]
+    """What is known beside the graph: sizes, and switches of torch's."""
+    known: Any
 
     def find(self) -> Plan | None:
         """The plan, where it is there with its code."""
@@ -83,7 +85,7 @@ class Keeping:
         """The plan that is made now, kept where it has a form on disk and nothing was decided on the way."""
         plan = finish()
         made: Description = plan.owner
-        if self.key != _key(self.facts()):
+        if self.known != self.facts():
             return plan
         try:
             key = made.code.key if made.code is not None else ""
@@ -122,15 +124,13 @@ def keeping(graph: Graph, settings: Settings, store: Store | None) -> Keeping | 
 
     def facts() -> Any:
         sizes = [(s.name, s.hint, s.low, s.high) for scope in scopes for s in scope.symbols]
-        return text, repr(known), sizes, [scope.knowledge() for scope in scopes]
+        state = torch.get_num_threads(), torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
+        return [*map(str, state), str(sizes), *[str(scope.knowledge()) for scope in scopes]]
 
-    return Keeping(store, _key(facts()), constants, facts)
-
-
-def _key(facts: Any) -> str:
-    state = torch.get_num_threads(), torch.get_default_dtype(), torch._C._get_mkldnn_enabled()
-    parts = FORMAT, _versions(), depends_on(), *map(str, state), *map(str, facts)
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    now = facts()
+    parts = FORMAT, _versions(), depends_on(), text, repr(known), *now
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return Keeping(store, key, constants, facts, now)
 
 
 @functools.cache
@@ -156,6 +156,7 @@ class _Shown:
         self.scopes: dict[int, Any] = {}
         """Where the symbols in the text are from."""
         self._specs: dict[int, str] = {}
+        self._places: dict[str, int] = {}
 
     def lines(self, graph: Graph) -> Iterator[str]:
         for node in graph.inputs:
@@ -164,7 +165,9 @@ class _Shown:
             given = _tensor(node.args[0]) if node.op is CONSTANT else self.value(node.args)
             more = self.value(node.kwargs) if node.kwargs else ""
             flags = f"{self.spec(node.spec)} {node.backward:d} {node.region}"
-            yield f"{node.name} = {_function(node.op)}{given}{more}: {flags} {node.where}"
+            where = self._places.setdefault(node.where, len(self._places))
+            yield f"{node.name} = {_function(node.op)}{given}{more}: {flags} {where}"
+        yield from self._places
         yield f"return {self.value(graph.outputs)} {sorted(graph.overwrites.items())}"
 
     def spec(self, spec: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,20 +18,17 @@ QUIETLY_SHARED = frozenset(
     }
 )
 
-_BASES: dict[Any, tuple[int | None, ...]] = {}
-
 
 def base_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
     """The argument whose memory the result at this place shares; None for a new one."""
-    bases = _BASES.get(func)
-    if bases is None:
-        bases = _BASES[func] = bases_in(func)
+    bases = bases_in(func)
     index = bases[place] if place < len(bases) else None
     if index is None:
         return None
     return args[index] if index < len(args) else kwargs.get(func._schema.arguments[index].name)
 
 
+@cache
 def bases_in(func: Any) -> tuple[int | None, ...]:
     """For each result of an overload, the position of the argument whose memory it shares."""
     if func in QUIETLY_SHARED:

@@ -12,6 +12,7 @@ from kiln.fuse.program import Fusing
 from kiln.fuse.split import GRIDS
 from kiln.generate import code
 from kiln.generate.device import generate
+from kiln.launch import cuda
 from kiln.launch import program as programs
 from kiln.launch.device import DevicePlanner, OnDevice
 from kiln.launch.native import set_up
@@ -133,5 +134,6 @@ def pretended():
     try:
         yield driver
     finally:
+        cuda.driver.cache_clear()  # the next one that asks for it puts the driver of a GPU in place again
         programs.TARGETS.update(targets)
         programs.keeping = keeping
