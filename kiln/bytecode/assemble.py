@@ -18,17 +18,8 @@ _BUILD = {
     "tuple": "BUILD_TUPLE", "list": "BUILD_LIST", "set": "BUILD_SET",
     "map": "BUILD_MAP", "string": "BUILD_STRING", "slice": "BUILD_SLICE",
 }  # fmt: skip
-_PAIR_PARTS = {
-    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
-    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
-    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
-}
-_OPPOSITE = {
-    "POP_JUMP_IF_TRUE": "POP_JUMP_IF_FALSE",
-    "POP_JUMP_IF_FALSE": "POP_JUMP_IF_TRUE",
-    "POP_JUMP_IF_NONE": "POP_JUMP_IF_NOT_NONE",
-    "POP_JUMP_IF_NOT_NONE": "POP_JUMP_IF_NONE",
-}
+_PAIR_PARTS = {f"{a}_{b}": (a, b) for a in ("LOAD_FAST", "STORE_FAST") for b in ("LOAD_FAST", "STORE_FAST")}
+_OPPOSITE = {"TRUE": "FALSE", "FALSE": "TRUE", "NONE": "NOT_NONE", "NOT_NONE": "NONE"}
 # Plain integers: a comparison with a member of an enum costs several times as much.
 _CONST, _NAME, _LOCAL, _PAIR, _NONE = (
     int(kind) for kind in (Kind.CONST, Kind.NAME, Kind.LOCAL, Kind.PAIR, Kind.NONE)
@@ -201,7 +192,7 @@ class Emitter:
             self.raw(name, label)
         else:
             past = self.label()
-            self.raw(_OPPOSITE[name], past)
+            self.raw(f"POP_JUMP_IF_{_OPPOSITE[name.removeprefix('POP_JUMP_IF_')]}", past)
             self.jump(label)
             self.place(past)
 

@@ -212,7 +212,7 @@ def advance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(id)
 def identity(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The address stands for the object: it may be compared and used as a key."""
-    m.world.identified(args[0])
+    m.world.keep.append(args[0])
     return Address(args[0])
 
 
@@ -226,7 +226,7 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))) or hashes is None:
         return m.native(hash, args[0])
     if hashes in (object.__hash__, torch.Tensor.__hash__):
-        m.world.identified(args[0])
+        m.world.keep.append(args[0])
         return Address(args[0], hash)
     raise Break("identity", "hash() of this object is not the same in every call", "use a hash of its value")
 

@@ -40,8 +40,8 @@ NATIVE_MODULES = frozenset({
 })  # fmt: skip
 #: Functions of os.path that ask for more than their arguments: what they ask is seen where they are inlined.
 PATHS_ON_DISK = frozenset("""
-    abspath exists expanduser expandvars getatime getctime getmtime getsize isdir isfile islink ismount lexists
-    realpath relpath samefile sameopenfile
+    abspath exists expanduser expandvars getatime getctime getmtime getsize isdir isfile islink ismount
+    lexists realpath relpath samefile sameopenfile
 """.split())
 #: Modules whose functions talk to the world.
 BREAK_MODULES = frozenset({

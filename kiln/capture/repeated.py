@@ -57,11 +57,10 @@ def call(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, run: C
     mark = recorder.count()
     result = run()
     made: list[Bound] = []
-    nodes = recorder.since(mark)
-    alone = nodes is not None and effects_of(m) == before and versions_of(tensors) == versions
-    given = {id(fake) for fake in tensors}
-    kept_still = alone and switches_of(m) == switches and unchanged(m.world)
-    if nodes is None or not kept_still or not portable(m, result, given, set(nodes), made):
+    nodes, given = recorder.since(mark), {id(fake) for fake in tensors}
+    computed = effects_of(m) == before and versions_of(tensors) == versions
+    computed = computed and switches_of(m) == switches and unchanged(m.world)  # and did nothing else
+    if nodes is None or not computed or not portable(m, result, given, set(nodes), made):
         m.calls[key] = None
     elif len(known) < MOST:
         rebound = recorder.rebound(mark, lambda fake: id(fake) in given or m.source(fake) is not None)

@@ -734,10 +734,6 @@ class World:
             for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True))
         )
 
-    def identified(self, value: Any) -> None:
-        """The identity of a value was looked at, not only what it holds."""
-        self.keep.append(value)
-
 
 DELETED: Any = type("Deleted", (), {"__repr__": lambda self: "<deleted>"})()
 

@@ -14,13 +14,8 @@ from kiln.ops.table import aten, rule
 
 @rule(aten.gather.default)
 def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
-    rank = x.dim()
-    if index.dtype is not torch.int64 or index.dim() != rank or not rank or index.device != x.device:
-        return NotImplemented
-    dim = wrap_dim(dim, rank)
-    if any(n > m and d != dim for d, (n, m) in enumerate(zip(index.shape, x.shape, strict=True))):
-        raise Mismatch("the index reaches further than the tensor")
-    return make(index.shape, None, x.dtype, x.device)
+    out = _scatter_value(x, dim, index, 0)
+    return out if out is NotImplemented else make(index.shape, None, x.dtype, x.device)
 
 
 @rule(aten.scatter.src, aten.scatter_add.default)
@@ -50,6 +45,17 @@ def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
     size = list(x.shape)
     size[wrap_dim(dim, len(size))] = index.shape[0]
     return make(size, None, x.dtype, x.device)
+
+
+@rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    # Eager writes into a copy that keeps the order of the dimensions; meta kernels give a contiguous one.
+    number = value.dim() == 0 if isinstance(value, torch.Tensor) else not isinstance(value, complex)
+    plain = index.dim() < 2 and index.dtype is torch.int64 and index.device == x.device
+    if not x.dim() or not plain or not number:
+        return NotImplemented
+    wrap_dim(dim, x.dim())
+    return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
 
 
 @rule(aten.index_add.default)

@@ -128,8 +128,8 @@ def spread(shape: Size, size: Size, stride: Size) -> Size:
     return (0,) * lead + tuple(own)
 
 
-def packed(shape: Size, operands: Sequence[Size]) -> Size:
-    """The strides of a dense result whose dimensions are ordered as the operands' strides are."""
+def _ordered(shape: Size, operands: Sequence[Size]) -> list[int]:
+    """The dimensions, innermost first, in the order of the operands' strides."""
     rank = len(shape)
 
     def order(inner: int, outer: int) -> int:
@@ -153,14 +153,23 @@ def packed(shape: Size, operands: Sequence[Size]) -> Size:
                 here = j
             elif verdict < 0:
                 break
-    if perm == list(range(rank - 1, -1, -1)):
-        return contiguous(shape)
-    strides = [0] * rank
+    return perm
+
+
+def _dense(perm: list[int], extents: Sequence[int]) -> Size:
+    """The strides of a tensor without gaps whose dimensions follow each other in this order."""
+    strides = [0] * len(perm)
     step = 1
     for d in perm:
         strides[d] = step
-        step *= shape[d]
+        step *= extents[d]
     return tuple(strides)
+
+
+def packed(shape: Size, operands: Sequence[Size]) -> Size:
+    """The strides of a dense result whose dimensions are ordered as the operands' strides are."""
+    perm = _ordered(shape, operands)
+    return contiguous(shape) if perm == list(range(len(shape) - 1, -1, -1)) else _dense(perm, shape)
 
 
 @remembered
@@ -171,31 +180,7 @@ def preserved(size: Size, stride: Size) -> Size:
 
 def inferred(size: Size, stride: Size) -> Size:
     """Dense strides that keep the order of the dimensions of a tensor with gaps or overlaps."""
-    rank = len(size)
-    perm = list(range(rank - 1, -1, -1))
-
-    def order(a: int, b: int) -> int:
-        if stride[a] == 0 or stride[b] == 0:
-            return 0
-        if stride[a] != stride[b]:
-            return -1 if stride[a] < stride[b] else 1
-        return 1 if size[a] > size[b] else 0
-
-    for i in range(1, rank):
-        here = i
-        for j in range(i - 1, -1, -1):
-            verdict = order(perm[j], perm[here])
-            if verdict > 0:
-                perm[j], perm[here] = perm[here], perm[j]
-                here = j
-            elif verdict < 0:
-                break
-    strides = [0] * rank
-    step = 1
-    for d in perm:
-        strides[d] = step
-        step *= max(size[d], 1)
-    return tuple(strides)
+    return _dense(_ordered(size, (stride,)), [max(n, 1) for n in size])
 
 
 @remembered
@@ -262,12 +247,8 @@ def reduced(size: Size, dims: tuple[int, ...] | None, keepdim: bool) -> Size:
     return tuple([n for i, n in enumerate(size) if i not in gone])
 
 
-COMPLEX_OF = {
-    torch.float16: torch.complex32,
-    torch.bfloat16: torch.complex64,
-    torch.float32: torch.complex64,
-    torch.float64: torch.complex128,
-}
+COMPLEX_OF = {torch.float16: torch.complex32, torch.bfloat16: torch.complex64,
+              torch.float32: torch.complex64, torch.float64: torch.complex128}  # fmt: skip
 REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 _PROMOTED = {(a, b): torch.promote_types(a, b) for a in PLAIN_DTYPES for b in PLAIN_DTYPES}

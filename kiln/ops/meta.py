@@ -9,6 +9,7 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
+from kiln.base.graph import mapped
 from kiln.ops.quiet import keep_compiler_out
 
 aten = torch.ops.aten
@@ -129,19 +130,16 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
+def with_twins(nest: Any, tensors: list[torch.Tensor], twins: list[Any]) -> Any:
+    """The nest with the twin of each tensor in its place."""
+    by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
+    return mapped(nest, lambda value: by_id[id(value)] if isinstance(value, torch.Tensor) else value)
+
+
 def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
     """What `func` returns on meta tensors of these layouts, described."""
     twins = [twin_of(t) for t in tensors]
-    by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
-
-    def lower(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return by_id[id(value)]
-        if type(value) is list or type(value) is tuple:
-            return type(value)([lower(v) for v in value])
-        return value
-
-    kwargs = {k: lower(v) for k, v in kwargs.items()}
+    args, kwargs = with_twins((args, kwargs), tensors, twins)
     device = common_device(tensors)
     if kwargs.get("device") is not None:
         device = full_device(kwargs["device"])
@@ -156,7 +154,6 @@ def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
         kwargs["pin_memory"] = False
     if kwargs.get("generator") is not None:
         kwargs["generator"] = None
-    args = tuple([lower(a) for a in args])
     before = [(t, t.shape, t.stride()) for t in written(func, args, kwargs)]
     out = func(*args, **kwargs)
     if any(t.shape != size or t.stride() != stride for t, size, stride in before):

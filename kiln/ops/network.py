@@ -255,7 +255,7 @@ def _embedding(
     return make((*indices.shape, weight.shape[1]), None, weight.dtype, weight.device)
 
 
-BAG_SUM, BAG_MEAN, BAG_MAX = 0, 1, 2
+BAG_SUM, BAG_MAX = 0, 2
 
 
 @rule(aten._embedding_bag.default)

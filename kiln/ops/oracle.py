@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kiln.ops.meta import describe
+from kiln.ops.meta import describe, with_twins
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -40,20 +40,12 @@ def lays_out_itself(func: Any, x: Any) -> bool:
 def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
     """What `func` returns on zeros of these layouts, described; eager's error comes out when there is one."""
     twins = [zeros_of(t) for t in tensors]
-    by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
-
-    def lower(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return by_id[id(value)]
-        if type(value) is list or type(value) is tuple:
-            return type(value)([lower(v) for v in value])
-        return value
-
+    args, kwargs = with_twins((args, kwargs), tensors, twins)
     if kwargs.get("generator") is not None:
         kwargs = {**kwargs, "generator": None}
     state = torch.get_rng_state()
     try:
-        out = func(*[lower(a) for a in args], **{k: lower(v) for k, v in kwargs.items()})
+        out = func(*args, **kwargs)
     finally:
         torch.set_rng_state(state)
     return describe(out, twins, tensors[0].device if tensors else None)

@@ -202,6 +202,10 @@ def _complex(a: torch.Tensor, b: torch.Tensor) -> Any:
     return over((a, b), dtype, COMPLEX_OF[dtype])
 
 
+def _heaviside(x: torch.Tensor, values: torch.Tensor) -> Any:
+    return _real(x, values) if x.dtype is values.dtype else NotImplemented
+
+
 def _real(a: Operand, b: Operand) -> Any:
     dtype = common_dtype(a, b)
     return NotImplemented if dtype in COMPLEX or dtype is torch.bool else over((a, b), dtype)
@@ -402,6 +406,7 @@ DECLARED: dict[Callable[..., Any], str] = {
     _subtract_number: "sub.Scalar rsub.Scalar",
     _divide: "div.Tensor div.Scalar div.Tensor_mode",
     _real: "maximum minimum fmax fmin remainder.Tensor fmod.Tensor",
+    _heaviside: "heaviside",
     _to_float: "atan2 special_xlog1py xlogy.Tensor copysign.Tensor",
     _log_of_sum: "logaddexp logaddexp2",
     _complex: "complex polar",
