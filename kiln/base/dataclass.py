@@ -67,9 +67,9 @@ def _own_fields(cls: type) -> Fields:
     found = {}
     for name, kind in cls.__annotations__.items():
         if not kind.startswith("ClassVar"):
-            given = cls.__dict__.get(name, MISSING)
-            field = given if type(given) is dataclasses.Field else dataclasses.field(default=given)
-            field.name, field.type, field._field_type = name, kind, PLAIN_FIELD  # type: ignore[attr-defined]
+            given: Any = cls.__dict__.get(name, MISSING)
+            field: Any = given if type(given) is dataclasses.Field else dataclasses.field(default=given)
+            field.name, field.type, field._field_type = name, kind, PLAIN_FIELD
             found[name] = field
     return found
 

@@ -166,7 +166,7 @@ class Backward:
         return run(values)
 
     def _build(self, present: int) -> tuple[Run, tuple[int, ...] | None]:
-        begun, inputs = self._begun.pop(present, None) or self._start(present)
+        begun, inputs = self._begun.pop(present) if present in self._begun else self._start(present)
         return entered(begun.finish()), inputs
 
     def _start(self, present: int) -> tuple[Begun, tuple[int, ...] | None]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 #: By the name of the op. What is not here and not lowered is a library's work: products, convolutions,
 #: attention, sorting, transforms, linear algebra.
 CALLED: dict[str, str] = {
-    "cummax": "values with their places; see running.py for what is done about other dimensions",
-    "cummin": "the same",
     "logcumsumexp": "two functions for each value that waits for the one before",
     "index_put": "updates of few rows, in place where nobody reads the old value (updates.py)",
     "scatter": "places may repeat: eager's order decides; in place where nobody reads the old value",

@@ -15,8 +15,8 @@ from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, argument
 from kiln.fuse.axes import axes_for, coordinates, hinted
 from kiln.fuse.folds import marked
-from kiln.fuse.lower import INDICES, common_shape
-from kiln.fuse.nest import Load, Nest, Store, Term
+from kiln.fuse.lower import HALVES, INDICES, common_shape
+from kiln.fuse.nest import Nest, Store, Term
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.views import Coords, broadcast, shape_of, supported
 from kiln.ops.levels import name_of
@@ -48,8 +48,6 @@ class Writes:
     adds: bool
     wraps: bool
     """Whether negative indices count from the end."""
-    named: bool = True
-    """Whether what is said of an index outside names the dimension."""
 
 
 def writes_of(node: Node) -> Writes | None:
@@ -63,6 +61,8 @@ def writes_of(node: Node) -> Writes | None:
     found = made(node)
     if found is None or found.adds and node.spec.dtype is torch.bool:
         return None
+    if found.adds and not found.wraps and node.spec.dtype in HALVES:
+        return None  # sums that eager does not round on the way
     if any(index.spec.dtype not in INDICES for index, _ in found.places.values()):
         return None
     last = len(node.spec.shape) - 1
@@ -85,9 +85,8 @@ def _index_put(node: Node) -> Writes | None:
     along = range(start, start + len(common))
     places = {d: (indices[d], tuple(along)[len(common) - len(shape_of(indices[d])) :]) for d in given}
     others = {d: i for i, d in enumerate(looped) if d is not None}
-    return Writes(
-        tuple(sizes), frozenset(along), places, others, node.args[2], argument(node, 3, "accumulate", False), True
-    )  # fmt: skip
+    adds = argument(node, 3, "accumulate", False)
+    return Writes(tuple(sizes), frozenset(along), places, others, node.args[2], adds, True)
 
 
 def _scatter(node: Node) -> Writes | None:
@@ -108,7 +107,7 @@ def _index_add(node: Node) -> Writes | None:
     dim = node.args[1] % len(shape)
     others = {d: d for d in range(len(shape)) if d != dim}
     places = {dim: (index, (dim,) if shape_of(index) else ())}
-    return Writes(shape_of(source), frozenset({dim}), places, others, source, True, False, named=False)
+    return Writes(shape_of(source), frozenset({dim}), places, others, source, True, False)
 
 
 MADE = {
@@ -138,16 +137,12 @@ def nests_of(groups: Groups, update: Update) -> list[Nest]:
     terms, target = loops.terms, [0] * len(shape_of(node))
     inside: Term | None = None
     for d, (index, over) in writes.places.items():
-        at = broadcast(tuple([turns[i] for i in over]), shape_of(index), tuple([writes.shape[i] for i in over]))
+        here, sizes = ([of[i] for i in over] for of in (turns, writes.shape))
+        at = broadcast(tuple(here), shape_of(index), sizes)
         size, read = shape_of(node)[d], groups.read(loops, index, at, None)
-        if writes.named:
-            target[d] = terms.computed(read, size, None, writes.wraps, d)
-        else:  # negative ones become too large
-            below = terms.apply("lt", torch.bool, read, terms.const(0, read.dtype))
-            past = terms.apply("convert", read.dtype, terms.place(size))
-            target[d] = terms.computed(terms.apply("where", read.dtype, below, past, read), size, None)
-        here = terms.apply("ge", torch.bool, terms.place(target[d]), terms.const(0, torch.int64))
-        inside = here if inside is None else terms.apply("bitwise_and", torch.bool, inside, here)
+        target[d] = terms.computed(read, size, None, writes.wraps, d)
+        found = terms.apply("ge", torch.bool, terms.place(target[d]), terms.const(0, torch.int64))
+        inside = found if inside is None else terms.apply("bitwise_and", torch.bool, inside, found)
     for d, i in writes.others.items():
         target[d] = turns[i]
     if isinstance(writes.value, Node):
@@ -159,9 +154,13 @@ def nests_of(groups: Groups, update: Update) -> list[Nest]:
         value = terms.apply("convert", dtype, value)
     place = _place(node, tuple(target))
     old = terms.load(buffer, place, dtype, None)
-    assert isinstance(old, Load) and inside is not None
-    new = terms.apply("add", dtype, old, value) if writes.adds else terms.apply("where", dtype, inside, value, old)
-    return [Nest(tuple(filled.axes), [before]), Nest(tuple(axes), [Store(buffer, place, new, 0, False)], ordered=True)]
+    assert inside is not None
+    if writes.adds:
+        new = terms.apply("add", dtype, old, value)
+    else:  # the condition holds: an index outside has been reported, and another one stands for it
+        new = terms.apply("where", dtype, inside, value, old)
+    written = Nest(tuple(axes), [Store(buffer, place, new, 0, False)], ordered=True)
+    return [Nest(tuple(filled.axes), [before]), written]
 
 
 def _place(node: Node, coords: Coords) -> Any:

@@ -1,10 +1,10 @@
 """Running sums and their like: loops in order along one dimension, and calls of eager's kernels.
 
 Sums and products are loops, in eager's precision: sums of float32 are taken in float64, those of half types
-in float32. So are largest and smallest values with their places. Sums of exponentials, and all of them on other
-devices, are calls along the last dimension: along others eager's kernels go through memory in steps, up to
-twenty times slower; there a transpose before and one after, which are kernels in tiles and fuse with what is
-around them, pay.
+in float32. So are largest and smallest values with their places. Sums of exponentials, and all of them on
+other devices, are calls along the last dimension: along others eager's kernels go through memory in steps, up
+to twenty times slower; there a transpose before and one after, which are kernels in tiles and fuse with what
+is around them, pay.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def with_places(op: Any, running: Any) -> Callable[..., Any]:
         taken = x == best
         if x.is_floating_point():
             taken = taken | torch.isnan(x)
-        places = torch.arange(x.shape[dim], dtype=torch.int32).view([-1, *[1] * (x.dim() - 1 - dim % x.dim())])
+        places = torch.arange(x.shape[dim], dtype=torch.int32)
+        places = places.view([-1, *[1] * (x.dim() - 1 - dim % x.dim())])
         zero = torch.zeros((), dtype=torch.int32)
         return best, running_max(torch.where(taken, places, zero), dim).to(torch.int64)
 

@@ -90,9 +90,11 @@ def same(program: Program, eager: Ran, mine: Ran, exact: Ran, others: list[Ran])
     for what in ("results", "inputs"):
         near(what, getattr(eager, what), getattr(mine, what), getattr(exact, what), [getattr(o, what) for o in others], 4.0)
     if not any(o.backward_error for o in (eager, exact, *others)):
-        # A gradient of single precision may have gone through halves, whose rounding eager happens to have done away with.
-        halves = [PLAIN[h] for h in ("f16", "bf16") if h in program.text() or any(given.dtype == h for given in program.inputs)]
-        least = max((torch.finfo(dtype).eps / 512 for dtype in halves), default=0.0)
+        # A gradient may have gone through narrower types, whose rounding eager happens to have done away with.
+        given = {one.dtype for one in program.inputs} | {h for h in ("f16", "bf16", "f32") if h in program.text()}
+        halves = [torch.finfo(PLAIN[h]).eps / 512 for h in ("f16", "bf16") if h in given]
+        single = [torch.finfo(torch.float32).eps / 64] if "f32" in given or ".float()" in program.text() else []
+        least = max(halves + single, default=0.0)
         near("gradients", eager.gradients, mine.gradients, exact.gradients, [o.gradients for o in others], 16.0, least)
 
 

@@ -42,6 +42,16 @@ def test_what_comes_after_the_whole_row_reads_it_from_memory():
     check(lambda a: a.cumsum(-1)[:, -1] + 1, x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+def test_largest_and_smallest_so_far(dtype):
+    x = rand(30, 40).mul(3).round()
+    if dtype.is_floating_point:
+        x[4, 7], x[9, 30], x[0, 0] = torch.nan, torch.nan, -torch.inf
+    for dim in (0, 1):
+        check(lambda a, d=dim: tuple(a.cummax(d)), x.to(dtype), kernels=1, rtol=0, atol=0)
+        check(lambda a, d=dim: tuple(a.cummin(d)), x.to(dtype), kernels=1, rtol=0, atol=0)
+
+
 def test_empty_tensors_and_numbers_are_eagers():
     check(lambda a: a.cumsum(0), torch.empty(0, 4), calls=("cumsum",))
     check(lambda a: a.cumsum(0) + 1, torch.tensor(2.0))
