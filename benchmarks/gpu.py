@@ -20,6 +20,7 @@ from kiln.launch import cuda
 
 MEGABYTES = [int(size) for size in sys.argv[1:]] or [16, 64, 256]
 BEYOND = 1 << 29  # bytes that no cache holds
+CALLS = 32  # recorded at once
 aten = torch.ops.aten
 
 
@@ -99,7 +100,7 @@ def copied(size):
     """The time of a copy that moves so many bytes."""
     count = size // 8 // 16384 * 16384
     pairs = [[torch.randn(count, device="cuda") for _ in range(2)] for _ in range(max(BEYOND // size, 2))]
-    times = timed([partial(target.copy_, source) for source, target in pairs] * 4)
+    times = timed([partial(target.copy_, source) for source, target in pairs] * max(CALLS // len(pairs), 1))
     return times * size / (8 * count)
 
 
@@ -153,7 +154,8 @@ def measure(name, clock, megabytes):
     g(*given)
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    mine, eager = (timed([partial(run, *some) for some in sets]) for run in (g, f))
+    repeated = sets * max(CALLS // len(sets), 1)
+    mine, eager = (timed([partial(run, *some) for some in repeated]) for run in (g, f))
     times = ", ".join(f"{k} {v * 1e3:5.1f}" for k, v in clock.seconds.items())
     print(
         f"{name:32}{size / mine / 1e3:8.0f} GB/s {copied(size) / mine:6.2f} of copy, {eager / mine:6.2f} x eager;"

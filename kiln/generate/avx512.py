@@ -106,7 +106,7 @@ def gelu(x: Value) -> Value:
 
 
 def gelu_slope(x: Value) -> Value:
-    """The derivative of `gelu`; NaN at infinities, where eager's is. It is 0 for x < -6, where it is small."""
+    """The derivative of `gelu`; NaN at infinities, as eager's. It is 0 for x < -6, where it is small."""
     if x.type.width % LANES:
         bell = functions.apply("exp", x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
         return area(x) + 0.5 + x * bell

@@ -308,9 +308,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The loops over the reduced axes, once: folds some values, stores others."""
-        results_of = folds
-        forgets = forgetful(self.nest)
-        folds = [replace(f, kind="top") if f is forgets else f for f in folds]
+        wanted, forgets = folds, forgetful(self.nest)
+        folds = [replace(f, kind="top") if f is forgets else f for f in wanted]
         across = self.vector is not None and self.vector.reduced
         wide = self.width if across else self.lanes
         start = [part for fold in folds for part in self.neutral(fold, wide)]
@@ -378,7 +377,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         totals = nest(0, start)
         if across:
             totals = across_lanes(totals, partial(combined, folds))
-        for fold in results_of:
+        for fold in wanted:
             *_, result = [totals.pop(0) for _ in fold.parts]
             if not fold.running:
                 self.layers[-1][id(fold)] = result

@@ -41,7 +41,9 @@ class Moments(Values):
     def pass_for_moments(self, total: Fold, squares: Fold) -> None:
         """The loops of both folds."""
         element, power = _widened(total), _widened(squares)
-        assert element is not None and _is(power, "mul") and _is(distance := power.args[0], "sub")
+        assert element is not None and _is(power, "mul")
+        distance = power.args[0]
+        assert _is(distance, "sub")
         self.push()
         for axis in self.nest.reduced:
             self.variables[axis.variable] = self.index(axis.low)

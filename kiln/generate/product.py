@@ -45,10 +45,7 @@ class Tile:
 
 
 #: Those that are timed.
-TILES = (
-    Tile(128, 128, 64, 3, 4), Tile(128, 256, 64, 3, 8), Tile(128, 256, 64, 4, 8), Tile(256, 128, 64, 3, 8),
-    Tile(64, 128, 64, 4, 4),
-)  # fmt: skip
+TILES = (Tile(128, 128, 64, 3, 4), Tile(128, 256, 64, 3, 8), Tile(64, 128, 64, 4, 4))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -134,7 +134,9 @@ class DeviceValues(Values):
         mask = None if term.valid is None else self.value(term.valid)
         step = self.stride(term.index)
         one = self.lanes == 1 or step == 0
-        if one and mask is not None and mask.type.width == 1:
+        if one and mask is not None:
+            if mask.type.width > 1:  # one place for all lanes, which is there if one of them asks for it
+                mask = fn.call(f"llvm.vector.reduce.or.v{mask.type.width}i1", I1, mask)
             return fn.load(fn.at(base, mask.where(self.index(term.index), 0), stored), stored).to(held)
         if mask is None and (one or step == 1):
             memory = (U8 if stored.kind == "i1" else stored).wide(1 if one else self.lanes)
@@ -145,6 +147,13 @@ class DeviceValues(Values):
             memory, align = stored.wide(self.lanes), self.granule(term.index) * stored.bits // 8
             address = fn.at(base, mask.where(self.index(term.index), 0), stored)
             return fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory).to(held)
+        if step == 1 and mask is not None and stored.kind != "i1":
+            return self.at_once_if_all(term, mask).to(held)
+        return self.one_by_one(term, mask, step).to(held)
+
+    def one_by_one(self, term: Load, mask: Value | None, step: int | None) -> Value:
+        """The elements of all lanes, each by itself; without the mask it is the first of the buffer."""
+        fn, base, stored = self.fn, self.pointers[term.buffer], TYPES[term.dtype]
         result = Value(fn, "poison", stored.wide(self.lanes))
         for lane, place in enumerate(self.each_place(term.index, step)):
             if mask is not None:
@@ -153,7 +162,27 @@ class DeviceValues(Values):
             value = fn.load(fn.at(base, place, stored), stored)
             inserted = f"insertelement {result.type} {result.text}, {value.type} {value.text}, i64 {lane}"
             result = fn.emit(inserted, result.type)
-        return result.to(held)
+        return result
+
+    def at_once_if_all(self, term: Load, mask: Value) -> Value:
+        """Neighbours in memory, read at once where the mask holds in all lanes."""
+        fn, stored = self.fn, TYPES[term.dtype]
+        memory, align = stored.wide(self.lanes), self.granule(term.index) * stored.bits // 8
+        address = fn.at(self.pointers[term.buffer], self.index(term.index), stored)
+        every = fn.call(f"llvm.vector.reduce.and.v{mask.type.width}i1", I1, mask)
+        together, apart, after = (fn.label(name) for name in ("together", "apart", "after"))
+        fn.branch(every, together, apart)
+        fn.start(together)
+        whole_value = fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
+        fn.jump(after)
+        fn.start(apart)
+        parts = self.one_by_one(term, mask, 1)
+        fn.jump(after)
+        fn.start(after)
+        found = fn.phi(memory)
+        found.arrive(whole_value, together)
+        found.arrive(parts, apart)
+        return found
 
     def read(self, term: Load, memory: Type, address: Value, many: int) -> Value:
         """Elements of memory, which is aligned to `many` of them; a row that is read again is kept."""
@@ -225,7 +254,7 @@ class DeviceValues(Values):
 
     # Faults
 
-    def report(self, wrong: Value, fault: int) -> None:
+    def report(self, wrong: Value, fault: int, details: Value | None = None) -> None:
         """What eager kernels do with an index outside of its range: end the program of the device."""
         fn = self.fn
         if wrong.type.width > 1:

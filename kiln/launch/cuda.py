@@ -149,7 +149,7 @@ def loaded(
         for one, key in keys.items():
             if (device, key) in _loaded:
                 continue
-            kept = store.get(key) if store is not None else None
+            kept = getattr(one, "binary", b"") or (store.get(key) if store is not None else None)
             if kept is None:
                 making[one] = workers.submit(_compiled, one.ptx(capability), key, device, store)
             else:

@@ -34,7 +34,9 @@ def triton() -> Any:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Written(Function):
-    """A function whose text is PTX."""
+    """A function whose text is PTX, with the machine code that Triton made of it."""
+
+    binary: bytes = b""
 
     def ptx(self, capability: tuple[int, int]) -> str:
         return self.text
@@ -92,4 +94,5 @@ def compiled(product: Product, tile: Tile, capability: tuple[int, int], aligned:
         target=target("cuda", capability[0] * 10 + capability[1], WARP),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
-    return Written(ENTRY, made.asm["ptx"], WARP * made.metadata.num_warps, made.metadata.shared)
+    threads, shared = WARP * made.metadata.num_warps, made.metadata.shared
+    return Written(ENTRY, made.asm["ptx"], threads, shared, binary=made.asm["cubin"])

@@ -181,7 +181,11 @@ def test_small_results_stay_in_the_caches():
 def test_the_next_row_is_asked_for(monkeypatch):
     monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
     x, places, rows = rand(40, 1024), torch.randint(0, 1024, (40, 1024)), torch.randint(0, 40, (60,))
-    slow = ((lambda a: F.softmax(a, -1), x), (lambda a, i: a.gather(1, i), x, places), (lambda a, i: a[i], x, rows))
+    slow = (
+        (lambda a: F.softmax(a, -1), x),
+        (lambda a, i: a.gather(1, i), x, places),
+        (lambda a, i: a[i], x, rows),
+    )
     for f, *given in slow:
         assert "llvm.prefetch" in Emitter(nest_of(f, *given), 16).fn.text()
         check(f, *given, kernels=1)
@@ -193,7 +197,9 @@ def test_the_next_row_is_asked_for(monkeypatch):
 
 
 def test_gelu_by_tanh_takes_one_exponential():
-    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e30, -1e30])])
+    x = torch.cat(
+        [torch.linspace(-12, 12, 4001), torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1e30, -1e30])]
+    )
 
     def gelu(a):
         return F.gelu(a, approximate="tanh")
