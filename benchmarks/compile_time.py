@@ -60,7 +60,7 @@ def convolutions():
     return Net(), {"image": torch.randn(2, 3, 32, 32)}
 
 
-MODELS = {**models.MODELS, "llama4": lambda: layers(4), "llama48": lambda: layers(48), "convolutions": convolutions}
+models.MODELS |= {"llama4": lambda: layers(4), "llama48": lambda: layers(48), "convolutions": convolutions}
 
 
 def spent():
@@ -72,16 +72,13 @@ def measure(compiler, name, training, clock):
     """Seconds of the first call, in this process."""
     import torch
 
-    torch.manual_seed(0)
-    model, inputs = MODELS[name]()
-    model.train(training)
+    model, inputs = models.prepared(name, training)
 
     def step(function):
         with torch.set_grad_enabled(training):
             out = function(**inputs)
-            loss = out["loss"] if isinstance(out, dict) and "loss" in out else models.tensor_of(out).square().mean()
         if training:
-            loss.backward()
+            models.loss_of(out).backward()
 
     step(model)  # the libraries of eager kernels start once
     started = clock()
