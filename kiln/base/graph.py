@@ -101,8 +101,8 @@ def identifier(wanted: str) -> str:
 class Graph:
     """Inputs, nodes in the order in which they run, and outputs: nodes, numbers or None.
 
-    `overwrites` says of outputs, by place, which input the caller gives their value to: who runs the graph may
-    write them there at once.
+    `overwrites` says of outputs, by place, which input the caller gives their value to: who runs the graph
+    may write them there at once.
     """
 
     __slots__ = ("_names", "inputs", "nodes", "outputs", "overwrites")

@@ -56,7 +56,7 @@ def normalised(
         factor = factor * scale
     start = -mean if bias is None else bias.double() - mean
     moved = start * factor if shift is None else start * factor + shift
-    # In single precision, as a normalisation computes, or in the weight's: a double copy of all weights takes long.
+    # In single precision, as a normalisation computes: a double copy of all weights takes long.
     kind = torch.promote_types(weight.dtype, torch.float32)
     spread = factor.to(kind).reshape(-1, *[1] * (weight.dim() - 1))
     return (weight * spread).to(weight.dtype), moved.to(weight.dtype)

@@ -6,10 +6,10 @@ from __future__ import annotations
 #: attention, sorting, transforms, linear algebra.
 CALLED: dict[str, str] = {
     "logcumsumexp": "two functions for each value that waits for the one before",
-    "index_put": "updates of few rows, in place where nobody reads the old value (updates.py)",
-    "scatter": "places may repeat: eager's order decides; in place where nobody reads the old value",
-    "scatter_add": "places may repeat: eager's order of sums; in place where nobody reads the old value",
-    "scatter_reduce": "the same",
+    "index_put": "updates of few rows, in place where nobody reads the old value; of numbers loops (ordered.py)",
+    "scatter": "the same",
+    "scatter_add": "the same",
+    "scatter_reduce": "places may repeat: eager's order decides; in place where nobody reads the old value",
     "rand": "eager's numbers in eager's order, unless random numbers are our own",
     "randn": "the same",
     "max_pool3d_with_indices": "rare",

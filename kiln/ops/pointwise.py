@@ -203,7 +203,9 @@ def _complex(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 
 def _heaviside(x: torch.Tensor, values: torch.Tensor) -> Any:
-    return _real(x, values) if x.dtype is values.dtype else NotImplemented
+    if x.dtype is not values.dtype or x.dtype in COMPLEX:
+        raise Mismatch("a step between tensors of two dtypes, or of complex numbers")
+    return _real(x, values)
 
 
 def _real(a: Operand, b: Operand) -> Any:

@@ -178,3 +178,24 @@ def test_equal_nests_share_a_function():
 
 def test_every_architecture_has_a_version():
     assert {(8, 0), (9, 0)} <= VERSIONS.keys()
+
+
+def test_what_is_read_under_a_condition_is_read_at_once_where_it_holds_for_a_thread():
+    """Borders between the elements of two threads are asked once; elsewhere all lanes are."""
+
+    def halves(x):
+        a, b = x.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+
+    text = device_of(halves, torch.randn(64, 128).to(HALF)).text
+    assert count(r"ld\.global\S*\.v4", text) == 2 and not count(r"ld\.global\S*\.[bu]16", text)
+    text = device_of(lambda x: F.pad(x * 2, (0, 7)), torch.randn(64, 64).to(HALF)[:, :57]).text
+    assert count(r"ld\.global\S*\.[bu]16", text) == 8 and count(r"ld\.global\S*\.v4", text) == 1
+
+
+def test_batch_norms_over_channels_side_by_side_are_cut_for_all_processors():
+    """Images and places are one fold, in parts; a block for each of them."""
+    x = torch.randn(16, 256, 28, 28).to(HALF).to(memory_format=torch.channels_last)
+    kernels = device_of(lambda x: x.float().sum((0, 2, 3)), x).starts
+    (first, *_), *_ = kernels
+    assert first.blocks >= 64, first.blocks
