@@ -6,7 +6,7 @@ from __future__ import annotations
 #: attention, sorting, transforms, linear algebra.
 CALLED: dict[str, str] = {
     "logcumsumexp": "two functions for each value that waits for the one before",
-    "index_put": "updates of few rows, in place where nobody reads the old value; of numbers loops (ordered.py)",
+    "index_put": "updates of few rows, in place where nobody reads the old value; see ordered.py",
     "scatter": "the same",
     "scatter_add": "the same",
     "scatter_reduce": "places may repeat: eager's order decides; in place where nobody reads the old value",

@@ -149,9 +149,9 @@ class DeviceValues(Values):
             return fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory).to(held)
         if step == 1 and mask is not None and stored.kind != "i1":
             return self.at_once_if_all(term, mask).to(held)
-        return self.one_by_one(term, mask, step).to(held)
+        return self.each_lane(term, mask, step).to(held)
 
-    def one_by_one(self, term: Load, mask: Value | None, step: int | None) -> Value:
+    def each_lane(self, term: Load, mask: Value | None, step: int | None) -> Value:
         """The elements of all lanes, each by itself; without the mask it is the first of the buffer."""
         fn, base, stored = self.fn, self.pointers[term.buffer], TYPES[term.dtype]
         result = Value(fn, "poison", stored.wide(self.lanes))
@@ -176,7 +176,7 @@ class DeviceValues(Values):
         whole_value = fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory)
         fn.jump(after)
         fn.start(apart)
-        parts = self.one_by_one(term, mask, 1)
+        parts = self.each_lane(term, mask, 1)
         fn.jump(after)
         fn.start(after)
         found = fn.phi(memory)
