@@ -407,7 +407,7 @@ def is_pointwise(node: Node) -> bool:
     more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}
     if more and LOWER[name_of(node.op)] is _elementwise:
         return False  # a variant of the op with more arguments
-    if name_of(node.op) == "cat" and len(node.args[0]) > PIECES and large(spec):
+    if name_of(node.op) == "cat" and len(node.args[0]) > (PIECES if large(spec) else SMALL_PIECES):
         return False
     if name_of(node.op) in TERNARY and (node.kwargs or not spec.dtype.is_floating_point):
         return False
@@ -418,8 +418,9 @@ def is_pointwise(node: Node) -> bool:
     return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
 
 
-#: Tensors that are joined in loops: of more, each element would ask which one it is of.
-PIECES = 8
+#: Tensors that are joined in loops, also where the result is small: of more, each element would ask which
+#: one it is of, in code whose compilation takes more than a second.
+PIECES, SMALL_PIECES = 8, 48
 
 
 def large(spec: TensorSpec) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -64,11 +63,9 @@ class fake(FakeMode):  # noqa: N801
         super().__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self.moves.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.moves.__exit__(*error)
         if self.compiling:
             torch.compiler._is_compiling_flag = self.before
 
