@@ -109,8 +109,20 @@ SCALED: dict[str, Callable[..., Any]] = {
     "addcdiv": lambda a, b, *, value: value * a / b,
 }
 
-#: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them.
-STAND_INS: dict[Any, Any] = {torch.tensor: joined, functional.scaled_dot_product_attention: masks.attention}
+
+def packed(pool: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """What a pool gives, in eager's layout: its own kernel on CPUs, where no gradient is asked, packs."""
+    result = pool(x, *args, **kwargs)
+    other = x.requires_grad and torch.is_grad_enabled() or x.device.type != "cpu"
+    return result if other or isinstance(result, tuple) else result.contiguous()
+
+
+#: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them, or
+#: ask whether a tensor is of torch's own class.
+STAND_INS: dict[Any, Any] = {
+    torch.tensor: joined, functional.scaled_dot_product_attention: masks.attention,
+    **{pool: functools.partial(packed, pool) for pool in (functional.max_pool1d, torch.max_pool1d)},
+}  # fmt: skip
 
 
 def interpret(

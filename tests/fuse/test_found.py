@@ -274,6 +274,14 @@ def test_parts_of_conjugates():
     assert torch.equal(kiln.compile(lambda n: n * 2 + 1, backend="kiln")(negative), negative * 2 + 1)
 
 
+def test_pools_of_rows_are_packed_where_eagers_are():
+    x = torch.randn(2, 16, 24).transpose(1, 2)
+    for pool in (lambda x: F.max_pool1d(x * 2, 2), torch.nn.MaxPool1d(3), lambda x: torch.max_pool1d(x + 1, 2)):
+        for given in (x, x.clone().requires_grad_()):
+            kiln.reset()
+            assert kiln.compile(pool, backend="kiln")(given).stride() == pool(given).stride()
+
+
 def test_many_tensors():
     same(lambda *given: functools.reduce(torch.add, given), *[torch.randn(3) for _ in range(300)])
     same(lambda x: tuple(x + i for i in range(70)), torch.randn(3))
