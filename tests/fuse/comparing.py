@@ -6,6 +6,7 @@ disturbed: a compiled result may be as far from the exact one as these are. A fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,18 +88,21 @@ def compare(program: Program, compiled: Callable[..., Any]) -> Ran:
 
 def same(program: Program, eager: Ran, mine: Ran, exact: Ran, others: list[Ran]) -> None:
     """The results, inputs and gradients of one call are near those of another."""
+    # Where eager's own type is the widest there is, its sums of many are no more exact than the compiled ones.
+    longest = max([math.prod(one.shape) for one in program.inputs], default=1)
+    widest = torch.finfo(torch.float64).eps * math.sqrt(longest) / 16
     for what in ("results", "inputs"):
-        near(what, getattr(eager, what), getattr(mine, what), getattr(exact, what), [getattr(o, what) for o in others], 4.0)
+        near(what, getattr(eager, what), getattr(mine, what), getattr(exact, what), [getattr(o, what) for o in others], 4.0, widest)
     if not any(o.backward_error for o in (eager, exact, *others)):
         # A gradient may have gone through narrower types, whose rounding eager happens to have done away with.
         given = {one.dtype for one in program.inputs} | {h for h in ("f16", "bf16", "f32") if h in program.text()}
         halves = [torch.finfo(PLAIN[h]).eps / 512 for h in ("f16", "bf16") if h in given]
         single = [torch.finfo(torch.float32).eps / 64] if "f32" in given or ".float()" in program.text() else []
-        least = max(halves + single, default=0.0)
+        least = max([widest, *halves, *single])
         near("gradients", eager.gradients, mine.gradients, exact.gradients, [o.gradients for o in others], 16.0, least)
 
 
-def near(what: str, eager: list[Any], mine: list[Any], exact: list[Any], others: list[list[Any]], slack: float, least: float = 0.0) -> None:
+def near(what: str, eager: list[Any], mine: list[Any], exact: list[Any], others: list[list[Any]], slack: float, least: float) -> None:
     """The results of one kind, each no further from the exact one than eager's, in some units of the last place."""
     assert len(eager) == len(mine), f"{len(mine)} {what}, eager {len(eager)}"
     for place, (a, b, c) in enumerate(zip(eager, mine, exact, strict=True)):
@@ -107,8 +111,8 @@ def near(what: str, eager: list[Any], mine: list[Any], exact: list[Any], others:
         if a is None or c is None:
             continue
         if what == "gradients":  # without a history; eager's running maximum gives an empty input itself for its gradient
-            assert not b.requires_grad, f"{where} requires grad"
-            a = a.detach()
+            assert a.requires_grad or not b.requires_grad, f"{where} requires grad"
+            a, b = a.detach(), b.detach()
         for name in ("dtype", "shape", "requires_grad"):
             assert getattr(a, name) == getattr(b, name), f"{where}.{name}: {getattr(b, name)}, eager {getattr(a, name)}"
         if what != "gradients" and a.numel():  # the strides of what has one place mean nothing
