@@ -60,6 +60,8 @@ def lookup(cls: type, name: str) -> Any:
 
 def show(value: Any, limit: int = 60) -> str:
     """A short text of a value for a recompile reason."""
+    if type(value) in (list, tuple):  # of hundreds of tensors those are printed whose text is shown
+        value = value[: limit // 3 + 1]
     try:
         text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
     except Exception:  # the program's own code

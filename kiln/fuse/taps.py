@@ -107,10 +107,19 @@ def spoilt(out: torch.Tensor, x: torch.Tensor, dim: int, matrix: Entries) -> tor
     rows, columns = matrix.mixed()
     if len(rows) == matrix.shape[0] == matrix.shape[1]:  # each element twice, once with the weight 0
         return out + x * 0
-    for end in {*columns.tolist()} & {0, matrix.shape[1] - 1}:
-        here = np.isin(np.arange(matrix.shape[0]), rows[columns == end])
+    by_row = len({*rows.tolist()}) < len({*columns.tolist()})
+    fixed, others = (rows, columns) if by_row else (columns, rows)
+    # Beyond the ends, elements repeat.
+    for end in {*fixed.tolist()} & {0, matrix.shape[0 if by_row else 1] - 1}:
+        found = others[fixed == end]
+        here = np.isin(np.arange(matrix.shape[0]), end if by_row else found)
         mask = torch.from_numpy(here).view([-1, *[1] * (x.dim() - 1 - dim)])
-        out = torch.where(mask, out + x.narrow(dim, end, 1) * 0, out)
+        if by_row:
+            read = aten.index(x, [None] * dim + [torch.from_numpy(found)])
+            nothing = (read * 0).sum(dim, keepdim=True)
+        else:
+            nothing = x.narrow(dim, end, 1) * 0
+        out = torch.where(mask, out + nothing, out)
     return out
 
 
@@ -198,7 +207,7 @@ def places_of(size: int, out: int, corners: bool, scale: float | None, dtype: An
     step = dtype(1.0 / scale) if scale is not None and scale > 0 else dtype(size) / dtype(out)
     half = dtype(0.5)
     # Eager's compiler joins the product and the difference in one rounding.
-    found = ((turns + half).astype(np.float64) * np.float64(step) - 0.5).astype(dtype)
+    found = ((turns + half).astype(np.longdouble) * step - 0.5).astype(dtype)
     return found if cubic else np.maximum(found, dtype(0))
 
 
@@ -290,6 +299,8 @@ def _interpolating(kind: Callable[..., Entries]) -> tuple[Callable[..., Any], Ca
     def backward(grad: torch.Tensor, sizes: Any, shape: Any, corners: bool, *scales: Any) -> Any:
         if not _known(grad.shape, shape):
             return NotImplemented
+        if kind is cubic and grad.shape == tuple(shape):
+            return grad.clone()  # eager's forward adds neighbours by weights of 0, its gradient does not
         return resampled(grad, [m.transposed() for m in matrices(grad, shape[2:], sizes, corners, scales)])
 
     return forward, backward

@@ -18,6 +18,11 @@ KEEPING: dict[Any, tuple[int, ...]] = {
     aten.reflection_pad3d.default: (5,),
     aten.replication_pad2d.default: (4,),
     aten.replication_pad3d.default: (5,),
+    aten.upsample_nearest2d.default: (4,),
+    aten._upsample_nearest_exact2d.default: (4,),
+    aten.upsample_bilinear2d.default: (4,),
+    aten.upsample_bicubic2d.default: (4,),
+    aten.upsample_trilinear3d.default: (5,),
 }
 
 

@@ -295,3 +295,11 @@ def test_a_backward_compiled_inside_a_region_is_not_captured():
 
     x, y = (torch.linspace(0, 1, 5).requires_grad_() for _ in range(2))
     torch.testing.assert_close(kiln.compile(step, backend="kiln")(x), step(y))
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (3, 0)])
+def test_gradients_of_what_is_empty_have_no_history(shape):
+    x = torch.empty(shape, requires_grad=True)
+    y = kiln.compile(lambda a: a.cummax(0)[0], backend="kiln", fullgraph=True)(x)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert gradient.shape == x.shape and not gradient.requires_grad

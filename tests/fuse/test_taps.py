@@ -71,6 +71,38 @@ def test_infinite_neighbours_stay_outside():
     check(lambda g: aten.upsample_bilinear2d_backward(g, [8, 8], [1, 1, 5, 5], False, None, None), x)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+@pytest.mark.parametrize(("mode", "corners"), [("bilinear", True), ("bicubic", True), ("bicubic", False)])
+def test_infinite_gradients_are_added_as_often_as_eager_adds_them(mode, corners, place):
+    g = rand(1, 2, 5, 5)
+    g[0, 0, place, place] = torch.inf
+    backward = getattr(aten, f"upsample_{mode}2d_backward")
+    for n in (1, 2, 5):
+        check(lambda g: backward(g * 2, [5, 5], [1, 2, n, n], corners, None, None), g)
+
+
+def test_shares_of_double_precision_are_rounded_once():
+    x = torch.full((1, 1, 1, 1), torch.inf, dtype=torch.float64)
+    check(lambda a: F.interpolate(a, size=(5, 5), mode="bilinear"), x)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_images_of_one_channel_or_one_place_stay_channels_last(mode):
+    weight = rand(4, 1, 3, 3)
+    for shape, size, f in (
+        ((2, 1, 8, 8), (4, 5), lambda a: a),
+        ((2, 3, 1, 1), (1, 1), lambda a: a),
+        ((2, 1, 8, 8), (4, 5), lambda a: F.conv2d(a, weight).relu()),
+        ((2, 1, 8, 8), (4, 5), lambda a: torch.cat([a, a], 1)),
+    ):
+        x = rand(*shape).to(memory_format=torch.channels_last)
+        resized = lambda a, f=f, size=size: f(F.interpolate(a * 2, size=size, mode=mode))  # noqa: E731
+        kiln.reset()
+        got, expected = kiln.compile(resized, fullgraph=True)(x), resized(x)
+        torch.testing.assert_close(got, expected)
+        assert got.stride() == expected.stride()
+
+
 def test_interpolation_in_training_and_with_symbolic_sizes():
     def f(x):
         return F.interpolate(x.tanh(), scale_factor=2, mode="bilinear").sin()
