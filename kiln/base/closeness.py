@@ -28,7 +28,8 @@ def close(mine: Sequence[Any], eager: Sequence[Any]) -> bool:
 
 def worth(nodes: Iterable[Node]) -> bool:
     """Whether the values of these nodes are on the CPU, of known size, and take little enough memory."""
-    specs: list[TensorSpec] = [spec for node in nodes for spec in tensors([node.spec])]
-    if any(spec.device.type != "cpu" or not all(type(n) is int for n in spec.shape) for spec in specs):
+    specs: list[TensorSpec] = list(tensors([node.spec for node in nodes]))
+    shapes = {spec.shape for spec in specs}
+    if {spec.device.type for spec in specs} - {"cpu"} or any(type(n) is not int for s in shapes for n in s):
         return False
     return bool(sum(prod(spec.shape) * spec.dtype.itemsize for spec in specs) <= WORTH)

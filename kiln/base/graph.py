@@ -159,11 +159,16 @@ class Graph:
         names[name] = 0
         return name
 
+    def take_names(self, nodes: Iterable[Node]) -> None:
+        """Let new names be others than these nodes have, which differ already."""
+        self._names.update(dict.fromkeys([node.name for node in nodes], 0))
+
     def users(self) -> dict[Node, list[Node]]:
         """The nodes that read each node, once each, in order; what only outputs read has none."""
         users: dict[Node, list[Node]] = {node: [] for node in (*self.inputs, *self.nodes)}
         for node in self.nodes:
-            for read in dict.fromkeys(node.inputs()):
+            reads = node.inputs()
+            for read in dict.fromkeys(reads) if len(reads) > 1 else reads:
                 users[read].append(node)
         return users
 
@@ -271,13 +276,15 @@ def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], An
     """The graph, changed in place, with other nodes where `instead` gives some and the value of theirs."""
     replaced: dict[Node, Any] = {}
     nodes: list[Node] = []
-    unread = {node for node, users in graph.users().items() if not users}
+    read = {one for node in graph.nodes for one in node.inputs()}
+    unread = {node for node in graph.nodes if node not in read}
 
     def value(leaf: Any) -> Any:
         return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
 
     for node in graph.nodes:
-        node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+        if not replaced.keys().isdisjoint(node.inputs()):
+            node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
         found = instead(node)
         if found is None:
             nodes.append(node)

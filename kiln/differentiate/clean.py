@@ -151,6 +151,11 @@ def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any,
             # It is only copied from; but autograd must know it apart from the other result.
             new[i] = graph.call(aten.alias.default, (new[i],), {}, new[i].spec)
         seen.add(new[i])
+    for i in range(len(results.values), len(new)):
+        if type(new[i]) is Node and (root := root_of(new[i])).op is INPUT and not root.backward:
+            # Eager gives an empty argument for its own gradient, with its history.
+            new[i] = copied(graph, new[i])
+            new[i].backward = True
     return tuple(new)
 
 

@@ -91,23 +91,28 @@ class Parts:
         later: set[Node] = set()
         for place in range(len(self.backward) - 1, -1, -1):
             node = self.backward[place]
-            read = dict.fromkeys(self.bases[n] for n in node.inputs())
+            reads = node.inputs()
+            read = {self.bases[n] for n in reads}
             use = first.get(node)
-            if use is None or node in given or kind(node.op).acts or kind(node.op).random:
-                if use is None and node not in given and not kind(node.op).acts:
+            what = kind(node.op)
+            if use is None or node in given or what.acts or what.random:
+                if use is None and node not in given and not what.acts:
                     later.add(node)  # nobody reads it
                     continue
                 places[node] = place
             else:
-                held = sum(nbytes(n.spec) for n in read if n.op is not INPUT and until.get(n, -1) < use)
+                held = sum([nbytes(n.spec) for n in read if n.op is not INPUT and until.get(n, -1) < use])
                 sinks = held < (nbytes(node.spec) if self.bases[node] is node else 0) or not held
                 places[node] = use if sinks else place
                 if sinks:
                     later.add(node)
-            for n in node.inputs():
-                first[n] = min(first.get(n, places[node]), places[node])
+            due = places[node]
+            for n in reads:
+                if first.get(n, due) >= due:
+                    first[n] = due
             for n in read:
-                until[n] = max(until.get(n, -1), places[node])
+                if until.get(n, -1) < due:
+                    until[n] = due
         return later
 
     def _forward(self, tensors: Sequence[Node], numbers: Sequence[Any]) -> Graph:
@@ -210,7 +215,8 @@ class Builder:
         specs = [n.spec for n in self.made.values() if isinstance(n.spec, TensorSpec)]
         inputs = [n.spec for n in self.made.values() if n.op is INPUT and isinstance(n.spec, TensorSpec)]
         bound = {size for spec in inputs for size in spec.shape if isinstance(size, Symbol)}
-        sizes = {size for spec in specs for size in (*spec.shape, *spec.stride) if isinstance(size, Expr)}
+        runs = {run for spec in specs for run in (spec.shape, spec.stride)}
+        sizes = {size for run in runs for size in run if isinstance(size, Expr)}
         return {s for size in sizes for s in size.symbols()} - bound
 
     def in_order(self, order: Iterable[Node]) -> None:
@@ -229,7 +235,6 @@ class Builder:
                 named.append(self.packed.get(value) or self.made[value])
         graph.inputs = named
         graph.nodes = self.nodes
-        for node in (*named, *self.nodes):
-            graph.name(node.name)
+        graph.take_names((*named, *self.nodes))
         graph.outputs = tuple(self.made[out] if type(out) is Node else out for out in outputs)
         return graph.check()

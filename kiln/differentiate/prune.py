@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,12 +57,11 @@ def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
     the other summand, a gradient that would be zero is None, as in autograd; elsewhere zeros take its place.
     """
     absent = {node for node, bits in reach(graph, tangents).items() if bits and not bits & present}
-    inputs = [replace(node) for node in graph.inputs]
+    inputs = [node.over((), {}) for node in graph.inputs]
     made = {node: twin for node, twin in zip(graph.inputs, inputs, strict=True) if node not in absent}
     zeros: dict[Node, Node] = {}
     new = Graph()
-    for node in (*graph.inputs, *graph.nodes):
-        new.name(node.name)
+    new.take_names((*graph.inputs, *graph.nodes))
 
     def leaf(value: Any) -> Any:
         if type(value) is not Node:
@@ -82,7 +80,7 @@ def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
             made[node] = made[rest]
             continue
         args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
-        made[node] = node.over(args, mapped(node.kwargs, leaf))
+        made[node] = node.over(args, mapped(node.kwargs, leaf) if node.kwargs else {})
         new.nodes.append(made[node])
     new.outputs = tuple(
         None if out in absent else made[out] if type(out) is Node else out for out in graph.outputs

@@ -83,9 +83,11 @@ class Expander:
         if function is None:
             return None
         try:
-            key = op, _key(node.args), _key(tuple(node.kwargs.items())), _key(node.spec)
-            if key in self._templates:
-                return self._templates[key]
+            given = _key(tuple(node.kwargs.items())) if node.kwargs else ()
+            key = id(op), _key(node.args), given, _key(node.spec)
+            return self._templates[key]
+        except KeyError:
+            pass
         except TypeError:
             key = None
         # While it is worked out, the op itself stands for it: an expansion may call its own op.

@@ -11,6 +11,7 @@ import torch
 from kiln.base.conditions import eq
 from kiln.base.graph import Node, Spec, TensorSpec
 from kiln.ops.fake import FakeTensor
+from kiln.ops.layout import CHANNELS_LAST_ORDER, suggests_channels_last
 from kiln.ops.record import Recording, spec_of
 from kiln.ops.table import aten
 
@@ -38,8 +39,9 @@ def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> A
     if moved:
         out = restride(out, shape, stride)
     node = recording.node(out)
-    gaps = moved and _differ(settled(spec_of(out).stride), stride, shape) and _apart(shape, stride)
-    if gaps:
+    made = settled(spec_of(out).stride)
+    gaps = moved and _differ(made, stride, shape) and _apart(shape, stride)
+    if gaps or _read_otherwise(shape, made, stride):
         own = replace(node.spec, stride=stride, offset=0)
         return recording.graph.call(aten.clone.default, (node,), spec=own)
     return recording.node(out.clone()) if node in inputs else node
@@ -55,6 +57,15 @@ def _differ(found: tuple[Any, ...], wanted: tuple[Any, ...], shape: tuple[Any, .
     if 0 in shape:
         return False
     return any(n != 1 and a != b and not _equal(a, b) for n, a, b in zip(shape, found, wanted, strict=True))
+
+
+def _read_otherwise(shape: tuple[Any, ...], found: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+    """Whether kernels take one layout for channels-last, not the other: by the strides of extents of 1."""
+    if found == wanted or len(shape) not in CHANNELS_LAST_ORDER or 1 not in shape:
+        return False
+    if any(type(n) is not int for n in (*shape, *found, *wanted)) or _differ(found, wanted, shape):
+        return False
+    return suggests_channels_last(shape, found) != suggests_channels_last(shape, wanted)
 
 
 def _same(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:

@@ -21,8 +21,8 @@ WIDE = (torch.float32, torch.float64)
 
 def in_steps(graph: Graph) -> Graph:
     """The graph, changed in place, with log-softmax in steps where gradients are computed from its result."""
-    users = graph.users()
-    chosen = {node for node in graph.nodes if is_log_softmax(node) and any(u.backward for u in users[node])}
+    later = {read for node in graph.nodes if node.backward for read in node.inputs()}
+    chosen = {node for node in graph.nodes if is_log_softmax(node) and node in later}
     if not chosen:
         return graph
     shown = {*graph.inputs, *map(base, nodes_in(graph.outputs))}

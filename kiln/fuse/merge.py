@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from kiln.base.arithmetic import without_quotients
 from kiln.base.expressions import FLOORDIV, from_poly
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
-from kiln.fuse.nest import Apply, Axis, Computed, Fold, Load, Nest, Place, Store, Term, terms
+from kiln.fuse.nest import Apply, Axis, Buffer, Computed, Fold, Load, Nest, Place, Store, Term, terms
 
 
 def merged(nest: Nest, scope: Scope) -> Nest:
@@ -99,8 +100,10 @@ def with_one(nest: Nest, place: int, scope: Scope) -> Nest:
     return replace(nest, axes=(*nest.axes[:place], joined, *nest.axes[place + 2 :]), stores=stores)
 
 
-def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:
-    """The stores with every index changed."""
+def rewritten(
+    stores: list[Store], moved: Callable[[Any], Any], others: Mapping[Buffer, Buffer] = MappingProxyType({})
+) -> list[Store]:
+    """The stores with every index changed, and with other buffers."""
     made: dict[int, Term] = {}
 
     def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
@@ -109,7 +112,7 @@ def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:
     for term in terms(store.value for store in stores):
         new: Term = term
         if isinstance(term, Apply):
-            new = replace(term, args=tuple([made[id(a)] for a in term.args]))
+            new = Apply(term.op, tuple([made[id(a)] for a in term.args]), term.dtype)
         elif isinstance(term, Fold):
             place = None if term.place is None else made[id(term.place)]
             new = replace(term, value=made[id(term.value)], place=place)
@@ -117,6 +120,10 @@ def rewritten(stores: list[Store], moved: Callable[[Any], Any]) -> list[Store]:
             new = replace(term, index=moved(term.index), places=places(term.places))
         elif isinstance(term, Load):
             valid = None if term.valid is None else made[id(term.valid)]
-            new = replace(term, index=moved(term.index), valid=valid, places=places(term.places))
+            buffer = others.get(term.buffer, term.buffer)
+            new = Load(buffer, moved(term.index), term.dtype, valid, places(term.places))
         made[id(term)] = new
-    return [replace(s, index=moved(s.index), value=made[id(s.value)]) for s in stores]
+    return [
+        replace(s, buffer=others.get(s.buffer, s.buffer), index=moved(s.index), value=made[id(s.value)])
+        for s in stores
+    ]

@@ -158,6 +158,8 @@ class Nest:
     part: Part | None = None
     ordered: bool = False
     """Whether the turns of reduced axes see what those before them stored."""
+    like: Nest | None = None
+    """A nest that differs from this one in its buffers alone: code for it is code for this one."""
 
     @property
     def kept(self) -> tuple[Axis, ...]:
@@ -182,6 +184,11 @@ class Nest:
         """The buffers that are read and those that are written, in order of first use."""
         read = [t.buffer for t in terms(s.value for s in self.stores) if isinstance(t, Load)]
         return list(dict.fromkeys(read)), list(dict.fromkeys(s.buffer for s in self.stores))
+
+    def used(self) -> list[Buffer]:
+        """All buffers: first those that are read."""
+        reads, writes = self.buffers()
+        return list(dict.fromkeys([*reads, *writes]))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -219,15 +226,15 @@ def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:
     """All terms below the roots, once each, children first."""
     seen: set[int] = set()
     ordered: list[Term] = []
+    for root in roots:
+        _visit(root, seen, ordered)
+    return ordered
 
-    def visit(term: Term) -> None:
-        if id(term) in seen:
-            return
+
+def _visit(term: Term, seen: set[int], ordered: list[Term]) -> None:
+    # Not a closure: one that calls itself is garbage that only a collection frees.
+    if id(term) not in seen:
         seen.add(id(term))
         for child in children(term):
-            visit(child)
+            _visit(child, seen, ordered)
         ordered.append(term)
-
-    for root in roots:
-        visit(root)
-    return ordered

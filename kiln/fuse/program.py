@@ -13,6 +13,7 @@ from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.ordered import Update, nests_of
+from kiln.fuse.parts import fuse_parts
 from kiln.fuse.peel import peeled
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
@@ -70,7 +71,9 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
     def steps_of(part: Graph) -> list[Step]:
         return Finishing(Fuser(part, exact, fusing.largest, fusing.cuts.runs).run(), fusing.cuts).steps()
 
-    steps = fuse_repeats(graph, steps_of)
+    steps = fuse_parts(graph, steps_of)
+    if steps is None:
+        steps = fuse_repeats(graph, steps_of)
     return Program(graph, [*steps, *left_over(graph, steps)])
 
 

@@ -153,12 +153,21 @@ class Writer:
         self.nests: dict[str, str] = {}
         self.entries: dict[str, str] = {}
         self.declared: dict[str, str] = {}
+        self.written: dict[Any, tuple[str, list[Any], Any]] = {}
 
-    def nest(self, nest: Nest, schedule: Schedule) -> tuple[Emitter, str]:
-        """What was emitted for a nest, and the name of its function."""
-        emitter = Emitter(nest, self.width >> schedule.narrower, schedule)
-        self.declared.update(emitter.module.declarations())
-        return emitter, self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
+    def nest(self, nest: Nest, alone: bool, schedule: Schedule) -> tuple[str, list[Any], Any]:
+        """The name of a nest's function, the sizes that it is given and its tasks: alike, of any length."""
+        key = nest.like or nest, alone, schedule
+        if key not in self.written:
+            general, lengths = (nest, {}) if alone else of_any_length(nest)
+            emitter = Emitter(general, self.width >> schedule.narrower, schedule)
+            self.declared.update(emitter.module.declarations())
+            name = self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
+            tasks = emitter.tasks()
+            if isinstance(tasks, Expr) and lengths:
+                tasks = tasks.evaluate(lengths)
+            self.written[key] = name, [lengths.get(s, s) for s in emitter.sizes], tasks
+        return self.written[key]
 
     def entry(self, module: Module) -> str:
         """The name of the function of a stage."""
@@ -201,15 +210,10 @@ class Entries:
 
         total: Any = 0
         for nest in nests:
-            general, lengths = of_any_length(nest) if len(nests) > 1 else (nest, {})
-            emitter, body = self.writer.nest(general, self.schedule)
-            tasks = emitter.tasks()
-            if isinstance(tasks, Expr) and lengths:
-                tasks = tasks.evaluate(lengths)
-            given = [
-                fn.load(fn.at(fn.parameters["buffers"], self.buffers[b], I64), PTR) for b in emitter.buffers
-            ]
-            given += [size(lengths.get(s, s)) for s in emitter.sizes]
+            body, sizes, tasks = self.writer.nest(nest, len(nests) == 1, self.schedule)
+            buffers = [self.buffers[b] for b in nest.used()]
+            given = [fn.load(fn.at(fn.parameters["buffers"], place, I64), PTR) for place in buffers]
+            given += map(size, sizes)
             low, high = first, last
             if len(nests) > 1:
                 start, end = size(total), size(total + tasks)

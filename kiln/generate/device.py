@@ -83,9 +83,13 @@ class Writer:
     def stage(self, nests: Sequence[Nest]) -> list[Started]:
         """What is started for a stage: nests that differ in their lengths alone at once."""
         alike: dict[Any, list[Entry]] = {}
+        forms: dict[Nest, Form] = {}
         for nest in nests:
-            entry = Entry(nest, of_any_length(nest) if len(nests) > 1 else None)
-            alike.setdefault(entry.body(), []).append(entry)
+            first = nest.like or nest
+            if first not in forms:
+                forms[first] = Form.of(nest, of_any_length(nest) if len(nests) > 1 else None)
+            form = forms[first]
+            alike.setdefault(nest if form.body is None else form.body, []).append(Entry(nest, form))
         return [started for same in alike.values() for started in self.starts(same)]
 
     def starts(self, same: Sequence[Entry]) -> list[Started]:
@@ -101,12 +105,12 @@ class Writer:
     def at_once(self, same: Sequence[Entry]) -> Started:
         if len(same) == 1:
             return self.start(same[0].nest)
-        emitter = TableEmitter(same[0].emitter.nest, self.aligned, power_of_two(len(same)))
+        emitter = TableEmitter(same[0].form.general, self.aligned, power_of_two(len(same)))
         words: list[Any] = []
         total = 0
         for entry in same:
             words += [total, *entry.given()]
-            total += entry.blocks()
+            total += entry.form.blocks
         for _ in range(len(same), emitter.entries):
             words += [total, *[None] * (emitter.words - 1)]
         nests = tuple([entry.nest for entry in same])
@@ -120,25 +124,38 @@ class Writer:
         return self.functions[body]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Form:
+    """A nest as one of any length, where it has such a form: its sizes, and the blocks for its own length.
+
+    Nests that have a `body` in common are started at once; without one a nest is started alone.
+    """
+
+    general: Nest
+    body: str | None
+    sizes: tuple[Any, ...] = ()
+    blocks: int = 0
+
+    @staticmethod
+    def of(nest: Nest, general: tuple[Nest, dict[Any, int]] | None) -> Form:
+        if general is None:
+            return Form(nest, None)
+        emitter, lengths = GridEmitter(general[0]), general[1]
+        sizes = tuple([lengths.get(s, s) for s in emitter.sizes])
+        blocks = int(evaluate(emitter.blocks(), lengths))
+        return Form(general[0], emitter.module.definitions(), sizes, blocks)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Entry:
-    """A nest as an entry of a table, where it has a form for any length."""
+    """A nest as an entry of a table."""
 
-    def __init__(self, nest: Nest, general: tuple[Nest, dict[Any, int]] | None) -> None:
-        self.nest = nest
-        if general is not None:
-            self.emitter, self.lengths = GridEmitter(general[0]), general[1]
-        self.alone = general is None
-
-    def body(self) -> Any:
-        """What nests have in common that are started at once."""
-        return self.nest if self.alone else self.emitter.module.definitions()
+    nest: Nest
+    form: Form
 
     def given(self) -> list[Any]:
         """What follows the number of its first block: buffers and sizes."""
-        return [*self.emitter.buffers, *[self.lengths.get(s, s) for s in self.emitter.sizes]]
-
-    def blocks(self) -> int:
-        return int(evaluate(self.emitter.blocks(), self.lengths))
+        return [*self.nest.used(), *self.form.sizes]
 
 
 def function(body: str, declared: dict[str, str], grid: Grid, version: int = 0) -> Function:

@@ -10,7 +10,6 @@ from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.lower import DIVISIONS
 from kiln.fuse.nest import (
     Apply,
-    Buffer,
     Computed,
     Const,
     Load,
@@ -50,8 +49,7 @@ class Values(Reads):
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
         self.nest, self.module, self.schedule = nest, Module(), schedule
-        reads, writes = nest.buffers()
-        self.buffers: list[Buffer] = list(dict.fromkeys([*reads, *writes]))
+        self.buffers = nest.used()
         self.sizes = symbols_of(nest)
         parameters = [(f"b{i}", PTR) for i in range(len(self.buffers))]
         parameters += [(f"s{i}", I64) for i in range(len(self.sizes))]
@@ -118,19 +116,17 @@ class Values(Reads):
     def pending(self, root: Term) -> list[Term]:
         """The terms below `root` that are not computed yet, children first."""
         ordered: list[Term] = []
-        seen: set[int] = set()
-
-        def visit(term: Term) -> None:
-            if id(term) in seen or self.known(term) is not None:
-                return
-            seen.add(id(term))
-            kept = self.kept_rows.get(id(term))
-            for child in self.needed(term) if kept is None or self.now == kept[0] else ():
-                visit(child)
-            ordered.append(term)
-
-        visit(root)
+        self._visit(root, set(), ordered)
         return ordered
+
+    def _visit(self, term: Term, seen: set[int], ordered: list[Term]) -> None:
+        if id(term) in seen or self.known(term) is not None:
+            return
+        seen.add(id(term))
+        kept = self.kept_rows.get(id(term))
+        for child in self.needed(term) if kept is None or self.now == kept[0] else ():
+            self._visit(child, seen, ordered)
+        ordered.append(term)
 
     def needed(self, term: Term) -> tuple[Term, ...]:
         """The terms that a term is computed from, given what is decided."""

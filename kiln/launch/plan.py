@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -340,13 +340,15 @@ class Planner:
 
 def plain(node: Node) -> bool:
     """Whether values stand in lists and tuples alone among the arguments of a call."""
+    return _plain(node.args) and _plain(node.kwargs.values())
 
-    def holds(value: Any) -> bool:
-        if type(value) in (list, tuple):
-            return all(map(holds, value))
-        return type(value) not in (dict, slice)
 
-    return all(map(holds, (*node.args, *node.kwargs.values())))
+def _plain(values: Iterable[Any]) -> bool:
+    for value in values:
+        kind = type(value)
+        if kind is dict or kind is slice or ((kind is list or kind is tuple) and not _plain(value)):
+            return False
+    return True
 
 
 def flattened(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -178,8 +178,9 @@ TARGETS: dict[str, tuple[Fusing, Link]] = {
 
 def device_of(graph: Graph) -> torch.device | None:
     """The device that a graph's tensors are on; None where they are on a GPU and elsewhere."""
-    specs = [spec for node in (*graph.inputs, *graph.nodes) for spec in specs_in(node.spec)]
-    found = {spec.device for spec in specs}
+    types = [node.spec for node in (*graph.inputs, *graph.nodes)]
+    found = {spec.device for spec in types if type(spec) is TensorSpec}
+    found |= {one.device for spec in types if type(spec) is not TensorSpec for one in specs_in(spec)}
     if not any(device.type == "cuda" for device in found):
         return torch.device("cpu")
     return found.pop() if len(found) == 1 else None

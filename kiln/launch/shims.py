@@ -94,11 +94,11 @@ SHIMS: dict[str, dict[Any, Shim]] = {"cpu": _ON_CPU, "cuda": _ON_CUDA}
 
 def shim_of(node: Node) -> Shim | None:
     """The C entry for a node, where its op has one that takes such tensors."""
-    where = next((n.spec.device.type for n in node.inputs() if isinstance(n.spec, TensorSpec)), "")
+    specs = [n.spec for n in node.inputs()]
+    where = next((spec.device.type for spec in specs if isinstance(spec, TensorSpec)), "")
     found = SHIMS.get(where, {}).get(node.op)
     if found is None or not function(found.name):
         return None
-    specs = [n.spec for n in node.inputs()]
     specs += [node.spec] if isinstance(node.spec, TensorSpec) else list(node.spec)
     plain = all(
         isinstance(spec, TensorSpec) and spec.device.type == where and not spec.dtype.is_complex
