@@ -68,8 +68,7 @@ class DevicePlanner(Planner):
         """
         if self.program.overwrites.get(node) is not left:
             return super().gives_way(left, node)
-        reads = [read for read in self.events.listed[self.now].reads if self.events.owner(read) is left]
-        return len(reads) == 1 and self.memory[left] == self.now and left.spec == node.spec
+        return self.readings(left) == 1 and self.memory[left] == self.now and left.spec == node.spec
 
     def lodge(self, name: str, spec: TensorSpec, last: int) -> Lodging:
         lodging = super().lodge(name, spec, last)

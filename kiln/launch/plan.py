@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,7 @@ class Planner:
         self.works: dict[int, float] = {}
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
         self.reads_first: Collection[Nest] = ()
+        self.counted: tuple[int, Counter[Node]] = (-1, Counter())
         self.now = 0
 
     def plan(self) -> Plan:
@@ -258,12 +260,18 @@ class Planner:
                 return left
         return None
 
+    def readings(self, left: Node) -> int:
+        """How many values in the memory of this one the step reads that is being planned."""
+        if self.counted[0] != self.now:
+            self.counted = self.now, Counter(map(self.events.owner, self.events.listed[self.now].reads))
+        return self.counted[1][left]
+
     def gives_way(self, left: Node, node: Node) -> bool:
         """Whether a value may be overwritten by another: nothing else needs its memory, and that is ours."""
         events = self.events
         if left in events.kept or left in events.owners or self.memory[left] != self.now:
             return False
-        if sum(events.owner(read) is left for read in events.listed[self.now].reads) != 1:
+        if self.readings(left) != 1:
             return False
         mine, its = left.spec, node.spec
         if (mine.dtype, mine.shape, mine.stride) != (its.dtype, its.shape, its.stride):

@@ -303,3 +303,11 @@ def test_gradients_of_what_is_empty_have_no_history(shape):
     y = kiln.compile(lambda a: a.cummax(0)[0], backend="kiln", fullgraph=True)(x)
     (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert gradient.shape == x.shape and not gradient.requires_grad
+
+
+@pytest.mark.parametrize("f", [F.elu, F.celu, F.selu])
+def test_gradients_at_nan_are_those_of_eagers_vectors(f):
+    x, y = (torch.tensor([math.nan, 1.0, -1.0, 0.0]).repeat(32).requires_grad_() for _ in range(2))
+    kiln.compile(f, backend="kiln", fullgraph=True)(x).sum().backward()
+    f(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
