@@ -115,8 +115,9 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
     able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
     if nest.ordered:
         able = [axis for axis in able if not axis.reduced]
-    if any(fold.running for fold in nest.folds()):  # in order: the last loop is the only one in vectors
-        able = [axis for axis in able if axis not in nest.reduced[:-1]]
+    if len(nest.reduced) > 1 and any(fold.running for fold in nest.folds()):
+        # What the last turns of one loop leave, fewer than a vector, goes on in the next.
+        able = [axis for axis in able if not axis.reduced]
     if not able:
         return None
     computed = terms(s.value for s in nest.stores)

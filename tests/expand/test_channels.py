@@ -47,6 +47,7 @@ def test_few_convolutions_of_groups_or_other_dtypes_stay():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_models(training, monkeypatch):
+    torch.manual_seed(1)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3), nn.ReLU(),
         nn.Conv2d(16, 16, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),

@@ -70,10 +70,13 @@ def compare(function: Any, x: torch.Tensor) -> None:
         as_accurate(program.run(expanded(program.graph(), "prims")), eager, exact)
 
 
+BY_VECTORS = {"elu", "selu", "celu"}  # whose gradients at NaN are those of eager's vectors, not of its leftovers
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_special_values(name: str) -> None:
     for value in SPECIAL:
-        compare(ELEMENTWISE[name], torch.tensor([value, 0.25]))
+        compare(ELEMENTWISE[name], torch.tensor([value, 0.25]).repeat(64 if name in BY_VECTORS else 1))
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])

@@ -25,6 +25,12 @@ def test_sums_and_products_with_what_is_around_them(shape, dim):
     check(lambda a: a.cumsum(dim, dtype=torch.float64), x, kernels=1)
 
 
+@pytest.mark.parametrize("size", [3, 16, 37])
+def test_dimensions_of_several_loops(size):
+    check(lambda a: (a * 3).tile(2).cumsum(-1), rand(size), kernels=1)
+    check(lambda a: (a * 3).repeat(2, 3).cumsum(0), rand(4, size), kernels=1)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_folds_of_the_same_rows(dim):
     x = rand(40, 50)
