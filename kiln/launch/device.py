@@ -11,7 +11,7 @@ import torch
 from kiln._launch import Plan
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import TensorSpec
 from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Program
 from kiln.generate.device import Function, Started, generate
@@ -58,17 +58,9 @@ class DevicePlanner(Planner):
 
     def __init__(self, program: Program, compiled: Sequence[OnDevice], device: tuple[int, int, int]) -> None:
         super().__init__(program, compiled, device)
+        self.unfailing = True  # a fault ends the device's program
         tables = [start.nests for one in compiled for start in one.starts if start.table]
         self.reads_first = {nest for nests in tables for nest in nests}
-
-    def gives_way(self, left: Node, node: Node) -> bool:
-        """Besides what may be overwritten on any machine: inputs that the caller gives these values to.
-
-        On a CPU a kernel may report a fault, after which the program finds its inputs as they were.
-        """
-        if self.program.overwrites.get(node) is not left:
-            return super().gives_way(left, node)
-        return self.readings(left) == 1 and self.memory[left] == self.now and left.spec == node.spec
 
     def lodge(self, name: str, spec: TensorSpec, last: int) -> Lodging:
         lodging = super().lodge(name, spec, last)

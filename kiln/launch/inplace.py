@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection
 
+import torch
+
 from kiln.fuse.nest import Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
 
 
@@ -36,8 +38,20 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
             used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)
+            if not nest.reduced:  # what is loaded by one term is loaded once in a turn
+                later = {b for b in later if len({id(load) for *_, load in loads[b]}) > 1}
             found[written] = [b for b in found[written] if b in used and b not in later]
     return found
+
+
+def never_fails(kernel: Kernel) -> bool:
+    """Whether a kernel finds no fault in any data: all is floats and booleans, no index is data."""
+    nests = [nest for stage in kernel.stages for nest in stage]
+    found = terms(store.value for nest in nests for store in nest.stores)
+    plain = all(term.dtype.is_floating_point or term.dtype is torch.bool for term in found)
+    return plain and not any(nest.ordered for nest in nests) and not any(
+        term.places for term in found if isinstance(term, Load)
+    )  # fmt: skip
 
 
 def _lies_as(number: int, nest: Nest, store: Store, uses: list[tuple[int, Nest, Load]]) -> bool:

@@ -19,7 +19,7 @@ from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
 from kiln.generate.cpu import Code
 from kiln.launch.events import Event, Events, events_of, last_uses, lodgers, native_reads
-from kiln.launch.inplace import heirs
+from kiln.launch.inplace import heirs, never_fails
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, set_up
 from kiln.launch.numbers import Numbers, Settled
@@ -111,6 +111,10 @@ class Planner:
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
         self.reads_first: Collection[Nest] = ()
         self.counted: tuple[int, Counter[Node]] = (-1, Counter())
+        #: Whether nothing can fail in the middle, after which the caller would find inputs half written.
+        self.unfailing = bool(program.overwrites) and all(
+            isinstance(step, Launch) and never_fails(step.kernel) for step in program.steps
+        )
         self.now = 0
 
     def plan(self) -> Plan:
@@ -267,7 +271,13 @@ class Planner:
         return self.counted[1][left]
 
     def gives_way(self, left: Node, node: Node) -> bool:
-        """Whether a value may be overwritten by another: nothing else needs its memory, and that is ours."""
+        """Whether a value may be overwritten by another: nothing else needs its memory, and that is ours.
+
+        Inputs may be that the caller gives these very values to.
+        """
+        if self.program.overwrites.get(node) is left:
+            last = self.readings(left) == 1 and self.memory[left] == self.now
+            return self.unfailing and last and left.spec == node.spec
         events = self.events
         if left in events.kept or left in events.owners or self.memory[left] != self.now:
             return False

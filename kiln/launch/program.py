@@ -108,6 +108,7 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     """A graph of aten ops as native kernels and eager calls, whose machine code other threads may be at."""
     overwrites = graph.overwrites
     graph = determined(graph)
+    graph.overwrites = overwrites
     device = device_of(graph)
     if device is None:
         return Begun(partial(runner, graph, dump.title))
