@@ -38,5 +38,5 @@ def determined(graph: Graph) -> Graph:
         args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
         kwargs, name = mapped(node.kwargs, leaf), made.name(node.name)
         known[node] = made.add(replace(node, args=args, kwargs=kwargs, spec=typed(node.spec), name=name))
-    made.outputs = mapped(graph.outputs, leaf)
+    made.outputs, made.overwrites = mapped(graph.outputs, leaf), graph.overwrites
     return made.check()

@@ -379,14 +379,19 @@ def common_shape(shapes: Sequence[Coords]) -> Coords:
     return tuple([next((n for n in column if hinted(n) != 1), (*column, 1)[0]) for column in wide])
 
 
+def chosen_by(indices: Any) -> tuple[list[int], Coords, int]:
+    """The dimensions that indices choose from, the shape of what they choose, its place in the result."""
+    given = [d for d, index in enumerate(indices) if index is not None]
+    common = common_shape([shape_of(indices[d]) for d in given])
+    together = given == list(range(given[0], given[-1] + 1))
+    return given, common, given[0] if together else 0
+
+
 @lowering("index")
 def _index(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     x, indices = node.args
     shape = shape_of(x)
-    given = [d for d, index in enumerate(indices) if index is not None]
-    common = common_shape([shape_of(indices[d]) for d in given])
-    together = given == list(range(given[0], given[-1] + 1))
-    start = given[0] if together else 0
+    given, common, start = chosen_by(indices)
     chosen, others = coords[start : start + len(common)], list(coords[:start] + coords[start + len(common) :])
     source: list[Any] = []
     for d in range(len(shape)):

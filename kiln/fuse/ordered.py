@@ -15,10 +15,10 @@ from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, argument
 from kiln.fuse.axes import axes_for, coordinates, hinted
 from kiln.fuse.folds import marked
-from kiln.fuse.lower import HALVES, INDICES, common_shape
+from kiln.fuse.lower import HALVES, INDICES, chosen_by
 from kiln.fuse.nest import Nest, Store, Term
 from kiln.fuse.reading import Group, Groups
-from kiln.fuse.views import Coords, broadcast, shape_of, supported
+from kiln.fuse.views import Coords, broadcast, place_of, shape_of, supported
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
@@ -73,12 +73,9 @@ def writes_of(node: Node) -> Writes | None:
 
 def _index_put(node: Node) -> Writes | None:
     shape, indices = shape_of(node), node.args[1]
-    given = [d for d, index in enumerate(indices) if index is not None]
+    given, common, start = chosen_by(indices)
     if any(indices[d].spec.dtype not in INDICES for d in given):
         return None
-    common = common_shape([shape_of(indices[d]) for d in given])
-    together = given == list(range(given[0], given[-1] + 1))
-    start = given[0] if together else 0
     rest = [d for d in range(len(shape)) if d not in given]
     looped = [*rest[:start], *[None] * len(common), *rest[start:]]
     sizes = [shape[d] if d is not None else common[i - start] for i, d in enumerate(looped)]
@@ -128,7 +125,8 @@ def nests_of(groups: Groups, update: Update) -> list[Nest]:
     coords = coordinates(shape_of(node), filled.axes)
     assert coords is not None
     buffer, dtype = groups.buffer(node), node.spec.dtype
-    before = Store(buffer, _place(node, coords), groups.read(filled, node.args[0], coords, None), 0, False)
+    start = groups.read(filled, node.args[0], coords, None)
+    before = Store(buffer, place_of(coords, node.spec), start, 0, False)
 
     axes = marked(axes_for(groups.scope, writes.shape), writes.shape, writes.along)
     loops = Group(update.position, axes, groups.new_terms())
@@ -152,7 +150,7 @@ def nests_of(groups: Groups, update: Update) -> list[Nest]:
         value = terms.const(writes.value, dtype)
     if value.dtype != dtype:
         value = terms.apply("convert", dtype, value)
-    place = _place(node, tuple(target))
+    place = place_of(tuple(target), node.spec)
     old = terms.load(buffer, place, dtype, None)
     assert inside is not None
     if writes.adds:
@@ -162,9 +160,3 @@ def nests_of(groups: Groups, update: Update) -> list[Nest]:
     written = Nest(tuple(axes), [Store(buffer, place, new, 0, False)], ordered=True)
     return [Nest(tuple(filled.axes), [before]), written]
 
-
-def _place(node: Node, coords: Coords) -> Any:
-    index: Any = 0
-    for c, s in zip(coords, node.spec.stride, strict=True):
-        index = index + c * s
-    return index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import field, replace
-from typing import Any
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, nodes_in
@@ -22,7 +21,7 @@ from kiln.fuse.stages import Batch
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.strips import with_sums
 from kiln.fuse.updates import updated
-from kiln.fuse.views import is_map
+from kiln.fuse.views import is_map, place_of
 
 #: Steps back that loops over the same rows are looked for.
 FAR = 8
@@ -219,9 +218,6 @@ class Finishing:
             if node not in self.needed:
                 continue
             coords, value, once = self.groups.natural(group, node)
-            index: Any = 0
-            for c, s in zip(coords, node.spec.stride, strict=True):
-                index = index + c * s
-            buffer = self.groups.buffer(node)
+            buffer, index = self.groups.buffer(node), place_of(coords, node.spec)
             made.stores.append(Store(buffer, index, value, group.terms.phase(value), once))
         return made

@@ -24,7 +24,7 @@ from kiln.fuse.costs import (
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, is_running, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
-from kiln.fuse.views import VIEWS, Coords, is_map, shape_of
+from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
 
 
@@ -131,10 +131,7 @@ class Groups:
             if self.small(group, node):
                 return self.element(group, node, coords, valid)
         spec: TensorSpec = node.spec
-        index: Any = 0
-        for c, s in zip(coords, spec.stride, strict=True):
-            index = index + c * s
-        index = self.scope.simplify(index)
+        index = self.scope.simplify(place_of(coords, spec))
         return group.terms.load(self.buffer(node), index, spec.dtype, valid)
 
     def read_at(self, group: Group, node: Node, coords: Coords) -> None:

@@ -24,6 +24,14 @@ def shape_of(node: Node) -> Coords:
     return spec.shape
 
 
+def place_of(coords: Coords, spec: TensorSpec) -> Any:
+    """Where an element lies in the memory of a tensor, counted from its first."""
+    index: Any = 0
+    for c, s in zip(coords, spec.stride, strict=True):
+        index = index + c * s
+    return index
+
+
 def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coords:
     """Coordinates in a tensor of `shape` that was broadcast to `out`."""
     skip = len(coords) - len(shape)

@@ -46,10 +46,9 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
 
 def never_fails(kernel: Kernel) -> bool:
     """Whether a kernel finds no fault in any data: all is floats and booleans, no index is data."""
-    nests = [nest for stage in kernel.stages for nest in stage]
-    found = terms(store.value for nest in nests for store in nest.stores)
+    found = terms(store.value for nest in kernel.nests for store in nest.stores)
     plain = all(term.dtype.is_floating_point or term.dtype is torch.bool for term in found)
-    return plain and not any(nest.ordered for nest in nests) and not any(
+    return plain and not any(nest.ordered for nest in kernel.nests) and not any(
         term.places for term in found if isinstance(term, Load)
     )  # fmt: skip
 

@@ -106,9 +106,7 @@ def compile_graph(graph: Graph, settings: Settings | None = None, dump: Dump = N
 
 def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun:
     """A graph of aten ops as native kernels and eager calls, whose machine code other threads may be at."""
-    overwrites = graph.overwrites
     graph = determined(graph)
-    graph.overwrites = overwrites
     device = device_of(graph)
     if device is None:
         return Begun(partial(runner, graph, dump.title))
@@ -134,7 +132,7 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     program = fused(graph, settings, fusing, dump)
     outputs, inputs = program.graph.outputs, program.graph.inputs
     program.overwrites = {
-        outputs[i]: inputs[k] for i, k in overwrites.items()
+        outputs[i]: inputs[k] for i, k in graph.overwrites.items()
         if type(outputs[i]) is Node and outputs.count(outputs[i]) == 1 and inputs[k] not in outputs
     }  # fmt: skip
     begun = link(program, device, settings, dump)
