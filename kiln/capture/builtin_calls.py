@@ -20,7 +20,7 @@ from kiln.base.errors import Break
 from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
-from kiln.capture.fake_arrays import FakeArray
+from kiln.capture.fake_arrays import FakeArray, OpenNumber
 from kiln.capture.frame import Frame, UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Mapped, stop_iteration
@@ -115,6 +115,8 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
     if type(value) in symbolic.SYMBOLIC:
         value = symbolic.SEEN_AS[type(value)]()  # all numbers of a type are alike here
+    elif type(value) is OpenNumber:
+        value = value.kind()
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
         if isinstance(hook, types.FunctionType) and not trusted(type(k)):
@@ -163,6 +165,8 @@ def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = args[0]
         if type(value) is FakeArray:
             return m.world.constant(value.__class__)
+        if type(value) is OpenNumber:
+            return m.world.constant(value.kind)
         kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
         return m.world.constant(SEEN_AS.get(kind, kind))
     return m.world.made_class(native(m, type, args, kwargs))

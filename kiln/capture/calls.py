@@ -27,7 +27,7 @@ from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
-from kiln.capture.fake_arrays import FakeArray
+from kiln.capture.fake_arrays import FakeArray, OpenNumber
 from kiln.capture.frame import UserError
 from kiln.capture.iterators import Callback
 from kiln.capture.nodes import Args as Args
@@ -514,6 +514,9 @@ def native(
     parts = list(nested((*args, *kwargs.values())))
     kinds: set[Any] = {type(value) for value in parts}
     if not HOLDERS.isdisjoint(kinds) and symbolic.needs_numbers(function, purity.reads_deeply(function)):
+        for value in parts:
+            if type(value) is OpenNumber:
+                raise value.needed()
         args, kwargs = symbolic.concrete(args), symbolic.concrete(kwargs)
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
         why = "the memory of an array is read"
@@ -528,7 +531,7 @@ def native(
 
 
 BUFFERS = (bytearray, memoryview, array.array)
-HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice}
+HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
 
 

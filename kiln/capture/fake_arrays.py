@@ -1,4 +1,4 @@
-"""Arrays whose contents are tensors of the graph: they look like numpy's and record what is done to them."""
+"""Arrays and numbers whose contents are tensors of the graph; arrays record what is done to them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from kiln.base.errors import Break
 from kiln.base.graph import mapped
+from kiln.capture.frame import Restart
 
 OPERATIONS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
 #: Special methods that are operations on the contents.
@@ -76,6 +78,36 @@ for _name in (*RECORDED, *ASKING, "__len__", "__iter__"):
 
 #: What the special methods do; filled by `arrays`.
 RULES: dict[str, Callable[..., Any]] = {}
+
+
+class OpenNumber:
+    """A Python number that one element of a tensor is, of which nobody knows more yet than its type.
+
+    A program that looks at it breaks where the number was read: capture begins again for that.
+    """
+
+    __slots__ = ("__weakref__", "kind", "reason", "step", "tensor")
+
+    def __init__(self, kind: type, tensor: Any, step: int, reason: Break) -> None:
+        self.kind, self.tensor, self.step, self.reason = kind, tensor, step, reason
+
+    def needed(self) -> Restart:
+        """What is raised where the value is looked at."""
+        return Restart(self.step, self.reason)
+
+
+class Looks:
+    """A special method of OpenNumber; not a Python function, so nobody inlines it."""
+
+    def __get__(self, number: Any, owner: Any = None) -> Any:
+        return self if number is None else functools.partial(self, number)
+
+    def __call__(self, number: OpenNumber, *args: Any) -> Any:
+        raise number.needed()
+
+
+for _name in (*RECORDED, *ASKING, "__hash__", "__ceil__", "__floor__", "__trunc__"):
+    setattr(OpenNumber, _name, Looks())
 
 
 class ArrayMethod:

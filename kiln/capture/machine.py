@@ -19,6 +19,7 @@ from kiln.capture import (
     copies,
     library_calls,
     number_calls,
+    open_numbers,
     operators,
     purity,
     symbolic,
@@ -386,4 +387,4 @@ SAFE_ITERABLES: tuple[type, ...] = (
 )  # fmt: skip
 
 
-__all__ = ["Machine", "builtin_calls", "copies", "library_calls", "number_calls", "torch_calls", "transforms"]
+__all__ = ["Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "torch_calls", "transforms"]

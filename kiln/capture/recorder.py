@@ -22,7 +22,7 @@ from kiln.base.graph import mapped
 from kiln.base.source import Source
 from kiln.capture import computed, nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
-from kiln.capture.fake_arrays import FakeArray
+from kiln.capture.fake_arrays import FakeArray, OpenNumber
 from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
@@ -333,6 +333,8 @@ class Recorder:
             return value
         if isinstance(value, torch.Tensor):
             return self.input(value, None, as_attr=True)
+        if kind is OpenNumber:
+            raise value.needed()
         return ARRAYS["contents"](value) if kind is FakeArray else value
 
     def _record(self, func: Any, args: Args, kwargs: Kwargs, result: Any, wrote: bool) -> Any:

@@ -148,7 +148,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
                 if len(frames) <= 1:
                     raise Skip(str(e), e) from None
                 raise Restart(frames[0].step, e) from None
-            if not fullgraph and stop < 0 and machine.advanced is not None and not machine.advanced[0].over():
+            if not fullgraph and machine.advanced is not None and not machine.advanced[0].over():
                 why = "the loop breaks again in its next turn"
                 again = Break("foreign-iterator", why, "move the break out of the loop")
                 raise Restart(machine.advanced[1], again) from None

@@ -1,0 +1,141 @@
+"""Numbers read out of tensors: kept, they end no graph; looked at, the graph ends where they were read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support import EAGER, kiln, one_graph, same_as_eager
+
+needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
+
+
+class Box:
+    """Somewhere to keep a number."""
+
+
+BOX = Box()
+
+
+def returned(x):
+    return x * 2, (x * 2).sum().item()
+
+
+def nested(x):
+    return {"loss": x.mean().item(), "all": [x[i].item() for i in range(3)]}, x + 1
+
+
+def before_a_write(x):
+    total = x.sum()
+    seen = total.item()
+    total += 1
+    return seen, total
+
+
+def kept_on_an_object(x):
+    BOX.loss = x.mean().item()
+    return x + 1
+
+
+def of_its_type(x):
+    loss, count, flag = x.sum().item(), (x > 0).sum().item(), (x > 0).any().item()
+    return isinstance(loss, float), type(count), isinstance(flag, bool), isinstance(count, str), loss is None, x * 2
+
+
+def as_float(x):
+    return x + 1, float(x.sum()), int((x > 0).sum())
+
+
+def with_gradient(x):
+    loss = (x * x).sum()
+    return loss, loss.item()
+
+
+KEPT = [returned, nested, before_a_write, kept_on_an_object, of_its_type, as_float]
+
+
+@pytest.mark.parametrize("program", KEPT, ids=lambda f: f.__name__)
+def test_a_number_that_is_kept_ends_no_graph(program):
+    x = torch.tensor([1.0, -2.0, 4.0])
+    one_graph(program, x)
+    compiled = kiln.compile(program, fullgraph=True)
+    for turn in range(3):
+        assert str(compiled(x + turn)) == str(program(x + turn))
+
+
+def test_a_number_on_an_object_is_that_of_each_call():
+    compiled = kiln.compile(kept_on_an_object, fullgraph=True)
+    for value in (1.0, 2.5):
+        compiled(torch.full((3,), value))
+        assert BOX.loss == value and type(BOX.loss) is float
+
+
+def test_a_loss_is_returned_beside_its_number():
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    loss, number = kiln.compile(with_gradient, fullgraph=True)(x)
+    loss.backward()
+    assert number == 5.0 and torch.equal(x.grad, torch.tensor([2.0, 4.0]))
+
+
+def multiplied(x):
+    scale = x.max().item()
+    return x / scale + 1
+
+
+def compared(x):
+    if x.sum().item() > 0:
+        return x + 1
+    return x - 1
+
+
+def formatted(x):
+    return f"{x.sum().item():.2f}", x + 1
+
+
+def as_a_size(x):
+    return torch.zeros((x > 0).sum().item()) + 1
+
+
+def as_a_key(x):
+    return {(x > 0).sum().item(): x * 2}
+
+
+def in_native_code(x):
+    return json.dumps({"loss": x.sum().item()}), x * 2
+
+
+def called(x):
+    return x.sum().item().is_integer(), x * 2
+
+
+@needs_kiln
+@pytest.mark.parametrize("program", [multiplied, compared, formatted, as_a_size, as_a_key, in_native_code, called],
+                         ids=lambda f: f.__name__)  # fmt: skip
+def test_a_number_that_is_looked_at_breaks_where_it_was_read(program):
+    x = torch.tensor([1.0, -2.0, 4.0])
+    same_as_eager(program, x)
+    with pytest.raises(kiln.Break) as refusal:
+        kiln.compile(program, fullgraph=True)(x)
+    assert refusal.value.kind == "data-dependent" and ".item()" in refusal.value.at.text
+
+
+@needs_kiln
+def test_a_tensor_of_several_elements_has_no_number():
+    with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
+        kiln.compile(lambda x: x.item())(torch.ones(2))
+
+
+def through_an_iterator(x, numbers):
+    for n in numbers:
+        x = x + n
+        if x.sum().item() > 100:
+            break
+    return x
+
+
+def test_numbers_looked_at_in_a_loop_over_an_iterator():
+    for end in (3, 200):
+        expected = through_an_iterator(torch.ones(4), iter(range(end)))
+        assert torch.equal(kiln.compile(through_an_iterator)(torch.ones(4), iter(range(end))), expected)
