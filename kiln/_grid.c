@@ -2,6 +2,20 @@
 
 #include "_launch.h"
 
+/* What the driver is told of a start, and one attribute of it, as the driver has them. */
+typedef struct {
+    int name, unused, value[16];
+} Attribute;
+
+typedef struct {
+    unsigned blocks[3], threads[3], shared;
+    void *stream;
+    Attribute *attributes;
+    unsigned count;
+} Configuration;
+
+enum { SERIALIZED_BY_ITSELF = 6 /* the driver's name for it */ };
+
 /* Found by launch/cuda.py in torch's libraries and in the driver. */
 static struct {
     int32_t (*stream)(int32_t index, void **);
@@ -11,6 +25,7 @@ static struct {
     int (*push)(void *context);
     int (*pop)(void **context);
     int (*text)(int error, const char **);
+    int (*launch_by)(const Configuration *, void *function, void **parameters, void **extra);
 } driver;
 
 enum { ALIGNMENT = 16, BYTES = 0 /* torch's number for uint8 */ };
@@ -77,6 +92,16 @@ find_others(const Step *step)
 }
 
 static int
+start_one(const Run *run, const Start *start, void *function, unsigned blocks, void **parameters)
+{
+    if (!start->early || driver.launch_by == NULL)
+        return driver.launch(function, blocks, 1, 1, start->threads, 1, 1, start->shared, run->stream, parameters, NULL);
+    Attribute early = {SERIALIZED_BY_ITSELF, 0, {1}};
+    Configuration how = {{blocks, 1, 1}, {start->threads, 1, 1}, start->shared, run->stream, &early, 1};
+    return driver.launch_by(&how, function, parameters, NULL);
+}
+
+static int
 start_all(const Run *run, const Step *step, void **buffers, int aligned)
 {
     int64_t *numbers = run->layout->numbers;
@@ -96,9 +121,9 @@ start_all(const Run *run, const Step *step, void **buffers, int aligned)
         }
         if (start->table)
             parameters[0] = words;
+        void *function = aligned ? start->function : start->other;
         int error = blocks > INT32_MAX ? 1 /* invalid value */
-                                       : driver.launch(aligned ? start->function : start->other, (unsigned)blocks, 1, 1,
-                                                       start->threads, 1, 1, start->shared, run->stream, parameters, NULL);
+                                       : start_one(run, start, function, (unsigned)blocks, parameters);
         if (error)
             return error;
     }
@@ -134,7 +159,7 @@ grid_set_driver(PyObject *module, PyObject *args)
 {
     void **fields[] = {
         (void **)&driver.stream, (void **)&driver.launch, (void **)&driver.current,
-        (void **)&driver.push, (void **)&driver.pop, (void **)&driver.text,
+        (void **)&driver.push, (void **)&driver.pop, (void **)&driver.text, (void **)&driver.launch_by,
     };
     Py_ssize_t count = sizeof(fields) / sizeof(*fields);
     if (PyTuple_GET_SIZE(args) != count)

@@ -92,7 +92,7 @@ static PyMethodDef functions[] = {
     {"trim", arena_trim, METH_NOARGS, "trim(): gives the memory that no call uses back to the system"},
     {"set_limit", arena_limit, METH_O, "set_limit(bytes): how much memory stays mapped between calls"},
     {"set_driver", grid_set_driver, METH_VARARGS,
-     "set_driver(stream, launch, current, push, pop, text): addresses in torch and in a GPU's driver"},
+     "set_driver(stream, launch, current, push, pop, text, launch_by): addresses in torch and in a GPU's driver"},
     {"lend", grid_lend, METH_VARARGS, "lend(address, bytes): memory for arenas on the GPU in this thread; 0: torch's"},
     {"addresses", grid_addresses, METH_VARARGS,
      "addresses(values, left_out): bytes of where tensors lie, 0 for what is no tensor or is left out"},

@@ -88,6 +88,7 @@ typedef struct {
     unsigned threads, shared; /* of a block, and bytes of its memory */
     int blocks; /* where their number stands */
     int given, *parameters, table;
+    int early; /* whether it may be started before what is before it has ended: it waits for that itself */
 } Start;
 
 /* Where the memory of a plan is: torch's numbers for the device, and the driver's context there; type 0: the CPU. */

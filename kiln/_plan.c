@@ -154,8 +154,8 @@ take_grid(Plan *plan, PyObject *tuple, Step *step)
         unsigned long long function;
         Start *start = &step->starts[i];
         PyObject *given;
-        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(starts, i), "KIIiOp", &function, &start->threads, &start->shared,
-                              &start->blocks, &given, &start->table)
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(starts, i), "KIIiOpp", &function, &start->threads, &start->shared,
+                              &start->blocks, &given, &start->table, &start->early)
             || take_ints(plan, given, &start->parameters, &start->given))
             return -1;
         start->function = (void *)(uintptr_t)function;

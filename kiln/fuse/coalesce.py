@@ -21,9 +21,9 @@ class Coalescing(Groups):
     """Groups that grow: with the groups that read each value."""
 
     def __init__(
-        self, graph: Graph, exact: bool = False, largest: int = LARGEST, runs: bool = True
+        self, graph: Graph, exact: bool = False, largest: int = LARGEST, runs: bool = True, anew: int = 0
     ) -> None:
-        super().__init__(graph, exact)
+        super().__init__(graph, exact, anew)
         self.largest, self.runs = largest, runs
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
 

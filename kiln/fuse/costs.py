@@ -20,7 +20,7 @@ COSTLY functions are kept beside it while it lasts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kiln.base.expressions import FLOORDIV, Expr
@@ -28,6 +28,7 @@ from kiln.base.graph import Node
 from kiln.fuse.axes import hinted
 from kiln.fuse.nest import Apply, Fold, Load, Place, Term, children, terms
 from kiln.fuse.views import shape_of
+from kiln.ops.layout import is_contiguous
 
 #: Terms of a value that is much smaller than the loops that read it.
 CHEAP = 24
@@ -57,6 +58,22 @@ def elements(node: Node) -> int:
     for n in shape_of(node):
         count *= hinted(n)
     return count
+
+
+def bytes_of(nodes: Iterable[Node]) -> int:
+    """The bytes of some tensors."""
+    return sum(elements(node) * int(node.spec.dtype.itemsize) for node in nodes)
+
+
+def lies_as(node: Node, other: Node) -> bool:
+    """Whether a tensor is small beside another one, or lies in memory in the same order."""
+    if elements(node) * MUCH_SMALLER <= elements(other):
+        return True
+    a, b = node.spec, other.spec
+    if (a.shape, a.stride) == (b.shape, b.stride):
+        return True
+    known = all(type(n) is int for spec in (a, b) for n in (*spec.shape, *spec.stride))
+    return known and is_contiguous(a.shape, a.stride) and is_contiguous(b.shape, b.stride)
 
 
 def of_data(made_of: list[Term]) -> list[Term]:
@@ -102,6 +119,4 @@ def reads_no_more(node: Node, made_of: list[Term], read: list[Node]) -> bool:
             return False
         if isinstance(term, (Load, Place)) and term.places:
             return False
-    traffic: int = sum(elements(n) * n.spec.dtype.itemsize for n in read)
-    own: int = elements(node) * node.spec.dtype.itemsize
-    return 4 * traffic <= 5 * own
+    return 4 * bytes_of(read) <= 5 * bytes_of([node])

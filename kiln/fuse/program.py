@@ -7,9 +7,11 @@ from dataclasses import field, replace
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, nodes_in
+from kiln.fuse.aligned import aligned
 from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged
+from kiln.fuse.moments import in_one_pass
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.ordered import Update, nests_of
 from kiln.fuse.parts import fuse_parts
@@ -65,10 +67,11 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
 
     Where results must be `exact`, every function rounds its result to its dtype.
     """
-    graph = updated(graph, exact, fusing.cuts.runs)
+    cuts = fusing.cuts
+    graph = updated(graph, exact, cuts.runs)
 
     def steps_of(part: Graph) -> list[Step]:
-        return Finishing(Fuser(part, exact, fusing.largest, fusing.cuts.runs).run(), fusing.cuts).steps()
+        return Finishing(Fuser(part, exact, fusing.largest, cuts.runs, cuts.anew).run(), cuts).steps()
 
     steps = fuse_parts(graph, steps_of)
     if steps is None:
@@ -110,21 +113,30 @@ class Finishing:
             nest = merged(self.cuts.ordered(self.nest(item)), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
-                name = f"k{item.position}"
-                if self.cuts.borders and self.joined(steps, nest, name):
-                    continue
-                parts = peeled(nest, groups.scope) if self.cuts.borders else [nest]
-                if len(parts) > 1:
-                    steps.append(Split(parts))
-                    continue
-                steps.append(split(nest, groups.scope, name, self.cuts))
-                self.last = (steps[-1], nest)
+                self.finish(steps, nest, f"k{item.position}")
         return self.launched(steps)
+
+    def finish(self, steps: list[Split | Call], nest: Nest, name: str) -> None:
+        """Add the steps for a nest: the nest itself, parts of it, or more in a step before it."""
+        scope = self.groups.scope
+        if self.joined(steps, nest, name):
+            return
+        parts = peeled(nest, scope) if self.cuts.borders else [nest]
+        if len(parts) > 1:
+            steps.append(Split(parts))
+            return
+        nests = [nest]
+        if self.cuts.at_once:
+            nest = in_one_pass(nest, self.cuts)
+            nests = aligned(nest, scope, lambda buffer: self.owner(buffer).spec)
+        for number, one in enumerate(nests):
+            steps.append(split(one, scope, f"{name}_{number}" if number else name, self.cuts))
+        self.last = (steps[-1], nests[-1])
 
     def joined(self, steps: list[Split | Call], nest: Nest, name: str) -> bool:
         """Whether a sum of columns went to the loops over the same rows, or such loops to one before them."""
         if self.last is not None and steps[-1] is self.last[0]:
-            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name)
+            found = with_sums(Split([nest]), self.last[1], self.groups.scope, name, self.cuts)
             if found is not None:
                 steps[-1] = found
                 return True
@@ -136,7 +148,7 @@ class Finishing:
                 continue
             if any(n in made or made.intersection(n.inputs()) for n in reads):
                 return False
-            found = with_sums(step, nest, self.groups.scope, name)
+            found = with_sums(step, nest, self.groups.scope, name, self.cuts)
             if found is not None:
                 steps[place] = found
                 return True
@@ -202,9 +214,9 @@ class Finishing:
         """The members of groups that need memory."""
         groups = self.groups
         needed = {groups.root(n) for n in (*nodes_in(groups.graph.outputs), *groups.read_whole)}
-        for item in groups.items:
+        for item in reversed(groups.items):
             if isinstance(item, Group):
-                roots = [groups.natural(item, m)[1] for m in item.members]
+                roots = [groups.natural(item, m)[1] for m in item.members if m in needed]
                 needed.update(self.owner(t.buffer) for t in terms(roots) if isinstance(t, Load))
             elif isinstance(item, Update):
                 used = {b for nest in nests_of(groups, item) for b in nest.buffers()[0]}

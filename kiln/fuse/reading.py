@@ -16,7 +16,9 @@ from kiln.fuse.costs import (
     SEVERAL,
     SLIGHT,
     along,
+    bytes_of,
     elements,
+    lies_as,
     of_data,
     reads_no_more,
     weight,
@@ -26,6 +28,11 @@ from kiln.fuse.lower import LOWER, Terms, is_pointwise
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
+
+#: Ops whose elements are those of other places of what they read.
+ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter"})
+#: Views that show elements in the order in which they lie.
+RESHAPED = frozenset({"view", "expand"})
 
 
 @dataclass(eq=False, slots=True)
@@ -58,8 +65,8 @@ class Group:
 class Groups:
     """A graph on its way to kernels: `items` are groups, updates and eager calls as they will run."""
 
-    def __init__(self, graph: Graph, exact: bool = False) -> None:
-        self.graph, self.exact = graph, exact
+    def __init__(self, graph: Graph, exact: bool = False, anew: int = 0) -> None:
+        self.graph, self.exact, self.anew = graph, exact, anew
         self.scope = _scope_of(graph)
         self.items: list[Any] = []
         self.place: dict[Node, int] = {}
@@ -203,7 +210,36 @@ class Groups:
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
             if self.cost(home, node) <= limit:
                 return True
-        return node not in self.outputs and self.costs_no_traffic(home, node)
+        return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
+
+    def made_anew(self, home: Group, node: Node) -> bool:
+        """Whether a value, functions too, follows from no more bytes than it has: where those are cheap."""
+        if not self.anew or self.cost(home, node) > self.anew:
+            return False
+        return self.sources(node, {}) is not None
+
+    def sources(self, node: Node, known: dict[Node, set[Node] | None]) -> set[Node] | None:
+        """What is read to make a value anew; None where it is read itself, which takes fewer bytes."""
+        if node not in known:
+            known[node] = None
+            kept = node in self.outputs or node in self.read_whole or self.place.get(node, -1) < 0
+            if not kept and is_pointwise(node) and name_of(node.op) not in ELSEWHERE:
+                read: set[Node] = set()
+                for root in map(self.root, node.inputs()):
+                    if root not in self.free:
+                        read |= self.sources(root, known) or {root}
+                there = all(self.in_order(one) for one in node.inputs())
+                if there and bytes_of(read) <= bytes_of({node}) and all(lies_as(one, node) for one in read):
+                    known[node] = read
+        return known[node]
+
+    def in_order(self, node: Node) -> bool:
+        """Whether views on the way to a node's memory leave the order of its elements as it is."""
+        while is_map(node):
+            if name_of(node.op) not in RESHAPED:
+                return False
+            node = node.args[0]
+        return True
 
     def costs_no_traffic(self, home: Group, node: Node) -> bool:
         """Whether loops that make a value of another group anew read no more than the value itself."""

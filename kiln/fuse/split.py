@@ -25,6 +25,7 @@ from kiln.fuse.nest import (
     Place,
     Store,
     Term,
+    children,
     terms,
 )
 
@@ -49,8 +50,15 @@ class Cuts:
     """Whether loops are cut where conditions on their places change."""
     runs: bool = False
     """Whether loops may run in order, each turn with what the ones before it carry."""
+    together: int = 0
+    """Elements of a row that a task holds for several phases; tasks are enough where there are `few`."""
+    few: int = 16
     kept_first: bool = False
     """Whether the order of loops is free: those that are folded over stand together and join if they can."""
+    at_once: bool = False
+    """Whether threads read neighbours at once, where no condition keeps them from it."""
+    anew: int = 0
+    """Terms, functions among them, of a value that is made anew from no more bytes than it has."""
 
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
@@ -95,7 +103,10 @@ CORES = Cuts(
     part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True
 )
 #: Hundreds of processors, each with thousands of threads.
-GRIDS = Cuts(part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True)
+GRIDS = Cuts(
+    part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True, at_once=True, anew=32,
+    together=1 << 16,
+)
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
 #: Long parts are of whole vectors.
@@ -129,6 +140,9 @@ def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
     if not nest.reduced or nest.volume() < 2 * cuts.part or cuts.tasks(nest) >= cuts.enough:
         return None
+    if cuts.tasks(nest) >= cuts.few and nest.volume() // cuts.tasks(nest) <= cuts.together:
+        if along_memory(nest).reduced and any(s.phase > 0 and not s.kept for s in nest.stores):
+            return None
     if any(f.running or f.place is not None and f.phase == 0 for f in nest.folds()):
         return None
     if not any(f.phase == 0 for f in nest.folds()):
@@ -175,13 +189,33 @@ class Splitting:
         if not rest:
             return Split([partial, final], self.scratch)
         known: dict[int, Term] = {}
-        used = {id(t) for t in terms(s.value for s in rest)}
-        for f in self.folds:
-            if id(f) in used:
-                held = self.memory(f.dtype, self.rows)
-                final.stores.append(Store(held, self.row, totals[id(f)], 1, True))
-                known[id(f)] = Load(held, self.row, held.dtype)
+        values = [s.value for s in rest]
+        needed: list[Term] = self.of_rows(values)
+        if not self.cuts.at_once:
+            used = {id(t) for t in terms(values)}
+            needed = [f for f in self.folds if id(f) in used]
+        for term in needed:
+            held = self.memory(term.dtype, self.rows)
+            final.stores.append(Store(held, self.row, replaced([term], totals)[0], 1, True))
+            known[id(term)] = Load(held, self.row, held.dtype)
         return self.with_rest([partial, final], rest, known)
+
+    def of_rows(self, roots: list[Term]) -> list[Term]:
+        """The largest terms that are the same in a row and follow from the first folds: made once for each."""
+        mine, along = {id(f) for f in self.folds}, {a.variable for a in self.nest.reduced}
+        same, follows = set[int](), set[int]()
+        ordered = terms(roots)
+        for term in ordered:
+            below = children(term)
+            if id(term) in mine or isinstance(term, Apply) and any(id(c) in follows for c in below):
+                follows.add(id(term))
+            if id(term) in mine or not isinstance(term, Fold) and all(id(c) in same for c in below):
+                if not isinstance(term, (Load, Place)) or not _symbols(term.index) & along:
+                    same.add(id(term))
+        chosen = {id(t): t for t in ordered if id(t) in same and id(t) in follows}
+        inner = {id(c) for t in ordered if id(t) in chosen and id(t) not in mine for c in children(t)}
+        outer = {id(c) for t in ordered if id(t) not in chosen for c in children(t)} | {id(r) for r in roots}
+        return [t for key, t in chosen.items() if key in outer or key not in inner]
 
     def with_rest(self, nests: list[Nest], rest: list[Store], known: dict[int, Term]) -> Split:
         """What follows from the first folds, a phase earlier than before."""
@@ -199,6 +233,10 @@ class Splitting:
         made = Buffer(f"{self.name}_part{len(self.scratch)}", dtype)
         self.scratch[made] = TensorSpec((count,), (1,), dtype, torch.device("cpu"))
         return made
+
+
+def _symbols(index: Any) -> set[Any]:
+    return index.symbols() if isinstance(index, Expr) else set()
 
 
 def replaced(roots: list[Term], known: dict[int, Term], earlier: int = 0) -> list[Term]:

@@ -17,20 +17,27 @@ from kiln.fuse.axes import axis
 from kiln.fuse.merge import rewritten
 from kiln.fuse.nest import Axis, Buffer, Fold, Load, Nest, Part, Store, Term, children, terms
 from kiln.fuse.peel import substituted
-from kiln.fuse.split import Split, replaced
+from kiln.fuse.split import Cuts, Split, replaced
 
 #: Rows of a strip at least and at most, and strips that are enough.
 SHORTEST, LONGEST, ENOUGH = 16, 64, 64
+#: On a GPU: rows of a strip at least, the columns that threads keep the sums of, and the strips, each a block
+#: where rows are so long and more where they are shorter.
+FEW, NARROWEST, WIDEST, BLOCKS, LONG = 8, 256, 8192, 132, 4096
 #: Elements from which on it pays.
 WORTH = 1 << 16
 
 
-def with_sums(rows: Split, columns: Nest, scope: Scope, name: str) -> Split | None:
+def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -> Split | None:
     """Nests that do what a nest over rows, and what followed of it before, and one over columns do."""
     home = rows.nests[0]
+    columns = replace(columns, axes=(*columns.reduced, *columns.kept))
     if not _fit(home, columns):
         return None
     (row, column), (down, along) = home.axes, columns.axes
+    length = strip(row.size, column.size, cuts)
+    if not length:
+        return None
     moves = {down.variable: row.variable, along.variable: column.variable}
     moved = rewritten(columns.stores, lambda index: substituted(index, moves))
     values = _with_what_is_stored(home, [s.value for s in moved])
@@ -40,7 +47,6 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str) -> Split | No
     folds = [t for t in terms([s.value for s in stores if s.kept]) if isinstance(t, Fold) and t.parts]
     folds = [f for f in folds if f not in home.folds()]
     last = max((s.phase for s in home.stores if not s.kept), default=0)
-    length = min(max(row.size // ENOUGH, SHORTEST), LONGEST)
     part = home.part or Part(axis(scope, -(-row.size // length), f"{name}_p").variable, length)
     again = replace(axis(scope, -(-row.size // part.rows), f"{name}_f"), reduced=True)
     scratch: dict[Buffer, TensorSpec] = {}
@@ -59,6 +65,14 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str) -> Split | No
     final = [replace(s, value=v) for s, v in zip(ends, sums, strict=True)]
     joined = Nest(home.axes, [*added, *home.stores, *plain], part)
     return Split([joined, *rows.nests[1:], Nest((along, again), final)], {**rows.scratch, **scratch})
+
+
+def strip(rows: int, columns: int, cuts: Cuts) -> int:
+    """How many rows a strip has; 0 where nothing is gained."""
+    if not cuts.kept_first:
+        return min(max(rows // ENOUGH, SHORTEST), LONGEST)
+    length = -(-rows // (BLOCKS * max(LONG >> (columns - 1).bit_length(), 1)))
+    return length if length >= FEW and NARROWEST <= columns <= WIDEST else 0
 
 
 def _fit(rows: Nest, columns: Nest) -> bool:

@@ -13,6 +13,7 @@ from kiln.generate.grid import Grid, power_of_two
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
 from kiln.generate.ptx_library import LIBRARY, library
+from kiln.generate.ptx_strips import StripEmitter
 from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, most_entries, of_any_length
 from kiln.generate.values import NAME
 
@@ -22,7 +23,8 @@ class Function:
     """A function in LLVM's language, with all that it calls, and the threads of its blocks.
 
     `shared` are the bytes of a block's memory that it is started with, beyond those that it declares;
-    `version` is the least one of PTX that has what it needs.
+    `version` is the least one of PTX that has what it needs; `waits` says whether it waits itself for what was
+    started before it, where the machine can.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Function:
     threads: int
     shared: int = 0
     version: int = 0
+    waits: bool = False
 
     def ptx(self, capability: tuple[int, int]) -> str:
         return ptx(self.text, {self.name: self.threads}, capability, self.version)
@@ -66,9 +69,12 @@ class Device:
         return "\n".join(function.ptx(capability) for function in self.functions)
 
 
-def generate(kernels: Sequence[Kernel], aligned: bool = True) -> Device:
-    """Functions for kernels; nests that differ in names alone share one."""
-    writer = Writer(aligned)
+def generate(kernels: Sequence[Kernel], aligned: bool = True, clusters: bool = True) -> Device:
+    """Functions for kernels; nests that differ in names alone share one.
+
+    They may expect all buffers `aligned` to 16 bytes, and neighbouring blocks that share rows (`clusters`).
+    """
+    writer = Writer(aligned, clusters)
     made = {k: [s for stage in k.stages for s in writer.stage(stage)] for k in dict.fromkeys(kernels)}
     return Device(list(writer.functions.values()), [made[kernel] for kernel in kernels])
 
@@ -76,8 +82,8 @@ def generate(kernels: Sequence[Kernel], aligned: bool = True) -> Device:
 class Writer:
     """Functions under construction."""
 
-    def __init__(self, aligned: bool) -> None:
-        self.aligned = aligned
+    def __init__(self, aligned: bool, clusters: bool) -> None:
+        self.aligned, self.clusters = aligned, clusters
         self.functions: dict[str, Function] = {}
 
     def stage(self, nests: Sequence[Nest]) -> list[Started]:
@@ -98,7 +104,7 @@ class Writer:
         return [self.at_once(same[i : i + most]) for i in range(0, len(same), max(most, 1))]
 
     def start(self, nest: Nest) -> Started:
-        emitter = GridEmitter(nest, self.aligned)
+        emitter = (GridEmitter if nest.part is None else StripEmitter)(nest, self.aligned, self.clusters)
         made = self.function(emitter)
         return Started(made, emitter.blocks(), made.threads, given(emitter), (nest,))
 
@@ -164,7 +170,7 @@ def function(body: str, declared: dict[str, str], grid: Grid, version: int = 0) 
     outside = {n: t for n, t in {**declared, **called}.items() if n not in LIBRARY}
     name = f"kiln_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
     text = "\n".join([*outside.values(), functions, body.replace(f"@{NAME}", f"@{name}")])
-    return Function(name, text, grid.threads, grid.shared, version)
+    return Function(name, text, grid.threads, grid.shared, version, waits=True)
 
 
 def given(emitter: GridEmitter) -> tuple[Buffer | Any, ...]:

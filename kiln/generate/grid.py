@@ -22,6 +22,8 @@ BLOCK = 256  # threads of a block that shares nothing
 LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
+CLUSTER = 8  # blocks that share a row
+SUMMED = 8  # columns that a thread keeps the sums of
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
@@ -42,6 +44,7 @@ class Grid:
     axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements
     of its row, where that is known and they are written out, else 0; then what they read stays in registers,
     or, where it takes so many bytes, in `shared` memory.
+    `members`: the blocks that share a row, neighbours that exchange what they folded.
     `across`: some memory runs along that axis; blocks take squares of it and the vector axis, and turn them.
     `many`: without reduced axes, how many rows a thread takes. `tail`: the last thread has fewer elements.
     """
@@ -56,24 +59,30 @@ class Grid:
     across: Axis | None = None
     many: int = 1
     tail: bool = False
+    members: int = 1
 
     @property
     def threads(self) -> int:
         return self.rows * self.team
 
 
-def laid(nest: Nest) -> Grid:
-    """The grid for a nest."""
+def laid(nest: Nest, clusters: bool = True) -> Grid:
+    """The grid for a nest, on a machine that has `clusters` of blocks or not."""
     vector = vector_axis(nest)
     width = width_for(nest, vector)
     if not nest.reduced:
+        narrow = axis_written(nest, vector)
+        if narrow is not None:
+            return Grid(narrow, 1, BLOCK, many=several(nest, narrow, 1))
         other = axis_across(nest, vector)
         if other is not None:
             return Grid(vector, 1, BLOCK, across=other)
         tail = vector is not None and not whole(vector.size, width)
         return Grid(vector, width, BLOCK, many=several(nest, vector, width), tail=tail)
+    if nest.part is not None:
+        return in_strips(nest, vector, width)
     if vector is None or vector.reduced:
-        return along_rows(nest, vector, width)
+        return along_rows(nest, vector, width, clusters)
     columns = -(-extent(vector) // width)
     rows = min(power_of_two(columns), COLUMNS)
     blocks = kept_extent(nest) // extent(vector) * (columns // rows)
@@ -91,13 +100,35 @@ def laid(nest: Nest) -> Grid:
 
 
 def several(nest: Nest, vector: Axis | None, width: int) -> int:
-    """How many groups of elements a thread takes: two where it computes much of the little that it reads."""
+    """How many groups of elements a thread takes: two where it computes much of the little that it reads.
+
+    Of those that take a few bytes, as rows of odd lengths do, so many that 16 bytes are on their way.
+    """
     known = all(type(a.size) is int and type(a.low) is int for a in nest.axes)
-    groups = nest.volume() // width
-    enough = known and groups >= 4 * BUSY and nest.volume() % (width * BLOCK * 2) == 0
+    read, groups = row_bytes(nest, vector, width), nest.volume() // width
+
+    def all_exist(many: int) -> bool:
+        return nest.volume() % (width * BLOCK * many) == 0 and groups >= 2 * many * BUSY
+
+    if not known or not 0 < read <= WIDEST:
+        return 1
+    many = WIDEST // max(read, 2)
+    if many > 2 and all_exist(many):
+        return many
     computed = terms(s.value for s in nest.stores)
-    enough = enough and any(isinstance(t, Apply) and t.op in COSTLY for t in computed)
-    return 2 if enough and 0 < row_bytes(nest, vector, width) <= WIDEST else 1
+    costly = any(isinstance(t, Apply) and t.op in COSTLY for t in computed)
+    return 2 if costly and all_exist(2) else 1
+
+
+def axis_written(nest: Nest, vector: Axis | None) -> Axis | None:
+    """A short axis that results lie along, where they do not along the vector axis: threads go along them."""
+    places = [store.index for store in nest.stores]
+    if vector is None or any(not isinstance(i, Expr) or i.poly.get((vector.variable,)) == 1 for i in places):
+        return None
+    return next(
+        (a for a in nest.axes if extent(a) < SQUARE // 2 and all(i.poly.get((a.variable,)) == 1 for i in places)),
+        None,
+    )
 
 
 def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:
@@ -123,8 +154,8 @@ def turns(load: Load, vector: Axis, other: Axis) -> bool:
     return linear and poly.get((other.variable,)) == 1 and bool(apart) and poly.get((vector.variable,)) != 1
 
 
-def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
-    """A team for each row: threads of a warp where that is enough, else a block."""
+def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> Grid:
+    """A team for each row: threads of a warp where that is enough, else a block, or neighbouring ones."""
     chunks = -(-reduced_extent(nest) // width)
     known = all(type(a.size) is int and type(a.low) is int for a in nest.reduced)
     most = max(HELD // width, 1)
@@ -134,10 +165,21 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
         team *= 2
     turns = -(-chunks // team)
     if team == LARGEST and all(s.kept for s in nest.stores) and largest_and_sum(nest) is not None:
-        return Grid(vector, width, 1, BLOCK, True)  # one reading does for all
+        team = BLOCK
+        while team < LARGEST and rows * team < BUSY:
+            team *= 2
+        return Grid(vector, width, 1, team, True)  # one reading does for all
+    again = read_again(nest)
+    if known and clusters and chunks > LOOPED * most and again:
+        members = power_of_two(-(-chunks // (LOOPED * max(HELD // (width * len(again)), 1))))
+        while members < CLUSTER and rows * LOOPED * members < BUSY and LOOPED * members < chunks:
+            members *= 2
+        if members <= CLUSTER:
+            turns = -(-chunks // (LOOPED * members))
+            return Grid(vector, width, 1, LOOPED, True, turns, members=members)
     shared = 0
     if known and chunks > LOOPED * most:  # in registers, one block would have a processor for itself
-        shared = sum(again.bytes for again in read_again(nest).values())
+        shared = sum(kept.bytes for kept in again.values())
         shared = shared if shared <= SHARED - FOLDING else 0
     if shared:
         team = LARGEST if rows <= BUSY // LARGEST else LOOPED
@@ -146,6 +188,13 @@ def along_rows(nest: Nest, vector: Axis | None, width: int) -> Grid:
     elif not known or turns > most:
         team, turns = min(team, LOOPED), 0
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared)
+
+
+def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
+    """A team for each strip of rows, whose threads keep the sums of their columns."""
+    team = min(power_of_two(-(-reduced_extent(nest) // SUMMED)), LARGEST)
+    turns = -(-reduced_extent(nest) // (team * width))
+    return Grid(vector, width, max(LOOPED // team, 1), team, True, turns)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -13,6 +13,11 @@ TRIPLE = "nvptx64-nvidia-cuda"
 #: The language version by the architecture: the first one that knows it, and what drivers have long had.
 VERSIONS = {(7, 0): 63, (7, 5): 63, (8, 0): 70, (8, 6): 71, (8, 7): 74, (8, 9): 78, (9, 0): 78}
 NEWEST = 86
+#: The first architecture whose kernels wait themselves for those before them, and have blocks in clusters.
+WAITING = (9, 0)
+#: A kernel's first words: wait for what was started before, and let what comes after be started.
+WAIT = 'call void asm sideeffect "griddepcontrol.wait;", "~{memory}"()'
+NEXT = 'call void asm sideeffect "griddepcontrol.launch_dependents;", "~{memory}"()'
 
 
 class Unsupported(Exception):
@@ -42,6 +47,8 @@ def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9,
     marks = [f'!{i} = !{{ptr @{name}, !"maxntidx", i32 {n}}}' for i, (name, n) in enumerate(threads.items())]
     marks.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(threads)))}}}")
     made = machine(capability, least)
+    if capability < WAITING:
+        text = text.replace(WAIT, "").replace(NEXT, "")
     parsed = llvm.parse_assembly("\n".join([f'target triple = "{TRIPLE}"', text, *marks]))
     parsed.verify()
     unknown = sorted(

@@ -11,7 +11,8 @@ from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, terms
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import SQUARE, largest_and_sum, turns
 from kiln.generate.lanes import across_lanes, combined
-from kiln.generate.llvm import I32, I64, Value
+from kiln.generate.llvm import I32, I64, VOID, Value
+from kiln.generate.nvptx import NEXT, WAIT
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
 from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
@@ -24,14 +25,17 @@ SHIFT = SQUARE.bit_length() - 1
 class GridEmitter(Online):
     """Writes one nest as a kernel: `void (ptr …, i64 sizes …, …)`, run by the threads of its grid."""
 
-    def __init__(self, nest: Nest, aligned: bool = True) -> None:
-        super().__init__(nest, aligned)
+    def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
+        super().__init__(nest, aligned, clusters)
+        self.turn = 0  # the one being emitted, of those written out
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
         self.emit()
 
     # The frame
 
     def emit(self) -> None:
+        self.fn.do(WAIT)
+        self.fn.do(NEXT)
         self.locate()
         sizes = [part for axis in self.nest.axes for part in (axis.size, axis.low) if isinstance(part, Expr)]
         extents = {symbol for size in sizes for symbol in size.symbols()}
@@ -63,6 +67,8 @@ class GridEmitter(Online):
         grid, count = self.grid, self.count()
         if grid.across is not None:
             return count
+        if grid.members > 1:
+            return count * grid.members
         rows = grid.rows * grid.many
         return (count + (rows - 1)) // rows if not self.nest.reduced or grid.along else count
 
@@ -203,7 +209,12 @@ class GridEmitter(Online):
     def team(self) -> None:
         """Threads of a team on one row, or on one group of columns."""
         grid = self.grid
-        if grid.along:
+        if grid.members > 1:
+            self.fn.call("llvm.nvvm.barrier.cluster.arrive", VOID)
+            self.mine = self.number(self.block & grid.members - 1, grid.team, self.thread)
+            active = None
+            self.place(self.outer(), (self.unsigned(self.block) / grid.members).to(I64))
+        elif grid.along:
             self.mine = self.unsigned(self.thread & grid.team - 1).to(I64)
             row = self.number(self.block, grid.rows, self.unsigned(self.thread) / grid.team)
             count = self.count()
@@ -289,6 +300,7 @@ class GridEmitter(Online):
     def held_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
         """All turns of a thread written out; what they read stays in registers for later phases."""
         for turn in range(self.grid.turns):
+            self.turn = turn
             place, valid = self.turn_at(turn)
             known, indices = self.turns.setdefault(turn, ({}, {}))
             self.layers.append(known)

@@ -25,9 +25,11 @@ class Team(DeviceValues):
     mine: Value
     """The number of a thread in its team."""
 
-    def __init__(self, nest: Nest, aligned: bool = True) -> None:
-        super().__init__(nest, aligned)
+    def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
+        super().__init__(nest, aligned, clusters)
         self.shared = 0
+        self.other: Value | None = None  # 1 in every other turn of a loop: threads may still read the last
+        self.met = False  # whether the blocks of a row know that all of them have begun
 
     def place(self, axes: Sequence[Axis], rest: Value) -> None:
         """Let loop variables have their values in turn `rest` of their loops."""
@@ -76,7 +78,7 @@ class Team(DeviceValues):
     def turn_at(self, turn: int) -> Turn:
         """The place of a turn that is written out, and whether it is in the row; if not, another place."""
         grid, total = self.grid, reduced_extent(self.nest)
-        step, first = grid.team * grid.width, self.mine * grid.width
+        step, first = grid.team * grid.members * grid.width, self.mine * grid.width
         place = first + turn * step
         if (turn + 1) * step <= total:
             return place, None
@@ -126,6 +128,8 @@ class Team(DeviceValues):
             return self.through_memory(values, combine, grid.team)
         values = self.shuffled(values, combine, min(grid.team, WARP))
         warps = grid.team // WARP
+        if grid.members > 1:
+            return self.between_blocks(values, combine, warps)
         return values if warps <= 1 else self.between_warps(values, combine, warps)
 
     def shuffled(self, values: list[Value], combine: Callable[..., list[Value]], many: int) -> list[Value]:
@@ -156,15 +160,41 @@ class Team(DeviceValues):
     ) -> list[Value]:
         thread = self.unsigned(self.thread).to(I64)
         lane, warp = thread & WARP - 1, thread >> WARP.bit_length() - 1
-        memory = [self.shared_memory(v.type, warps * self.grid.rows) for v in values]
+        total = warps * self.grid.rows
+        first = 0 if self.other is None else self.other * total
+        memory = [self.shared_memory(v.type, total * (1 if self.other is None else 2)) for v in values]
         with self.branch(lane.compare("eq", 0)):
             for m, v in zip(memory, values, strict=True):
-                self.fn.store(v, self.fn.at(m, warp, v.type))
+                self.fn.store(v, self.fn.at(m, warp + first, v.type))
         self.barrier()
-        place = warp - self.mine / WARP + (lane & warps - 1)
+        place = warp - self.mine / WARP + (lane & warps - 1) + first
         at = [self.fn.at(m, place, v.type) for m, v in zip(memory, values, strict=True)]
         found = [self.fn.load(a, v.type) for a, v in zip(at, values, strict=True)]
         return self.shuffled(found, combine, warps)
+
+    def between_blocks(
+        self, values: list[Value], combine: Callable[..., list[Value]], warps: int
+    ) -> list[Value]:
+        """Every warp puts what it has into the memory of all blocks of its row."""
+        fn, members = self.fn, self.grid.members
+        thread = self.unsigned(self.thread)
+        lane = (thread & WARP - 1).to(I64)
+        memory = [self.shared_memory(v.type, warps * members) for v in values]
+        if not self.met:
+            fn.call("llvm.nvvm.barrier.cluster.wait", VOID)
+        self.met = True
+        with self.branch(lane < members):
+            for m, v in zip(memory, values, strict=True):
+                place = fn.at(m, self.mine >> WARP.bit_length() - 1, v.type)
+                fn.store(v, fn.call("llvm.nvvm.mapa", PTR, place, lane.to(I32)))
+        fn.call("llvm.nvvm.barrier.cluster.arrive", VOID)
+        fn.call("llvm.nvvm.barrier.cluster.wait", VOID)
+        found: list[Value] = []
+        for first in range(0, warps * members, WARP):
+            at = [fn.at(m, lane + first, v.type) for m, v in zip(memory, values, strict=True)]
+            here = [fn.load(a, v.type) for a, v in zip(at, values, strict=True)]
+            found = combine(found, here) if found else here
+        return self.shuffled(found, combine, WARP)
 
     def through_memory(
         self, values: list[Value], combine: Callable[..., list[Value]], team: int

@@ -35,9 +35,9 @@ class DeviceValues(Values):
     here: Value
     """The place in its row that a thread is at, where there are loops over rows."""
 
-    def __init__(self, nest: Nest, aligned: bool = True) -> None:
+    def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, 1)
-        self.grid: Grid = laid(nest)
+        self.grid: Grid = laid(nest, clusters)
         self.aligned = aligned
         self.vector, self.width = self.grid.vector, self.grid.width
         halves = rounds_to_halves(nest)
@@ -46,8 +46,11 @@ class DeviceValues(Values):
         self.and_one: dict[str, Callable[[Value], Value]] = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
         # Where two rows are to be in flight on a processor, each thread may take half of its registers.
-        several = self.grid.shared and self.grid.threads < LARGEST
+        members = self.grid.members
+        several = (self.grid.shared or members > 1) and self.grid.threads < LARGEST
         self.fn.attributes = 'nounwind "nvvm.minctasm"="2"' if several else "nounwind"
+        if members > 1:
+            self.fn.attributes += f' "nvvm.cluster_dim"="{members},1,1"'
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.now = 0  # the phase being emitted
         self.again = read_again(nest) if self.grid.shared else {}

@@ -27,6 +27,7 @@ STREAM = "aoti_torch_get_current_cuda_stream"
 #: What the launcher calls, in the order in which it takes them.
 FUNCTIONS = (
     "cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorString",
+    "cuLaunchKernelEx",
 )  # fmt: skip
 THREADS = min(os.cpu_count() or 1, 8)
 

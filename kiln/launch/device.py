@@ -15,6 +15,7 @@ from kiln.base.graph import TensorSpec
 from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Program
 from kiln.generate.device import Function, Started, generate
+from kiln.generate.nvptx import WAITING
 from kiln.launch.cuda import Store, context, loaded
 from kiln.launch.memory import Lodging
 from kiln.launch.native import set_up
@@ -36,6 +37,7 @@ class OnDevice:
     find: Callable[[Sequence[Function]], dict[Function, int]]
     others: tuple[int, ...] = ()
     code: Any = None
+    clusters: bool = True
     buffers: dict[Buffer, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class OnDevice:
         if not self.others and isinstance(self.kernel, Template):
             self.others = tuple(self.find([self.kernel.function(aligned=False)]).values())
         if not self.others:
-            made = generate([self.kernel], aligned=False)
+            made = generate([self.kernel], aligned=False, clusters=self.clusters)
             handles = self.find(made.functions)
             self.others = tuple([handles[start.function] for start in made.starts[0]])
         return self.others
@@ -56,8 +58,11 @@ class OnDevice:
 class DevicePlanner(Planner):
     """The plan of a program on a GPU in the making."""
 
-    def __init__(self, program: Program, compiled: Sequence[OnDevice], device: tuple[int, int, int]) -> None:
+    def __init__(
+        self, program: Program, compiled: Sequence[OnDevice], device: tuple[int, int, int], early: bool = False
+    ) -> None:
         super().__init__(program, compiled, device)
+        self.early = early  # whether kernels are started before those before them have ended
         self.unfailing = True  # a fault ends the device's program
         tables = [start.nests for one in compiled for start in one.starts if start.table]
         self.reads_first = {nest for nests in tables for nest in nests}
@@ -71,7 +76,7 @@ class DevicePlanner(Planner):
         """The step that starts the functions of a kernel."""
         starts = tuple([
             (compiled.handles[s.function], s.threads, s.function.shared, self.numbers.run((s.blocks,)),
-             tuple([self.parameter(compiled, g) for g in s.given]), s.table)
+             tuple([self.parameter(compiled, g) for g in s.given]), s.table, self.early and s.function.waits)
             for s in compiled.starts
         ])  # fmt: skip
         return "grid", starts, buffers, compiled.unaligned, ()
@@ -97,11 +102,14 @@ def plan_on(program: Program, device: torch.device, store: Store | None = None) 
         return loaded(functions, index, architecture, store)
 
     set_up()
-    made = generate(program.kernels)
+    new = architecture >= WAITING
+    made = generate(program.kernels, clusters=new)
     templates = {k: k.started() for k in dict.fromkeys(program.kernels) if isinstance(k, Template)}
     handles = find([*made.functions, *[start.function for start in templates.values()]])
     kernels = [
-        OnDevice(kernel, [templates[kernel]] if isinstance(kernel, Template) else starts, handles, find)
+        OnDevice(
+            kernel, [templates[kernel]] if isinstance(kernel, Template) else starts, handles, find, clusters=new
+        )
         for kernel, starts in zip(program.kernels, made.starts, strict=True)
     ]
-    return DevicePlanner(program, kernels, (CUDA, index, context(index))).plan()
+    return DevicePlanner(program, kernels, (CUDA, index, context(index)), early=new).plan()

@@ -182,7 +182,9 @@ def last_uses(events: Events) -> tuple[dict[Node, int], dict[Node, int]]:
     for node, i in last.items():
         owner = events.owner(node)
         memory[owner] = max(memory.get(owner, i), i)
-    for node in nodes_in(events.program.graph.outputs):
+    outputs = events.program.graph.outputs
+    numbers = [events.numbers[s] for s in _symbols(outputs) if s in events.numbers] if events.numbers else []
+    for node in (*nodes_in(outputs), *numbers):
         last[events.value(node)] = len(events.listed)
     return last, memory
 

@@ -32,6 +32,7 @@ from kiln.fuse.show import show_kernel
 from kiln.fuse.steps import Launch
 from kiln.fuse.views import is_view
 from kiln.generate.device import generate
+from kiln.generate.nvptx import WAITING
 from kiln.launch.device import capability
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.shims import shim_of
@@ -71,7 +72,7 @@ def functions_of(
         steps = run.owner.steps if isinstance(run, Plan) else ()
         found = [tuple([name for name, *_ in step[1]]) for step in steps if step[0] == "launch"]
         return found or [()] * len(program.kernels)
-    made = generate(program.kernels)
+    made = generate(program.kernels, clusters=capability(device) >= WAITING)
     dump.show("llvm", "kernels", "ptx", lambda: made.ptx(capability(device)))
     return [tuple(dict.fromkeys(start.function.name for start in starts)) for starts in made.starts]
 

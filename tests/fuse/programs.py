@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -25,7 +26,8 @@ LAYOUTS = ("plain",) * 5 + ("transposed", "stepped", "offset", "expanded", "padd
 
 #: Lines and how often they are drawn. Slots: t any tensor, f a float one, x an exact float one, e any exact one, i an
 #: integer one, b a boolean one, q an integer or boolean one, m a matrix of floats, k floats of three or four dimensions,
-#: v a tensor to write to, w floats to write to; the others are made for the tensor before them.
+#: g finite ones (eager's running mean of infinities depends on where they are), v a tensor to write to, w floats to
+#: write to, s one with memory after its first element; the others are made for the tensor before them.
 ROWS: list[tuple[int, tuple[str, ...]]] = [
     (14, ("{t} + {t}", "{t} - {f}", "{t} * {t}", "{t} + {n}", "{t} * {n}", "{n} - {t}", "{f} / ({f}.abs() + 1)", "torch.add({t}, {t}, alpha=2)",
           "{f} * {f} + {f}", "torch.lerp({f}, {f}, 0.25)", "{f} ** 2", "torch.addcmul({f}, {f}, {f}, value=0.5)", "-{f}")),
@@ -48,7 +50,7 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
          "F.layer_norm({f}, {lastdim})", "F.normalize({f}, dim={d})", "{f}.sum({d}, dtype=f64)", "{q}.sum({d}, dtype=f32)", "torch.count_nonzero({e})", "{f}.mean()", "{f}.nansum({d})")),
     (12, ("{t}.permute({perm})", "{t}.transpose({d}, {d})", "{t}.reshape({shape})", "{t}.unsqueeze({d})", "{t}.squeeze()", "{t}[{at}]", "{t}[{at}]", "{t}.expand({wider})",
           "{t}.flatten()", "{t}.flip({d})", "{t}.contiguous()", "{t}.t() if {t}.dim() == 2 else {t}", "{t}.narrow({piece})", "{t}.movedim({d}, {d})", "{t}.diagonal()", "{t}.clone()",
-          "{t}.repeat({times})", "{t}.roll(1, {d})", "{t}.unfold({window})", "{t}.select({place})", "torch.tril({f})", "{t}.chunk(2, {d})[-1]", "{t}.as_strided((2,), (1,))",
+          "{t}.repeat({times})", "{t}.roll(1, {d})", "{t}.unfold({window})", "{t}.select({place})", "torch.tril({f})", "{t}.chunk(2, {d})[-1]", "{s}.as_strided((2,), (1,))",
           "{t}.swapaxes({d}, {d}).contiguous()", "{t}.detach()", "{t}.view({shape})", "torch.atleast_2d({t})", "{t}.repeat_interleave(2, {d})")),
     (6, ("torch.cat([{t}, {t}], {d})", "torch.stack([{t}, {t}], {d})", "torch.cat([{f}, {f} * 2, {t}], {d})", "F.pad({f}, (1, 2))", "F.pad({t}, (0, 1, 2, 0), value=3)", "F.pad({f}, (-1, 1))",
          "F.pad({f}, (1, 1), mode='replicate')", "torch.cat([{t}.flatten(), {t}.flatten()])", "F.pad({f}, (2, -1, -1, 1))", "torch.constant_pad_nd({i}, (1, 0), 7)")),
@@ -59,7 +61,7 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
          "torch.index_put({f}, ({index},), torch.tensor(1.5), accumulate=True)", "F.one_hot(torch.arange(4), 5) * {n}", "torch.take_along_dim({t}, {gathered2})", "F.embedding({rows}, {m})")),
     (6, ("{v}.add_({t})", "{v}.mul_({n})", "{v}[{at}] = {t}", "{v}[{at}] = {n}", "{v}.copy_({t})", "{v}[{at}].mul_(2)", "{v}.t_() if {v}.dim() == 2 else {v}", "{v}.zero_()",
          "{v}[{at}] += {t}", "{v}.clamp_(-1, 1)", "{v}.masked_fill_({b}, 0.5)", "{v}.transpose({d}, {d}).add_(1)", "{v}.view(-1)[1:].sub_(1)", "{v}.flatten()[:1].fill_(2)", "{v}[{index}] = {n}",
-         "{v}.diagonal().mul_(2)", "{v}.permute({perm}).add_(1)", "{v}.unsqueeze({d}).mul_(3)", "{v}.chunk(2, {d})[0].add_(1)", "{v}.narrow({piece}).zero_()", "{v}.as_strided((2,), (1,)).mul_(2)",
+         "{v}.diagonal().mul_(2)", "{v}.permute({perm}).add_(1)", "{v}.unsqueeze({d}).mul_(3)", "{v}.chunk(2, {d})[0].add_(1)", "{v}.narrow({piece}).zero_()", "{s}.as_strided((2,), (1,)).mul_(2)",
          "{v}.select({place}).fill_(1)", "{v}.index_add_({added})", "{v}.scatter_({put})", "{w}.sigmoid_()", "{w}.div_({f}.abs() + 1)", "{v}.unfold({window})[:1].mul_(2)", "{v}.flip({d}).add_(1)",
          "{v}[{at}].copy_({t})", "{w}.lerp_({f}, 0.5)", "{v}.t().mul_(2)", "{w}.relu_()", "{v}.squeeze().sub_(1)", "{t}[0].mul_(2)", "{v}.swapaxes({d}, {d})[:1].add_({t})")),
     (5, ("F.max_pool2d({k}, 2)", "F.avg_pool2d({k}, 2, stride=1)", "F.max_pool2d({k}, 3, 2, 1)", "F.adaptive_avg_pool2d({k}, 2)", "F.avg_pool2d({k}, 3, 2, 1, count_include_pad=False)", "F.max_pool1d({k}, 2)",
@@ -74,7 +76,7 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
     (5, ("{t}.to({ft})", "{e}.to({it})", "{t}.float()", "{e}.long()", "{e}.bool()", "{t}.double()", "{e}.to(bl)", "{f}.to(bf16)", "{t}.type_as({f})", "{e}.int()")),
     (3, ("torch.arange({len})", "torch.arange({len}) * {f}", "torch.full(({len},), 1.5) + {f}", "torch.zeros_like({t})", "torch.ones({len}, {len}).tril()", "torch.linspace(0, 1, {len})",
          "torch.eye({len}) * 2", "torch.arange(1, 9, 2, dtype=i32)", "torch.full_like({t}, 2)", "{t}.new_ones(3)", "torch.tensor(2.5) * {t}", "torch.tensor(3) + {t}", "torch.arange(0.5, 3.0, 0.5)")),
-    (5, ("{t}.unbind({d})[-1]", "{t}.split(2, {d})[0]", "torch.stack({t}.unbind({d}), -1)", "torch.aminmax({f}, dim={d})[1]", "torch.var_mean({f}, {d})[1]", "{f}.std()", "torch.triu({t}, 1)", "torch.rot90({t}) if {t}.dim() > 1 else {t}",
+    (5, ("{t}.unbind({d})[-1]", "{t}.split(2, {d})[0]", "torch.stack({t}.unbind({d}), -1)", "torch.aminmax({f}, dim={d})[1]", "torch.var_mean({g}, {d})[1]", "{f}.std()", "torch.triu({t}, 1)", "torch.rot90({t}) if {t}.dim() > 1 else {t}",
          "{t}.tile(2)", "{f}.clamp(max={f}.mean())", "F.huber_loss({f}, {f}.detach() * 0.5)", "F.l1_loss({f}, {f}.flip(0) * 0.5)", "torch.where({b}, {q}, {q})", "{t}.diag_embed()", "torch.addmm({m}, {m}, {m})",
          "F.scaled_dot_product_attention({k}, {k}, {k})", "F.conv_transpose1d({k}, torch.full(({k}.shape[1], 2, 3), 0.25), stride=2)", "F.conv2d({k}, torch.full((4, {k}.shape[1], 3, 3), 0.125), stride=2, padding=1)",
          "F.batch_norm({k}, torch.zeros({k}.shape[1]), torch.ones({k}.shape[1]))", "{v}.fill_diagonal_(1)", "{w}.exp_()", "{v}.index_put_(({index},), {v}[:1].sum())", "{v}.t().copy_({t}.clone())", "torch.linalg.vector_norm({f}, dim={d})",
@@ -87,6 +89,8 @@ DRAWN = [line for weight, lines in ROWS for line in lines for _ in range(weight 
 ROUNDED = {*ROWS[1][1], *(line for _, lines in ROWS for line in lines if re.search("soft|norm|var|std|log|lu\\(|cosine|entropy|kl_div|pool|sigmoid|lerp|conv", line))}
 #: Lines whose results hold an extent twice, or are as many tensors: of long ones no memory holds them.
 SQUARES = re.compile(r"unbind|split\(|diag_embed|None, :\]|@|mm\(|matmul|linear\(|einsum|eye\(|ones\(\{len\}, |attention")
+#: Lines whose results may be exact by chance.
+NORMALISED = r"_norm\(|cosine|normalize|\.norm\(|softmax"
 IN_PLACE = re.compile(r"^\w+(\[.*\])?(\.\w+\([^)]*\))?(\[[^]]*\])? (\+)?= |^\w+.*\.\w+_\(")
 
 
@@ -119,6 +123,9 @@ class Input:
     special: bool
     grad: bool
     seed: int
+    of: int | None = None
+    """An earlier input that this one shows, by `view`, in place of one of its own."""
+    view: str = "x"
 
     def make(self, dtypes: dict[str, torch.dtype], device: str | None = None) -> torch.Tensor:
         """The tensor; quarters between -2 and 2 for floats, and small whole numbers."""
@@ -171,6 +178,18 @@ class Program:
     inputs: list[Input]
     lines: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    mode: str = ""
+
+    def made(self, dtypes: dict[str, torch.dtype], device: str | None = None) -> list[torch.Tensor]:
+        """The inputs; some may show the memory of others."""
+        made: list[torch.Tensor] = []
+        for given in self.inputs:
+            made.append(given.make(dtypes, device) if given.of is None else eval(given.view, {"x": made[given.of]}))
+        return made
+
+    def entered(self) -> Any:
+        """The context that it runs in."""
+        return MODES[self.mode]()
 
     def text(self) -> str:
         arguments = ", ".join(f"a{i}" for i in range(len(self.inputs)))
@@ -180,10 +199,10 @@ class Program:
     def function(
         self, dtypes: dict[str, torch.dtype], disturb: Callable[..., Any] | None = None, device: str | None = None
     ) -> Callable[..., Any]:
-        """The program as a function; `disturb` is applied to the result of each line, told whether it is centred."""
+        """The program as a function; `disturb` is applied to the result of each line, told whether it may be exact by chance."""
         text = self.text() if device == "cpu" else placed(self.text())
         if disturb is not None:
-            text = re.sub(r"^(    (v\d+) = .*_norm\(.*)$", r"\1; \2 = disturb(\2, True)", text, flags=re.MULTILINE)
+            text = re.sub(rf"^(    (v\d+) = .*({NORMALISED}).*)$", r"\1; \2 = disturb(\2, True)", text, flags=re.MULTILINE)
             text = re.sub(r"^(    (v\d+) = [^;\n]*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
         space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **PLACED, **dtypes}
         exec(compile(text, "<random program>", "exec"), space)
@@ -198,6 +217,30 @@ class Program:
         inputs = [replace(given, shape=tuple(other.get(n, n) for n in given.shape)) for given in self.inputs]
         return replace(self, inputs=inputs)
 
+    def toggled(self, random: Random) -> Program:
+        """The same lines where other inputs require grad, or in another grad mode."""
+        inputs = [replace(given, grad=given.dtype in FLOATS and not given.special and random.random() < 0.5) for given in self.inputs]
+        mode = self.mode if self.mode == "autocast" else random.choice(("", "no_grad", "inference"))
+        return replace(self, inputs=inputs, mode=mode)
+
+    def varied(self, random: Random) -> list[Program]:
+        """What the same function may be called with next."""
+        found = []
+        for _ in range(random.choice((0, 0, 1, 2, 3))):
+            changed = (found or [self])[-1]
+            found.append(changed.resized(random) if random.random() < 0.5 else changed.toggled(random))
+        return found
+
+
+def _autocast() -> Any:
+    return torch.autocast(DEVICE, torch.bfloat16)
+
+
+#: Where lines run.
+MODES: dict[str, Callable[[], Any]] = {"": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode, "autocast": _autocast}
+#: What an input shows of another one.
+VIEWS = ("x", "x", "x.detach()", "x[..., :1]", "x.transpose(0, -1)", "x[1:]", "x.unsqueeze(0)", "x.flatten()")
+
 
 PLAIN = {**FLOATS, **WHOLE}
 EXACT = {**dict.fromkeys(FLOATS, torch.float64), **WHOLE}
@@ -211,7 +254,7 @@ class Drawing:
 
     def __init__(self, random: Random, lines: int) -> None:
         self.random = random
-        self.program = Program(self.inputs())
+        self.program = Program(self.inputs(), mode=random.choice(("",) * 12 + ("no_grad", "inference", "autocast")))
         self.spaces = self.run()
         self.names = [f"a{i}" for i in range(len(self.program.inputs))]
         self.vague: set[str] = set()
@@ -226,10 +269,11 @@ class Drawing:
         """The names and values of the program so far, in eager's dtypes and in float64."""
         spaces: list[dict[str, Any]] = []
         for dtypes in (PLAIN, EXACT):
-            values = {f"a{i}": given.make(dtypes, "cpu") for i, given in enumerate(self.program.inputs)}
+            values = {f"a{i}": value for i, value in enumerate(self.program.made(dtypes, "cpu"))}
             spaces.append({"torch": torch, "F": F, **dtypes, **values})
-            for line in self.program.lines:
-                exec(line, spaces[-1])
+            with self.program.entered():
+                for line in self.program.lines:
+                    exec(line, spaces[-1])
         return spaces
 
     def inputs(self) -> list[Input]:
@@ -251,6 +295,8 @@ class Drawing:
             dtype = r.choice(names)
             grad = dtype in FLOATS and r.random() < 0.5
             made.append(Input(tuple(shape), dtype, r.choice(LAYOUTS), not grad and r.random() < 0.05, grad, r.randrange(1000)))
+            if i and made[0].shape and r.random() < 0.04:
+                made[-1] = replace(made[0], of=0, view=r.choice(VIEWS))
         return made
 
     def line(self, template: str) -> bool:
@@ -262,7 +308,7 @@ class Drawing:
             return False
         if SQUARES.search(template) and self.longest(text) > 1000:
             return False
-        writes = IN_PLACE.match(template.replace("{v}", "a").replace("{at}", "").replace("{index}", "")) is not None
+        writes = IN_PLACE.match(re.sub(r"\{[sv]\}", "a", template).replace("{at}", "").replace("{index}", "")) is not None
         name = f"v{len(self.program.lines)}"
         line = text if writes else f"{name} = {text}"
         if not all(self.tried(line, name, space) for space in self.spaces):
@@ -288,7 +334,8 @@ class Drawing:
 
     def tried(self, line: str, name: str, space: dict[str, Any]) -> bool:
         try:
-            exec(line, space)  # on the CPU: on a GPU an index out of range ends all that comes after
+            with self.program.entered():
+                exec(line, space)  # on the CPU: on a GPU an index out of range ends all that comes after
         except Exception:
             return False
         value = space.get(name)
@@ -446,16 +493,25 @@ def _dtype(drawing: Drawing, name: str) -> torch.dtype:
     return dtype
 
 
+def _goes_on(x: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, or of what it views, has a known element after the first; eager may reserve more."""
+    base = x if x._base is None else x._base
+    last = base.storage_offset() + sum((n - 1) * s for n, s in zip(base.shape, base.stride(), strict=True))
+    return x.numel() > 0 and x.storage_offset() < last
+
+
 TENSORS: dict[str, Callable[[Drawing, str], bool]] = {
     "t": lambda d, n: True,
     "v": lambda d, n: not any(s == 0 and k > 1 for s, k in zip(d.spaces[0][n].stride(), d.spaces[0][n].shape, strict=True)),
     "f": lambda d, n: _dtype(d, n).is_floating_point,
+    "g": lambda d, n: _dtype(d, n).is_floating_point and bool(d.spaces[0][n].isfinite().all()),
     "x": lambda d, n: _dtype(d, n).is_floating_point and d.exact(n),
     "e": lambda d, n: d.exact(n),
     "i": lambda d, n: not _dtype(d, n).is_floating_point and _dtype(d, n) is not torch.bool,
     "b": lambda d, n: _dtype(d, n) is torch.bool,
     "q": lambda d, n: not _dtype(d, n).is_floating_point,
     "w": lambda d, n: TENSORS["v"](d, n) and _dtype(d, n).is_floating_point,
+    "s": lambda d, n: TENSORS["v"](d, n) and _goes_on(d.spaces[0][n]),
     "k": lambda d, n: _dtype(d, n).is_floating_point and d.spaces[0][n].dim() in (3, 4),
     "m": lambda d, n: _dtype(d, n).is_floating_point and d.spaces[0][n].dim() == 2,
 }

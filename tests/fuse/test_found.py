@@ -305,7 +305,7 @@ def test_gradients_of_what_is_empty_have_no_history(shape):
     assert gradient.shape == x.shape and not gradient.requires_grad
 
 
-@pytest.mark.parametrize("f", [F.elu, F.celu, F.selu])
+@pytest.mark.parametrize("f", [F.elu, F.celu, F.selu, F.hardswish, F.hardtanh, F.relu6, F.hardshrink, F.softshrink])
 def test_gradients_at_nan_are_those_of_eagers_vectors(f):
     x, y = (torch.tensor([math.nan, 1.0, -1.0, 0.0]).repeat(32).requires_grad_() for _ in range(2))
     kiln.compile(f, backend="kiln", fullgraph=True)(x).sum().backward()

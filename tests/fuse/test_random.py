@@ -29,17 +29,19 @@ SETTINGS = hypothesis.settings(
 LEFT = ("as-strided", "write-to-view", "output-view", "overlapping-inputs")
 
 
-def check(program: Program, resized: Program | None = None) -> None:
+def check(program: Program, *others: Program) -> None:
     """The program equals eager in one graph, and nothing fell back but what eager cannot differentiate either.
 
-    With another program of the same lines, sizes vary: the same function runs on its inputs too.
+    With other programs of the same lines, the same function runs on their inputs, in their modes, too; sizes may vary.
     """
+    sizes = [[given.shape for given in p.inputs] for p in (program, *others)]
     kiln.reset()
     with records.collect() as log, kiln.config.patch(strict=True):
-        compiled = kiln.compile(program.function(PLAIN), backend="kiln", dynamic=None if resized is None else True)
+        compiled = kiln.compile(program.function(PLAIN), backend="kiln", dynamic=None if all(s == sizes[0] for s in sizes) else True)
         eager = [compare(program, compiled)]
-        if resized is not None and eager[0].error is None and runs(resized):
-            eager.append(compare(resized, compiled))
+        for other in others:
+            if eager[0].error is None and runs(other):
+                eager.append(compare(other, compiled))
     if eager[0].error is None:
         breaks = [b for b in log.breaks if b.kind != "metadata-mutation"]
         assert not breaks, f"breaks: {breaks}"
@@ -61,9 +63,9 @@ def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     @hypothesis.given(hypothesis.strategies.randoms(use_true_random=False))
     def programs(random: Random) -> None:
         program = drawn(random)
-        resized = program.resized(random) if random.random() < 0.25 else None
-        hypothesis.note(f"{program.inputs}\n{program.text()}{resized and resized.inputs}")
-        check(program, resized)
+        others = program.varied(random)
+        hypothesis.note(f"{program.inputs}\n{program.text()}{[(p.mode, p.inputs) for p in (program, *others)]}")
+        check(program, *others)
 
     programs()
     # Most graphs have kernels: the programs were compiled, not run op by op.

@@ -46,6 +46,7 @@ class Driver:
             "push": (INT, WORD),
             "pop": (INT, POINTERS),
             "text": (INT, INT, ctypes.POINTER(ctypes.c_char_p)),
+            "launch_by": (INT, WORD, WORD, POINTERS, WORD),
         }
         self.entries = {name: ctypes.CFUNCTYPE(*kind)(getattr(self, name)) for name, kind in kinds.items()}
         _launch.set_driver(*[ctypes.cast(entry, WORD).value for entry in self.entries.values()])
@@ -69,6 +70,9 @@ class Driver:
     def text(self, error, found):
         found[0] = b"an illegal memory access was encountered"
         return 0
+
+    def launch_by(self, configuration, handle, parameters, extra):
+        return REFUSED  # nothing is started early here
 
     def launch(self, handle, bx, by, bz, tx, ty, tz, shared, stream, parameters, extra):
         if self.error:

@@ -33,7 +33,7 @@ def kernels_of(f, *inputs, dynamic=None):
     return found
 
 
-def device_of(f, *inputs, dynamic=None, aligned=True):
+def device_of(f, *inputs, dynamic=None, aligned=True, clusters=True):
     """What is started on a GPU for a program, with its PTX."""
-    made = generate(kernels_of(f, *inputs, dynamic=dynamic), aligned)
+    made = generate(kernels_of(f, *inputs, dynamic=dynamic), aligned, clusters)
     return SimpleNamespace(text=made.ptx((9, 0)), starts=made.starts)

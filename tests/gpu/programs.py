@@ -46,6 +46,16 @@ def statistics(x):
     return x.mean(-1), x.var(-1), x.amax(-1), x.amin(-1)
 
 
+def softmax_gradient(grad, x):
+    return torch.ops.aten._softmax_backward_data(grad, x.softmax(-1), -1, x.dtype)
+
+
+def norm_gradients(grad, x, mean, scale, w):
+    kind = torch.promote_types(x.dtype, torch.float32)
+    mean, scale = mean.to(kind), scale.to(kind)
+    return torch.ops.aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, scale, w, w, [True] * 3)
+
+
 POINTWISE = {
     "add": (lambda a, b: a + b * 2, normal(64, 96), normal(64, 96)),
     "broadcast": (lambda a, b, c: a * b + c, normal(33, 96), normal(96), normal(33, 1)),
@@ -94,6 +104,21 @@ FOLDS = {
     **{
         f"softmax of {n}": (lambda a: a.softmax(-1), normal(37, n))
         for n in (2, 7, 64, 1000, 1024, 4096, 50304)
+    },
+    "softmax of many long rows": (lambda a: a.softmax(-1), normal(130, 50304)),
+    "log softmax of longer rows": (lambda a: a.log_softmax(-1), normal(130, 128256)),
+    "norm of long odd rows": (lambda a: F.layer_norm(a, (20001,)), normal(132, 20001)),
+    "norm of long rows": (
+        lambda a, w, b: F.layer_norm(a, (32768,), w, b),
+        *(normal(20, 32768), normal(32768), normal(32768)),
+    ),
+    "gradient of softmax": (softmax_gradient, normal(140, 50304), normal(140, 50304)),
+    **{
+        f"gradients of norms over {n}": (
+            norm_gradients,
+            *(normal(rows, n), normal(rows, n), normal(rows, 1), positive(rows, 1), normal(n)),
+        )
+        for rows, n in ((1100, 4096), (8600, 300), (4300, 777), (1200, 8192))
     },
     "sum of all": (lambda a: a.sum(), normal(1234, 567)),
     "mean of all": (lambda a: a.mean(), normal(4096, 1024)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kiln.generate.device import generate
 from kiln.generate.grid import laid
 from kiln.generate.nvptx import VERSIONS
 
@@ -19,9 +20,9 @@ def count(pattern, text):
     return len(re.findall(pattern, text))
 
 
-def grid_of(f, *inputs):
+def grid_of(f, *inputs, clusters=True):
     (kernel,) = kernels_of(f, *inputs)
-    return laid(kernel.nests[0])
+    return laid(kernel.nests[0], clusters)
 
 
 @pytest.mark.parametrize("name", [*POINTWISE, *FOLDS, *INTEGERS])
@@ -29,6 +30,8 @@ def test_every_program_becomes_ptx(name):
     f, *makers = {**POINTWISE, **FOLDS, **INTEGERS}[name]
     made = device_of(f, *[make("cpu", HALF) for make in makers])
     assert made.starts and ".entry" in made.text and ".local" not in made.text
+    for function in made.text.split(".entry")[1:]:  # nothing is read before what it is made by has ended
+        assert "ld.global" not in function.partition("griddepcontrol.wait")[0]
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (HALF, 8), (torch.float64, 2)])
@@ -76,7 +79,7 @@ def test_long_rows_take_a_block_and_shared_memory():
 
 
 def test_rows_that_are_too_long_for_registers_are_copied_to_shared_memory():
-    made = device_of(lambda a: a.softmax(-1), torch.empty(256, 50304).to(HALF))
+    made = device_of(lambda a: a.softmax(-1), torch.empty(256, 50304).to(HALF), clusters=False)
     (start,), text = made.starts[0], made.text
     assert (start.threads, start.blocks, start.function.shared) == (512, 256, 50304 * 2)
     # A thread takes 13 turns, the last where there is one: all copies begin first, each is waited for.
@@ -84,26 +87,56 @@ def test_rows_that_are_too_long_for_registers_are_copied_to_shared_memory():
     assert [int(n) for n in re.findall(r"cp\.async\.wait_group (\d+)", text)] == [*range(13)][::-1]
     assert count(r"ld\.shared\.v4", text) == 2 * 13 and count(r"st\.global\.v4", text) == 13
     assert count(r"bar\.sync", text) == 1 and ".extern .shared" in text and ".minnctapersm 2" in text
-    few = grid_of(lambda a: a.softmax(-1), torch.empty(128, 50304).to(HALF))
+    few = grid_of(lambda a: a.softmax(-1), torch.empty(128, 50304).to(HALF), clusters=False)
     assert few.team == 1024 and few.shared
-    longer = grid_of(lambda a: a.softmax(-1), torch.empty(256, 100_000).to(HALF))
+    longer = grid_of(lambda a: a.softmax(-1), torch.empty(256, 100_000).to(HALF), clusters=False)
     assert (longer.turns, longer.shared) == (0, 0)
 
 
 def test_rows_that_cannot_be_copied_at_once_are_put_into_shared_memory_by_threads():
     x = torch.empty(256, 50304, dtype=HALF)
-    text = device_of(lambda a: a.softmax(-1), x, aligned=False).text
+    text = device_of(lambda a: a.softmax(-1), x, aligned=False, clusters=False).text
     assert "cp.async" not in text and count(r"st\.shared\.v4", text) == 13
-    odd = device_of(lambda a: a.softmax(-1), torch.empty(256, 20001, dtype=HALF))
+    odd = device_of(lambda a: a.softmax(-1), torch.empty(256, 20001, dtype=HALF), clusters=False)
     assert odd.starts[0][0].function.shared == 40016 and count(r"st\.shared\.b16", odd.text) == 5
 
 
 def test_what_a_norm_reads_once_is_not_kept():
     x, w = torch.empty(256, 32768, dtype=HALF), torch.empty(32768, dtype=HALF)
-    made = device_of(lambda a, w: F.layer_norm(a, (32768,), w), x, w)
+    made = device_of(lambda a, w: F.layer_norm(a, (32768,), w), x, w, clusters=False)
     (start,) = made.starts[0]
     assert start.function.shared == 32768 * 2
     assert count(r"cp\.async\.cg", made.text) == 8 == count(r"ld\.global\.nc\.v4", made.text)  # the weights
+
+
+def test_neighbouring_blocks_share_long_rows():
+    made = device_of(lambda a: a.softmax(-1), torch.empty(256, 50304).to(HALF))
+    (start,), text = made.starts[0], made.text
+    assert (start.threads, start.blocks, start.function.shared) == (512, 4 * 256, 0)
+    # Each reads its part once, into registers, and puts what it folded into the memory of all.
+    assert ".reqnctapercluster 4" in text and count(r"ld\.global\.nc\.v4", text) == 4
+    assert count("mapa", text) == 2 and count(r"barrier\.cluster\.wait", text) == 3 and "bar.sync" not in text
+    assert grid_of(lambda a: a.softmax(-1), torch.empty(256, 128256).to(HALF)).members == 8
+    few = grid_of(lambda a: a.softmax(-1), torch.empty(16, 50304).to(HALF))
+    assert (few.members, few.turns) == (8, 2)  # in one stage
+
+
+def test_gradients_of_norms_read_rows_once():
+    def gradients(grad, x, mean, scale, w):
+        return torch.ops.aten.native_layer_norm_backward(grad, x, [4096], mean, scale, w, w, [True] * 3)
+
+    x, each = torch.empty(2048, 4096, dtype=HALF), torch.rand(2048, 1)
+    made = device_of(gradients, x, x.clone(), each, each.clone(), torch.empty(4096, dtype=HALF))
+    (first, second), text = made.starts[0], made.text.split(".entry")[1]
+    assert (first.blocks, first.threads, second.blocks) == (128, 512, 256)
+    # The weights, three rows before the loop and one in each turn, of two tensors.
+    assert count(r"ld\.global\.nc\.v4", text) == 1 + 2 * 4 and count(r"bar\.sync", text) == 1
+    assert count(r"st\.global\.v4", text) == 1 + 2 * 2
+
+
+def test_older_architectures_wait_for_nothing_themselves():
+    made = generate(kernels_of(lambda a: a + 1, torch.randn(64)), clusters=False)
+    assert "griddepcontrol" in made.ptx((9, 0)) and "griddepcontrol" not in made.ptx((8, 0))
 
 
 def test_quotients_are_one_instruction():
@@ -118,7 +151,8 @@ def test_the_largest_and_the_sum_of_longer_rows_come_of_one_reading():
 
     x, places = torch.empty(256, 50304, dtype=HALF), torch.zeros(256, dtype=torch.int64)
     grid = grid_of(losses, x, places)
-    assert (grid.team, grid.turns) == (256, 0)
+    assert (grid.team, grid.turns) == (1024, 0)
+    assert grid_of(losses, torch.empty(600, 50304, dtype=HALF), places[:1].expand(600)).team == 256
     text = device_of(losses, x, places).text
     # Four turns at once and those that are left; the power of what the largest grew by is one for them all.
     assert count(r"ld\.global\.nc\.v4", text) == 5 and count(r"ex2\.approx", text) <= 5 * 8 + 2 + 2 * 10

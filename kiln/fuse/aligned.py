@@ -1,0 +1,242 @@
+"""Nests for machines whose threads read several neighbours at once: such reads need no conditions.
+
+A read under a condition is one element at a time. Where the place is one of the buffer's whatever the
+condition says, it is read anyway: what stands there is not used. And a row whose length is no multiple of what
+is read at once, in memory where the next row starts at one, is folded over up to there, without what is behind
+its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kiln.base.graph import TensorSpec
+from kiln.base.symbols import Expr, Scope
+from kiln.fuse.axes import axis
+from kiln.fuse.merge import rewritten
+from kiln.fuse.nest import Apply, Axis, Buffer, Const, Fold, Load, Nest, Place, Store, Term, children, terms
+from kiln.fuse.peel import substituted
+
+#: Elements that are read at once at most, and of rows that are worth it at least.
+STEP, LONG = 8, 1024
+#: What folds start with, where elements that do not count can be given that.
+NEUTRAL = {"sum": 0.0, "amax": -math.inf, "amin": math.inf}
+#: Comparisons of a place with a number, with the end of the place's range that has to hold.
+REACHED: dict[str, Callable[[int, int, int], bool]] = {
+    "lt": lambda low, high, border: low < border, "ge": lambda low, high, border: high >= border,
+}  # fmt: skip
+
+
+def aligned(nest: Nest, scope: Scope, spec_of: Callable[[Buffer], TensorSpec]) -> list[Nest]:
+    """The nest with its reads without needless conditions, over rows of whole reads; or two that do the same."""
+    return Aligning(scope, spec_of).run(nest)
+
+
+class Aligning:
+    """The memory of buffers, and what indices into it can be."""
+
+    def __init__(self, scope: Scope, spec_of: Callable[[Buffer], TensorSpec]) -> None:
+        self.scope, self.spec_of = scope, spec_of
+        self.lengths: dict[Buffer, int] = {}
+
+    def run(self, nest: Nest) -> list[Nest]:
+        found = terms(s.value for s in nest.stores)
+        read = [t for t in found if isinstance(t, Load)]
+        freed = {id(load): valid for load in read if (valid := self.needed(load)) is not load.valid}
+        places = [c.term for t in found if isinstance(t, (Load, Place)) for c in t.places]
+        asked = {id(term): value for term in places if (value := self.always(term)) is not term}
+        if freed or asked:
+            nest = replace(nest, stores=unmasked(nest.stores, freed, asked))
+        inside = [s for s in nest.stores if not s.kept and s.phase == 0 and not any_fold(s.value)]
+        rest = replace(nest, stores=[s for s in nest.stores if s not in inside])
+        rows = self.whole_rows(rest)
+        if rows is rest:
+            return [nest]
+        return [rows, *([replace(nest, axes=unfolded(nest), stores=inside)] if inside else [])]
+
+    def always(self, term: Term) -> Term:
+        """A place without a condition of other loops than its own: it is asked for in some of their turns."""
+        if not isinstance(term, Apply) or term.op != "where":
+            return term
+        condition, value, _ = term.args
+        used, seen, todo = set[Any](), set[int](), [value]
+        while todo:
+            part = todo.pop()
+            if id(part) not in seen:
+                seen.add(id(part))
+                if isinstance(part, (Load, Place)) and isinstance(part.index, Expr):
+                    used |= part.index.symbols()
+                valid = part.valid if isinstance(part, Load) else None
+                todo += [child for child in children(part) if child is not valid]
+                todo += [needed] if valid is not None and (needed := self.needed(part)) is not None else []
+        return value if self.elsewhere(condition, used) else term
+
+    def inside(self, load: Load) -> bool:
+        """Whether an index is always one of the buffer's."""
+        if load.places:
+            return False
+        length = self.lengths.get(load.buffer)
+        if length is None:
+            spec = self.spec_of(load.buffer)
+            known = all(type(n) is int for n in (*spec.shape, *spec.stride)) and 0 not in spec.shape
+            length = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if known else 0
+            self.lengths[load.buffer] = length
+        low, high = self.scope.bounds(load.index)
+        return low >= 0 and high < length
+
+    def needed(self, load: Load) -> Term | None:
+        """Of the condition of a read, what says that the place exists."""
+        if load.valid is None or self.inside(load):
+            return None
+        if load.places or not isinstance(load.index, Expr):
+            return load.valid
+        parts = conjuncts(load.valid)
+        kept = [part for part in parts if not self.elsewhere(part, load.index.symbols())]
+        if len(kept) == len(parts) or not kept:
+            return load.valid
+        made = kept[0]
+        for part in kept[1:]:
+            made = Apply("bitwise_and", (made, part), torch.bool)
+        return made
+
+    def elsewhere(self, condition: Term, used: set[Any]) -> bool:
+        """Whether a condition is of other loops than those used, and holds in some turn of its own."""
+        if not isinstance(condition, Apply) or condition.op not in REACHED:
+            return False
+        place, border = condition.args
+        if not isinstance(place, Place) or place.places or not isinstance(place.index, Expr):
+            return False
+        limit = border.value if isinstance(border, Const) else None
+        if type(limit) is not int or place.index.symbols() & used:
+            return False
+        return REACHED[condition.op](*self.scope.bounds(place.index), limit)
+
+    # Rows
+
+    def whole_rows(self, nest: Nest) -> Nest:
+        """The nest over rows up to where the next read at once would start, if their memory is there."""
+        if len(nest.reduced) != 1 or not all(store.kept for store in nest.stores):
+            return nest
+        (row,) = nest.reduced
+        if type(row.size) is not int or row.low != 0 or row.size < LONG or row.size % STEP == 0:
+            return nest
+        folds = nest.folds()
+        plain = all(f.kind in NEUTRAL and f.place is None and f.dtype.is_floating_point for f in folds)
+        longer = replace(axis(self.scope, -(-row.size // STEP) * STEP, row.variable.name), reduced=True)
+
+        moves: dict[Any, Any] = {row.variable: longer.variable}
+        stores = rewritten(nest.stores, lambda index: substituted(index, moves))
+        along = [
+            t for t in terms(s.value for s in stores)
+            if isinstance(t, Load) and isinstance(t.index, Expr) and longer.variable in t.index.symbols()
+        ]  # fmt: skip
+        if not plain or not along or not all(self.inside(t) and starts_whole(t, longer) for t in along):
+            return nest
+        axes = tuple([longer if a is row else a for a in nest.axes])
+        return replace(nest, axes=axes, stores=without_rest(stores, longer, row.size))
+
+
+def conjuncts(condition: Term) -> list[Term]:
+    """The conditions that hold where a condition holds."""
+    if isinstance(condition, Apply) and condition.op == "bitwise_and" and condition.dtype is torch.bool:
+        return [part for arg in condition.args for part in conjuncts(arg)]
+    return [condition]
+
+
+def any_fold(value: Term) -> bool:
+    return any(isinstance(term, Fold) for term in terms([value]))
+
+
+def unfolded(nest: Nest) -> tuple[Axis, ...]:
+    return tuple([replace(a, reduced=False) for a in nest.axes])
+
+
+def unmasked(stores: list[Store], freed: dict[int, Term | None], asked: dict[int, Term]) -> list[Store]:
+    """The stores with other conditions of reads, by the reads' ids, and places asked for by other terms."""
+    made: dict[int, Term] = {}
+
+    def built(term: Term) -> Term:
+        if id(term) not in made:
+            new: Term = term
+            if isinstance(term, Load):
+                valid = freed.get(id(term), term.valid)
+                places = tuple([replace(c, term=built(asked.get(id(c.term), c.term))) for c in term.places])
+                new = replace(term, valid=None if valid is None else built(valid), places=places)
+            elif isinstance(term, Place) and term.places:
+                places = tuple([replace(c, term=built(asked.get(id(c.term), c.term))) for c in term.places])
+                new = replace(term, places=places)
+            elif children(term):
+                new = with_children(term, built)
+            made[id(term)] = new
+        return made[id(term)]
+
+    return [replace(store, value=built(store.value)) for store in stores]
+
+
+def with_children(term: Any, built: Callable[[Term], Term]) -> Term:
+    """A function, fold or place of other terms."""
+    if isinstance(term, Apply):
+        return replace(term, args=tuple([built(a) for a in term.args]))
+    if isinstance(term, Fold):
+        place = None if term.place is None else built(term.place)
+        return replace(term, value=built(term.value), place=place)
+    return replace(term, places=tuple([replace(c, term=built(c.term)) for c in term.places]))  # type: ignore[no-any-return]
+
+
+def starts_whole(load: Load, along: Axis) -> bool:
+    """Whether the elements of a row lie side by side, and each row starts where a read at once does."""
+    poly = load.index.poly
+    return poly.get((along.variable,)) == 1 and all(
+        factor % STEP == 0 and along.variable not in {s for part in monomial for s in part.symbols()}
+        for monomial, factor in poly.items()
+        if monomial != (along.variable,)
+    )
+
+
+def without_rest(stores: list[Store], row: Axis, end: int) -> list[Store]:
+    """The stores with folds over the elements before the end alone."""
+    before = Apply("lt", (Place(row.variable), Const(end, torch.int64)), torch.bool)
+    made: dict[int, Term] = {}
+    found: dict[int, Term] = {}  # what the largest is of, without the rest: what is less than it is, too
+
+    def counted(fold: Fold) -> Fold:
+        value = built(fold.value)
+        if isinstance(value, Apply) and value.op == "exp" and below_largest(value.args[0]):
+            return replace(fold, value=value)
+        if id(fold.value) in found:
+            value = found[id(fold.value)]
+        else:
+            value = Apply("where", (before, value, Const(NEUTRAL[fold.kind], value.dtype)), value.dtype)
+        if fold.kind == "amax":
+            found[id(fold.value)] = value
+        return replace(fold, value=value)
+
+    def built(term: Term) -> Term:
+        if id(term) in made:
+            return made[id(term)]
+        new: Any = term
+        if isinstance(term, Fold):
+            new = counted(term)
+        elif isinstance(term, Apply) and below_largest(term):
+            largest = built(term.args[1])
+            new = replace(term, args=(found[id(term.args[0])], largest))
+        elif isinstance(term, Load):
+            valid = None if term.valid is None else built(term.valid)
+            new = replace(term, valid=valid, places=tuple([replace(c, term=built(c.term)) for c in term.places]))
+        elif children(term):
+            new = with_children(term, built)
+        made[id(term)] = new
+        return new  # type: ignore[no-any-return]
+
+    def below_largest(term: Term) -> bool:
+        if not isinstance(term, Apply) or term.op != "sub" or not isinstance(term.args[1], Fold):
+            return False
+        fold = term.args[1]
+        return fold.kind == "amax" and (fold.value is term.args[0] or fold.value is found.get(id(term.args[0])))
+
+    return [replace(store, value=built(store.value)) for store in stores]

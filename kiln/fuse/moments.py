@@ -1,0 +1,97 @@
+"""Sums and sums of squared distances from the mean, in one pass over what is read from memory.
+
+The distances are taken from the first element of each row: then no mean has to be known before. Of a row that
+is far from 0 beside its width they are short, so that the sum of their squares less that of the mean keeps its
+digits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kiln.fuse.merge import rewritten
+from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, terms
+from kiln.fuse.peel import substituted
+from kiln.fuse.split import Cuts, axis_to_cut, replaced
+
+FLOAT = torch.float32
+
+
+def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
+    """The nest with its second phase in the first, where that is of squared distances from means alone."""
+    folds = nest.folds()
+    later = [f for f in folds if f.phase == 1]
+    known_sizes = all(type(a.size) is int and a.low == 0 for a in nest.reduced)
+    if not later or not known_sizes or axis_to_cut(nest, cuts) is None:
+        return nest
+    count = math.prod(a.size for a in nest.reduced)
+    # Of the same phase as before are the folds of the first; all others are a phase earlier.
+    known: dict[int, Term] = {id(f): f for f in folds if f.phase == 0}
+    for squares in later:
+        mean = mean_of(squares, count)
+        if mean is None:
+            return nest
+        total = mean.args[0]
+        start = first_of(total.value, nest)
+        step = of_floats("sub", total.value, start)
+        far, wide = (Fold("sum", value, FLOAT, 0) for value in (step, of_floats("mul", step, step)))
+        share = of_floats("div", far, number(count))
+        left = of_floats("sub", wide, of_floats("mul", far, share))
+        negative = Apply("lt", (left, number(0)), torch.bool)
+        known[id(squares)] = of_floats("where", negative, number(0), left)
+        known[id(total)] = of_floats("add", far, of_floats("mul", start, number(count)))
+        known[id(mean)] = of_floats("add", start, share)
+    values = replaced([s.value for s in nest.stores], known, earlier=1)
+    stores = [
+        replace(store, value=value, phase=min(store.phase, max(store.phase - 1, 1)))
+        for store, value in zip(nest.stores, values, strict=True)
+    ]
+    return replace(nest, stores=stores)
+
+
+def mean_of(squares: Fold, count: int) -> Any:
+    """The mean, a sum's share, that distances are from in a sum of their squares; None for other folds."""
+    power: Any = squares.value
+    if squares.kind != "sum" or squares.dtype is not FLOAT or not is_call(power, "mul"):
+        return None
+    distance = power.args[0]
+    if distance is not power.args[1] or not is_call(distance, "sub"):
+        return None
+    element, mean = distance.args
+    if not is_call(mean, "div") or not isinstance(mean.args[1], Const) or mean.args[1].value != count:
+        return None
+    total = mean.args[0]
+    fits = isinstance(total, Fold) and total.kind == "sum" and total.value is element and total.phase == 0
+    return mean if fits and element.dtype is FLOAT and is_plain(element) else None
+
+
+def of_floats(op: str, *args: Term) -> Term:
+    return Apply(op, args, FLOAT)
+
+
+def number(value: float) -> Term:
+    return Const(float(value), FLOAT)
+
+
+def is_plain(value: Term) -> bool:
+    """Whether a value is read without conditions at places that are no data."""
+    return not any(isinstance(t, Fold) or isinstance(t, Load) and (t.places or t.valid) for t in terms([value]))
+
+
+def is_call(term: Any, op: str) -> bool:
+    return isinstance(term, Apply) and term.op == op
+
+
+def first_of(value: Term, nest: Nest) -> Term:
+    """The first of the values that are folded; 0 where it is not finite."""
+    moves: dict[Any, Any] = {axis.variable: 0 for axis in nest.reduced}
+    (store,) = rewritten(
+        [Store(Buffer("", value.dtype), 0, value, 0, True)], lambda index: substituted(index, moves)
+    )
+    found = store.value
+    finite = Apply("lt", (of_floats("abs", found), number(math.inf)), torch.bool)
+    return of_floats("where", finite, found, number(0))
