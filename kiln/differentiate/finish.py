@@ -118,7 +118,7 @@ def _constant(output: Constant, attributes: Mapping[str, Any], sizes: Sizes) -> 
 
 def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """Takes the view outside the compiled graph, so that autograd knows it as eager's."""
-    base, steps, grad = output.base, output.steps, output.requires_grad
+    base, steps, grad, claims = output.base, output.steps, output.requires_grad, output.claims
     origin = None if isinstance(base, int) else origin_of(base, attributes)
     symbolic = any(_has_symbols((step.args, step.kwargs)) for step in steps)
 
@@ -132,8 +132,8 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
                 return value.view_as(value) if grad else value.detach()
             for step in steps:
                 value = _taken(value, step, known)
-            # Without a history, eager had the view made of a detached tensor, or in no_grad mode.
-            return value.detach() if value.requires_grad and not grad else value
+            # Without a history, eager had the view made of a detached tensor.
+            return value.detach() if value.requires_grad and not claims else value
         finally:
             _switch(before)
 

@@ -90,12 +90,13 @@ class View:
     """An output that is a view of an argument or attribute (after write-back), or of the result `base`.
 
     It is made by taking the steps outside the autograd function, in grad mode exactly where `requires_grad`;
-    there is always a step (a `detach` is one).
+    there is always a step (a `detach` is one). One that was taken without grad mode `claims` to require grad.
     """
 
     base: Origin | int
     steps: tuple[Step, ...]
     requires_grad: bool
+    claims: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -177,7 +177,7 @@ class Results:
             if own is place or member is not None:
                 return Given(member or origin)
             self._refuse_history(leaf, place)
-            return View(origin, place.steps(), leaf.grad_fn is not None)
+            return View(origin, place.steps(), leaf.grad_fn is not None, leaf.requires_grad)
         self._refuse_history(leaf, place)
         root = self.functional.fake(memory.root)
         if leaf.requires_grad and root.grad_fn is None:
@@ -190,7 +190,7 @@ class Results:
         index = bases[memory]
         if leaf.requires_grad and index not in self.tangents:
             self.tangents.append(index)
-        return View(index, place.steps(), leaf.grad_fn is not None)
+        return View(index, place.steps(), leaf.grad_fn is not None, leaf.requires_grad)
 
     def _turn(self, index: int, root: FakeTensor) -> None:
         """Note what became of a base whose tensor changed its own shape: its gradient is of the first one."""

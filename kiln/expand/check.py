@@ -11,7 +11,7 @@ from kiln.ops.levels import BINARY, CHOICE, TERNARY, UNARY, name_of
 
 #: Overloads that a graph at level prims does not hold: another one says the same.
 SUPERSEDED = frozenset({"aten.add.Scalar", "aten.sub.Scalar", "aten.mul.Scalar", "aten.div.Scalar"})
-ELEMENTWISE = {**UNARY, **BINARY, **TERNARY, **CHOICE}.keys()
+ELEMENTWISE = UNARY | BINARY | TERNARY | CHOICE
 
 
 def check(graph: Graph, level: str) -> Graph:

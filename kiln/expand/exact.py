@@ -27,7 +27,7 @@ MOVES = frozenset({
 })  # fmt: skip
 #: Folds whose result does not depend on the order.
 ANY_ORDER = frozenset({"amax", "amin", "any", "all", "argmax", "argmin"})
-EXACT = ROUNDED_ONCE | CHOICES | MOVES | ANY_ORDER | VIEW.keys()
+EXACT = ROUNDED_ONCE | CHOICES | MOVES | ANY_ORDER | VIEW
 #: These are exact for integers.
 OF_INTEGERS = frozenset({"sum", "prod", "cumsum", "mean"})
 

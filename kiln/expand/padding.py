@@ -64,9 +64,9 @@ def product(node: Node, dims: frozenset[str], known: dict[Any, Node], walk: Rela
     first = PRODUCTS[node.op]
     operands = [walk.restored(walk.values[read], read.spec) for read in node.args[: first + 2]]
     names = [*["c"] * first, "rk", "kc"]
-    given = [widened(walk, one, name, dims, known) for one, name in zip(operands, names, strict=True)]
     recording = walk.recording
     recording.where, recording.backward, recording.region = node.where, node.backward, node.region
+    given = [widened(walk, one, name, dims, known) for one, name in zip(operands, names, strict=True)]
     with recording:
         out = node.op(*[walk.fake(one) for one in given], *node.args[first + 2 :], **node.kwargs)
         for dim, name in enumerate("rc"):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import make
+from kiln.ops.fake import make, similar
 from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, broadcast, pointwise, wrap_dim
 from kiln.ops.pointwise import like
 from kiln.ops.table import RULES, aten, rule
 
 
-def _by_rows(x: torch.Tensor, size: Any) -> Any:
+def _by_rows(x: Tensor, size: Any) -> Any:
     """A tensor of (batch, heads, rows, width) in which the heads of one row lie together."""
     _, heads, rows, width = size
     return make(size, (heads * rows * width, width, heads * width, 1), x.dtype, x.device)
@@ -20,13 +21,13 @@ def _by_rows(x: torch.Tensor, size: Any) -> Any:
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     dropout: float = 0.0,
     causal: bool = False,
     *,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Any:
     size = query.shape
@@ -41,23 +42,37 @@ def _flash(
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def _flash_backward(
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> Any:
+def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
     if any(t.dim() != 4 or 0 in t.shape for t in (query, key, value)) or grad.dtype is not query.dtype:
         return NotImplemented
     return _by_rows(query, query.shape), _by_rows(key, key.shape), _by_rows(value, value.shape)
 
 
+@rule(aten._transformer_encoder_layer_fwd.default)
+def _encoder_layer(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return similar(x) if x.dim() == 3 and not x.is_nested else NotImplemented
+
+
+@rule(aten._native_multi_head_attention.default)
+def _heads_of_rows(query: torch.Tensor, key: torch.Tensor, *given: Any, **_: Any) -> Any:
+    if query.dim() != 3 or query.is_nested or 0 in query.shape or 0 in key.shape:
+        return NotImplemented
+    heads, wanted, averaged = given[2], *(*given[8:10], True, True)[:2]
+    (batch, rows, _width), columns = query.shape, key.shape[1]
+    size = (batch, rows, columns) if averaged else (batch, heads, rows, columns)
+    weights = make(size, None, query.dtype, query.device) if wanted else None
+    return make(query.shape, None, query.dtype, query.device), weights
+
+
 @rule(aten._safe_softmax.default)
-def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     wrap_dim(dim, x.dim())
     if x.dtype not in FLOATS or dtype not in (None, x.dtype) or 0 in x.shape:
         return NotImplemented
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)
 
 
-def _classes(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> bool:
+def _classes(x: Tensor, target: Tensor, weight: Tensor | None) -> bool:
     """Whether these are scores and classes of a batch, as the losses take them."""
     if x.dim() != 2 or target.dim() != 1 or x.dtype not in FLOATS or x.shape[0] != target.shape[0]:
         return False
@@ -65,9 +80,7 @@ def _classes(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None)
 
 
 @rule(aten.nll_loss_forward.default)
-def _nll_loss(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
-) -> Any:
+def _nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Any:
     if not _classes(x, target, weight) or x.device.type not in ("cpu", "cuda"):
         return NotImplemented
     size = () if reduction else target.shape
@@ -75,20 +88,18 @@ def _nll_loss(
 
 
 @rule(aten.nll_loss_backward.default)
-def _nll_loss_backward(
-    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *_: Any
-) -> Any:
+def _nll_loss_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, *_: Any) -> Any:
     if not _classes(x, target, weight) or not x.is_contiguous():
         return NotImplemented
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)
 
 
 @rule(aten.binary_cross_entropy_with_logits.default)
 def _binary_loss(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    pos_weight: torch.Tensor | None = None,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
     reduction: int = 1,
 ) -> Any:
     # Eager computes it in place of a tensor like the target; meta kernels of some versions promote.
@@ -103,7 +114,7 @@ def _binary_loss(
 
 
 @rule(aten.huber_loss.default, aten.soft_margin_loss.default)
-def _loss_like_input(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any, **__: Any) -> Any:
+def _loss_like_input(x: Tensor, target: Tensor, reduction: int = 1, *_: Any, **__: Any) -> Any:
     # Eager computes it in place of a tensor like the input; meta kernels promote.
     if x.dtype not in FLOATS or target.dtype in COMPLEX or x.shape != target.shape:
         raise Mismatch("the loss may not fit into the input")
@@ -114,10 +125,10 @@ def _loss_like_input(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, 
 
 
 @rule(aten.multilabel_margin_loss_forward.default)
-def _multilabel_loss(x: torch.Tensor, target: torch.Tensor, reduction: int) -> Any:
+def _multilabel_loss(x: Tensor, target: Tensor, reduction: int) -> Any:
     if x.dim() > 2 or x.shape != target.shape or x.dtype not in FLOATS or target.dtype is not torch.int64:
         return NotImplemented
     if x.device.type != "cpu":
         return NotImplemented
     size = x.shape[:1] if x.dim() == 2 and not reduction else ()
-    return make(size, None, x.dtype, x.device), make(x.shape, None, x.dtype, x.device)
+    return make(size, None, x.dtype, x.device), similar(x)

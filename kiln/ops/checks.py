@@ -5,37 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kiln.base.errors import Break
-from kiln.ops.fake import make, overlaps
-from kiln.ops.layout import FLOATS, Mismatch, broadcast, preserved, wrap_dim
+from kiln.ops.fake import in_order, overlaps
+from kiln.ops.layout import FLOATS, Mismatch, broadcast, wrap_dim
 from kiln.ops.table import aten, rule
 from kiln.ops.views import within
 
 
 @rule(aten.bucketize.Tensor)
-def _bucketize(x: torch.Tensor, boundaries: torch.Tensor, **_: Any) -> Any:
+def _bucketize(x: Tensor, boundaries: Tensor, **_: Any) -> Any:
     if boundaries.dim() != 1:
         raise Mismatch("boundaries are a list")
     return NotImplemented
 
 
 @rule(aten.masked_scatter.default)
-def _masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     if mask.dtype is not torch.bool or x.dtype is not source.dtype:
         raise Mismatch("the mask or the source has the wrong dtype")
     return NotImplemented
 
 
 @rule(aten.masked_scatter_.default)
-def _masked_scatter_in_place(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
+def _masked_scatter_in_place(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     if broadcast(x.shape, mask.shape) != x.shape:
         raise Mismatch("the mask does not fit")
     return _masked_scatter(x, mask, source)
 
 
 @rule(aten.multinomial.default)
-def _multinomial(x: torch.Tensor, samples: int, replacement: bool = False, **_: Any) -> Any:
+def _multinomial(x: Tensor, samples: int, replacement: bool = False, **_: Any) -> Any:
     if x.dtype not in FLOATS or samples <= 0 or not replacement and x.dim() and samples > x.shape[-1]:
         raise Mismatch("these samples cannot be drawn")
     return NotImplemented
@@ -43,7 +44,7 @@ def _multinomial(x: torch.Tensor, samples: int, replacement: bool = False, **_: 
 
 @rule(aten.slice_scatter.default)
 def _slice_scatter(
-    x: torch.Tensor, source: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
+    x: Tensor, source: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
     if not x.dim():
         raise Mismatch("a number has no slices")
@@ -54,21 +55,19 @@ def _slice_scatter(
     if list(source.shape) != size:
         raise Mismatch("the source has another shape than the slice")
     if overlaps(x) and x.device == source.device:
-        return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)  # each element has its place
+        return in_order(x)  # each element has its place
     return NotImplemented
 
 
 @rule(aten.glu.default)
-def _glu(x: torch.Tensor, dim: int = -1) -> Any:
+def _glu(x: Tensor, dim: int = -1) -> Any:
     if x.dim() and x.shape[wrap_dim(dim, x.dim())] % 2 != 0:
         raise Mismatch("what is halved has an odd extent")
     return NotImplemented
 
 
 @rule(aten.as_strided_scatter.default)
-def _as_strided_scatter(
-    x: torch.Tensor, source: torch.Tensor, size: Any, stride: Any, offset: Any = None
-) -> Any:
+def _as_strided_scatter(x: Tensor, source: Tensor, size: Any, stride: Any, offset: Any = None) -> Any:
     start = x.storage_offset() if offset is None else offset
     reach = start + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
     if source.numel() and reach > x.storage_offset() + x.numel() and x.is_contiguous():
@@ -77,7 +76,7 @@ def _as_strided_scatter(
 
 
 @rule(aten.addbmm_.default, aten.addr_.default)
-def _grows(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Any:
+def _grows(x: Tensor, a: Tensor, b: Tensor, **_: Any) -> Any:
     shape = (a.shape[-2], b.shape[-1]) if a.dim() == 3 else (*a.shape, *b.shape)
     if tuple(x.shape) != shape:
         why = "the result does not fit into the tensor, which eager resizes"

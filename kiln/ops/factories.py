@@ -6,15 +6,15 @@ from math import ceil, isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import FakeTensor, make
+from kiln.ops.fake import FakeTensor, in_order, make
 from kiln.ops.layout import (
     NUMBERS,
     channels_last,
     formatted,
     is_dense,
     of_number,
-    preserved,
     row_major,
     wrap_dim,
 )
@@ -87,7 +87,7 @@ def _range_from_zero(end: Any, **options: Any) -> Any:
 
 
 @rule(*[getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "rand", "randn")])
-def _like(x: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
+def _like(x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
           pin_memory: Any = None, memory_format: Any = None) -> Any:  # fmt: skip
     if layout not in (None, torch.strided) or pin_memory:
         return NotImplemented
@@ -96,27 +96,27 @@ def _like(x: torch.Tensor, *, dtype: Any = None, layout: Any = None, device: Any
 
 
 @rule(aten.full_like.default)
-def _full_like(x: torch.Tensor, value: Any, **options: Any) -> Any:
+def _full_like(x: Tensor, value: Any, **options: Any) -> Any:
     return _like(x, **options)
 
 
 @rule(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default)
-def _new_of(x: torch.Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+def _new_of(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _new(size, dtype=dtype or x.dtype, device=x.device if device is None else device, **options)
 
 
 @rule(aten.new_full.default)
-def _new_full(x: torch.Tensor, size: Any, value: Any, **options: Any) -> Any:
+def _new_full(x: Tensor, size: Any, value: Any, **options: Any) -> Any:
     return _new_of(x, size, **options)
 
 
 @rule(aten.new_empty_strided.default)
-def _new_strided(x: torch.Tensor, size: Any, stride: Any, **options: Any) -> Any:
+def _new_strided(x: Tensor, size: Any, stride: Any, **options: Any) -> Any:
     return _new_of(x, size, stride=stride, **options)
 
 
 @rule(aten.clone.default)
-def _clone(x: torch.Tensor, *, memory_format: Any = None) -> FakeTensor:
+def _clone(x: Tensor, *, memory_format: Any = None) -> FakeTensor:
     size, stride = x.shape, x.stride()
     plain = memory_format is torch.contiguous_format or row_major(size, stride)
     plain = plain and (memory_format is None or memory_format is torch.contiguous_format)
@@ -124,15 +124,15 @@ def _clone(x: torch.Tensor, *, memory_format: Any = None) -> FakeTensor:
 
 
 @rule(aten.flip.default)
-def _flip(x: torch.Tensor, dims: Any) -> Any:
+def _flip(x: Tensor, dims: Any) -> Any:
     if len({wrap_dim(dim, x.dim()) for dim in dims}) != len(dims) or any(type(n) is not int for n in x.shape):
         return NotImplemented  # the meta kernel asks less of sizes that vary
-    return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
+    return in_order(x)
 
 
 @rule(aten._to_copy.default)
-def _to_copy(x: torch.Tensor, *, non_blocking: bool = False, **options: Any) -> Any:
-    if not isinstance(x, torch.Tensor):
+def _to_copy(x: Tensor, *, non_blocking: bool = False, **options: Any) -> Any:
+    if not isinstance(x, Tensor):
         # The dispatcher hands a tensor that stands for a number as the number.
         dtype, device = options.get("dtype"), options.get("device")
         return make((), None, dtype or torch.tensor(x).dtype, torch.device(device or "cpu"))

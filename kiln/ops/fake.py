@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
-from kiln.ops.layout import Mismatch, followed
+from kiln.base.graph import mapped
+from kiln.ops.layout import Mismatch, followed, preserved
 from kiln.ops.lift import Twins, concretely, is_symbolic, lifted, originals
 from kiln.ops.meta import (
     DATA,
@@ -21,15 +23,16 @@ from kiln.ops.meta import (
     Layout,
     Same,
     by_mask,
+    flagged,
     infer,
     written,
 )
 from kiln.ops.oracle import consult, lays_out_itself, too_large
 from kiln.ops.products import KEYS as PRODUCTS
-from kiln.ops.symint import SEEN, SYMBOLIC, plain, specialised
+from kiln.ops.symint import SEEN, plain, specialised
 from kiln.ops.table import aten, rule, rule_of
 
-_wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_wrap = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _push = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
 _pop = torch._C._pop_torch_dispatch_stack
 _strided = torch.strided
@@ -51,7 +54,7 @@ FILLED = frozenset(
 )  # fmt: skip
 
 
-class FakeTensor(torch.Tensor):
+class FakeTensor(Tensor):
     """A tensor without data, made only by `make` and `fake_like`.
 
     `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids to change its shape.
@@ -59,10 +62,10 @@ class FakeTensor(torch.Tensor):
     `value_version`. `node` is what stands for it in the graph of the recording that it belongs to.
     """
 
-    real_type: type = torch.Tensor
+    real_type: type = Tensor
     pinned: bool = False
     node: Any = None
-    value: torch.Tensor | None = None
+    value: Tensor | None = None
     value_version: int = 0
     memory: Any = None
 
@@ -115,6 +118,16 @@ def make(
     return fake
 
 
+def similar(x: Tensor, dtype: torch.dtype | None = None) -> FakeTensor:
+    """A new contiguous fake of the size and the device of `x`, and of its dtype where no other is given."""
+    return make(x.shape, None, dtype or x.dtype, x.device)
+
+
+def in_order(x: Tensor, dtype: torch.dtype | None = None) -> FakeTensor:
+    """The same with its dimensions in memory in the order that those of `x` have."""
+    return make(x.shape, preserved(x.shape, x.stride()), dtype or x.dtype, x.device)
+
+
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns on these arguments, as fakes, with the contents that follow from constants."""
     if SEEN.symbols:
@@ -155,12 +168,8 @@ def fold(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         return None if leave else follow(out, func, args, kwargs)
     if out.value is not None or SEEDED[func]:
         return
-    tensors = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if (
-        func not in FILLED
-        and not tensors
-        or any(type(t) is not FakeTensor or constant_of(t) is None for t in tensors)
-    ):
+    tensors = tensors_in((args, kwargs))
+    if func not in FILLED and not tensors or not all(map(is_known, tensors)):
         return
     if leave:
         LITERALS.left = True
@@ -173,10 +182,7 @@ def follow(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Note the new contents of a constant that `func` wrote into, when they follow from constants."""
     if out is not args[0] or constant_of(out) is None or SEEDED[func] or out.is_inference():
         return
-    given = [value for value in leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-    if len(list(written(func, args, kwargs))) != 1 or any(
-        type(t) is not FakeTensor or constant_of(t) is None for t in given
-    ):
+    if len(list(written(func, args, kwargs))) != 1 or not all(map(is_known, tensors_in((args, kwargs)))):
         return
     # Views of the old contents keep those: what they stand for is not known any more.
     new = lowered(out).clone()
@@ -185,15 +191,9 @@ def follow(out: FakeTensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     out.value, out.value_version = new, out._version + 1
 
 
-def lowered(value: Any) -> Any:
-    """The nest `value` with the known contents in place of fakes."""
-    if isinstance(value, FakeTensor):
-        return constant_of(value)
-    if type(value) in SYMBOLIC:
-        return specialised(value)
-    if isinstance(value, dict):
-        return {k: lowered(v) for k, v in value.items()}
-    return type(value)([lowered(v) for v in value]) if isinstance(value, (list, tuple)) else value
+def lowered(nest: Any) -> Any:
+    """The nest with the known contents in place of fakes."""
+    return mapped(nest, lambda v: constant_of(v) if isinstance(v, FakeTensor) else specialised(v))
 
 
 def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,7 +211,7 @@ def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns when it has no rule, or its rule does not cover these arguments."""
-    if DATA[func] and not (func in INDEXING and not by_mask(args[1])):
+    if DATA[func] and not DECOMPOSES[func] and not (func in INDEXING and not by_mask(args[1])):
         chosen = by_constant_mask(func, args, kwargs)
         return constant_or_break(func, args, kwargs) if chosen is None else chosen
     if func.namespace == "profiler":
@@ -246,7 +246,7 @@ def refuse(error: Mismatch, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     twins: Twins = []
     if SEEN.symbols:
         args, kwargs = concretely((args, kwargs), twins, make)
-    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     if too_large(tensors):
         answer, tensors = infer(func, args, kwargs)
     else:
@@ -254,7 +254,7 @@ def refuse(error: Mismatch, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return build(answer, originals(tensors, twins) if twins else tensors)
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
+def overlaps(tensor: Tensor) -> bool:
     """Whether elements of `tensor` share a place by broadcasting."""
     stride = tensor.stride()
     return 0 in stride and any(s == 0 and n > 1 for s, n in zip(stride, tensor.shape, strict=True))
@@ -262,9 +262,9 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 def second_opinion(
     error: Exception, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, list[torch.Tensor]]:
+) -> tuple[Any, list[Tensor]]:
     """What the real op says where the meta kernel failed: mostly the error that eager raises."""
-    tensors = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     # A custom op without a rule says so by another type.
     missing = isinstance(error, NotImplementedError) or "no fake impl registered" in str(error)
     answer = None
@@ -284,16 +284,12 @@ def second_opinion(
     return answer, tensors
 
 
-def build(answer: Any, tensors: list[torch.Tensor]) -> Any:
+def build(answer: Any, tensors: list[Tensor]) -> Any:
     """The fakes that an answer of `infer` describes."""
     kind = type(answer)
     if kind is Layout:
         fake = make(answer.size, answer.stride, answer.dtype, answer.device, answer.offset)
-        if answer.conj:
-            torch._C._set_conj(fake, True)
-        if answer.neg:
-            torch._C._set_neg(fake, True)
-        return fake
+        return flagged(fake, answer.conj, answer.neg)
     if kind is Same:
         return tensors[answer.index]
     if kind is tuple or kind is list:
@@ -301,13 +297,13 @@ def build(answer: Any, tensors: list[torch.Tensor]) -> Any:
     return answer
 
 
-def leaves(value: Any) -> list[Any]:
-    """The values in a nest of lists, tuples and dicts."""
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a nest of lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in leaves(item)]
+        return [leaf for item in value for leaf in tensors_in(item)]
     if isinstance(value, dict):
-        return leaves(list(value.values()))
-    return [value]
+        return tensors_in(list(value.values()))
+    return [value] if isinstance(value, Tensor) else []
 
 
 def reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -352,25 +348,30 @@ DATA_HINTS = dict.fromkeys(
 
 def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a data-dependent op gives when its tensors are constants of the program; else Break."""
-    if any(isinstance(leaf, FakeTensor) and constant_of(leaf) is None for leaf in leaves((args, kwargs))):
+    if any(isinstance(t, FakeTensor) and constant_of(t) is None for t in tensors_in((args, kwargs))):
         why = f"{func} needs the values of a tensor"
         raise Break("data-dependent", why, DATA_HINTS.get(str(func), DATA_HINT))
 
     return literal(func(*lowered(list(args)), **lowered(kwargs)))
 
 
-def constant_of(fake: FakeTensor) -> torch.Tensor | None:
+def constant_of(fake: FakeTensor) -> Tensor | None:
     """The real tensor that `fake` stands for when its contents are known."""
     if fake.value is None or fake._version != fake.value_version:
         return None
     return fake.value
 
 
+def is_known(tensor: Tensor) -> bool:
+    """Whether a tensor is a fake whose contents are known."""
+    return type(tensor) is FakeTensor and constant_of(tensor) is not None
+
+
 def literal(value: Any) -> Any:
     """Fakes for the real tensors in `value`, their contents kept as constants."""
     if isinstance(value, (list, tuple)):
         return type(value)([literal(v) for v in value])
-    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor):
         return value
     fake = make(value.shape, value.stride(), value.dtype, value.device)
     if value.numel() <= LARGEST_CONSTANT and not fake.is_inference():
@@ -380,11 +381,26 @@ def literal(value: Any) -> Any:
 
 
 @rule(aten.lift_fresh.default, aten.lift.default)
-def _lift(value: torch.Tensor) -> Any:
+def _lift(value: Tensor) -> Any:
     return literal(value)
 
 
-class FakeMode(TorchDispatchMode):
+class Mode(TorchDispatchMode):
+    """A dispatch mode that is entered without the checks of its base class, which import torch's compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that the base class would add imports it on the first call
+
+    def __enter__(self) -> Self:
+        _push(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _pop(None)
+
+
+class FakeMode(Mode):
     """While it is entered, every aten call gives fakes: factories too, and calls on real tensors.
 
     `writes` counts the calls that wrote into one of their arguments.
@@ -394,24 +410,12 @@ class FakeMode(TorchDispatchMode):
         super().__init__()
         self.writes = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that the base class would add imports torch's compiler on the first call.
-        return False
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if MUTATING[func]:
             self.writes += 1
         return dispatch(func, args, kwargs or {})
-
-    def __enter__(self) -> FakeMode:
-        _push(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _pop(None)
 
 
 #: Entered while a composite op runs inside a dispatch, where the mode that called it is off.
@@ -422,15 +426,15 @@ class _Computed(torch.autograd.Function):
     """Gives a fake that has a grad_fn, for a real tensor that is not a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:  # type: ignore[override]
         return make(leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.storage_offset())
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad
 
 
-def refuse_exotic(real: torch.Tensor) -> None:
+def refuse_exotic(real: Tensor) -> None:
     """Raise Break for tensors that have no strides or whose dtype carries more than its numbers."""
     if real.is_nested:
         raise Break(
@@ -449,7 +453,7 @@ def refuse_exotic(real: torch.Tensor) -> None:
 
 
 def fake_like(
-    real: torch.Tensor, size: Sequence[Any] | None = None, stride: Sequence[Any] | None = None
+    real: Tensor, size: Sequence[Any] | None = None, stride: Sequence[Any] | None = None
 ) -> FakeTensor:
     """A fake with the layout and the autograd state of `real`; `size` and `stride` stand for its own.
 
@@ -473,12 +477,8 @@ def fake_like(
             with torch.enable_grad():
                 fake = _Computed.apply(fake.requires_grad_())
     kind = real.real_type if isinstance(real, FakeTensor) else type(real)
-    if kind is not torch.Tensor:
+    if kind is not Tensor:
         fake.real_type = kind
     if isinstance(real, torch.nn.Parameter):
         fake._is_param = True  # type: ignore[attr-defined]
-    if real.is_conj():
-        torch._C._set_conj(fake, True)
-    if real.is_neg():
-        torch._C._set_neg(fake, True)
-    return fake
+    return flagged(fake, real.is_conj(), real.is_neg())

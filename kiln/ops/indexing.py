@@ -5,39 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import make
+from kiln.ops.fake import in_order, make, similar
 from kiln.ops.layout import Mismatch, contiguous, preserved, wrap_dim
 from kiln.ops.network import is_plain
 from kiln.ops.table import aten, rule
 
 
 @rule(aten.gather.default)
-def _gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
+def _gather(x: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Any:
     out = _scatter_value(x, dim, index, 0)
     return out if out is NotImplemented else make(index.shape, None, x.dtype, x.device)
 
 
 @rule(aten.scatter.src, aten.scatter_add.default)
-def _scatter(x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor) -> Any:
+def _scatter(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
     if index.shape != src.shape or x.dtype is not src.dtype or src.device != x.device:
         return NotImplemented
     return _scatter_value(x, dim, index, 0)
 
 
 @rule(aten.scatter.value)
-def _scatter_value(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+def _scatter_value(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     rank = x.dim()
     if index.dtype is not torch.int64 or index.dim() != rank or not rank or index.device != x.device:
         return NotImplemented
     dim = wrap_dim(dim, rank)
     if any(n > m and d != dim for d, (n, m) in enumerate(zip(index.shape, x.shape, strict=True))):
         raise Mismatch("the index reaches further than the tensor")
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)
 
 
 @rule(aten.index_select.default)
-def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+def _index_select(x: Tensor, dim: int, index: Tensor) -> Any:
     if index.dim() != 1 or index.dtype not in (torch.int64, torch.int32) or not x.dim() or 0 in x.shape:
         return NotImplemented
     if index.device != x.device:
@@ -48,20 +49,18 @@ def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
 
 
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
-def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     # Eager writes into a copy that keeps the order of the dimensions; meta kernels give a contiguous one.
-    number = value.dim() == 0 if isinstance(value, torch.Tensor) else not isinstance(value, complex)
+    number = value.dim() == 0 if isinstance(value, Tensor) else not isinstance(value, complex)
     plain = index.dim() < 2 and index.dtype is torch.int64 and index.device == x.device
     if not x.dim() or not plain or not number:
         return NotImplemented
     wrap_dim(dim, x.dim())
-    return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
+    return in_order(x)
 
 
 @rule(aten.index_add.default)
-def _index_add(
-    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: Any = 1
-) -> Any:
+def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
     rank = x.dim()
     if not rank or index.dim() != 1 or not is_plain(x):
         return NotImplemented
@@ -71,32 +70,30 @@ def _index_add(
         raise Mismatch("the source does not fit")
     if index.dtype not in (torch.int64, torch.int32) or not x.device == index.device == source.device:
         return NotImplemented
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)
 
 
 @rule(aten.embedding_dense_backward.default)
-def _embedding_backward(
-    grad: torch.Tensor, indices: torch.Tensor, rows: int, padding: int, scale: bool
-) -> Any:
+def _embedding_backward(grad: Tensor, indices: Tensor, rows: int, padding: int, scale: bool) -> Any:
     if not grad.dim() or indices.dtype not in (torch.int64, torch.int32) or grad.device != indices.device:
         return NotImplemented
     return make((rows, grad.shape[-1]), None, grad.dtype, grad.device)
 
 
 @rule(aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default)
-def _into_zeros(grad: torch.Tensor, size: Any, *_: Any) -> Any:
+def _into_zeros(grad: Tensor, size: Any, *_: Any) -> Any:
     return make(size, None, grad.dtype, grad.device)
 
 
 @rule(aten.tril.default, aten.triu.default)
-def _triangle(x: torch.Tensor, diagonal: int = 0) -> Any:
+def _triangle(x: Tensor, diagonal: int = 0) -> Any:
     if x.dim() < 2:
         raise Mismatch("not a matrix")
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)
 
 
 @rule(aten.sort.default, aten.sort.stable)
-def _sort(x: torch.Tensor, *given: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
+def _sort(x: Tensor, *given: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
     if given:
         dim = given[0]
     wrap_dim(dim, x.dim())
@@ -107,7 +104,7 @@ def _sort(x: torch.Tensor, *given: Any, stable: Any = None, dim: int = -1, desce
 
 
 @rule(aten.nonzero_static.default)
-def _nonzero_static(x: torch.Tensor, *, size: int, fill_value: int = -1) -> Any:
+def _nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Any:
     if x.device.type != "cpu" or size < 0:
         return NotImplemented
     shape = (size, x.dim())

@@ -6,26 +6,28 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kiln.base.errors import Break
+from kiln.base.graph import mapped
 from kiln.ops.layout import Mismatch, followed, is_dense
-from kiln.ops.meta import Layout, Same, infer
+from kiln.ops.meta import Layout, Same, flagged, infer
 from kiln.ops.sizes import sizes_of
-from kiln.ops.symint import expr_of, specialised
+from kiln.ops.symint import SYMBOLIC, expr_of, specialised
 
-Make = Callable[..., torch.Tensor]
-Twins = list[tuple[torch.Tensor, torch.Tensor]]
+Make = Callable[..., Tensor]
+Twins = list[tuple[Tensor, Tensor]]
 
 
 def is_symbolic(value: Any) -> bool:
     """Whether there is a symbolic number in a nest of arguments."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value._has_symbolic_sizes_strides  # type: ignore[attr-defined, no-any-return]
     if isinstance(value, (list, tuple)):
         return any(is_symbolic(item) for item in value)
     if isinstance(value, dict):
         return any(is_symbolic(item) for item in value.values())
-    return type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return type(value) in SYMBOLIC
 
 
 def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make) -> Any:
@@ -60,7 +62,7 @@ def _gives_arguments(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns)
 
 
-def _built(answer: Any, tensors: list[torch.Tensor], proposals: list[Any], make: Make) -> Any:
+def _built(answer: Any, tensors: list[Tensor], proposals: list[Any], make: Make) -> Any:
     """The fakes for an answer of `infer` with the proposed sizes; proposals are used up, but for the last."""
     kind = type(answer)
     if kind is Same:
@@ -102,27 +104,26 @@ def replaced(value: Any, twins: Twins, make: Make, number: Callable[[Any], Any])
 
     `twins` gets each tensor that replaces another, with the one that it stands for.
     """
-    if isinstance(value, torch.Tensor):
-        if not value._has_symbolic_sizes_strides:  # type: ignore[attr-defined]
-            return value
-        for twin, original in twins:
-            if original is value:
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return twin_of(value) if value._has_symbolic_sizes_strides else value
+        if type(value) is torch.Size:
+            return tuple(map(leaf, value))
+        return number(value) if type(value) in SYMBOLIC else value
+
+    def twin_of(original: Tensor) -> Tensor:
+        for twin, known in twins:
+            if known is original:
                 return twin
-        size, stride = [number(n) for n in value.shape], [number(n) for n in value.stride()]
-        twin = make(size, stride, value.dtype, value.device, number(value.storage_offset()))
-        if value.is_conj():
-            torch._C._set_conj(twin, True)
-        if value.is_neg():
-            torch._C._set_neg(twin, True)
-        twins.append((twin, value))
+        size, stride = [number(n) for n in original.shape], [number(n) for n in original.stride()]
+        twin = make(size, stride, original.dtype, original.device, number(original.storage_offset()))
+        twins.append((flagged(twin, original.is_conj(), original.is_neg()), original))
         return twin
-    if type(value) is dict:
-        return {k: replaced(v, twins, make, number) for k, v in value.items()}
-    if type(value) in (list, tuple, torch.Size):
-        return (list if type(value) is list else tuple)([replaced(v, twins, make, number) for v in value])
-    return number(value) if type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool) else value
+
+    return mapped(value, leaf)
 
 
-def originals(tensors: list[torch.Tensor], twins: Twins) -> list[torch.Tensor]:
+def originals(tensors: list[Tensor], twins: Twins) -> list[Tensor]:
     """The tensors for which `tensors` stand."""
     return [next((original for twin, original in twins if twin is t), t) for t in tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import FLOATS
@@ -15,16 +15,16 @@ from kiln.ops.table import LATE, Rule
 OTHERS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_powsum"})
 
 
-def plain(value: Any, like: list[torch.Tensor]) -> bool:
+def plain(value: Any, like: list[Tensor]) -> bool:
     """Whether an argument takes part without changing type or layout of what it meets."""
     if isinstance(value, (list, tuple)):
         return len(value) == len(like) and all(
-            not isinstance(item, torch.Tensor)
+            not isinstance(item, Tensor)
             or item.dtype is mate.dtype and item.device == mate.device and item.shape == mate.shape
             and item.stride() == mate.stride()
             for item, mate in zip(value, like, strict=True)
         )  # fmt: skip
-    return not isinstance(value, complex) and (not isinstance(value, torch.Tensor) or value.dim() < 2)
+    return not isinstance(value, complex) and (not isinstance(value, Tensor) or value.dim() < 2)
 
 
 def usual(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
@@ -81,17 +82,17 @@ def by_mask(indices: Any) -> bool:
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
-Ask = Callable[[Any, tuple[Any, ...], dict[str, Any], list[torch.Tensor]], Any]
+Ask = Callable[[Any, tuple[Any, ...], dict[str, Any], list[Tensor]], Any]
 
 
 def infer(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ask: Ask | None = None
-) -> tuple[Any, list[torch.Tensor]]:
+) -> tuple[Any, list[Tensor]]:
     """A nest of Layout, Same and plain values that says what `func` returns, and the tensors given to it.
 
     What is not remembered is asked of the meta kernels, or of `ask`.
     """
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
     try:
         key = (
             func,
@@ -112,14 +113,14 @@ def infer(
     return answer, tensors
 
 
-def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _key(value: Any, tensors: list[Tensor]) -> Any:
     """A hashable stand-in for an argument: what of it the shape of a result can depend on."""
     kind = type(value)
     if kind is int or kind is float or kind is bool or kind is complex:
         return kind, value
     if kind is tuple or kind is list:
         return tuple([_key(v, tensors) for v in value])
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         # A tensor given twice must not be taken for two tensors of one layout.
         place = next((i for i, t in enumerate(tensors) if t is value), len(tensors))
         if place < len(tensors):
@@ -130,13 +131,13 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def with_twins(nest: Any, tensors: list[torch.Tensor], twins: list[Any]) -> Any:
+def with_twins(nest: Any, tensors: list[Tensor], twins: list[Any]) -> Any:
     """The nest with the twin of each tensor in its place."""
     by_id = {id(t): twin for t, twin in zip(tensors, twins, strict=True)}
-    return mapped(nest, lambda value: by_id[id(value)] if isinstance(value, torch.Tensor) else value)
+    return mapped(nest, lambda value: by_id[id(value)] if isinstance(value, Tensor) else value)
 
 
-def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """What `func` returns on meta tensors of these layouts, described."""
     twins = [twin_of(t) for t in tensors]
     args, kwargs = with_twins((args, kwargs), tensors, twins)
@@ -164,9 +165,9 @@ def ask_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
     return describe(out, twins, device)
 
 
-def describe(value: Any, known: list[torch.Tensor], device: torch.device | None) -> Any:
+def describe(value: Any, known: list[Tensor], device: torch.device | None) -> Any:
     """The nest of tensors `value` as layouts, those in `known` by position; a `device` replaces their own."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         for i, tensor in enumerate(known):
             if tensor is value:
                 return Same(i)
@@ -182,26 +183,32 @@ def describe(value: Any, known: list[torch.Tensor], device: torch.device | None)
     return value
 
 
-def twin_of(value: torch.Tensor) -> torch.Tensor:
+def twin_of(value: Tensor) -> Tensor:
     """A meta tensor of the same layout as `value`."""
     size, stride, offset = value.shape, value.stride(), value.storage_offset()
     if offset:
-        reach = (
-            offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-            if value.numel()
-            else offset
-        )
-        twin = torch.empty(reach, dtype=value.dtype, device=META).as_strided(size, stride, offset)
+        twin = torch.empty(reach(value), dtype=value.dtype, device=META).as_strided(size, stride, offset)
     else:
         twin = torch.empty_strided(size, stride, dtype=value.dtype, device=META)
-    if value.is_conj():
-        torch._C._set_conj(twin, True)
-    if value.is_neg():
-        torch._C._set_neg(twin, True)
-    return twin
+    return flagged(twin, value.is_conj(), value.is_neg())
 
 
-def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def reach(value: Tensor) -> int:
+    """How many elements the memory of a tensor has at least, what lies before it included."""
+    last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return int(value.storage_offset() + (1 + last if value.numel() else 0))
+
+
+def flagged(tensor: Any, conj: bool, neg: bool) -> Any:
+    """The tensor, which from now on says that it is the conjugate or the negative of what is in memory."""
+    if conj:
+        torch._C._set_conj(tensor, True)
+    if neg:
+        torch._C._set_neg(tensor, True)
+    return tensor
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors among the arguments that `func` writes into."""
     if not MUTATING[func]:
         return
@@ -209,11 +216,11 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterato
         if declared.alias_info is not None and declared.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(declared.name)
             for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor):
+                if isinstance(item, Tensor):
                     yield item
 
 
-def common_device(tensors: list[torch.Tensor]) -> torch.device:
+def common_device(tensors: list[Tensor]) -> torch.device:
     """The device on which an op over these tensors runs: scalars on the CPU go anywhere."""
     found: torch.device | None = None
     for tensor in tensors:

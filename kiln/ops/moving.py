@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from kiln.ops.fake import FakeTensor, general, make
+from kiln.ops.fake import FakeTensor, general, make, similar
 from kiln.ops.layout import Mismatch, alike, channels_last, row_major, suggests_channels_last, wrap_dim
 from kiln.ops.table import Rule, aten, rule
 
@@ -26,7 +26,7 @@ KEEPING: dict[Any, tuple[int, ...]] = {
 }
 
 
-def _is_last(x: torch.Tensor) -> bool:
+def _is_last(x: Tensor) -> bool:
     """Whether the kernels of the CPU take `x` for channels-last."""
     return (
         x.device.type == "cpu"
@@ -37,19 +37,15 @@ def _is_last(x: torch.Tensor) -> bool:
     )
 
 
-def _plain(x: torch.Tensor) -> FakeTensor:
-    return make(x.shape, None, x.dtype, x.device)
-
-
-def _last(x: torch.Tensor) -> FakeTensor:
+def _last(x: Tensor) -> FakeTensor:
     return make(x.shape, channels_last(tuple(x.shape)), x.dtype, x.device)
 
 
 def _keeping(op: Any, ranks: tuple[int, ...]) -> Rule:
-    def keep(x: torch.Tensor, *rest: Any) -> Any:
+    def keep(x: Tensor, *rest: Any) -> Any:
         if x.dim() not in ranks or not _is_last(x):
             return NotImplemented
-        return _last(general(op, (_plain(x), *rest), {}))
+        return _last(general(op, (similar(x), *rest), {}))
 
     return keep
 
@@ -59,11 +55,11 @@ for _op, _ranks in KEEPING.items():
 
 
 @rule(aten.roll.default)
-def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
+def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
     """The two pieces of each dimension are joined, and it is they that count as channels-last or not."""
     if not dims or not _is_last(x):
         return NotImplemented
-    out = general(aten.roll.default, (_plain(x), shifts, dims), {})
+    out = general(aten.roll.default, (similar(x), shifts, dims), {})
     stride = x.stride()
     for shift, dim in zip(shifts, dims, strict=True):
         size = list(x.shape)
@@ -79,9 +75,9 @@ def _roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
 
 
 @rule(aten.rrelu_with_noise.default)
-def _rrelu(x: torch.Tensor, noise: torch.Tensor, *rest: Any, **named: Any) -> Any:
+def _rrelu(x: Tensor, noise: Tensor, *rest: Any, **named: Any) -> Any:
     if not alike(x.shape, noise.shape):
         raise Mismatch("noise of another shape")
     if x.device.type != "cpu" or row_major(x.shape, x.stride()):
         return NotImplemented
-    return _plain(general(aten.rrelu_with_noise.default, (x, noise, *rest), named))
+    return similar(general(aten.rrelu_with_noise.default, (x, noise, *rest), named))

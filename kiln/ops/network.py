@@ -6,8 +6,9 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import FakeTensor, make
+from kiln.ops.fake import make, similar
 from kiln.ops.layout import (
     FLOATS,
     Mismatch,
@@ -18,12 +19,13 @@ from kiln.ops.layout import (
     suggests_channels_last,
     wrap_dim,
 )
+from kiln.ops.sizes import convolved, stacked
 from kiln.ops.table import aten, rule
 
 WIDE = frozenset({torch.float32, torch.float64})
 
 
-def is_plain(*tensors: torch.Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether all are contiguous with the usual strides; other orders are for the meta kernels."""
     return all(t is None or row_major(t.shape, t.stride()) for t in tensors)
 
@@ -37,16 +39,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in WIDE else torch.float32
 
 
-def _similar(x: torch.Tensor) -> FakeTensor:
-    return make(x.shape, None, x.dtype, x.device)
-
-
-def _each(value: list[int], rank: int) -> list[int]:
-    return value * rank if len(value) == 1 else value
-
-
 @rule(aten.convolution.default)
-def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: list[int],
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int],
                  padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int],
                  groups: int) -> Any:  # fmt: skip
     size, kernel, dtype = x.shape, weight.shape, x.dtype
@@ -59,17 +53,13 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         return NotImplemented
     if bias is not None and (bias.dtype is not dtype or bias.shape != (kernel[0],)):
         return NotImplemented
-    stride, padding, dilation = _each(stride, rank), _each(padding, rank), _each(dilation, rank)
-    if not len(stride) == len(padding) == len(dilation) == rank or min(stride) < 1:
+    if not {len(stride), len(padding), len(dilation)} <= {1, rank} or min(stride) < 1:
         return NotImplemented
     if min(padding) < 0 or min(dilation) < 1:
         raise Mismatch("negative padding, or no dilation")
-    out = [size[0], kernel[0]]
-    for i in range(rank):
-        extent = size[i + 2] + 2 * padding[i] - dilation[i] * (kernel[i + 2] - 1) - 1
-        if extent < 0:
-            return NotImplemented
-        out.append(extent // stride[i] + 1)
+    (out,) = convolved(x, weight, bias, stride, padding, dilation, False, output_padding, groups)
+    if any(n < 1 for n in out[2:]):
+        return NotImplemented
     if is_plain(x, weight):
         return make(out, None, dtype, x.device)
     if x.device.type != "cpu":
@@ -83,7 +73,7 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     last = any(suggests_channels_last(t.shape, t.stride()) for t in (x, weight))
     if rank == 3 and last and _small(size, kernel, groups):
         last = False
-    return make(out, channels_last(tuple(out)) if last else None, dtype, x.device)
+    return make(out, channels_last(out) if last else None, dtype, x.device)
 
 
 def _with_unit(size: Any, stride: Any) -> tuple[int, ...]:
@@ -98,19 +88,17 @@ def _small(size: Any, kernel: Any, groups: int) -> bool:
 
 
 @rule(aten.convolution_backward.default)
-def _convolution_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
-) -> Any:
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *rest: Any) -> Any:
     mask = rest[-1]
     if not is_plain(grad, x, weight) or x.device.type != "cpu" and x.dim() != 4:
         return NotImplemented
     channels = grad.shape[1] if rest[3] else weight.shape[0]
     bias = make((channels,), None, grad.dtype, grad.device) if mask[2] else None
-    return _similar(x) if mask[0] else None, _similar(weight) if mask[1] else None, bias
+    return similar(x) if mask[0] else None, similar(weight) if mask[1] else None, bias
 
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
-def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
+def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
                 momentum: float, eps: float) -> Any:  # fmt: skip
     given = (weight, bias, mean, var)
     dtypes = {t.dtype for t in given if t is not None} or {x.dtype}
@@ -133,64 +121,64 @@ def _batch_norm(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, tr
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
-def _with_statistics(out: Any, mean: torch.Tensor, var: torch.Tensor) -> Any:
+def _with_statistics(out: Any, mean: Tensor, var: Tensor) -> Any:
     """What a functional form gives beside: the running statistics, new."""
-    return out if out is NotImplemented else (*out, _similar(mean), _similar(var))
+    return out if out is NotImplemented else (*out, similar(mean), similar(var))
 
 
 @rule(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_no_stats(x: torch.Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+def _batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
     return _batch_norm(x, weight, bias, None, None, *rest)
 
 
 @rule(aten._native_batch_norm_legit_functional.default)
-def _batch_norm_functional(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+def _batch_norm_functional(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
     return _with_statistics(_batch_norm(x, weight, bias, mean, var, *rest), mean, var)
 
 
 @rule(aten._native_batch_norm_legit_no_training.default)
-def _batch_norm_no_training(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+def _batch_norm_no_training(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
     return _batch_norm(x, weight, bias, mean, var, False, *rest)
 
 
 @rule(aten.cudnn_batch_norm.default)
-def _batch_norm_by_cudnn(x: torch.Tensor, *rest: Any) -> Any:
+def _batch_norm_by_cudnn(x: Tensor, *rest: Any) -> Any:
     out = _batch_norm(x, *rest)
     return out if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
 
 
 @rule(aten._batch_norm_with_update.default)
-def _batch_norm_with_update(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+def _batch_norm_with_update(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
     return _batch_norm_by_cudnn(x, weight, bias, mean, var, True, *rest)
 
 
 @rule(aten._batch_norm_with_update_functional.default)
 def _batch_norm_with_update_functional(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any
 ) -> Any:
     return _with_statistics(_batch_norm_with_update(x, weight, bias, mean, var, *rest), mean, var)
 
 
 @rule(aten.cudnn_batch_norm_backward.default)
-def _batch_norm_by_cudnn_backward(x: torch.Tensor, grad: torch.Tensor, weight: Any, *rest: Any) -> Any:
+def _batch_norm_by_cudnn_backward(x: Tensor, grad: Tensor, weight: Any, *rest: Any) -> Any:
     return _batch_norm_backward(grad, x, weight, [True, True, True])
 
 
 @rule(aten.native_batch_norm_backward.default)
-def _batch_norm_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *rest: Any) -> Any:
+def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: Any) -> Any:
     mask = rest[-1]
     last = not x.is_contiguous() and is_channels_last(x.shape, x.stride())
     if x.device.type not in KNOWN or weight is None:
         return NotImplemented
     return (
         make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device) if mask[0] else None,
-        _similar(weight) if mask[1] else None,
-        _similar(weight) if mask[2] else None,
+        similar(weight) if mask[1] else None,
+        similar(weight) if mask[2] else None,
     )
 
 
 @rule(aten.native_layer_norm.default)
-def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
+def _layer_norm(x: Tensor, shape: list[int], weight: Any, bias: Any, eps: float) -> Any:
     size, inner = x.shape, len(shape)
     if not inner or tuple(size[len(size) - inner :]) != tuple(shape) or x.dtype not in FLOATS:
         return NotImplemented
@@ -201,23 +189,21 @@ def _layer_norm(x: torch.Tensor, shape: list[int], weight: Any, bias: Any, eps: 
         return NotImplemented
     stats = (*size[: len(size) - inner], *[1] * inner)
     kind = x.dtype if x.device.type == "cpu" else _wide(x.dtype)
-    return _similar(x), make(stats, None, kind, x.device), make(stats, None, kind, x.device)
+    return similar(x), make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
 @rule(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
+    grad: Tensor, x: Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
 ) -> Any:
     if x.dtype not in WIDE and x.device.type not in KNOWN:
         return NotImplemented
     pairs = zip((x, weight, bias), mask, strict=True)
-    return tuple([_similar(t) if wanted and t is not None else None for t, wanted in pairs])
+    return tuple([similar(t) if wanted and t is not None else None for t, wanted in pairs])
 
 
 @rule(aten.native_group_norm.default)
-def _group_norm(
-    x: torch.Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float
-) -> Any:
+def _group_norm(x: Tensor, weight: Any, bias: Any, n: int, c: int, hxw: int, group: int, eps: float) -> Any:
     given = {t.dtype for t in (weight, bias) if t is not None} or {x.dtype}
     if x.device.type not in KNOWN or x.dtype not in FLOATS or len(given) > 1 or 0 in x.shape:
         return NotImplemented
@@ -229,25 +215,25 @@ def _group_norm(
 
 @rule(aten.native_group_norm_backward.default)
 def _group_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, mean: Any, rstd: Any, weight: torch.Tensor | None, *rest: Any
+    grad: Tensor, x: Tensor, mean: Any, rstd: Any, weight: Tensor | None, *rest: Any
 ) -> Any:
     mask, out = rest[-1], _in_own_order(x)
     if x.device.type not in KNOWN or weight is None or out is NotImplemented:
         return NotImplemented
-    return out if mask[0] else None, *[_similar(weight) if wanted else None for wanted in mask[1:]]
+    return out if mask[0] else None, *[similar(weight) if wanted else None for wanted in mask[1:]]
 
 
-def _in_own_order(x: torch.Tensor) -> Any:
+def _in_own_order(x: Tensor) -> Any:
     """A tensor like `x`, contiguous or channels-last as it is; on GPUs contiguous."""
     if is_plain(x) or x.device.type != "cpu":
-        return _similar(x)
+        return similar(x)
     last = x.dim() == 4 and not x.is_contiguous() and is_channels_last(x.shape, x.stride())
     return make(x.shape, channels_last(x.shape), x.dtype, x.device) if last else NotImplemented
 
 
 @rule(aten.embedding.default)
 def _embedding(
-    weight: torch.Tensor, indices: torch.Tensor, padding: int = -1, scale: bool = False, sparse: bool = False
+    weight: Tensor, indices: Tensor, padding: int = -1, scale: bool = False, sparse: bool = False
 ) -> Any:
     known = indices.dtype in (torch.int64, torch.int32)
     if weight.dim() != 2 or not known or weight.device != indices.device:
@@ -259,8 +245,8 @@ BAG_SUM, BAG_MAX = 0, 2
 
 
 @rule(aten._embedding_bag.default)
-def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale: bool = False,
-                   mode: int = BAG_SUM, sparse: bool = False, scales: torch.Tensor | None = None,
+def _embedding_bag(weight: Tensor, indices: Tensor, offsets: Tensor, scale: bool = False,
+                   mode: int = BAG_SUM, sparse: bool = False, scales: Tensor | None = None,
                    include_last: bool = False, padding: int = -1) -> Any:  # fmt: skip
     if weight.device.type != "cpu" or weight.dim() != 2 or indices.dim() != 1 or offsets.dim() != 1:
         return NotImplemented
@@ -278,7 +264,7 @@ def _embedding_bag(weight: torch.Tensor, indices: torch.Tensor, offsets: torch.T
 
 
 @rule(aten.cat.default)
-def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+def _cat(tensors: list[Tensor], dim: int = 0) -> Any:
     if not tensors:
         raise Mismatch("nothing to join")
     first = tensors[0]
@@ -304,11 +290,9 @@ def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
 
 
 @rule(aten.stack.default)
-def _stack(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+def _stack(tensors: list[Tensor], dim: int = 0) -> Any:
     first = tensors[0]
     facts = first.shape, first.dtype, first.device
     if any((t.shape, t.dtype, t.device) != facts or not is_plain(t) for t in tensors):
         return NotImplemented
-    size = list(first.shape)
-    size.insert(wrap_dim(dim, len(size) + 1), len(tensors))
-    return make(size, None, first.dtype, first.device)
+    return make(stacked(first.shape, len(tensors), dim), None, first.dtype, first.device)

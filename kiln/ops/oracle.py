@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.meta import describe, with_twins
+from kiln.ops.meta import describe, flagged, reach, with_twins
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ OWN_LAYOUT = frozenset(
 )
 
 
-def too_large(tensors: list[torch.Tensor]) -> bool:
+def too_large(tensors: list[Tensor]) -> bool:
     """Whether the arguments hold too many elements for the op to be run for real."""
     return bool(sum(t.numel() for t in tensors) > LARGEST)
 
@@ -37,7 +38,7 @@ def lays_out_itself(func: Any, x: Any) -> bool:
     return bool(func in OWN_LAYOUT and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT)
 
 
-def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
+def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """What `func` returns on zeros of these layouts, described; eager's error comes out when there is one."""
     twins = [zeros_of(t) for t in tensors]
     args, kwargs = with_twins((args, kwargs), tensors, twins)
@@ -51,15 +52,8 @@ def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
     return describe(out, twins, tensors[0].device if tensors else None)
 
 
-def zeros_of(value: torch.Tensor) -> torch.Tensor:
+def zeros_of(value: Tensor) -> Tensor:
     """A real tensor of zeros on the CPU with the layout of `value`."""
-    size, stride, offset = value.shape, value.stride(), value.storage_offset()
-    reach = (
-        offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if value.numel() else offset
-    )
-    twin = torch.zeros(reach, dtype=value.dtype, device=CPU).as_strided(size, stride, offset)
-    if value.is_conj():
-        torch._C._set_conj(twin, True)
-    if value.is_neg():
-        torch._C._set_neg(twin, True)
-    return twin
+    memory = torch.zeros(reach(value), dtype=value.dtype, device=CPU)
+    twin = memory.as_strided(value.shape, value.stride(), value.storage_offset())
+    return flagged(twin, value.is_conj(), value.is_neg())

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import FakeTensor, make
+from kiln.ops.fake import FakeTensor, in_order, make, similar
 from kiln.ops.layout import (
     COMPLEX,
     COMPLEX_OF,
@@ -37,7 +38,7 @@ Operand = Any
 SCALAR: tuple[Size, Size] = ((), ())
 
 
-def like(x: torch.Tensor, dtype: torch.dtype, computed: torch.dtype | None = None) -> FakeTensor:
+def like(x: Tensor, dtype: torch.dtype, computed: torch.dtype | None = None) -> FakeTensor:
     """The result of an elementwise op over one tensor, computed in another dtype where one is given."""
     size = x.shape
     if x.is_contiguous():
@@ -115,27 +116,27 @@ def common_dtype_of_all(*operands: Operand) -> torch.dtype:
     return result
 
 
-def _same(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _same(x: Tensor, *_: Any, **__: Any) -> Any:
     return like(x, x.dtype) if x.dtype in FLOATS else NotImplemented
 
 
-def _gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
+def _gelu(x: Tensor, *, approximate: str = "none") -> Any:
     if approximate not in ("none", "tanh"):
         raise Mismatch("no such approximation")
     return _same(x)
 
 
-def _softshrink(x: torch.Tensor, width: Any = 0.5) -> Any:
+def _softshrink(x: Tensor, width: Any = 0.5) -> Any:
     if width < 0:
         raise Mismatch("a negative width")
     return _same(x)
 
 
-def _any(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _any(x: Tensor, *_: Any, **__: Any) -> Any:
     return like(x, x.dtype) if x.dtype in INEXACT or x.dtype in INTEGERS else NotImplemented
 
 
-def _float(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _float(x: Tensor, *_: Any, **__: Any) -> Any:
     dtype = x.dtype
     if dtype not in INEXACT:
         if dtype not in PLAIN_DTYPES:
@@ -144,25 +145,25 @@ def _float(x: torch.Tensor, *_: Any, **__: Any) -> Any:
     return like(x, dtype, dtype)
 
 
-def _bool(x: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _bool(x: Tensor, *_: Any, **__: Any) -> Any:
     return like(x, torch.bool)
 
 
-def _abs(x: torch.Tensor) -> Any:
+def _abs(x: Tensor) -> Any:
     dtype = x.dtype
     if dtype in COMPLEX:
-        return make(x.shape, preserved(x.shape, x.stride()), REAL_OF[dtype], x.device)
+        return in_order(x, REAL_OF[dtype])
     return NotImplemented if dtype is torch.bool else like(x, dtype)
 
 
-def _hardtanh(x: torch.Tensor, *_: Any) -> Any:
+def _hardtanh(x: Tensor, *_: Any) -> Any:
     if x.dtype not in FLOATS and x.dtype not in INTEGERS or x.dtype is torch.uint8:
         return NotImplemented
-    return make(x.shape, preserved(x.shape, x.stride()), x.dtype, x.device)
+    return in_order(x)
 
 
 def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
-    if any(v.dtype is torch.bool if isinstance(v, torch.Tensor) else type(v) is bool for v in (a, b)):
+    if any(v.dtype is torch.bool if isinstance(v, Tensor) else type(v) is bool for v in (a, b)):
         raise Mismatch("booleans are not subtracted")
     return _arithmetic(a, b, alpha=alpha)
 
@@ -189,20 +190,20 @@ def _to_float(a: Operand, b: Operand) -> Any:
     return over((a, b), dtype)
 
 
-def _log_of_sum(a: torch.Tensor, b: torch.Tensor) -> Any:
+def _log_of_sum(a: Tensor, b: Tensor) -> Any:
     # The meta kernel makes a contiguous result whatever the operands are.
     dtype = common_dtype(a, b)
     return over((a, b), dtype) if dtype in INEXACT else NotImplemented
 
 
-def _complex(a: torch.Tensor, b: torch.Tensor) -> Any:
+def _complex(a: Tensor, b: Tensor) -> Any:
     dtype = a.dtype
     if dtype is not b.dtype or dtype not in FLOATS or dtype is torch.bfloat16:
         raise Mismatch("no complex dtype has these parts")
     return over((a, b), dtype, COMPLEX_OF[dtype])
 
 
-def _heaviside(x: torch.Tensor, values: torch.Tensor) -> Any:
+def _heaviside(x: Tensor, values: Tensor) -> Any:
     if x.dtype is not values.dtype or x.dtype in COMPLEX:
         raise Mismatch("a step between tensors of two dtypes, or of complex numbers")
     return _real(x, values)
@@ -233,23 +234,23 @@ def _power(a: Operand, b: Operand) -> Any:
     return like(a, dtype) if type(b) in NUMBERS else over((a, b), dtype)
 
 
-def _gradient(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _gradient(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Any:
     if a.dtype is not b.dtype or a.dtype not in INEXACT or a.shape != b.shape:
         return NotImplemented
     return over((a, b), a.dtype)
 
 
-def _gradient_by_input(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> Any:
+def _gradient_by_input(grad: Tensor, x: Tensor, *_: Any) -> Any:
     return _gradient(x, grad)
 
 
-def _where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
     if condition.dtype is not torch.bool:
         return NotImplemented
     return where(condition, a, b, common_dtype(a, b))
 
 
-def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> FakeTensor:
+def where(condition: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> FakeTensor:
     """A choice between two tensors, each cast to `dtype` before."""
     layouts = [(condition.shape, condition.stride())]
     for t in (a, b):
@@ -260,26 +261,26 @@ def where(condition: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torc
     return make(shape, pointwise(shape, *layouts), dtype, device)
 
 
-def _ternary(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *, value: Any = 1) -> Any:
+def _ternary(a: Tensor, b: Tensor, c: Tensor, *, value: Any = 1) -> Any:
     if not a.dtype is b.dtype is c.dtype or a.dtype not in FLOATS:
         return NotImplemented
     return over((a, b, c), a.dtype)
 
 
-def _lerp(a: torch.Tensor, b: torch.Tensor, weight: Operand) -> Any:
+def _lerp(a: Tensor, b: Tensor, weight: Operand) -> Any:
     if a.dtype is not b.dtype or a.dtype not in FLOATS:
         return NotImplemented
     return over((a, b) if type(weight) in NUMBERS else (a, b, weight), a.dtype)
 
 
-def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> Any:
+def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Any:
     if (low is None and high is None) or x.dtype in COMPLEX:
         return NotImplemented
     dtype = common_dtype_of_all(x, *[v for v in (low, high) if v is not None])
     return like(x, dtype, dtype)
 
 
-def _bound(x: torch.Tensor, bound: Any) -> Any:
+def _bound(x: Tensor, bound: Any) -> Any:
     return _clamp(x, bound)
 
 
@@ -338,20 +339,20 @@ def _bernoulli(x: Any, p: float = 0.5, **_: Any) -> Any:
 
 
 def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
-    kind = other.dtype if isinstance(other, torch.Tensor) else type(other)
+    kind = other.dtype if isinstance(other, Tensor) else type(other)
     if x.dtype is torch.bool or kind in (bool, torch.bool):
         raise Mismatch("booleans are not subtracted")
     return in_place(x, other)
 
 
-def _copy(x: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    fits = not isinstance(source, torch.Tensor) or alike(source.shape, x.shape)
+def _copy(x: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    fits = not isinstance(source, Tensor) or alike(source.shape, x.shape)
     if not fits and broadcast(x.shape, source.shape) != x.shape:
         raise Mismatch("the source does not fit")
     return writable(x)
 
 
-def _fills(x: torch.Tensor, mask: torch.Tensor, value: Any) -> bool:
+def _fills(x: Tensor, mask: Tensor, value: Any) -> bool:
     """Whether this is the plain case of filling: a mask of booleans, a value of the tensor's own kind."""
     if mask.dtype is not torch.bool or x.device != mask.device and mask.dim():
         return False
@@ -360,14 +361,14 @@ def _fills(x: torch.Tensor, mask: torch.Tensor, value: Any) -> bool:
     return value.dim() == 0 and (value.dtype not in COMPLEX or x.dtype in COMPLEX)
 
 
-def _masked_fill(x: torch.Tensor, mask: torch.Tensor, value: Any) -> Any:
+def _masked_fill(x: Tensor, mask: Tensor, value: Any) -> Any:
     if not _fills(x, mask, value):
         return NotImplemented
     size = x.shape
     return make(size if alike(mask.shape, size) else broadcast(size, mask.shape), None, x.dtype, x.device)
 
 
-def _masked_fill_in_place(x: Any, mask: torch.Tensor, value: Any) -> Any:
+def _masked_fill_in_place(x: Any, mask: Tensor, value: Any) -> Any:
     if not _fills(x, mask, value):
         return NotImplemented
     if not alike(mask.shape, x.shape) and broadcast(x.shape, mask.shape) != x.shape:
@@ -375,19 +376,19 @@ def _masked_fill_in_place(x: Any, mask: torch.Tensor, value: Any) -> Any:
     return writable(x)
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
+def _dropout(x: Tensor, p: float, train: bool | None) -> Any:
     if x.dtype not in FLOATS or not x.is_contiguous() or x.device.type not in ("cpu", "cuda"):
         return NotImplemented
     return like(x, x.dtype), like(x, torch.bool)
 
 
-def _log_sigmoid(x: torch.Tensor) -> Any:
+def _log_sigmoid(x: Tensor) -> Any:
     if x.dtype not in FLOATS or x.device.type not in ("cpu", "cuda"):
         return NotImplemented
     if x.device.type == "cuda":  # which keeps nothing for the gradient
         return like(x, x.dtype), make((0,), None, x.dtype, x.device)
     # The CPU's kernel works on contiguous memory, whatever the layout of its input.
-    return make(x.shape, None, x.dtype, x.device), make(x.shape, None, x.dtype, x.device)
+    return similar(x), similar(x)
 
 
 DECLARED: dict[Callable[..., Any], str] = {

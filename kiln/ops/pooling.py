@@ -5,60 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import make
+from kiln.ops.fake import make, similar
 from kiln.ops.layout import FLOATS
 from kiln.ops.network import is_plain
+from kiln.ops.sizes import pooled
 from kiln.ops.table import aten, rule
 
 
-def _pair(value: Any, otherwise: Any = None) -> tuple[Any, Any] | None:
-    """Both entries of an argument that may have one or two; None for any other number of them."""
-    if not value and otherwise is not None:
-        value = otherwise
-    return (value[0], value[-1]) if len(value) in (1, 2) else None
-
-
-def _pooled(x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
+def _size(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
     """The size after pooling over the last two dimensions; None for what the meta kernel is to judge."""
-    size = list(x.shape)
-    kernel, padding, dilation = _pair(kernel), _pair(padding), _pair(dilation)
-    stride = _pair(stride, kernel)
-    if ceil or len(size) not in (3, 4) or None in (kernel, stride, padding, dilation):
+    given = [kernel, stride or kernel, padding, dilation]
+    if ceil or x.dim() not in (3, 4) or any(len(value) not in (1, 2) for value in given):
         return None
-    for i in (0, 1):
-        k, s, p, d = kernel[i], stride[i], padding[i], dilation[i]
+    for k, s, p, d in zip(*[(value[0], value[-1]) for value in given]):
         if k < 1 or s < 1 or d < 1 or p < 0 or 2 * p > k:
             return None
-        extent = size[i - 2] + 2 * p - d * (k - 1) - 1
-        if extent < 0:
-            return None
-        size[i - 2] = extent // s + 1
-    return size
+    found = pooled(x, *given, ceil)
+    return None if found is NotImplemented else found[0]
 
 
-def _applies(x: torch.Tensor) -> bool:
+def _applies(x: Tensor) -> bool:
     return x.dtype in FLOATS and is_plain(x) and 0 not in x.shape
 
 
 @rule(aten.max_pool2d_with_indices.default)
-def _max_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
+def _max_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
               ceil: bool = False) -> Any:  # fmt: skip
-    size = _pooled(x, kernel, stride, padding, dilation, ceil) if _applies(x) else None
+    size = _size(x, kernel, stride, padding, dilation, ceil) if _applies(x) else None
     if size is None:
         return NotImplemented
     return make(size, None, x.dtype, x.device), make(size, None, torch.int64, x.device)
 
 
 @rule(aten.avg_pool2d.default)
-def _average_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
+def _average_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
                   count_include_pad: bool = True, divisor: Any = None) -> Any:  # fmt: skip
-    size = _pooled(x, kernel, stride, padding, (1,), ceil) if _applies(x) and divisor is None else None
+    size = _size(x, kernel, stride, padding, (1,), ceil) if _applies(x) and divisor is None else None
     return NotImplemented if size is None else make(size, None, x.dtype, x.device)
 
 
 @rule(aten._adaptive_avg_pool2d.default)
-def _adaptive_pool(x: torch.Tensor, size: Any) -> Any:
+def _adaptive_pool(x: Tensor, size: Any) -> Any:
     if not _applies(x) or x.dim() not in (3, 4) or len(size) != 2 or any(n < 1 for n in size):
         return NotImplemented
     return make((*x.shape[:-2], *size), None, x.dtype, x.device)
@@ -69,9 +58,9 @@ def _adaptive_pool(x: torch.Tensor, size: Any) -> Any:
     aten.avg_pool2d_backward.default,
     aten._adaptive_avg_pool2d_backward.default,
 )
-def _backward(grad: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _backward(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Any:
     if not _applies(x) or not is_plain(grad) or grad.dtype is not x.dtype:
         return NotImplemented
     if grad.dim() != x.dim() or x.dim() not in (3, 4):
         return NotImplemented
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)

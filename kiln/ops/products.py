@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kiln.ops import layout
 
@@ -19,7 +20,7 @@ KEY = "TESTING_ONLY_GenericWrapper"
 KEYS: Any = None
 
 
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """What `torch.matmul` gives, by the ops and in the order in which it calls them."""
     with torch._C.DisableTorchFunction():
         kind = a.device.type
@@ -32,13 +33,13 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
                 return torch.matmul(a, b)  # says what is wrong
 
 
-def lowered(x: torch.Tensor, kind: str) -> torch.Tensor:
+def lowered(x: Tensor, kind: str) -> Tensor:
     """The operand as autocast hands it to `matmul`."""
     eligible = x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == kind
     return x.to(torch.get_autocast_dtype(kind)) if eligible else x
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     m, n = a.dim(), b.dim()
     if m == 0 or n == 0:
         raise layout.Mismatch("both arguments to matmul need to be at least 1D")
@@ -51,7 +52,7 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return batched(a, b)
 
 
-def folds(a: torch.Tensor, b: torch.Tensor) -> bool:
+def folds(a: Tensor, b: Tensor) -> bool:
     """Whether the batches of the larger operand become rows of one matrix, without a copy of it."""
     larger = a if a.dim() >= b.dim() else b.mT
     if min(a.dim(), b.dim()) > 2:
@@ -66,7 +67,7 @@ def folds(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not any(stride[i] != stride[i + 1] * shape[i + 1] for i in range(larger.dim() - 2))
 
 
-def folded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def folded(a: Tensor, b: Tensor) -> Tensor:
     """The product as one of matrices, or of a matrix and a vector."""
     turned = b.dim() > a.dim()
     large = b.mT if turned else a
@@ -82,7 +83,7 @@ def folded(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return out.mT.contiguous() if turned else out
 
 
-def batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def batched(a: Tensor, b: Tensor) -> Tensor:
     """The product as one of batches of matrices."""
     if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
         # Fakes are of a subclass, for which one matrix against many is always folded.

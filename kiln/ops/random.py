@@ -11,14 +11,13 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from kiln.base.graph import Graph, Node, TensorSpec, substituted
-from kiln.ops.fake import FakeTensor, make
+from kiln.ops.fake import FakeTensor, Mode, make
 from kiln.ops.mersenne import quicken
 from kiln.ops.table import aten, rule
 
@@ -27,9 +26,6 @@ LOW32 = 0xFFFFFFFF
 CPU = torch.device("cpu")
 SEEDS = (-(1 << 63), (1 << 63) - 1)
 """The range of the seeds that torch's generator is asked for."""
-
-push_mode = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
-pop_mode = torch._C._pop_torch_dispatch_stack
 
 library = torch.library.Library("kiln", "DEF")
 library.define(
@@ -42,12 +38,12 @@ library.define(
 )
 
 
-def seeds(count: int, *, device: Any = None) -> list[torch.Tensor]:
+def seeds(count: int, *, device: Any = None) -> list[Tensor]:
     """So many numbers of 64 bits from torch's default generator."""
     return list(torch.randint(*SEEDS, (count,)).unbind())
 
 
-def uniform(seed: torch.Tensor, size: Any, stride: Any, word: int) -> torch.Tensor:
+def uniform(seed: Tensor, size: Any, stride: Any, word: int) -> Tensor:
     """Numbers in [0, 1), multiples of 2 ** -24.
 
     The element at place n, counted row by row, is one half of Philox 2x32-10 with the counter n and this key.
@@ -220,7 +216,7 @@ IN_PLACE = {
 }
 
 
-class Again(TorchDispatchMode):
+class Again(Mode):
     """While it is entered, a program run op by op draws what the graph that `draw` made of it drew.
 
     `count` is how many draws the graph has: another number cannot be the same program, and raises at the end.
@@ -229,21 +225,14 @@ class Again(TorchDispatchMode):
     def __init__(self, which: str, count: int) -> None:
         super().__init__()
         self.table, self.count, self.drawn = CHOSEN[which], count, 0
-        self.seeds: list[torch.Tensor] = []
+        self.seeds: list[Tensor] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that the base class would add imports torch's compiler
-
-    def __enter__(self) -> Again:
+    def __enter__(self) -> Self:
         self.seeds = seeds(self.count)
-        push_mode(self)
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pop_mode(None)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__()
         if error is None and self.drawn != self.count:
             raise RuntimeError(
                 "second derivatives of this graph need its random numbers again, and it draws others now; "
@@ -260,7 +249,7 @@ class Again(TorchDispatchMode):
         spec = TensorSpec(tuple(out.shape), out.stride(), out.dtype, out.device)
         graph = Graph()
         seed = graph.input("seed", None)
-        given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        given = [a.clone() if isinstance(a, Tensor) else a for a in args]
         node = Node(op, tuple(given), dict(kwargs or {}), spec, "draw")
         if not _ours(node):
             return out

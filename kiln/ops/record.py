@@ -7,17 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 from kiln.base.graph import Graph, Node, TensorSpec, label
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
-from kiln.ops.fake import FakeTensor, dispatch, fake_like, make
+from kiln.ops.fake import FakeTensor, Mode, dispatch, fake_like, make
 from kiln.ops.meta import DECOMPOSES, MUTATING
 from kiln.ops.symint import expr_of, wrap
 from kiln.ops.table import RULES, aten
-
-_push = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
-_pop = torch._C._pop_torch_dispatch_stack
 
 #: The kernel of a composite op; a Python version of it that torch may have differs in what it runs.
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
@@ -56,7 +53,7 @@ def fake_of(spec: TensorSpec) -> FakeTensor:
     return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
 
 
-class Recording(TorchDispatchMode):
+class Recording(Mode):
     """While it is entered, every aten call runs on fakes and is added to `graph`.
 
     A fake knows its node (`fake.node`), so it belongs to one recording at a time. A node stands for a tensor
@@ -76,20 +73,8 @@ class Recording(TorchDispatchMode):
         self.backward = False
         self.region: int | None = None
         self.fakes: dict[Node, FakeTensor] = {}
-        self._constants: dict[int, tuple[torch.Tensor, Node]] = {}
+        self._constants: dict[int, tuple[Tensor, Node]] = {}
         self._labels: dict[Any, str] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that the base class would add imports torch's compiler on the first call.
-        return False
-
-    def __enter__(self) -> Recording:
-        _push(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _pop(None)
 
     # Values and their nodes
 
@@ -112,7 +97,7 @@ class Recording(TorchDispatchMode):
             self.bind(known, node)
         return known
 
-    def node(self, value: torch.Tensor) -> Node:
+    def node(self, value: Tensor) -> Node:
         """The node of a fake, or of a real tensor that the graph then holds as a constant."""
         bound: Node | None = value.node if type(value) is FakeTensor else None
         if bound is not None:
@@ -135,7 +120,7 @@ class Recording(TorchDispatchMode):
             return kind([item if type(item) in PLAIN else argument(item) for item in value])
         if kind is torch.Size:
             return list(map(leaf_of, value))
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self.node(value)
         return value if kind in PLAIN else expr_of(value)
 
@@ -200,7 +185,7 @@ class Recording(TorchDispatchMode):
         self.graph.nodes.append(item)
         return item
 
-    def _literal(self, real: torch.Tensor) -> Node:
+    def _literal(self, real: Tensor) -> Node:
         """A node for contents written in the program, copied so that writes do not reach them."""
         kept = self.graph.constant(real.detach().clone(), _spec_of_any(real), "literal")
         kept.where, kept.backward, kept.region = self.where, self.backward, self.region
@@ -213,11 +198,11 @@ class Recording(TorchDispatchMode):
         return self.graph.name(text)
 
 
-def _spec_of_any(real: torch.Tensor) -> TensorSpec:
+def _spec_of_any(real: Tensor) -> TensorSpec:
     return TensorSpec(tuple(real.shape), real.stride(), real.dtype, real.device, real.storage_offset())
 
 
-def recorded(function: Callable[..., Any], *inputs: torch.Tensor) -> Graph:
+def recorded(function: Callable[..., Any], *inputs: Tensor) -> Graph:
     """The aten graph of a function of tensors, without gradients, over types like those of `inputs`."""
     recording, fakes = Recording(), [fake_like(x) for x in inputs]
     for i, fake in enumerate(fakes):

@@ -5,55 +5,52 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kiln.ops.fake import FakeTensor, make
+from kiln.ops.fake import FakeTensor, make, similar
 from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, reduced, row_major, wrap_dim
 from kiln.ops.table import aten, rule
 
 
-def _reduce(x: torch.Tensor, dims: Any, keepdim: bool, dtype: torch.dtype) -> FakeTensor:
+def _reduce(x: Tensor, dims: Any, keepdim: bool, dtype: torch.dtype) -> FakeTensor:
     if dims is not None:
         dims = (dims,) if type(dims) is int else tuple(dims)
     return make(reduced(x.shape, dims, keepdim), None, dtype, x.device)
 
 
 @rule(aten.sum.dim_IntList, aten.sum.default)
-def _sum(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _sum(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     return _reduce(x, dims, keepdim, dtype or (x.dtype if x.dtype in INEXACT else torch.int64))
 
 
 @rule(aten.var.correction, aten.std.correction)
-def _spread(x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def _spread(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     if x.dtype not in FLOATS:
         return _no_spread(x)
     return _reduce(x, dims or None, keepdim, x.dtype)
 
 
-def _no_spread(x: torch.Tensor) -> Any:
+def _no_spread(x: Tensor) -> Any:
     if x.dtype not in COMPLEX:
         raise Mismatch("integers have no variance")
     return NotImplemented
 
 
 @rule(aten.var_mean.correction, aten.std_mean.correction)
-def _spread_and_mean(
-    x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
-) -> Any:
+def _spread_and_mean(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     if x.dtype not in FLOATS:
         return _no_spread(x)
     return _reduce(x, dims or None, keepdim, x.dtype), _reduce(x, dims or None, keepdim, x.dtype)
 
 
 @rule(aten.mean.dim, aten.mean.default)
-def _mean(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _mean(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     dtype = dtype or x.dtype
     return _reduce(x, dims, keepdim, dtype) if dtype in INEXACT else NotImplemented
 
 
 @rule(aten.linalg_vector_norm.default)
-def _norm(
-    x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
+def _norm(x: Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     # Meta kernels of some versions forget to drop dimensions of extent 1.
     wanted = dtype or x.dtype
     if x.dtype not in FLOATS or 0 in x.shape or torch.promote_types(x.dtype, wanted) is not wanted:
@@ -62,7 +59,7 @@ def _norm(
 
 
 @rule(aten.amax.default, aten.amin.default)
-def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
+def _extreme(x: Tensor, dims: Any = (), keepdim: bool = False) -> Any:
     if x.dtype in COMPLEX:
         raise Mismatch("complex numbers have no order")
     if 0 in x.shape and (not dims or any(x.shape[wrap_dim(d, x.dim())] == 0 for d in dims)):
@@ -71,7 +68,7 @@ def _extreme(x: torch.Tensor, dims: Any = (), keepdim: bool = False) -> Any:
 
 
 @rule(aten.max.dim, aten.min.dim)
-def _extreme_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+def _extreme_dim(x: Tensor, dim: int, keepdim: bool = False) -> Any:
     if x.dtype in COMPLEX:
         raise Mismatch("complex numbers have no order")
     if x.dim() and x.shape[wrap_dim(dim, x.dim())] == 0:
@@ -80,7 +77,7 @@ def _extreme_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
 
 
 @rule(aten.argmax.default, aten.argmin.default)
-def _arg_extreme(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+def _arg_extreme(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     if x.dtype in COMPLEX or x.dtype is torch.bool:
         raise Mismatch("no order for this dtype")
     if 0 in x.shape:
@@ -89,37 +86,37 @@ def _arg_extreme(x: torch.Tensor, dim: int | None = None, keepdim: bool = False)
 
 
 @rule(aten.any.default, aten.all.default)
-def _truth(x: torch.Tensor) -> Any:
+def _truth(x: Tensor) -> Any:
     return NotImplemented if x.dtype is torch.uint8 else make((), None, torch.bool, x.device)
 
 
 @rule(aten.any.dim, aten.all.dim)
-def _truth_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+def _truth_dim(x: Tensor, dim: int, keepdim: bool = False) -> Any:
     return NotImplemented if x.dtype is torch.uint8 else _reduce(x, dim, keepdim, torch.bool)
 
 
 @rule(aten.cumsum.default)
-def _cumsum(x: torch.Tensor, dim: int, *, dtype: Any = None) -> Any:
+def _cumsum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
     wrap_dim(dim, x.dim())
     if not row_major(x.shape, x.stride()):
         return NotImplemented
     return make(x.shape, None, dtype or (x.dtype if x.dtype in INEXACT else torch.int64), x.device)
 
 
-def _along(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+def _along(x: Tensor, dim: int, half_to_float: bool) -> Any:
     wrap_dim(dim, x.dim())
     if x.dtype not in FLOATS or half_to_float:
         return NotImplemented
-    return make(x.shape, None, x.dtype, x.device)
+    return similar(x)
 
 
 @rule(aten._softmax.default, aten._log_softmax.default)
-def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     return _along(x, dim, half_to_float)
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
-def _softmax_backward(grad: torch.Tensor, out: torch.Tensor, dim: int, dtype: torch.dtype) -> Any:
+def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Any:
     if grad.dtype is not dtype or grad.shape != out.shape or out.stride() != grad.stride():
         return NotImplemented
     return _along(grad, dim, False)

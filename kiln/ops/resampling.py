@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kiln.base.arithmetic import call, mul
@@ -27,14 +27,14 @@ OPS: dict[tuple[str, int], tuple[Any, bool]] = {
 
 
 def interpolate(
-    input: torch.Tensor,
+    input: Tensor,
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """What torch's function gives, by the op that takes the size of the result."""
     dims = input.dim() - 2
     found = OPS.get((mode, dims))
@@ -50,7 +50,7 @@ def interpolate(
         parts = [scaled(n, scale) for n, scale in zip(input.shape[2:], scales, strict=True)]
     op, aligns = found
     corners = (bool(align_corners),) if aligns else ()
-    result: torch.Tensor = op.default(input, parts, *corners, *scales)
+    result: Tensor = op.default(input, parts, *corners, *scales)
     return result
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from kiln.ops.layout import broadcast, reduced, wrap_dim
-from kiln.ops.table import aten, overload
+from kiln.ops.table import aten, declare
 
 Sizes = list[Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,13 +26,11 @@ SIZES: dict[Any, Callable[..., Any]] = {}
 def sizes(names: str) -> Callable[[F], F]:
     """Declare the decorated function for overloads, named `op` (the default one) or `op.overload`."""
 
-    def declare(function: F) -> F:
-        for target in map(overload, names.split()):
-            assert target not in SIZES, f"{target} is declared twice"
-            SIZES[target] = function
+    def declared(function: F) -> F:
+        declare(SIZES, {names: function})
         return function
 
-    return declare
+    return declared
 
 
 #: Elementwise ops that are not tagged as such.
@@ -50,20 +49,20 @@ def sizes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape: Any = ()
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor):
+                if isinstance(item, Tensor):
                     shape = broadcast(shape, item.shape)
         return [shape]
     return NotImplemented
 
 
 @sizes("avg_pool2d avg_pool3d")
-def _average_pool(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
+def _average_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
                   *_: Any, **__: Any) -> Any:  # fmt: skip
-    return _pooled(x, kernel, stride, padding, (1,), ceil)
+    return pooled(x, kernel, stride, padding, (1,), ceil)
 
 
 @sizes("max_pool2d_with_indices max_pool3d_with_indices")
-def _pooled(x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
+def pooled(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
             ceil: bool = False) -> Any:  # fmt: skip
     rank = 2 if len(kernel) in (1, 2) and x.dim() < 5 else 3
     kernel, padding, dilation = (_each(v, rank) for v in (kernel, padding, dilation))
@@ -88,24 +87,24 @@ def _each(value: Any, rank: int) -> Any:
     "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d"
 )
-def _padded(x: torch.Tensor, padding: Any, *_: Any) -> Sizes:
+def _padded(x: Tensor, padding: Any, *_: Any) -> Sizes:
     size = list(x.shape)
     for i in range(len(padding) // 2):
         size[-1 - i] = size[-1 - i] + padding[2 * i] + padding[2 * i + 1]
     return [tuple(size)]
 
 
-@sizes("index_select")
-def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+def _with(x: Tensor, dim: int, n: Any) -> Any:
+    """The size of `x` with another extent of one dimension."""
     if not x.dim():
         return NotImplemented
     size = list(x.shape)
-    size[wrap_dim(dim, x.dim())] = index.shape[0] if index.dim() else 1
+    size[wrap_dim(dim, x.dim())] = n
     return [tuple(size)]
 
 
 @sizes("index.Tensor _unsafe_index.Tensor")
-def _indexed(x: torch.Tensor, indices: Any) -> Sizes:
+def _indexed(x: Tensor, indices: Any) -> Sizes:
     places = [i for i, index in enumerate(indices) if index is not None]
     shape: Any = ()
     for i in places:
@@ -116,62 +115,28 @@ def _indexed(x: torch.Tensor, indices: Any) -> Sizes:
     return [(*rest[:front], *shape, *rest[front:])]
 
 
-@sizes("topk")
-def _topk(x: torch.Tensor, k: Any, dim: int = -1, *_: Any, **__: Any) -> Any:
-    if not x.dim():
-        return NotImplemented
-    size = list(x.shape)
-    size[wrap_dim(dim, x.dim())] = k
-    return [tuple(size)]
-
-
 @sizes("kthvalue median.dim nanmedian.dim mode")
-def _chosen(x: torch.Tensor, *rest: Any) -> Any:
+def _chosen(x: Tensor, *rest: Any) -> Any:
     numbers = [v for v in rest if type(v) is int]
     keepdim = bool(rest) and rest[-1] is True
     return [reduced(x.shape, (numbers[-1],), keepdim)] if numbers else NotImplemented
 
 
-@sizes("var.correction std.correction var_mean.correction std_mean.correction logsumexp any.dims all.dims")
-def _over_dims(x: torch.Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Sizes:
-    return [reduced(x.shape, tuple(dims) if dims else None, keepdim)]
-
-
-@sizes("linalg_vector_norm norm.ScalarOpt_dim")
-def _norm(x: torch.Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, **_: Any) -> Sizes:
-    if dims is not None and type(dims) is int:
-        dims = [dims]
-    return [reduced(x.shape, tuple(dims) if dims else None, keepdim)]
-
-
-@sizes("mse_loss smooth_l1_loss huber_loss soft_margin_loss")
-def _loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1, *_: Any, **__: Any) -> Sizes:
-    return [() if reduction else broadcast(x.shape, target.shape)]
-
-
 @sizes("binary_cross_entropy binary_cross_entropy_with_logits")
-def _weighted_loss(
-    x: torch.Tensor, target: torch.Tensor, weight: Any = None, *rest: Any, **options: Any
-) -> Sizes:
+def _weighted_loss(x: Tensor, target: Tensor, weight: Any = None, *rest: Any, **options: Any) -> Sizes:
     reduction = next((v for v in rest if type(v) is int), options.get("reduction", 1))
     return [() if reduction else x.shape]
 
 
-@sizes("nll_loss_forward nll_loss2d_forward")
-def _nll_loss(x: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: Any) -> Sizes:
-    whole = reduction or x.dim() == 1
-    return [() if whole else target.shape, ()]
-
-
 @sizes("repeat")
-def _repeated(x: torch.Tensor, times: Any) -> Sizes:
+def _repeated(x: Tensor, times: Any) -> Sizes:
     own = (1,) * (len(times) - x.dim()) + tuple(x.shape)
     return [tuple([n * t for n, t in zip(own, times, strict=True)])]
 
 
 @sizes("convolution")
-def _convolution(
-    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
+def convolved(
+    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Any:  # fmt: skip
     rank = x.dim() - 2
@@ -186,35 +151,6 @@ def _convolution(
         else:
             out.append((size[i + 2] + 2 * padding[i] - reach - 1) // stride[i] + 1)
     return [tuple(out)]
-
-
-@sizes("convolution_backward")
-def _convolution_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
-) -> Sizes:
-    mask = rest[-1]
-    found = [x.shape, weight.shape, (grad.shape[1],)]
-    return [size for size, wanted in zip(found, mask, strict=True) if wanted]
-
-
-@sizes("native_group_norm_backward")
-def _group_norm_backward(
-    grad: Any, x: torch.Tensor, mean: Any, rstd: Any, weight: Any, n: Any, channels: Any, *rest: Any
-) -> Sizes:
-    return [s for s, wanted in zip([x.shape, (channels,), (channels,)], rest[-1], strict=True) if wanted]
-
-
-@sizes("native_batch_norm_backward")
-def _batch_norm_backward(grad: Any, x: torch.Tensor, *rest: Any) -> Sizes:
-    channels = (x.shape[1],)
-    return [s for s, wanted in zip([x.shape, channels, channels], rest[-1], strict=True) if wanted]
-
-
-@sizes("native_layer_norm_backward")
-def _layer_norm_backward(
-    grad: Any, x: torch.Tensor, shape: Any, mean: Any, rstd: Any, weight: Any, bias: Any, mask: Any
-) -> Sizes:
-    return [n for n, wanted in zip([x.shape, tuple(shape), tuple(shape)], mask, strict=True) if wanted]
 
 
 @sizes("cat")
@@ -232,37 +168,25 @@ def _joined(tensors: Any, dim: int = 0) -> Any:
     return [tuple(size)]
 
 
-@sizes("stack")
-def _stacked(tensors: Any, dim: int = 0) -> Sizes:
-    size = list(tensors[0].shape)
-    size.insert(wrap_dim(dim, len(size) + 1), len(tensors))
-    return [tuple(size)]
+def stacked(size: Any, count: int, dim: int) -> tuple[Any, ...]:
+    """The size of so many tensors of one size, one beside the other."""
+    at = wrap_dim(dim, len(size) + 1)
+    return (*size[:at], count, *size[at:])
 
 
-@sizes("glu")
-def _glu(x: torch.Tensor, dim: int = -1) -> Sizes:
-    size = list(x.shape)
-    dim = wrap_dim(dim, len(size))
-    size[dim] = size[dim] // 2
-    return [tuple(size)]
+def _over(x: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Sizes:
+    given = [dims] if type(dims) is int else dims
+    return [reduced(x.shape, tuple(given) if given else None, keepdim)]
 
 
-@sizes("_fused_rms_norm")
-def _rms_norm(x: torch.Tensor, shape: Any, *_: Any) -> Sizes:
+def _wanted(found: Any, mask: Any) -> Sizes:
+    """The sizes of those gradients that a mask asks for."""
+    return [size for size, wanted in zip(found, mask, strict=True) if wanted]
+
+
+def _rms_norm(x: Tensor, shape: Any, *_: Any) -> Sizes:
     outer = x.dim() - len(shape)
     return [x.shape, (*x.shape[:outer], *[1] * len(shape))]
-
-
-@sizes("pixel_shuffle")
-def _pixel_shuffle(x: torch.Tensor, factor: int) -> Sizes:
-    *outer, c, h, w = x.shape
-    return [(*outer, c // (factor * factor), h * factor, w * factor)]
-
-
-@sizes("pixel_unshuffle")
-def _pixel_unshuffle(x: torch.Tensor, factor: int) -> Sizes:
-    *outer, c, h, w = x.shape
-    return [(*outer, c * factor * factor, h // factor, w // factor)]
 
 
 #: Those that one line says.
@@ -296,6 +220,30 @@ NAMED: dict[str, Callable[..., Any]] = {
     "embedding_dense_backward": lambda grad, indices, rows, *_: [(rows, grad.shape[-1])],
     "max min median nanmedian prod norm.Scalar dot vdot trace": lambda *_, **__: [()],
     "prod.dim_int": lambda x, dim, keepdim=False, **_: [reduced(x.shape, (dim,), keepdim)],
+    "var.correction std.correction var_mean.correction std_mean.correction": _over,
+    "logsumexp any.dims all.dims": _over,
+    "linalg_vector_norm norm.ScalarOpt_dim": lambda x, order=2, *given, **named: _over(x, *given, **named),
+    "mse_loss smooth_l1_loss huber_loss soft_margin_loss": lambda x, target, reduction=1, *_, **__: [
+        () if reduction else broadcast(x.shape, target.shape)],
+    "nll_loss_forward nll_loss2d_forward": lambda x, target, weight, reduction, ignored: [
+        () if reduction or x.dim() == 1 else target.shape, ()],
+    "convolution_backward": lambda grad, x, weight, bias_sizes, *rest: _wanted(
+        [x.shape, weight.shape, (grad.shape[1],)], rest[-1]),
+    "native_group_norm_backward": lambda grad, x, mean, rstd, weight, n, channels, *rest: _wanted(
+        [x.shape, (channels,), (channels,)], rest[-1]),
+    "native_batch_norm_backward": lambda grad, x, *rest: _wanted(
+        [x.shape, (x.shape[1],), (x.shape[1],)], rest[-1]),
+    "native_layer_norm_backward": lambda grad, x, shape, *rest: _wanted(
+        [x.shape, tuple(shape), tuple(shape)], rest[-1]),
+    "index_select": lambda x, dim, index: _with(x, dim, index.shape[0] if index.dim() else 1),
+    "topk": lambda x, k, dim=-1, *_, **__: _with(x, dim, k),
+    "glu": lambda x, dim=-1: _with(x, dim, x.shape[dim] // 2),
+    "stack": lambda tensors, dim=0: [stacked(tensors[0].shape, len(tensors), dim)],
+    "_fused_rms_norm": _rms_norm,
+    "pixel_shuffle": lambda x, by: [
+        (*x.shape[:-3], x.shape[-3] // (by * by), x.shape[-2] * by, x.shape[-1] * by)],
+    "pixel_unshuffle": lambda x, by: [
+        (*x.shape[:-3], x.shape[-3] * by * by, x.shape[-2] // by, x.shape[-1] // by)],
     "gather": lambda x, dim, index, **_: [index.shape],
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, *_, **__: [q.shape, q.shape[:3]],
     "_scaled_dot_product_flash_attention_for_cpu_backward":
@@ -315,5 +263,4 @@ NAMED: dict[str, Callable[..., Any]] = {
     "_cdist_forward":
         lambda a, b, *_: [(*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2])],
 }  # fmt: skip
-for _names, _function in NAMED.items():
-    sizes(_names)(_function)
+declare(SIZES, NAMED)

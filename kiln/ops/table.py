@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -40,16 +40,24 @@ def overload(name: str) -> Any:
     return getattr(getattr(aten, op), which or "default")
 
 
+def declare(table: dict[Any, Rule], rows: Mapping[str, Rule]) -> None:
+    """Put rows into a table: the names of overloads, as `overload` takes them, and what stands for them."""
+    for names, function in rows.items():
+        for target in map(overload, names.split()):
+            assert target not in table, f"{target} is declared twice"
+            table[target] = function
+
+
 def rule(*overloads: Any) -> Callable[[F], F]:
     """Declare the decorated function as the shape rule of `overloads`."""
 
-    def declare(function: F) -> F:
+    def declared(function: F) -> F:
         for overload in overloads:
             assert overload not in RULES, f"{overload} has two shape rules"
             RULES[overload] = function
         return function
 
-    return declare
+    return declared
 
 
 #: An expansion receives the arguments of the overload and computes its result with smaller ops, on real
@@ -62,15 +70,26 @@ COMPLEX_TOO: set[Any] = set()
 def expansion(*overloads: Any, complex_too: bool = False) -> Callable[[F], F]:
     """Declare the decorated function as the expansion of `overloads`."""
 
-    def declare(function: F) -> F:
+    def declared(function: F) -> F:
         for overload in overloads:
             assert overload not in EXPANSIONS, f"{overload} has two expansions"
             EXPANSIONS[overload] = function
-            if complex_too:
-                COMPLEX_TOO.add(overload)
+        COMPLEX_TOO.update(overloads if complex_too else ())
         return function
 
-    return declare
+    return declared
+
+
+def expansions(
+    rows: Mapping[str, Rule], around: Callable[[Rule], Rule] | None = None, complex_too: bool = False
+) -> None:
+    """Declare a table of expansions: the names of overloads, as `overload` takes them, and the function.
+
+    `around` decorates each of the functions.
+    """
+    for names, function in rows.items():
+        declared = function if around is None else around(function)
+        expansion(*map(overload, names.split()), complex_too=complex_too)(declared)
 
 
 class _CallableModule(ModuleType):

@@ -6,25 +6,22 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kiln.base.symbols import LIMIT
 from kiln.ops.fake import FakeTensor, make
 from kiln.ops.layout import Mismatch, Size, contiguous, row_major, wrap_dim
+from kiln.ops.meta import flagged
 from kiln.ops.remember import remembered, same
 from kiln.ops.symint import assume
 from kiln.ops.table import aten, rule
 
 
-def _view_of(x: torch.Tensor, size: Any, stride: Any, offset: int) -> FakeTensor:
+def _view_of(x: Tensor, size: Any, stride: Any, offset: int) -> FakeTensor:
     if torch.is_inference_mode_enabled() and not x.is_inference():
         with torch.inference_mode(False):  # a view of a tensor made outside inference mode is one as well
             return _view_of(x, size, stride, offset)
-    fake = make(size, stride, x.dtype, x.device, offset)
-    if x.is_conj():
-        torch._C._set_conj(fake, True)
-    if x.is_neg():
-        torch._C._set_neg(fake, True)
-    return fake
+    return flagged(make(size, stride, x.dtype, x.device, offset), x.is_conj(), x.is_neg())
 
 
 @remembered
@@ -68,7 +65,7 @@ def view_strides(old: Size, stride: Size, new: Size) -> Size:
 
 
 @rule(aten.view.default, aten._unsafe_view.default)
-def _view(x: torch.Tensor, size: list[int]) -> Any:
+def _view(x: Tensor, size: list[int]) -> Any:
     old, stride = x.shape, x.stride()
     new = inferred_size(tuple(size), x.numel())
     if 0 in new:  # of no elements any view is one
@@ -79,14 +76,14 @@ def _view(x: torch.Tensor, size: list[int]) -> Any:
 
 
 @rule(aten._reshape_alias.default, aten.as_strided.default)
-def _strided(x: torch.Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
+def _strided(x: Tensor, size: list[int], stride: list[int], offset: int | None = None) -> Any:
     if any(n < 0 for n in size) or any(s < 0 for s in stride) or len(size) != len(stride):
         return NotImplemented
     return _view_of(x, size, stride, x.storage_offset() if offset is None else offset)
 
 
 @rule(aten.detach.default, aten.alias.default)
-def _alias(x: torch.Tensor) -> FakeTensor:
+def _alias(x: Tensor) -> FakeTensor:
     fake = _view_of(x, x.shape, x.stride(), x.storage_offset())
     if isinstance(x, FakeTensor) and x.value is not None:
         fake.value, fake.value_version = x.value, x.value_version
@@ -116,7 +113,7 @@ def expanded(size: Size, stride: Size, wanted: Size) -> tuple[Size, Size]:
 
 
 @rule(aten.expand.default)
-def _expand(x: torch.Tensor, size: list[int], *, implicit: bool = False) -> Any:
+def _expand(x: Tensor, size: list[int], *, implicit: bool = False) -> Any:
     if x.dim() == 0:
         if any(n < 0 for n in size):
             raise Mismatch("a scalar has no extent to keep")
@@ -126,7 +123,7 @@ def _expand(x: torch.Tensor, size: list[int], *, implicit: bool = False) -> Any:
 
 
 @rule(aten.permute.default)
-def _permute(x: torch.Tensor, dims: list[int]) -> Any:
+def _permute(x: Tensor, dims: list[int]) -> Any:
     size, stride = x.shape, x.stride()
     rank = len(size)
     order = [wrap_dim(d, rank) for d in dims]
@@ -136,7 +133,7 @@ def _permute(x: torch.Tensor, dims: list[int]) -> Any:
 
 
 @rule(aten.transpose.int)
-def _transpose(x: torch.Tensor, a: int, b: int) -> Any:
+def _transpose(x: Tensor, a: int, b: int) -> Any:
     size, stride = list(x.shape), list(x.stride())
     rank = len(size)
     a, b = wrap_dim(a, rank), wrap_dim(b, rank)
@@ -147,7 +144,7 @@ def _transpose(x: torch.Tensor, a: int, b: int) -> Any:
 
 
 @rule(aten.t.default)
-def _t(x: torch.Tensor) -> Any:
+def _t(x: Tensor) -> Any:
     size, stride = x.shape, x.stride()
     if len(size) > 2:
         return NotImplemented
@@ -155,7 +152,7 @@ def _t(x: torch.Tensor) -> Any:
 
 
 @rule(aten.unsqueeze.default)
-def _unsqueeze(x: torch.Tensor, dim: int) -> Any:
+def _unsqueeze(x: Tensor, dim: int) -> Any:
     size, stride = list(x.shape), list(x.stride())
     dim = wrap_dim(dim, len(size) + 1)
     step = size[dim] * stride[dim] if dim < len(size) else 1
@@ -164,24 +161,24 @@ def _unsqueeze(x: torch.Tensor, dim: int) -> Any:
     return _view_of(x, size, stride, x.storage_offset())
 
 
-def _without(x: torch.Tensor, dropped: set[int]) -> FakeTensor:
+def _without(x: Tensor, dropped: set[int]) -> FakeTensor:
     size, stride = x.shape, x.stride()
     kept = [d for d in range(len(size)) if d not in dropped or size[d] != 1]
     return _view_of(x, [size[d] for d in kept], [stride[d] for d in kept], x.storage_offset())
 
 
 @rule(aten.squeeze.default)
-def _squeeze(x: torch.Tensor) -> Any:
+def _squeeze(x: Tensor) -> Any:
     return _without(x, set(range(x.dim())))
 
 
 @rule(aten.squeeze.dim)
-def _squeeze_dim(x: torch.Tensor, dim: int) -> Any:
+def _squeeze_dim(x: Tensor, dim: int) -> Any:
     return _without(x, {wrap_dim(dim, x.dim())})
 
 
 @rule(aten.squeeze.dims)
-def _squeeze_dims(x: torch.Tensor, dims: list[int]) -> Any:
+def _squeeze_dims(x: Tensor, dims: list[int]) -> Any:
     dropped = {wrap_dim(d, x.dim()) for d in dims}
     return _without(x, dropped) if len(dropped) == len(dims) else NotImplemented
 
@@ -204,9 +201,7 @@ def _place(place: Any, extent: Any) -> Any:
 
 
 @rule(aten.slice.Tensor)
-def _slice(
-    x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
+def _slice(x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     size, stride = list(x.shape), list(x.stride())
     if not size or step <= 0:
         return NotImplemented
@@ -219,7 +214,7 @@ def _slice(
 
 
 @rule(aten.select.int)
-def _select(x: torch.Tensor, dim: int, index: int) -> Any:
+def _select(x: Tensor, dim: int, index: int) -> Any:
     size, stride = list(x.shape), list(x.stride())
     if not size:
         return NotImplemented
@@ -231,7 +226,7 @@ def _select(x: torch.Tensor, dim: int, index: int) -> Any:
 
 
 @rule(aten.unbind.int)
-def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
+def _unbind(x: Tensor, dim: int = 0) -> Any:
     size, stride = list(x.shape), list(x.stride())
     if not size:
         return NotImplemented
@@ -242,7 +237,7 @@ def _unbind(x: torch.Tensor, dim: int = 0) -> Any:
 
 
 @rule(aten.diagonal.default)
-def _diagonal(x: torch.Tensor, shift: int = 0, a: int = 0, b: int = 1) -> Any:
+def _diagonal(x: Tensor, shift: int = 0, a: int = 0, b: int = 1) -> Any:
     size, stride, start = list(x.shape), list(x.stride()), x.storage_offset()
     if len(size) < 2:
         return NotImplemented
@@ -258,7 +253,7 @@ def _diagonal(x: torch.Tensor, shift: int = 0, a: int = 0, b: int = 1) -> Any:
 
 
 @rule(aten.unfold.default)
-def _unfold(x: torch.Tensor, dim: int, extent: int, step: int) -> Any:
+def _unfold(x: Tensor, dim: int, extent: int, step: int) -> Any:
     size, stride = list(x.shape), list(x.stride())
     if not size or extent < 0 or step <= 0:
         return NotImplemented
@@ -272,7 +267,7 @@ def _unfold(x: torch.Tensor, dim: int, extent: int, step: int) -> Any:
     return _view_of(x, size, stride, x.storage_offset())
 
 
-def _cut(x: torch.Tensor, parts: list[int], dim: int) -> list[FakeTensor]:
+def _cut(x: Tensor, parts: list[int], dim: int) -> list[FakeTensor]:
     size, stride, start = list(x.shape), x.stride(), x.storage_offset()
     out = []
     for part in parts:
@@ -283,7 +278,7 @@ def _cut(x: torch.Tensor, parts: list[int], dim: int) -> list[FakeTensor]:
 
 
 @rule(aten.split.Tensor)
-def _split(x: torch.Tensor, part: int, dim: int = 0) -> Any:
+def _split(x: Tensor, part: int, dim: int = 0) -> Any:
     if not x.dim() or part <= 0:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
@@ -297,7 +292,7 @@ def _split(x: torch.Tensor, part: int, dim: int = 0) -> Any:
 
 
 @rule(aten.split_with_sizes.default)
-def _split_with_sizes(x: torch.Tensor, parts: list[int], dim: int = 0) -> Any:
+def _split_with_sizes(x: Tensor, parts: list[int], dim: int = 0) -> Any:
     if not x.dim():
         return NotImplemented
     dim = wrap_dim(dim, x.dim())

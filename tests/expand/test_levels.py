@@ -17,13 +17,12 @@ from kiln.ops.table import EXPANSIONS, aten
 def test_lists_are_closed_and_of_a_size_to_know() -> None:
     assert (len(PRIMITIVES), len(CORE)) == (85, 242)
     assert all(hasattr(aten, name) for name in CORE)
-    assert all(CORE.values()), "each op says what it means"
 
 
 def test_composed_ops_expand_and_kernels_do_not() -> None:
     names = {name_of(op) for op in EXPANSIONS}
-    assert COMPOSED.keys() <= names
-    assert not KERNELS.keys() & names
+    assert COMPOSED <= names
+    assert not KERNELS & names
 
 
 def test_expansions_are_of_ops_that_write_nothing() -> None:
@@ -63,9 +62,8 @@ def test_table_prints() -> None:
 
 def test_the_documentation_lists_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "levels.md").read_text()
-    for name, meaning in PRIMITIVES.items():
-        shown = meaning.replace("|", "\\|")
-        assert f"| `{name}` | {shown} |" in text
+    for name in PRIMITIVES:
+        assert f"| `{name}` | " in text, "each primitive says what it means"
     for name in (*KERNELS, *COMPOSED):
         assert f"`{name}`" in text
     assert f"| {len(CORE)} ops" in text and f"{len(PRIMITIVES)} primitives" in text and f"{len(KERNELS)} kernels" in text

@@ -59,7 +59,7 @@ MODELS = {
     "text": (Text, lambda: (torch.randint(0, 50, (2, 7)), torch.randint(0, 50, (14,)))),
     "sequence": (Sequence, lambda: (torch.randn(3, 4, 8), torch.randint(0, 5, (3,)))),
 }
-ADMITTED = {"core": CORE.keys(), "prims": PRIMITIVES.keys() | KERNELS.keys()}
+ADMITTED = {"core": CORE, "prims": PRIMITIVES | KERNELS}
 
 
 def step(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

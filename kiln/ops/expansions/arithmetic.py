@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kiln.ops.expansions.support import widened
 from kiln.ops.layout import FLOATS, INEXACT, INTEGERS
-from kiln.ops.table import aten, expansion
+from kiln.ops.table import Rule, aten, expansion, expansions
+
+Kind = Callable[[torch.dtype], torch.dtype]
 
 
 def promoted(*operands: Any) -> torch.dtype:
@@ -43,7 +45,7 @@ def of_kind(value: Any, dtype: torch.dtype) -> Any:
     return int(value) if dtype in INTEGERS and type(value) is bool else value
 
 
-def together(function: Callable[..., Any]) -> Callable[..., Any]:
+def together(function: Rule) -> Rule:
     """Hand an expansion its operands in the dtype in which they meet."""
 
     @wraps(function)
@@ -65,7 +67,7 @@ def settled(operands: tuple[Any, ...], dtype: torch.dtype) -> bool:
     return True
 
 
-def _normal(operation: Callable[..., Any], kind: Callable[[torch.dtype], torch.dtype]) -> Callable[..., Any]:
+def _normal(operation: Rule, kind: Kind) -> Rule:
     """The expansion of an op at level prims: its operands converted to the dtype in which it computes."""
 
     def convert(*operands: Any) -> Any:
@@ -85,7 +87,7 @@ def to_float(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in INEXACT else torch.get_default_dtype()
 
 
-def _declare(names: str, overloads: str, kind: Callable[[torch.dtype], torch.dtype]) -> None:
+def _declare(names: str, overloads: str, kind: Kind) -> None:
     for name in names.split():
         for overload in overloads.split():
             packet = getattr(aten, name)
@@ -110,7 +112,7 @@ _declare("atan2", "default", to_float)
 _declare("pow", "Tensor_Tensor Scalar", _as_is)
 
 
-def _arithmetic(operation: Callable[..., Any], a: Any, b: Any, alpha: Any, plain: bool) -> Any:
+def _arithmetic(operation: Rule, a: Any, b: Any, alpha: Any, plain: bool) -> Any:
     dtype = promoted(a, b)
     if dtype is torch.bool:
         # The sum of truths is `or`; a difference is refused by the op itself.
@@ -127,28 +129,6 @@ def _arithmetic(operation: Callable[..., Any], a: Any, b: Any, alpha: Any, plain
     return operation(a, b * alpha)
 
 
-@expansion(aten.add.Tensor, complex_too=True)
-def add(a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    """At level prims: operands of one dtype, no alpha."""
-    return _arithmetic(aten.add.Tensor, a, b, alpha, True)
-
-
-@expansion(aten.add.Scalar, complex_too=True)
-def add_number(a: Tensor, b: Any, alpha: Any = 1) -> Any:
-    return _arithmetic(aten.add.Tensor, a, b, alpha, False)
-
-
-@expansion(aten.sub.Tensor, complex_too=True)
-def sub(a: Any, b: Any, *, alpha: Any = 1) -> Any:
-    """At level prims: operands of one dtype, no alpha."""
-    return _arithmetic(aten.sub.Tensor, a, b, alpha, True)
-
-
-@expansion(aten.sub.Scalar, complex_too=True)
-def sub_number(a: Tensor, b: Any, alpha: Any = 1) -> Any:
-    return _arithmetic(aten.sub.Tensor, a, b, alpha, False)
-
-
 @expansion(aten.rsub.Scalar, aten.rsub.Tensor, complex_too=True)
 def rsub(a: Tensor, b: Any, alpha: Any = 1) -> Any:
     if isinstance(b, Tensor):
@@ -159,32 +139,27 @@ def rsub(a: Tensor, b: Any, alpha: Any = 1) -> Any:
     return torch.add(-a if alpha == 1 else a * -alpha, b)
 
 
-@expansion(aten.mul.Tensor, complex_too=True)
-def mul(a: Any, b: Any) -> Any:
-    """At level prims: operands of one dtype."""
-    dtype = promoted(a, b)
-    if dtype is torch.bool:
-        return torch.bitwise_and(a, b)
-    return NotImplemented if settled((a, b), dtype) else torch.mul(of_kind(a, dtype), of_kind(b, dtype))
+def _with_number(operation: Rule, kind: Kind) -> Rule:
+    """The expansion of an overload for numbers, which no graph at level prims has."""
+    return lambda a, b: operation(*[of_kind(value, kind(promoted(a, b))) for value in (a, b)])
 
 
-@expansion(aten.mul.Scalar, complex_too=True)
-def mul_number(a: Tensor, b: Any) -> Tensor:
-    dtype = promoted(a, b)
-    return torch.mul(of_kind(a, dtype), of_kind(b, dtype))
+def _times(a: Any, b: Any) -> Any:
+    return torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _normal(torch.mul, _as_is)(a, b)
 
 
-@expansion(aten.div.Tensor, complex_too=True)
-def div(a: Any, b: Any) -> Any:
-    """At level prims: floating operands of one dtype."""
-    dtype = to_float(promoted(a, b))
-    return NotImplemented if settled((a, b), dtype) else torch.div(of_kind(a, dtype), of_kind(b, dtype))
-
-
-@expansion(aten.div.Scalar, complex_too=True)
-def div_number(a: Tensor, b: Any) -> Tensor:
-    dtype = to_float(promoted(a, b))
-    return torch.div(of_kind(a, dtype), of_kind(b, dtype))
+#: At level prims: operands of one dtype, no alpha.
+ARITHMETIC: dict[str, Rule] = {
+    "add.Tensor": lambda a, b, *, alpha=1: _arithmetic(aten.add.Tensor, a, b, alpha, True),
+    "add.Scalar": lambda a, b, alpha=1: _arithmetic(aten.add.Tensor, a, b, alpha, False),
+    "sub.Tensor": lambda a, b, *, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, True),
+    "sub.Scalar": lambda a, b, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, False),
+    "mul.Tensor": _times,
+    "mul.Scalar": _with_number(torch.mul, _as_is),
+    "div.Tensor": _normal(torch.div, to_float),
+    "div.Scalar": _with_number(torch.div, to_float),
+}
+expansions(ARITHMETIC, complex_too=True)
 
 
 @expansion(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -198,9 +173,7 @@ def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Any:
     return torch.div(of_kind(a, dtype), of_kind(b, dtype), rounding_mode=rounding_mode)
 
 
-@expansion(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(a: Any, b: Any) -> Tensor:
-    return torch.div(a, b, rounding_mode="floor")
+expansions({"floor_divide floor_divide.Scalar": lambda a, b: torch.div(a, b, rounding_mode="floor")})
 
 
 _POWERS: dict[float, Callable[[Tensor], Tensor]] = {

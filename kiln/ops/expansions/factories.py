@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, full
 
-from kiln.ops.expansions.support import HALF, widened
+from kiln.ops.expansions.support import HALF, wide, widened
 from kiln.ops.layout import formatted
-from kiln.ops.table import aten, expansion
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 KEEPING = frozenset({None, torch.preserve_format, torch.contiguous_format})
 
@@ -18,21 +19,29 @@ def laid_out(x: Tensor, memory_format: Any, make: Any) -> Tensor:
     """A tensor with the size of `x` and the strides of its copy: `make(size)`, its dimensions reordered."""
     size = tuple(x.shape)
     if memory_format in KEEPING and x.is_contiguous():
-        plain: Tensor = make(list(size))
-        return plain
+        return make(list(size))
     strides = formatted(size, x.stride(), memory_format)
     order = sorted(range(len(size)), key=lambda d: (-strides[d], -size[d], d))
     if order == list(range(len(size))):
-        out: Tensor = make(list(size))
-        return out
+        return make(list(size))
     back = sorted(range(len(order)), key=order.__getitem__)
-    moved: Tensor = make([size[d] for d in order]).permute(back)
-    return moved
+    return make([size[d] for d in order]).permute(back)
 
 
-def _like(value: Any, x: Tensor, dtype: Any, device: Any, memory_format: Any) -> Tensor:
-    dtype, device = dtype or x.dtype, device or x.device
-    return laid_out(x, memory_format, lambda size: torch.full(size, value, dtype=dtype, device=device))
+def _kind(options: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
+    """The dtype and the device that options of a factory ask for; those of `like` where they do not."""
+    dtype, device = options.get("dtype"), options.get("device")
+    if like is None:
+        return {"dtype": dtype or torch.get_default_dtype(), "device": device}
+    return {"dtype": dtype or like.dtype, "device": device or like.device}
+
+
+def _like(x: Tensor, options: dict[str, Any], make: Any) -> Tensor:
+    return laid_out(x, options.get("memory_format"), partial(make, **_kind(options, x)))
+
+
+def _filled(x: Tensor, value: Any, options: dict[str, Any]) -> Tensor:
+    return _like(x, options, partial(full, fill_value=value))
 
 
 @expansion(aten._to_copy.default, complex_too=True)
@@ -50,73 +59,8 @@ def converted(
     return aten._to_copy(x, dtype=dtype, memory_format=memory_format)
 
 
-@expansion(aten.full_like.default, complex_too=True)
-def full_like(
-    x: Tensor, value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None, memory_format: Any = None,
-) -> Tensor:  # fmt: skip
-    return _like(value, x, dtype, device, memory_format)
-
-
-@expansion(aten.zeros_like.default, complex_too=True)
-def zeros_like(
-    x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Any:  # fmt: skip
-    return _like(0, x, dtype, device, memory_format) if layout in (None, torch.strided) else NotImplemented
-
-
-@expansion(aten.ones_like.default, complex_too=True)
-def ones_like(
-    x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Tensor:  # fmt: skip
-    return _like(1, x, dtype, device, memory_format)
-
-
-@expansion(aten.zeros.default, complex_too=True)
-def zeros(
-    size: list[int], *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Tensor:
-    return torch.full(size, 0, dtype=dtype or torch.get_default_dtype(), device=device)
-
-
-@expansion(aten.ones.default, complex_too=True)
-def ones(
-    size: list[int], *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Tensor:
-    return torch.full(size, 1, dtype=dtype or torch.get_default_dtype(), device=device)
-
-
-@expansion(aten.scalar_tensor.default, complex_too=True)
-def scalar_tensor(
-    value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
-) -> Tensor:
-    return torch.full((), value, dtype=dtype or torch.get_default_dtype(), device=device)
-
-
-@expansion(aten.new_zeros.default, complex_too=True)
-def new_zeros(
-    x: Tensor, size: list[int], *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None,
-) -> Tensor:  # fmt: skip
-    return torch.full(size, 0, dtype=dtype or x.dtype, device=device or x.device)
-
-
-@expansion(aten.new_ones.default, complex_too=True)
-def new_ones(
-    x: Tensor, size: list[int], *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None,
-) -> Tensor:  # fmt: skip
-    return torch.full(size, 1, dtype=dtype or x.dtype, device=device or x.device)
-
-
-@expansion(aten.new_full.default, complex_too=True)
-def new_full(
-    x: Tensor, size: list[int], value: Any, *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None,
-) -> Tensor:  # fmt: skip
-    return torch.full(size, value, dtype=dtype or x.dtype, device=device or x.device)
+def zeros_like(x: Tensor, *, layout: Any = None, **options: Any) -> Any:
+    return _filled(x, 0, options) if layout in (None, torch.strided) else NotImplemented
 
 
 @expansion(aten.fill.Scalar, aten.fill.Tensor, complex_too=True)
@@ -126,90 +70,61 @@ def fill(x: Tensor, value: Any) -> Any:
             return NotImplemented
         return laid_out(x, None, lambda size: value.to(x.dtype).expand(size).clone(
             memory_format=torch.contiguous_format))  # fmt: skip
-    return _like(value, x, None, None, None)
+    return _filled(x, value, {})
 
 
 @expansion(aten.copy.default, complex_too=True)
 def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    if source.device != x.device:
-        return NotImplemented
-    return source.to(x.dtype).expand(x.shape)
-
-
-@expansion(aten.empty_like.default, complex_too=True)
-def empty_like(
-    x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Tensor:  # fmt: skip
-    dtype, device = dtype or x.dtype, device or x.device
-    return laid_out(x, memory_format, lambda size: torch.empty(size, dtype=dtype, device=device))
-
-
-@expansion(aten.new_empty.default, complex_too=True)
-def new_empty(
-    x: Tensor, size: list[int], *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None,
-) -> Tensor:  # fmt: skip
-    return torch.empty(size, dtype=dtype or x.dtype, device=device or x.device)
-
-
-@expansion(aten.new_empty_strided.default, complex_too=True)
-def new_empty_strided(
-    x: Tensor, size: list[int], stride: list[int], *, dtype: Any = None, layout: Any = None,
-    device: Any = None, pin_memory: Any = None,
-) -> Tensor:  # fmt: skip
-    return torch.empty_strided(size, stride, dtype=dtype or x.dtype, device=device or x.device)
+    return source.to(x.dtype).expand(x.shape) if source.device == x.device else NotImplemented
 
 
 @expansion(aten.eye.default, aten.eye.m)
-def eye(
-    n: int, m: int | None = None, *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None,
-) -> Tensor:  # fmt: skip
-    rows = torch.arange(n, device=device).unsqueeze(1)
-    columns = rows.view(-1) if m is None else torch.arange(m, device=device)
-    return (rows == columns).to(dtype or torch.get_default_dtype())
+def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
+    kind = _kind(options)
+    rows = torch.arange(n, device=kind["device"]).unsqueeze(1)
+    columns = rows.view(-1) if m is None else torch.arange(m, device=kind["device"])
+    return (rows == columns).to(kind["dtype"])
 
 
 @expansion(aten.linspace.default)
-def linspace(
-    start: Any, end: Any, steps: int, *, dtype: Any = None, layout: Any = None, device: Any = None,
-    pin_memory: Any = None,
-) -> Any:  # fmt: skip
-    dtype = dtype or torch.get_default_dtype()
+def linspace(start: Any, end: Any, steps: int, **options: Any) -> Any:
+    dtype, device = _kind(options).values()
     if not dtype.is_floating_point or dtype in HALF or isinstance(start, complex):
         return NotImplemented
     if steps < 2:
-        return torch.full((steps,), start, dtype=dtype, device=device)
+        return full((steps,), start, dtype=dtype, device=device)
     # From both ends to the middle, so that both ends are exact.
     step, half = (end - start) / (steps - 1), steps // 2
     places = torch.arange(steps, device=device).to(dtype)
     return torch.where(places < half, places * step + start, (places - (steps - 1)) * step + end)
 
 
-# Random numbers
-
-
-@expansion(aten.rand_like.default)
-def rand_like(
-    x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Tensor:  # fmt: skip
-    dtype, device = dtype or x.dtype, device or x.device
-    return laid_out(x, memory_format, lambda size: torch.rand(size, dtype=dtype, device=device))
-
-
-@expansion(aten.randn_like.default)
-def randn_like(
-    x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
-    memory_format: Any = None,
-) -> Tensor:  # fmt: skip
-    dtype, device = dtype or x.dtype, device or x.device
-    return laid_out(x, memory_format, lambda size: torch.randn(size, dtype=dtype, device=device))
+FACTORIES: dict[str, Rule] = {
+    "zeros": lambda size, **options: full(size, 0, **_kind(options)),
+    "ones": lambda size, **options: full(size, 1, **_kind(options)),
+    "scalar_tensor": lambda value, **options: full((), value, **_kind(options)),
+    "new_zeros": lambda x, size, **options: full(size, 0, **_kind(options, x)),
+    "new_ones": lambda x, size, **options: full(size, 1, **_kind(options, x)),
+    "new_full": lambda x, size, value, **options: full(size, value, **_kind(options, x)),
+    "new_empty": lambda x, size, **options: torch.empty(size, **_kind(options, x)),
+    "new_empty_strided": lambda x, size, stride, **options: torch.empty_strided(
+        size, stride, **_kind(options, x)
+    ),
+    "zeros_like": zeros_like,
+    "ones_like": lambda x, **options: _filled(x, 1, options),
+    "full_like": lambda x, value, **options: _filled(x, value, options),
+    "empty_like": lambda x, **options: _like(x, options, torch.empty),
+}
+expansions(FACTORIES, complex_too=True)
+RANDOM: dict[str, Rule] = {
+    "rand_like": lambda x, **options: _like(x, options, torch.rand),
+    "randn_like": lambda x, **options: _like(x, options, torch.randn),
+}
+expansions(RANDOM)
 
 
 def _uniform(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return laid_out(x, None, lambda size: torch.rand(size, dtype=dtype, device=x.device))
+    return _like(x, {"dtype": dtype}, torch.rand)
 
 
 @expansion(aten.bernoulli.p)
@@ -235,7 +150,7 @@ def uniform(x: Tensor, low: float = 0, high: float = 1, *, generator: Any = None
 def normal(x: Tensor, mean: float = 0, std: float = 1, *, generator: Any = None) -> Any:
     if generator is not None or x.dtype in HALF:
         return NotImplemented
-    return laid_out(x, None, lambda size: torch.randn(size, dtype=x.dtype, device=x.device)) * std + mean
+    return _like(x, {}, torch.randn) * std + mean
 
 
 @expansion(aten.native_dropout.default)
@@ -244,7 +159,7 @@ def dropout(x: Tensor, p: float, train: bool | None) -> Any:
         return x.clone(), torch.full_like(x, True, dtype=torch.bool)
     mask = _uniform(x) < 1 - p
     scale = 0.0 if p == 1 else 1 / (1 - p)
-    return (widened(x) * mask.to(torch.float32 if x.dtype in HALF else x.dtype) * scale).to(x.dtype), mask
+    return (widened(x) * mask.to(wide(x.dtype)) * scale).to(x.dtype), mask
 
 
 @expansion(aten.native_dropout_backward.default)

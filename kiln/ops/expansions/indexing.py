@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kiln.ops.expansions.support import HALF, number, zero
-from kiln.ops.table import aten, expansion
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 INDICES = frozenset({torch.int64, torch.int32})
 
@@ -19,23 +19,8 @@ def _at(dim: int, x: Tensor, index: Tensor) -> list[Tensor | None]:
     return [None] * (dim % x.dim()) + [index.reshape(-1)]
 
 
-@expansion(aten.index_select.default, complex_too=True)
-def index_select(x: Tensor, dim: int, index: Tensor) -> Any:
-    return aten.index(x, _at(dim, x, index)) if x.dim() else NotImplemented
-
-
-@expansion(aten._unsafe_index.Tensor, complex_too=True)
-def unsafe_index(x: Tensor, indices: list[Tensor | None]) -> Tensor:
-    out: Tensor = aten.index(x, indices)
-    return out
-
-
-@expansion(aten._unsafe_index_put.default, complex_too=True)
-def unsafe_index_put(
-    x: Tensor, indices: list[Tensor | None], values: Tensor, accumulate: bool = False
-) -> Tensor:
-    out: Tensor = aten.index_put(x, indices, values, accumulate)
-    return out
+def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
+    return aten.index_put(x, _at(dim, x, index), value) if x.dim() else NotImplemented
 
 
 @expansion(aten.index_put.default, complex_too=True)
@@ -48,16 +33,6 @@ def index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulat
     mask = indices[0]
     mask = mask.view([*mask.shape, *[1] * (x.dim() - mask.dim())])
     return torch.where(mask, values.view(()), x)
-
-
-@expansion(aten.index_fill.int_Scalar, complex_too=True)
-def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
-    return aten.index_put(x, _at(dim, x, index), number(value, x)) if x.dim() else NotImplemented
-
-
-@expansion(aten.index_fill.int_Tensor, complex_too=True)
-def index_fill_tensor(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
-    return aten.index_put(x, _at(dim, x, index), value.to(x.dtype)) if x.dim() else NotImplemented
 
 
 @expansion(aten.index_copy.default, complex_too=True)
@@ -74,17 +49,18 @@ def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any 
     return aten.index_put(x, _at(dim, x, index), source if alpha == 1 else source * alpha, True)
 
 
-@expansion(aten.take.default, complex_too=True)
-def take(x: Tensor, index: Tensor) -> Tensor:
-    out: Tensor = aten.index(x.reshape(-1), [index])
-    return out
-
-
-@expansion(aten.embedding.default, complex_too=True)
-def embedding(
-    weight: Tensor, index: Tensor, padding: int = -1, scale_by_freq: bool = False, sparse: bool = False
-) -> Any:
-    return aten.index(weight, [index]) if weight.dim() == 2 else NotImplemented
+CHOSEN: dict[str, Rule] = {
+    "index_select": lambda x, dim, index: aten.index(x, _at(dim, x, index)) if x.dim() else NotImplemented,
+    "_unsafe_index.Tensor": lambda x, indices: aten.index(x, indices),
+    "_unsafe_index_put": lambda x, indices, *given: aten.index_put(x, indices, *given),
+    "index_fill.int_Scalar": lambda x, dim, index, value: _filled(x, dim, index, number(value, x)),
+    "index_fill.int_Tensor": lambda x, dim, index, value: _filled(x, dim, index, value.to(x.dtype)),
+    "take": lambda x, index: aten.index(x.reshape(-1), [index]),
+    "embedding": lambda weight, index, *_, **__: (
+        aten.index(weight, [index]) if weight.dim() == 2 else NotImplemented
+    ),
+}
+expansions(CHOSEN, complex_too=True)
 
 
 @expansion(aten.embedding_dense_backward.default)
@@ -127,20 +103,15 @@ def _in_whole_steps(size: Any, extent: Any, ratio: float, exact: bool) -> bool:
     return np.array_equal(np.floor(turns * np.float32(ratio)), np.arange(size) // (size // extent))
 
 
-@expansion(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)
-def upsample_nearest(x: Tensor, sizes: list[int], *scales: Any) -> Any:
-    return _upsampled(x, sizes, scales, False)
+def _upsampled(exact: bool) -> Rule:
+    def run(x: Tensor, sizes: list[int], *scales: Any) -> Any:
+        given = scales + (None,) * (len(sizes) - len(scales))
+        return NotImplemented if 0 in x.shape else _nearest(x, sizes, given, exact)
+
+    return run
 
 
-@expansion(
-    aten._upsample_nearest_exact1d.default,
-    aten._upsample_nearest_exact2d.default,
-    aten._upsample_nearest_exact3d.default,
-)
-def upsample_nearest_exact(x: Tensor, sizes: list[int], *scales: Any) -> Any:
-    return _upsampled(x, sizes, scales, True)
-
-
-def _upsampled(x: Tensor, sizes: list[int], scales: tuple[Any, ...], exact: bool) -> Any:
-    given = scales + (None,) * (len(sizes) - len(scales))
-    return NotImplemented if 0 in x.shape else _nearest(x, sizes, given, exact)
+expansions({
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d": _upsampled(exact=False),
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d": _upsampled(exact=True),
+})  # fmt: skip

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kiln.ops.expansions.support import extent, narrowed, wide, widened
-from kiln.ops.table import aten, expansion
-
-Some: TypeAlias = "Tensor | None"
+from kiln.ops.expansions.support import Some, extent, narrowed, wide, widened
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 
 def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,11 +17,10 @@ def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor,
     return spread, middle, torch.rsqrt(spread + eps)
 
 
-def _kept_dtype(x: Tensor, weight: Some) -> torch.dtype:
-    """The dtype in which eager keeps statistics for the gradient."""
-    if x.device.type != "cpu":
-        return wide(x.dtype)
-    return x.dtype if weight is None else weight.dtype
+def _kept_dtype(x: Tensor, *others: Some) -> torch.dtype:
+    """The dtype in which eager keeps statistics for the gradient: on CPUs that of the first of `others`."""
+    given = [t.dtype for t in others if t is not None]
+    return wide(x.dtype) if x.device.type != "cpu" else given[0] if given else x.dtype
 
 
 def _affine(x: Tensor, weight: Some, bias: Some) -> Tensor:
@@ -92,6 +89,10 @@ def _channels(t: Tensor, rank: int) -> Tensor:
     return widened(t).view([1, -1, *[1] * (rank - 2)])
 
 
+def _by_channel(x: Tensor, weight: Some, bias: Some) -> Tensor:
+    return _affine(x, *[None if t is None else _channels(t, x.dim()) for t in (weight, bias)])
+
+
 @expansion(aten.native_group_norm.default)
 def group_norm(x: Tensor, weight: Some, bias: Some, n: int, c: int, hxw: int, groups: int, eps: float) -> Any:
     if 0 in x.shape:
@@ -99,13 +100,9 @@ def group_norm(x: Tensor, weight: Some, bias: Some, n: int, c: int, hxw: int, gr
     parts = _grouped(widened(x), groups)
     _, middle, scale = _statistics(parts, list(range(2, parts.dim())), eps)
     out = ((parts - middle) * scale).reshape(x.shape)
-    channelled = [None if t is None else _channels(t, x.dim()) for t in (weight, bias)]
     kept = x.dtype if weight is None else weight.dtype
-    return (
-        _affine(out, *channelled).to(x.dtype),
-        middle.view(n, groups).to(kept),
-        scale.view(n, groups).to(kept),
-    )
+    out = _by_channel(out, weight, bias).to(x.dtype)
+    return out, middle.view(n, groups).to(kept), scale.view(n, groups).to(kept)
 
 
 @expansion(aten.native_group_norm_backward.default)
@@ -136,10 +133,8 @@ def group_norm_backward(
 
 
 def _normalised(x: Tensor, middle: Tensor, scale: Tensor, weight: Some, bias: Some) -> Tensor:
-    rank = x.dim()
-    out = (widened(x) - _channels(middle, rank)) * _channels(scale, rank)
-    channelled = [None if t is None else _channels(t, rank) for t in (weight, bias)]
-    return _affine(out, *channelled).to(x.dtype)
+    out = (widened(x) - _channels(middle, x.dim())) * _channels(scale, x.dim())
+    return _by_channel(out, weight, bias).to(x.dtype)
 
 
 def _by_running(x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, eps: float) -> Any:
@@ -177,11 +172,6 @@ def _by_batch_as_eager(
     return out.to(dtype), middle, scale, spread
 
 
-def _statistics_dtype(x: Tensor, *others: Some) -> torch.dtype:
-    given = [t.dtype for t in others if t is not None]
-    return wide(x.dtype) if x.device.type != "cpu" else given[0] if given else x.dtype
-
-
 def _moved(running: Tensor, batch: Tensor, momentum: float) -> Tensor:
     return (widened(running) * (1 - momentum) + batch * momentum).to(running.dtype)
 
@@ -193,7 +183,7 @@ def batch_norm_functional(
 ) -> Any:  # fmt: skip
     if 0 in x.shape:
         return NotImplemented
-    kept = _statistics_dtype(x, weight, bias, mean)
+    kept = _kept_dtype(x, weight, bias, mean)
     if not training:
         none = torch.empty(0, dtype=kept, device=x.device)
         return _by_running(x, weight, bias, mean, var, eps), none, torch.empty_like(none), mean, var
@@ -222,7 +212,7 @@ def batch_norm(
     # In training with running statistics the op writes into them: the functional form is for that.
     if 0 in x.shape or (training and mean is not None):
         return NotImplemented
-    kept = _statistics_dtype(x, weight, bias, mean)
+    kept = _kept_dtype(x, weight, bias, mean)
     if training:
         out, middle, scale, _ = _by_batch(x, weight, bias, eps)
         return out, middle.to(kept), scale.to(kept)
@@ -230,20 +220,6 @@ def batch_norm(
         return NotImplemented
     none = torch.empty(0, dtype=kept, device=x.device)
     return _by_running(x, weight, bias, mean, var, eps), none, torch.empty_like(none)
-
-
-@expansion(aten._native_batch_norm_legit.no_stats)
-def batch_norm_without_statistics(
-    x: Tensor, weight: Some, bias: Some, training: bool, momentum: float, eps: float
-) -> Any:
-    return batch_norm(x, weight, bias, None, None, training, momentum, eps)
-
-
-@expansion(aten._native_batch_norm_legit_no_training.default)
-def batch_norm_in_use(
-    x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, momentum: float, eps: float
-) -> Any:
-    return batch_norm(x, weight, bias, mean, var, False, momentum, eps)
 
 
 @expansion(aten.native_batch_norm_backward.default)
@@ -274,9 +250,15 @@ def batch_norm_backward(
     )
 
 
-@expansion(aten.cudnn_batch_norm_backward.default)
-def batch_norm_backward_by_cudnn(
-    x: Tensor, grad: Tensor, weight: Tensor, mean: Some, var: Some, middle: Some, scale: Some, eps: float,
-    reserved: Tensor,
-) -> Any:  # fmt: skip
-    return batch_norm_backward(grad, x, weight, mean, var, middle, scale, True, eps, [True, True, True])
+FORMS: dict[str, Rule] = {
+    "_native_batch_norm_legit.no_stats": lambda x, weight, bias, *rest: batch_norm(
+        x, weight, bias, None, None, *rest
+    ),
+    "_native_batch_norm_legit_no_training": lambda x, weight, bias, mean, var, *rest: batch_norm(
+        x, weight, bias, mean, var, False, *rest
+    ),
+    "cudnn_batch_norm_backward": lambda x, grad, weight, mean, var, middle, scale, eps, reserved: (
+        batch_norm_backward(grad, x, weight, mean, var, middle, scale, True, eps, [True, True, True])
+    ),
+}
+expansions(FORMS)

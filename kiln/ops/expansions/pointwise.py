@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from kiln.ops.expansions.arithmetic import of_kind, promoted, settled, together
 from kiln.ops.expansions.support import HALF, in_wide, number
 from kiln.ops.layout import FLOATS, INEXACT
-from kiln.ops.table import aten, expansion
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 
 @expansion(aten.masked_fill.Scalar, aten.masked_fill.Tensor, complex_too=True)
@@ -22,9 +21,6 @@ def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.where(mask, value.to(device=x.device, dtype=x.dtype), x)
     return torch.where(mask, number(value, x), x)
-
-
-# Bounds
 
 
 @expansion(aten.clamp.default)
@@ -38,26 +34,6 @@ def clamp(x: Tensor, low: Any = None, high: Any = None) -> Any:
     return torch.clamp(x.to(dtype), *kinds)
 
 
-@expansion(aten.clamp_min.default)
-def clamp_min(x: Tensor, low: Any) -> Tensor:
-    return torch.clamp(x, low)
-
-
-@expansion(aten.clamp_max.default)
-def clamp_max(x: Tensor, high: Any) -> Tensor:
-    return torch.clamp(x, max=high)
-
-
-@expansion(aten.clamp_min.Tensor)
-def clamp_min_tensor(x: Tensor, low: Tensor) -> Tensor:
-    return torch.maximum(x, low)
-
-
-@expansion(aten.clamp_max.Tensor)
-def clamp_max_tensor(x: Tensor, high: Tensor) -> Tensor:
-    return torch.minimum(x, high)
-
-
 @expansion(aten.clamp.Tensor)
 def clamp_tensor(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Any:
     if low is None and high is None:
@@ -69,106 +45,44 @@ def clamp_tensor(x: Tensor, low: Tensor | None = None, high: Tensor | None = Non
     return out if high is None else torch.minimum(out, high.to(dtype))
 
 
-@expansion(aten.fmax.default)
-def fmax(a: Tensor, b: Tensor) -> Tensor:
-    larger = torch.maximum(a, b)
-    if larger.dtype not in FLOATS:
-        return larger
-    return torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, larger))
-
-
-@expansion(aten.fmin.default)
-def fmin(a: Tensor, b: Tensor) -> Tensor:
-    smaller = torch.minimum(a, b)
-    if smaller.dtype not in FLOATS:
-        return smaller
-    return torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, smaller))
-
-
-# Truth
+def _number_wins(a: Tensor, b: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen one of two, or the one that is no NaN."""
+    if chosen.dtype not in FLOATS:
+        return chosen
+    return torch.where(torch.isnan(a), b, torch.where(torch.isnan(b), a, chosen))
 
 
 def _truth(x: Tensor) -> Tensor:
     return x if x.dtype is torch.bool else x != 0
 
 
-@expansion(aten.logical_and.default)
-def logical_and(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_and(_truth(a), _truth(b))
-
-
-@expansion(aten.logical_or.default)
-def logical_or(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_or(_truth(a), _truth(b))
-
-
-@expansion(aten.logical_xor.default)
-def logical_xor(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bitwise_xor(_truth(a), _truth(b))
-
-
-@expansion(aten.logical_not.default)
-def logical_not(x: Tensor) -> Tensor:
-    return torch.bitwise_not(x) if x.dtype is torch.bool else x == 0
-
-
-@expansion(aten.isnan.default)
-def isnan(x: Tensor) -> Any:
-    """At level prims: only floating numbers are asked."""
-    return NotImplemented if x.dtype in INEXACT else torch.full_like(x, False, dtype=torch.bool)
-
-
 def _never(x: Tensor) -> Tensor:
     return torch.full_like(x, False, dtype=torch.bool)
 
 
-@expansion(aten.isinf.default)
-def isinf(x: Tensor) -> Tensor:
-    return torch.abs(x) == math.inf if x.dtype in FLOATS else _never(x)
-
-
-@expansion(aten.isposinf.default)
-def isposinf(x: Tensor) -> Tensor:
-    return x == math.inf if x.dtype in FLOATS else _never(x)
-
-
-@expansion(aten.isneginf.default)
-def isneginf(x: Tensor) -> Tensor:
-    return x == -math.inf if x.dtype in FLOATS else _never(x)
-
-
-# Rounding of integers does nothing
-
-
-def _whole(operation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    def keep(x: Tensor) -> Any:
-        return NotImplemented if x.dtype in INEXACT else x.clone()
-
-    return expansion(operation)(keep)
-
-
-for _operation in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
-    _whole(_operation)
-
-
-@expansion(aten.frac.default)
-@in_wide
-def frac(x: Tensor) -> Tensor:
-    return x - torch.trunc(x)
-
-
-@expansion(aten._neg_view.default)
-def neg_view(x: Tensor) -> Tensor:
-    """The negative itself, not a tensor that says it is one: kernels read memory as it is."""
-    return -x
-
-
-@expansion(aten.sgn.default)
-def sgn(x: Tensor) -> Tensor:
-    return torch.sign(x)
-
-
-# Products and sums of three
+ONE_LINERS: dict[str, Rule] = {
+    "clamp_min": lambda x, low: torch.clamp(x, low),
+    "clamp_max": lambda x, high: torch.clamp(x, max=high),
+    "clamp_min.Tensor": lambda x, low: torch.maximum(x, low),
+    "clamp_max.Tensor": lambda x, high: torch.minimum(x, high),
+    "fmax": lambda a, b: _number_wins(a, b, torch.maximum(a, b)),
+    "fmin": lambda a, b: _number_wins(a, b, torch.minimum(a, b)),
+    "logical_and": lambda a, b: torch.bitwise_and(_truth(a), _truth(b)),
+    "logical_or": lambda a, b: torch.bitwise_or(_truth(a), _truth(b)),
+    "logical_xor": lambda a, b: torch.bitwise_xor(_truth(a), _truth(b)),
+    "logical_not": lambda x: torch.bitwise_not(x) if x.dtype is torch.bool else x == 0,
+    # At level prims only floating numbers are asked, and rounded.
+    "isnan": lambda x: NotImplemented if x.dtype in INEXACT else _never(x),
+    "floor ceil round trunc": lambda x: NotImplemented if x.dtype in INEXACT else x.clone(),
+    "isinf": lambda x: torch.abs(x) == math.inf if x.dtype in FLOATS else _never(x),
+    "isposinf": lambda x: x == math.inf if x.dtype in FLOATS else _never(x),
+    "isneginf": lambda x: x == -math.inf if x.dtype in FLOATS else _never(x),
+    "frac": in_wide(lambda x: x - torch.trunc(x)),
+    # The negative itself, not a tensor that says it is one: kernels read memory as it is.
+    "_neg_view": lambda x: -x,
+    "sgn": lambda x: torch.sign(x),
+}
+expansions(ONE_LINERS)
 
 
 def of_float(*tensors: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kiln.ops.expansions.support import HALF, dims_of, extent, in_wide, number, wide, widened, zero
 from kiln.ops.layout import COMPLEX, FLOATS, INEXACT
-from kiln.ops.table import aten, expansion
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 
 def _gathered(x: Tensor, dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype]:
@@ -40,40 +40,33 @@ def total(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = No
     return torch.sum(x.to(start), dims_of(dims, x.dim()), keepdim).to(end)
 
 
-@expansion(aten.prod.default, aten.prod.dim_int, complex_too=True)
-def product(x: Tensor, *dims: Any, dtype: Any = None) -> Any:
-    """At level prims: a product is of its operand's dtype."""
-    start, end = _gathered(x, dtype)
-    if end is torch.bool or (dtype is None and x.dtype is start):
-        return NotImplemented
-    return torch.prod(x.to(start), *dims).to(end)
+def _of_own_dtype(fold: Rule) -> Rule:
+    """A product or running sums; at level prims they are of their operand's dtype."""
+
+    def run(x: Tensor, *dims: Any, dtype: Any = None) -> Any:
+        start, end = _gathered(x, dtype)
+        if end is torch.bool or (dtype is None and x.dtype is start):
+            return NotImplemented
+        return fold(x.to(start), *dims).to(end)
+
+    return run
 
 
-@expansion(aten.cumsum.default, complex_too=True)
-def cumsum(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
-    """At level prims: running sums are of their operand's dtype."""
-    start, end = _gathered(x, dtype)
-    if end is torch.bool or (dtype is None and x.dtype is start):
-        return NotImplemented
-    return torch.cumsum(x.to(start), dim).to(end)
+expansions(
+    {"prod prod.dim_int": _of_own_dtype(torch.prod), "cumsum": _of_own_dtype(torch.cumsum)}, complex_too=True
+)
 
 
-@expansion(aten.any.default, aten.any.dim, aten.any.dims)
-def any_true(x: Tensor, *dims: Any, **keep: Any) -> Any:
-    """At level prims: the operand is bool."""
-    if x.dtype is torch.bool:
-        return NotImplemented
-    out = torch.any(x != 0, *dims, **keep)
-    return out.to(torch.uint8) if x.dtype is torch.uint8 else out
+def _truth(fold: Rule) -> Rule:
+    """Whether some or all are true; at level prims the operand is bool."""
 
+    def run(x: Tensor, *dims: Any, **keep: Any) -> Any:
+        if x.dtype is torch.bool:
+            return NotImplemented
+        out = fold(x != 0, *dims, **keep)
+        return out.to(torch.uint8) if x.dtype is torch.uint8 else out
 
-@expansion(aten.all.default, aten.all.dim, aten.all.dims)
-def all_true(x: Tensor, *dims: Any, **keep: Any) -> Any:
-    """At level prims: the operand is bool."""
-    if x.dtype is torch.bool:
-        return NotImplemented
-    out = torch.all(x != 0, *dims, **keep)
-    return out.to(torch.uint8) if x.dtype is torch.uint8 else out
+    return run
 
 
 @expansion(aten.mean.default, aten.mean.dim)
@@ -90,13 +83,8 @@ def nansum(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = N
     return torch.sum(present, dims, keepdim, dtype=dtype)
 
 
-def _moments(x: Tensor, dims: Any, correction: Any, keepdim: bool) -> Any:
+def _moments(x: Tensor, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
     return torch.var_mean(x, dims, correction=1 if correction is None else correction, keepdim=keepdim)
-
-
-@expansion(aten.var.correction)
-def var(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return _moments(x, dims, correction, keepdim)[0]
 
 
 def _or_none(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
@@ -108,60 +96,22 @@ def _or_none(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
     return torch.where(same, found * 0, found)
 
 
-@expansion(aten.std.correction)
-@in_wide
-def std(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.sqrt(_or_none(x, dims, _moments(x, dims, correction, keepdim)[0], keepdim))
-
-
-@expansion(aten.std_mean.correction)
-@in_wide
-def std_mean(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+def _deviation(x: Tensor, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
     spread, middle = _moments(x, dims, correction, keepdim)
     return torch.sqrt(_or_none(x, dims, spread, keepdim)), middle
 
 
-def _with_place(x: Tensor, value: Any, place: Any, dim: int, keepdim: bool) -> Any:
+def _with_place(x: Tensor, value: Any, place: Any, dim: int, keepdim: bool = False) -> Any:
     if not x.dim():
         return x.clone(), number(0, x, torch.int64)
     ordered = x.to(torch.uint8) if x.dtype is torch.bool else x
     return value(x, dim, keepdim), place(ordered, dim, keepdim)
 
 
-@expansion(aten.max.dim)
-def max_dim(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-    return _with_place(x, torch.amax, torch.argmax, dim, keepdim)
-
-
-@expansion(aten.min.dim)
-def min_dim(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-    return _with_place(x, torch.amin, torch.argmin, dim, keepdim)
-
-
-@expansion(aten.max.default)
-def max_all(x: Tensor) -> Tensor:
-    return torch.amax(x, list(range(x.dim())))
-
-
-@expansion(aten.min.default)
-def min_all(x: Tensor) -> Tensor:
-    return torch.amin(x, list(range(x.dim())))
-
-
 @expansion(aten.aminmax.default)
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
     over = dims_of(dim, x.dim())
     return torch.amin(x, over, keepdim), torch.amax(x, over, keepdim)
-
-
-@expansion(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
-def count_nonzero(x: Tensor, dims: Any = None) -> Tensor:
-    return torch.sum(x != 0, dims_of(dims, x.dim()))
-
-
-@expansion(aten.trace.default)
-def trace(x: Tensor) -> Tensor:
-    return torch.sum(x.diagonal())
 
 
 @expansion(aten.logsumexp.default)
@@ -205,21 +155,6 @@ def _norm(x: Tensor, order: Any, over: list[int], keepdim: bool) -> Tensor:
     if order == 0:
         return torch.sum((x != 0).to(x.dtype), over, keepdim)
     return torch.pow(torch.sum(torch.pow(size, order), over, keepdim), 1 / order)
-
-
-@expansion(aten.norm.ScalarOpt_dim)
-def norm_dim(x: Tensor, order: Any, dims: Any, keepdim: bool = False) -> Any:
-    return vector_norm(x, 2 if order is None else order, dims, keepdim)
-
-
-@expansion(aten.norm.Scalar)
-def norm_all(x: Tensor, order: Any = 2) -> Any:
-    return vector_norm(x, order)
-
-
-@expansion(aten.dist.default)
-def dist(a: Tensor, b: Tensor, order: Any = 2) -> Tensor:
-    return torch.linalg.vector_norm(a - b, order)
 
 
 # Softmax
@@ -319,11 +254,22 @@ def spread(grad: Tensor, x: Tensor, inner: int) -> Any:
     return apart.expand([*lead, *[n for pair in zip(sizes, windows) for n in pair]]).reshape(x.shape)
 
 
-@expansion(aten._adaptive_avg_pool2d_backward.default)
-def adaptive_avg_pool2d_backward(grad: Tensor, x: Tensor) -> Any:
-    return spread(grad, x, 2)
-
-
-@expansion(aten._adaptive_avg_pool3d_backward.default)
-def adaptive_avg_pool3d_backward(grad: Tensor, x: Tensor) -> Any:
-    return spread(grad, x, 3)
+ONE_LINERS: dict[str, Rule] = {
+    "any any.dim any.dims": _truth(torch.any),
+    "all all.dim all.dims": _truth(torch.all),
+    "var.correction": lambda x, dims=None, **how: _moments(x, dims, **how)[0],
+    "std.correction": in_wide(lambda x, dims=None, **how: _deviation(x, dims, **how)[0]),
+    "std_mean.correction": in_wide(_deviation),
+    "max": lambda x: torch.amax(x, list(range(x.dim()))),
+    "min": lambda x: torch.amin(x, list(range(x.dim()))),
+    "max.dim": lambda x, *given: _with_place(x, torch.amax, torch.argmax, *given),
+    "min.dim": lambda x, *given: _with_place(x, torch.amin, torch.argmin, *given),
+    "count_nonzero count_nonzero.dim_IntList": lambda x, dims=None: torch.sum(x != 0, dims_of(dims, x.dim())),
+    "trace": lambda x: torch.sum(x.diagonal()),
+    "norm.Scalar": lambda x, order=2: vector_norm(x, order),
+    "norm.ScalarOpt_dim": lambda x, order, *given: vector_norm(x, 2 if order is None else order, *given),
+    "dist": lambda a, b, order=2: torch.linalg.vector_norm(a - b, order),
+    "_adaptive_avg_pool2d_backward": lambda grad, x: spread(grad, x, 2),
+    "_adaptive_avg_pool3d_backward": lambda grad, x: spread(grad, x, 3),
+}
+expansions(ONE_LINERS)

@@ -13,7 +13,7 @@ from kiln.ops.expansions.arithmetic import promoted, to_float, together
 from kiln.ops.expansions.pointwise import of_float
 from kiln.ops.expansions.support import floating, in_wide, number, wide, zero
 from kiln.ops.layout import FLOATS
-from kiln.ops.table import aten, expansion
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 
 def _times_log(x: Tensor, y: Tensor, logarithm: Callable[[Tensor], Tensor]) -> Any:
@@ -26,36 +26,12 @@ def _times_log(x: Tensor, y: Tensor, logarithm: Callable[[Tensor], Tensor]) -> A
     return torch.where(torch.isnan(y), number(math.nan, y), out).to(dtype)
 
 
-@expansion(aten.xlogy.Tensor)
-def xlogy(x: Tensor, y: Tensor) -> Any:
-    return _times_log(x, y, torch.log)
-
-
-@expansion(aten.special_xlog1py.default)
-def xlog1py(x: Tensor, y: Tensor) -> Any:
-    return _times_log(x, y, torch.log1p)
-
-
 def _log_of_sum(a: Tensor, b: Tensor, beyond: Callable[[Tensor], Tensor]) -> Any:
     """The logarithm of a sum of powers: the larger exponent, and what the gap to the other adds to it."""
     if not of_float(a, b):
         return NotImplemented
     same = (a == b) & (torch.abs(a) == math.inf)
     return torch.where(same, a, torch.maximum(a, b) + beyond(torch.abs(a - b)))
-
-
-@expansion(aten.logaddexp.default)
-@together
-@in_wide
-def logaddexp(a: Tensor, b: Tensor) -> Any:
-    return _log_of_sum(a, b, lambda gap: torch.log1p(torch.exp(-gap)))
-
-
-@expansion(aten.logaddexp2.default)
-@together
-@in_wide
-def logaddexp2(a: Tensor, b: Tensor) -> Any:
-    return _log_of_sum(a, b, lambda gap: torch.log1p(torch.exp2(-gap)) * (1 / math.log(2)))
 
 
 @expansion(aten.sinc.default)
@@ -74,11 +50,6 @@ def entr(x: Tensor) -> Any:
     return torch.where(x < 0, number(-math.inf, x), inside)
 
 
-@expansion(aten.heaviside.default)
-def heaviside(x: Tensor, values: Tensor) -> Tensor:
-    return torch.where(x == 0, values, (x > 0).to(x.dtype))
-
-
 @expansion(aten.nan_to_num.default)
 def nan_to_num(x: Tensor, nan: Any = None, above: Any = None, below: Any = None) -> Tensor:
     if x.dtype not in FLOATS:
@@ -89,11 +60,18 @@ def nan_to_num(x: Tensor, nan: Any = None, above: Any = None, below: Any = None)
     return torch.where(x == -math.inf, number(limits.min if below is None else below, x), out)
 
 
-@expansion(aten.deg2rad.default)
-def deg2rad(x: Tensor) -> Tensor:
-    return x * (math.pi / 180)
-
-
-@expansion(aten.rad2deg.default)
-def rad2deg(x: Tensor) -> Tensor:
-    return x * (180 / math.pi)
+EXPANDED: dict[str, Rule] = {
+    "xlogy.Tensor": lambda x, y: _times_log(x, y, torch.log),
+    "special_xlog1py": lambda x, y: _times_log(x, y, torch.log1p),
+    "heaviside": lambda x, values: torch.where(x == 0, values, (x > 0).to(x.dtype)),
+    "deg2rad": lambda x: x * (math.pi / 180),
+    "rad2deg": lambda x: x * (180 / math.pi),
+}
+expansions(EXPANDED)
+SUMS: dict[str, Rule] = {
+    "logaddexp": lambda a, b: _log_of_sum(a, b, lambda gap: torch.log1p(torch.exp(-gap))),
+    "logaddexp2": lambda a, b: _log_of_sum(
+        a, b, lambda gap: torch.log1p(torch.exp2(-gap)) * (1 / math.log(2))
+    ),
+}
+expansions(SUMS, lambda function: together(in_wide(function)))

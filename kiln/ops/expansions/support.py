@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kiln.ops.layout import FLOATS, INEXACT
 
+Some: TypeAlias = "Tensor | None"
 HALF = frozenset({torch.float16, torch.bfloat16})
 NONE, MEAN, SUM = 0, 1, 2
 

@@ -9,29 +9,7 @@ import torch
 from torch import Tensor
 
 from kiln.ops.expansions.support import zero
-from kiln.ops.table import aten, expansion
-
-
-@expansion(
-    aten.detach.default, aten.alias.default, aten.lift.default, aten.lift_fresh.default, complex_too=True
-)
-def itself(x: Tensor) -> Tensor:
-    return x
-
-
-@expansion(aten._unsafe_view.default, complex_too=True)
-def unsafe_view(x: Tensor, size: list[int]) -> Tensor:
-    return x.view(size)
-
-
-@expansion(aten._reshape_alias.default, complex_too=True)
-def reshape_alias(x: Tensor, size: list[int], stride: list[int]) -> Tensor:
-    return x.view(size)
-
-
-@expansion(aten.t.default, complex_too=True)
-def t(x: Tensor) -> Tensor:
-    return x.permute(list(range(x.dim()))[::-1])
+from kiln.ops.table import Rule, aten, expansion, expansions
 
 
 @expansion(aten.transpose.int, complex_too=True)
@@ -59,24 +37,12 @@ def squeeze(x: Tensor, dims: Any = None) -> Tensor:
     return x.view([n for d, n in enumerate(x.shape) if d not in gone or n != 1])
 
 
-@expansion(aten.unbind.int, complex_too=True)
-def unbind(x: Tensor, dim: int = 0) -> list[Tensor]:
-    return [x.select(dim, i) for i in range(x.shape[dim])]
-
-
-def _pieces(x: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+def _pieces(x: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:
     out, start = [], 0
     for size in sizes:
         out.append(aten.slice(x, dim, start, start + size))
         start = start + size
     return out
-
-
-@expansion(
-    aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default, complex_too=True
-)  # fmt: skip
-def split_with_sizes(x: Tensor, sizes: list[int], dim: int = 0) -> list[Tensor]:
-    return _pieces(x, sizes, dim)
 
 
 @expansion(aten.split.Tensor, aten.unsafe_split.Tensor, complex_too=True)
@@ -85,11 +51,6 @@ def split(x: Tensor, size: int, dim: int = 0) -> Any:
     if size <= 0 or whole == 0:
         return NotImplemented
     return _pieces(x, [min(size, whole - start) for start in range(0, whole, size)], dim)
-
-
-@expansion(aten.stack.default, complex_too=True)
-def stack(tensors: list[Tensor], dim: int = 0) -> Tensor:
-    return torch.cat([x.unsqueeze(dim) for x in tensors], dim)
 
 
 @expansion(aten.cat.default, complex_too=True)
@@ -129,30 +90,24 @@ def roll(x: Tensor, shifts: list[int], dims: list[int] = []) -> Any:  # noqa: B0
     return x
 
 
-@expansion(aten.pixel_shuffle.default, complex_too=True)
+def _shuffled(x: Tensor, apart: list[int], order: list[int], together: list[int]) -> Any:
+    """The last dimensions of `x` taken apart, put into another order, and joined again."""
+    if 0 in x.shape:
+        return NotImplemented
+    lead = list(x.shape[:-3])
+    moved = x.view(lead + apart).permute([*range(len(lead)), *[len(lead) + d for d in order]])
+    return moved.clone(memory_format=torch.contiguous_format).view(lead + together)
+
+
 def pixel_shuffle(x: Tensor, factor: int) -> Any:
-    if 0 in x.shape:
-        return NotImplemented
-    *lead, c, h, w = x.shape
-    n = len(lead)
-    apart = x.view([*lead, c // factor**2, factor, factor, h, w])
-    moved = apart.permute([*range(n), n, n + 3, n + 1, n + 4, n + 2])
-    return moved.clone(memory_format=torch.contiguous_format).view(
-        [*lead, c // factor**2, h * factor, w * factor]
-    )
+    c, h, w = x.shape[-3:]
+    c = c // factor**2
+    return _shuffled(x, [c, factor, factor, h, w], [0, 3, 1, 4, 2], [c, h * factor, w * factor])
 
 
-@expansion(aten.pixel_unshuffle.default, complex_too=True)
 def pixel_unshuffle(x: Tensor, factor: int) -> Any:
-    if 0 in x.shape:
-        return NotImplemented
-    *lead, c, h, w = x.shape
-    n = len(lead)
-    apart = x.view([*lead, c, h // factor, factor, w // factor, factor])
-    moved = apart.permute([*range(n), n, n + 2, n + 4, n + 1, n + 3])
-    return moved.clone(memory_format=torch.contiguous_format).view(
-        [*lead, c * factor**2, h // factor, w // factor]
-    )
+    c, h, w = x.shape[-3], x.shape[-2] // factor, x.shape[-1] // factor
+    return _shuffled(x, [c, h, factor, w, factor], [0, 2, 4, 1, 3], [c * factor**2, h, w])
 
 
 # Gradients of views, and writes into them
@@ -187,11 +142,6 @@ def select_scatter(x: Tensor, source: Tensor, dim: int, index: int) -> Any:
     return torch.slice_scatter(x, source.unsqueeze(dim), dim, place, place + 1)
 
 
-@expansion(aten.diagonal_backward.default, complex_too=True)
-def diagonal_backward(grad: Tensor, sizes: list[int], offset: int, a: int, b: int) -> Tensor:
-    return torch.diagonal_scatter(grad.new_zeros(sizes), grad, offset, a, b)
-
-
 @expansion(aten.constant_pad_nd.default, complex_too=True)
 def constant_pad(x: Tensor, pad: list[int], value: Any = 0) -> Any:
     """At level prims: a border is not negative; what it cuts off is a slice."""
@@ -214,16 +164,6 @@ def _below(x: Tensor, diagonal: int) -> Tensor:
     return torch.arange(x.shape[-1], device=x.device) - rows <= diagonal
 
 
-@expansion(aten.tril.default)
-def tril(x: Tensor, diagonal: int = 0) -> Tensor:
-    return torch.where(_below(x, diagonal), x, zero(x))
-
-
-@expansion(aten.triu.default)
-def triu(x: Tensor, diagonal: int = 0) -> Tensor:
-    return torch.where(_below(x, diagonal - 1), zero(x), x)
-
-
 # Borders that repeat the inside
 
 
@@ -240,11 +180,29 @@ def _bordered(x: Tensor, pad: list[int], place: Any) -> Any:
     return x
 
 
-@expansion(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
-def reflection_pad(x: Tensor, pad: list[int]) -> Any:
-    return _bordered(x, pad, lambda i, size: size - 1 - torch.abs(size - 1 - torch.abs(i)))
-
-
-@expansion(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
-def replication_pad(x: Tensor, pad: list[int]) -> Any:
-    return _bordered(x, pad, lambda i, size: torch.clamp(i, 0, size - 1))
+VIEWS: dict[str, Rule] = {
+    "detach alias lift lift_fresh": lambda x: x,
+    "_unsafe_view": lambda x, size: x.view(size),
+    "_reshape_alias": lambda x, size, stride: x.view(size),
+    "t": lambda x: x.permute(list(range(x.dim()))[::-1]),
+    "unbind.int": lambda x, dim=0: [x.select(dim, i) for i in range(x.shape[dim])],
+    "split_with_sizes unsafe_split_with_sizes": _pieces,
+    "stack": lambda tensors, dim=0: torch.cat([x.unsqueeze(dim) for x in tensors], dim),
+    "diagonal_backward": lambda grad, sizes, *where: torch.diagonal_scatter(
+        grad.new_zeros(sizes), grad, *where
+    ),
+    "pixel_shuffle": pixel_shuffle,
+    "pixel_unshuffle": pixel_unshuffle,
+}
+expansions(VIEWS, complex_too=True)
+CHOICES: dict[str, Rule] = {
+    "tril": lambda x, diagonal=0: torch.where(_below(x, diagonal), x, zero(x)),
+    "triu": lambda x, diagonal=0: torch.where(_below(x, diagonal - 1), zero(x), x),
+    "reflection_pad1d reflection_pad2d reflection_pad3d": lambda x, pad: _bordered(
+        x, pad, lambda i, size: size - 1 - torch.abs(size - 1 - torch.abs(i))
+    ),
+    "replication_pad1d replication_pad2d replication_pad3d": lambda x, pad: _bordered(
+        x, pad, lambda i, size: torch.clamp(i, 0, size - 1)
+    ),
+}
+expansions(CHOICES)
