@@ -51,16 +51,17 @@ below = partial(torch._C._ExcludeDispatchKeyGuard, _keys())
 def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """A function from the results and the arguments to what the captured graph returns."""
     outputs = _outputs(joint, attributes, sizes)
-    alone = [m for m in joint.mutated if m.with_grad or m.hidden]
-    writes = [_write(joint, mutation, attributes) for mutation in alone]
-    together = _writes(joint, [m for m in joint.mutated if not (m.with_grad or m.hidden)], attributes)
+    writes = [_write(joint, m, attributes) for m in joint.mutated if m.with_grad]
+    for hidden in (True, False):
+        together = [m for m in joint.mutated if not m.with_grad and m.hidden is hidden]
+        if together:
+            writes.append(_writes(joint, together, attributes, hidden))
     if not joint.mutated and not joint.effects:
         return outputs
 
     def finish(results: Results, args: Args) -> Any:
         for write in writes:
             write(results, args)
-        together(results, args)
         out = outputs(results, args)
         for function, arguments in joint.effects:
             function(*arguments)
@@ -159,32 +160,24 @@ MAKERS: dict[type, Callable[[Any, Mapping[str, Any], Sizes], Finish]] = {
 def _write(
     joint: Joint, mutation: Mutation, attributes: Mapping[str, Any]
 ) -> Callable[[Results, Args], None]:
-    """A function that gives a mutated input its new value, with the history and version as in eager."""
+    """A function that gives a mutated input its new value, as a part of autograd's graph."""
     origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
-    # Its own value is written as it is: what autograd hands over is a view, which may have other strides.
-    itself = joint.graph.outputs[index] is joint.graph.inputs[mutation.primal] and not mutation.with_grad
 
-    def hidden(results: Results, args: Args) -> None:
-        target = origin(args)
-        with below():
-            target.copy_(target if itself else results[index])
-
-    def seen(results: Results, args: Args) -> None:
+    def write(results: Results, args: Args) -> None:
         before = torch.is_grad_enabled()
-        _switch(mutation.with_grad)
+        _switch(True)
         try:
-            target = origin(args)
-            target.copy_(target if itself else results[index])
+            origin(args).copy_(results[index])
         finally:
             _switch(before)
 
-    return hidden if mutation.hidden else seen
+    return write
 
 
 def _writes(
-    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any]
+    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any], hidden: bool
 ) -> Callable[[Results, Args], None]:
-    """A function that gives inputs their new values, all at once, without a history."""
+    """A function that gives inputs their new values, all at once, without a history; `hidden` ones count none."""
     graph = joint.graph
     places = [
         (origin_of(joint.primals[m.primal].origin, attributes), m.index,
@@ -196,18 +189,26 @@ def _writes(
         targets, values, there = [], [], []
         for origin, index, itself in places:
             target = origin(args)
-            if itself or results[index] is target:  # its own value, or written in its place
+            if itself or in_place(results[index], target):
                 there.append(target)
             else:
                 targets.append(target)
                 values.append(results[index])
-        with torch.no_grad():
-            if there and not there[0].is_inference():  # those count no versions
+        with below() if hidden else torch.no_grad():
+            if there and not hidden and not there[0].is_inference():  # those count no versions
                 torch.autograd.graph.increment_version(there)
             if targets:
                 torch._foreach_copy_(targets, values)
 
-    return write if places else lambda results, args: None
+    return write
+
+
+def in_place(value: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether a value was written where it belongs; autograd hands that over as a view."""
+    if value is target:
+        return True
+    alike = value.layout is target.layout is torch.strided and value.stride() == target.stride()
+    return alike and value.shape == target.shape and value.data_ptr() == target.data_ptr()
 
 
 # Where values come from

@@ -11,7 +11,7 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
-from kiln.base.expressions import Expr
+from kiln.base.expressions import Expr, hinted
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
 from kiln.differentiate.joint import Step
 from kiln.differentiate.undo import UNDO
@@ -137,6 +137,9 @@ class Functionaliser:
 
     def from_start(self, value: Node) -> Node:
         """`value` where memory starts: an op may give a tensor that starts as late as what it read."""
+        if value.op == INPUT and (fake := self.fake(self.place(value))).requires_grad and not fake.is_contiguous():
+            why = "as_strided writes to an argument that requires grad and is not contiguous"
+            raise Break("as-strided", why, "use indexing")
         return value if value.spec.offset == 0 else self.emit(aten.clone.default, (value,), {})
 
     def shifted(self, args: tuple[Any, ...], have: TensorSpec, seen: TensorSpec) -> tuple[Any, ...]:
@@ -412,11 +415,6 @@ def overlaps(spec: TensorSpec) -> bool:
             return True
         reach += max(n - 1, 0) * s
     return False
-
-
-def hinted(size: Any) -> int:
-    """A size as a number: what it was when traced."""
-    return int(getattr(size, "hint", size))
 
 
 def same_strides(a: TensorSpec, b: TensorSpec) -> bool:

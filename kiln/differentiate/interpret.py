@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks
-from kiln.differentiate.copied import Copies
 
 
 def fetch(module: Any, path: str) -> Any:
@@ -131,22 +131,21 @@ def interpret(
     attribute: Callable[[str], Any],
     owned: Callable[[str, torch.Tensor], Any],
     entering: Callable[[fx.Node], None],
-    copies: Copies | None = None,
+    instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
 ) -> Any:
     """The output nest of the graph on `inputs`.
 
     `attribute` gives the value of a get_attr; `owned` what stands for a tensor inside a called module, given
-    its name; `entering` is told of each node before it runs; `copies` are those that need not run.
+    its name; `entering` is told of each node before it runs; for those in `instead` others stand.
     """
     known: dict[fx.Node, Any] = {}
     given = iter(inputs)
     for node in module.graph.nodes:
         kind = node.op
+        if node in instead:
+            known[node] = known[instead[node]]
+            continue
         entering(node)
-        if copies is not None:
-            if copies.add(node, known):
-                continue
-            copies.begin(node, known)
         if kind == "call_function":
             args = [argument(a, known) for a in node.args]
             kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
@@ -164,8 +163,6 @@ def interpret(
             known[node] = call_module(module, node, known, owned)
         else:
             return argument(node.args[0], known)
-        if copies is not None:
-            copies.end(node, known[node])
     raise ValueError("the graph has no output")
 
 

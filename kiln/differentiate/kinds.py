@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from kiln.base.dataclass import dataclass
+from kiln.base.expressions import hinted
 from kiln.base.graph import CONSTANT, Node, TensorSpec
+from kiln.ops.aliases import shows
 
 aten = torch.ops.aten
 
@@ -44,7 +46,7 @@ def kind(op: Any) -> Kind:
     random = torch.Tag.nondeterministic_seeded in op.tags
     if schema.is_mutable or not schema.returns:
         return Kind(random=random, acts=True)
-    view = any(returned.alias_info is not None for returned in schema.returns)
+    view = shows(op)
     own = op.namespace in ("aten", "prims")
     name = schema.name.partition("::")[2]
     cheap = not random and (view or torch.Tag.pointwise in op.tags or own and name in CHEAP)
@@ -61,22 +63,17 @@ def part_of_views(node: Node) -> bool:
     return node.op is operator.getitem and type(node.args[0]) is Node and kind(node.args[0].op).view
 
 
-def hint(size: Any) -> int:
-    """The number that a size is, or was when captured."""
-    return size if type(size) is int else int(size.hint)
-
-
 def nbytes(spec: Any) -> int:
     """The memory of a value in bytes."""
     if isinstance(spec, TensorSpec):
-        return math.prod(map(hint, spec.shape)) * int(spec.dtype.itemsize)
+        return math.prod(map(hinted, spec.shape)) * int(spec.dtype.itemsize)
     return sum(map(nbytes, spec)) if isinstance(spec, (tuple, list)) else 8
 
 
 def work(node: Node) -> float:
     """About how many multiplications or moves an op makes."""
     moved = nbytes(node.spec)
-    shapes = [[hint(d) for d in n.spec.shape] for n in node.inputs() if isinstance(n.spec, TensorSpec)]
+    shapes = [[hinted(d) for d in n.spec.shape] for n in node.inputs() if isinstance(n.spec, TensorSpec)]
     if kind(node.op).cheap or len(shapes) < 2:
         return moved
     # Products of two tensors: each result takes as many steps as the rows or filters have elements.

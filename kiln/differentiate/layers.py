@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,180 +11,250 @@ from torch import fx
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Node, mapped, nodes_in
-from kiln.differentiate.joint import Attribute, Joint, Primal
+from kiln.differentiate.interpret import fetch
+from kiln.differentiate.joint import Attribute, Joint
 
-#: Fewer layers are traced as they are.
-FEWEST = 6
-#: What is traced, in order: the first layer with all before it, two in the middle, the last with what follows.
+#: Fewer copies of a layer are traced as they are.
+FEWEST = 5
+#: What is traced: the first layer with all before it, two of the middle, the last with all that follows.
 FIRST, SECOND, THIRD, LAST = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The calls of modules that capture copied from one, in a row, each over what the one before it gave.
+    """Calls of modules that capture copied from one call, in a row, each over what the one before it gave.
 
-    Four are traced, the first two and the last two; the others differ from them in nothing but what they read.
+    The call that they were copied from, the next and the last two are traced. The others, `count` of them, do
+    the same to values of the same types.
     """
 
+    count: int
     starts: tuple[fx.Node, fx.Node, fx.Node]
-    """Where the second layer, the last but one, and the last begin."""
+    """Where the second layer, the last but one and the last begin."""
     instead: Mapping[fx.Node, fx.Node]
-    """For each node of a layer that is not traced, that of the second, which stands for it."""
+    """For each node of a layer that is not traced that of the second one, which stands for it."""
     names: tuple[tuple[str, ...], ...]
-    """For each tensor that a layer has of its own, its names: in the second layer, the next, …"""
-
-    @property
-    def spared(self) -> frozenset[str]:
-        """The names of what only layers read that are not traced."""
-        return frozenset(name for names in self.names for name in names[1:-2])
+    """For each tensor that layers have of their own its names, from the second layer to the last."""
 
 
-def layers_of(graph: fx.Graph) -> Layers | None:
+def layers_of(module: fx.GraphModule) -> Layers | None:
     """The layers of a captured graph; None where it has none, or they are not all alike."""
     copies: dict[Any, list[fx.Node]] = {}
-    for node in graph.nodes:
+    for node in module.graph.nodes:
         if "copied" in node.meta:
             copies.setdefault(node.meta["copied"][0], []).append(node)
     alike: dict[tuple[fx.Node, ...], list[list[fx.Node]]] = {}
     for nodes in copies.values():
         alike.setdefault(tuple([node.meta["copied"][1] for node in nodes]), []).append(nodes)
-    if not alike:
-        return None
-    originals, calls = max(alike.items(), key=lambda item: len(item[0]) * len(item[1]))
-    if len(calls) < FEWEST - 1 or len({call[0].meta.get("stack_trace") for call in calls}) > 1:
+    calls = max(alike.values(), key=lambda calls: len(calls) * len(calls[0]), default=[])
+    if len(calls) < FEWEST or len({call[0].meta.get("stack_trace") for call in calls}) > 1:
         return None
     place = {node: (number, i) for number, call in enumerate(calls) for i, node in enumerate(call)}
-    if not _in_a_row(graph, calls, place):
+    if not _in_a_row(module.graph, calls, place):
         return None
-    names: dict[tuple[str, ...], None] = {}
-    for i in range(len(originals)):
-        for column in zip(*[call[i].all_input_nodes for call in calls], strict=False):
-            found = _column(column, place)
-            if found is None:
-                return None
-            names.update(dict.fromkeys(found))
-    flat = [name for family in names for name in family]
-    if len(flat) != len(set(flat)):
+    families: dict[tuple[fx.Node, ...], None] = {}
+    for equals in zip(*calls, strict=True):
+        rows = [node.all_input_nodes for node in equals]
+        if len({len(row) for row in rows}) > 1:
+            return None
+        for column in zip(*rows, strict=True):
+            if not _is_alike(column, place):
+                if not all(node.op == "get_attr" for node in column):
+                    return None
+                families[column] = None
+    if not _are_apart(module, families, place):
         return None
-    instead = {node: model for call in calls[1:-2] for node, model in zip(call, calls[0], strict=True)}
-    return Layers((calls[0][0], calls[-2][0], calls[-1][0]), instead, tuple(names))
+    models = [*zip(*calls, strict=True), *families]
+    instead = {node: equals[0] for equals in models for node in equals[1:-2]}
+    names = tuple([tuple([str(node.target) for node in family]) for family in families])
+    return Layers(len(calls) - 3, (calls[0][0], calls[-2][0], calls[-1][0]), instead, names)
 
 
-def _in_a_row(graph: fx.Graph, calls: list[list[fx.Node]], place: Mapping[fx.Node, tuple[int, int]]) -> bool:
+Places = Mapping[fx.Node, tuple[int, int]]
+
+
+def _in_a_row(graph: fx.Graph, calls: list[list[fx.Node]], place: Places) -> bool:
     """Whether nothing is computed between layers, and what follows reads none but the last."""
-    row = iter([node for call in calls for node in call])
-    expected = first = next(row)
-    begun = False
-    for node in graph.nodes:
-        begun = begun or node is first
-        if node in place:
-            if node is not expected:
-                return False
-            expected = next(row, None)
-        elif begun and node.op not in ("get_attr", "placeholder"):
-            reads = [place[read][0] for read in node.all_input_nodes if read in place]
-            if expected is not None or any(number < len(calls) - 1 for number in reads):
-                return False
-    return expected is None
+    nodes = [node for node in graph.nodes if node.op != "get_attr"]
+    begin = nodes.index(calls[0][0])
+    end = begin + len(place)
+    if nodes[begin:end] != [node for call in calls for node in call]:
+        return False
+    reads = [read for node in nodes[end:] for read in node.all_input_nodes]
+    return all(place[read][0] == len(calls) - 1 for read in reads if read in place)
 
 
-def _column(
-    column: Sequence[fx.Node], place: Mapping[fx.Node, tuple[int, int]]
-) -> tuple[tuple[str, ...], ...] | None:
-    """What equal nodes of all layers read, as the names of what each has of its own; None where they differ."""
-    first, last = column[0], column[-1]
-    if last not in place:
-        if all(node is last for node in column[1:]):
-            return () if first is last or first.op != "get_attr" else None
-        alike = all(node.op == "get_attr" for node in column)
-        return (tuple([str(node.target) for node in column]),) if alike else None
-    number, i = place[last]
-    back = len(column) - 1 - number
-    alike = all(place.get(node) == (k - back, i) for k, node in enumerate(column) if k >= back)
-    return () if back < 2 and alike and (back or first in place) else None
+def _is_alike(column: Sequence[fx.Node], place: Places) -> bool:
+    """Whether equal nodes read one value, or the same place of their own layers, or of those before them."""
+    last = place.get(column[-1])
+    if last is None:
+        return all(node is column[0] for node in column)
+    back = len(column) - 1 - last[0]
+    return back < 2 and all(place.get(node) == (k - back, last[1]) for k, node in enumerate(column) if k >= back)
+
+
+def _are_apart(module: fx.GraphModule, families: Mapping[tuple[fx.Node, ...], None], place: Places) -> bool:
+    """Whether a tensor that a layer has of its own is read by that layer alone, and under one name."""
+    held = [node for node in module.graph.nodes if node.op == "get_attr"]
+    count = Counter(id(fetch(module, str(node.target))) for node in held)
+    for family in families:
+        for number, node in enumerate(family):
+            readers = {place.get(user, (-1, 0))[0] for user in node.users}
+            if readers != {number} or count[id(fetch(module, str(node.target)))] > 1:
+                return False
+    return len({node for family in families for node in family}) == sum(map(len, families))
 
 
 def unrolled(joint: Joint, number: Mapping[Node, int], layers: Layers) -> Joint | None:
-    """The joint graph of all layers, made of that of four; None where the middle ones are not alike.
+    """The joint graph of all layers, by that of four; None where those of the middle are not alike.
 
-    `number` says which of the four a node belongs to.
+    `number` says of the nodes which of the four they belong to.
     """
-    if joint.mutated:
-        return None
-    return _Unrolling(joint, number, layers).run()
+    unrolling = _Unrolling(joint, number, layers)
+    return unrolling.run() if not joint.mutated and unrolling.repeats() else None
 
 
 class _Unrolling:
-    """A node of a layer in the middle reads what the same node of the third does, as much further on.
+    """Layers between the second and the third: nodes like the third's, over what stands so many layers on.
 
     What that is shows in pairs, of what a node of the second and its like of the third read: one value for
-    both, the same place of their own layers, of those before them, or of those after them.
+    both, or the same place of their own layers, of those before them, or of those after them.
     """
 
     def __init__(self, joint: Joint, number: Mapping[Node, int], layers: Layers) -> None:
         self.joint, self.graph, self.layers = joint, joint.graph, layers
         self.parts: dict[tuple[bool, int], list[Node]] = {(b, n): [] for b in (False, True) for n in range(4)}
-        self.place: dict[Node, tuple[int, int]] = {}
+        self.place: dict[Node, tuple[bool, int, int]] = {}
         for node in self.graph.nodes:
             if node in number:
                 part = self.parts[node.backward, number[node]]
-                self.place[node] = number[node], len(part)
+                self.place[node] = node.backward, number[node], len(part)
                 part.append(node)
-        #: What a node of the third layer reads elsewhere: how many layers further on, which half, which place.
+        origins = {primal.origin: node for node, primal in zip(self.graph.inputs, joint.primals, strict=False)}
+        self.own = [
+            (origins[Attribute(names[0])], origins[Attribute(names[-2])], names) for names in layers.names
+        ]
+        self.gradients = dict(zip(self.graph.inputs, joint.gradients(), strict=False))
         self.moves: dict[Node, tuple[int, bool, int] | None] = {}
-        self.inputs = dict(zip(self.graph.inputs, joint.primals, strict=False))
-        origins = {p.origin.name: n for n, p in self.inputs.items() if isinstance(p.origin, Attribute)}
-        self.families = [(origins.get(names[0]), origins.get(names[-2]), names) for names in layers.names]
-
-    def run(self) -> Joint | None:
-        if not self.parts[False, SECOND] or not self.repeats():
-            return None
-        gradients = dict(zip(self.graph.inputs, self.joint.gradients(), strict=False))
-        count = len(self.layers.names[0][1:-2]) if self.layers.names else 0
-        count = count or len(self.layers.instead) // max(1, len(self.layers.instead))
-        return self.made(gradients, count)
+        """For what the third layer reads elsewhere: how many layers on it is, its half, its place there."""
 
     def repeats(self) -> bool:
-        """Whether the layers in the middle are alike, and nothing else reads them but their neighbours."""
-        own = {second: third for second, third, _ in self.families if second is not None}
-        for half in (False, True):
-            pairs = self.parts[half, SECOND], self.parts[half, THIRD]
-            if len(pairs[0]) != len(pairs[1]):
-                return False
-            for a, b in zip(*pairs, strict=True):
-                first, later = a.inputs(), b.inputs()
-                if a.op is not b.op or a.spec != b.spec or len(first) != len(later) or a.op is CONSTANT:
-                    return False
-                if mapped((a.args, a.kwargs), _blank) != mapped((b.args, b.kwargs), _blank):
-                    return False
-                if not all([self.pair(half, x, y, own) for x, y in zip(first, later, strict=True)]):
-                    return False
+        """Whether the layers of the middle are alike, and none but their neighbours read them."""
+        pairs = [
+            pair for half in (False, True)
+            for pair in zip(self.parts[half, SECOND], self.parts[half, THIRD], strict=False)
+        ]  # fmt: skip
         middle = {node for half in (False, True) for n in (SECOND, THIRD) for node in self.parts[half, n]}
-        allowed = {FIRST: SECOND, LAST: THIRD}
-        for node in self.graph.nodes:
-            if node not in middle:
-                near = allowed.get(self.place[node][0]) if node in self.place else None
-                if any(read in middle and self.place[read][0] != near for read in node.inputs()):
-                    return False
-        owned = {n for second, third, _ in self.families for n in (second, third)}
-        outside = [g for node, g in zip(self.graph.inputs, self.joint.gradients(), strict=False) if node not in owned]
-        return not middle.intersection(nodes_in((*self.joint.forward_outputs(), *outside)))
-
-    def pair(self, half: bool, a: Node, b: Node, own: Mapping[Node, Node | None]) -> bool:
-        """Whether what the second and the third layer read at the same place can be moved on."""
-        move: tuple[int, bool, int] | None = None
-        x, y = self.place.get(a, (None, 0)), self.place.get(b, (None, 0))
-        if a is b:
-            if x[0] in (SECOND, THIRD):
+        own = {second: third for second, third, _ in self.own}
+        if not pairs or len(middle) != 2 * len(pairs):
+            return False
+        for a, b in pairs:
+            if a.op is not b.op or a.spec != b.spec or a.op is CONSTANT:
                 return False
-        elif b.op is INPUT:
-            return own.get(a) is b
-        elif y[0] == THIRD:
-            return x == (SECOND, y[1]) and a.backward == b.backward
-        elif y[0] == SECOND and not b.backward:
-            move = -1, b.backward, y[1]
-        elif half and y[0] == LAST and x[0] == THIRD:
-            move = 1, a.backward, x[1]
-        else:
+            if mapped((a.args, a.kwargs), _blank) != mapped((b.args, b.kwargs), _blank):
+                return False
+            if not all([self.moves_on(b, x, y, own) for x, y in zip(a.inputs(), b.inputs(), strict=True)]):
+                return False
+        for node in self.graph.nodes:
+            near = {FIRST: SECOND, LAST: THIRD}.get(self.place[node][1]) if node in self.place else None
+            if node not in middle and any(n in middle and self.place[n][1] != near for n in node.inputs()):
+                return False
+        alone = {node for second, third, _ in self.own for node in (second, third)}
+        seen = [gradient for node, gradient in self.gradients.items() if node not in alone]
+        if not middle.isdisjoint(nodes_in((*self.joint.forward_outputs(), *seen))):
+            return False
+        return all(
+            self.alike(self.gradients[a], self.gradients[b]) for a, b, _ in self.own if self.gradients
+        )
+
+    def alike(self, a: Node | None, b: Node | None) -> bool:
+        """Whether two values, or none, are at the same place of the second and the third layer."""
+        if a is None or b is None:
+            return a is b
+        half, _, i = self.place.get(b, (False, 0, 0))
+        return self.place.get(b) == (half, THIRD, i) and self.place.get(a) == (half, SECOND, i)
+
+    def moves_on(self, reader: Node, a: Node, b: Node, own: Mapping[Node, Node]) -> bool:
+        """Whether what the second and the third layer read at the same place is known for those between."""
+        move = None
+        if a is not b:
+            if own.get(a) is b or self.alike(a, b):
+                return True
+            first, second = self.place.get(a), self.place.get(b)
+            if second is not None and second[:2] == (False, SECOND):
+                move = -1, False, second[2]
+            elif reader.backward and first is not None and first[1] == THIRD:
+                move = 1, first[0], first[2]
+            else:
+                return False
+        elif b in self.place and self.place[b][1] in (SECOND, THIRD):
             return False
         return self.moves.setdefault(b, move) == move
+
+    def run(self) -> Joint:
+        """The whole graph."""
+        graph, count = self.graph, self.layers.count
+        rows: dict[bool, dict[int, list[Node]]] = {
+            half: {0: self.parts[half, SECOND], count + 1: self.parts[half, THIRD]} for half in (False, True)
+        }
+        images: dict[int, dict[Node, Node]] = {}
+
+        def moved(by: int, layer: int) -> dict[Node, Node]:
+            """What stands for what the third layer reads of another one."""
+            found = [(node, move) for node, move in self.moves.items() if move is not None and move[0] == by]
+            return {node: rows[half][layer + by][place] for node, (_, half, place) in found}
+
+        primals = dict(zip(graph.inputs, self.joint.primals, strict=False))
+        for layer in range(1, count + 1):
+            image = images[layer] = moved(-1, layer)
+            for _, third, names in self.own:
+                image[third] = Node(INPUT, spec=third.spec, name=graph.name(names[layer]))
+            rows[False][layer] = self.copied(self.parts[False, THIRD], image)
+        for layer in range(count, 0, -1):
+            images[layer].update(moved(1, layer))
+            rows[True][layer] = self.copied(self.parts[True, THIRD], images[layer])
+        self.retarget(self.parts[True, SECOND], {
+            node: rows[half][1][i] for half in rows for i, node in enumerate(self.parts[half, THIRD])
+        })  # fmt: skip
+        for half in rows:
+            self.retarget(self.parts[half, THIRD], moved(-1, count + 1))
+        # A forward goes from the second layer to the third, a backward the other way.
+        forward = [node for layer in range(1, count + 1) for node in rows[False][layer]]
+        backward = [node for layer in range(count, 0, -1) for node in rows[True][layer]]
+        after = {self.parts[False, SECOND][-1]: forward}
+        if backward:
+            after[self.parts[True, THIRD][-1]] = backward
+        graph.nodes = [n for node in graph.nodes for n in (node, *after.get(node, ()))]
+        made = [(images[layer], third, names[layer])
+                for layer in range(1, count + 1) for _, third, names in self.own]  # fmt: skip
+        known = len(primals)
+        graph.inputs[known:known] = [image[third] for image, third, _ in made]
+        if self.gradients:
+            found = [(image, self.gradients[third]) for image, third, _ in made]
+            graph.outputs = (*graph.outputs, *[image[g] if g is not None else None for image, g in found])
+        added = [replace(primals[third], origin=Attribute(name)) for _, third, name in made]
+        return replace(self.joint, graph=graph, primals=(*self.joint.primals, *added))
+
+    def retarget(self, nodes: list[Node], image: Mapping[Node, Node]) -> None:
+        """Let nodes read what stands for what they read."""
+        leaf = _over(image)
+        for node in nodes:
+            node.args, node.kwargs = mapped(node.args, leaf), mapped(node.kwargs, leaf)
+
+    def copied(self, nodes: list[Node], image: dict[Node, Node]) -> list[Node]:
+        """The nodes over what stands for what they read; those that come of them stand for them from now on."""
+        leaf, name = _over(image), self.graph.name
+        made = []
+        for node in nodes:
+            kwargs = mapped(node.kwargs, leaf) if node.kwargs else {}
+            copy = image[node] = node.over(mapped(node.args, leaf), kwargs, name(node.name))
+            made.append(copy)
+        return made
+
+
+def _over(image: Mapping[Node, Node]) -> Callable[[Any], Any]:
+    return lambda leaf: image.get(leaf, leaf) if type(leaf) is Node else leaf
+
+
+def _blank(leaf: Any) -> Any:
+    return None if type(leaf) is Node else leaf

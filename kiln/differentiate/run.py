@@ -56,6 +56,7 @@ def callable_for(
         run = _inference(joint, forward)
     else:
         trial = Trial(joint.graph) if tries else None
+        halves.forward.overwrites = _held_and_written(joint)
         run = training(module, joint, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
 
@@ -72,6 +73,16 @@ def callable_for(
         return call(*args) if holds(args) else module.forward(*args)
 
     return checked
+
+
+def _held_and_written(joint: Joint) -> dict[int, int]:
+    """The results that are new values of what the module holds on a GPU, with the places of that."""
+    primals = joint.primals
+    return {
+        m.index: m.primal for m in joint.mutated
+        if not m.with_grad and isinstance(primals[m.primal].origin, Attribute)
+        and primals[m.primal].spec.device.type == "cuda"
+    }  # fmt: skip
 
 
 def _direct(forward: Callable[..., Any], joint: Joint, primals: Pick) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import itemgetter
 from typing import Any
@@ -20,11 +20,11 @@ from kiln.base.graph import Node
 from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
-from kiln.differentiate.copied import Copies
 from kiln.differentiate.engine import gradients
 from kiln.differentiate.functionalise import Functionaliser
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage
+from kiln.differentiate.layers import Layers, layers_of, unrolled
 from kiln.differentiate.results import Results
 from kiln.differentiate.writes import LOOKS_AT_GRAD_MODE, InGradMode
 from kiln.ops.fake import FakeTensor, fake_like, make
@@ -42,12 +42,16 @@ def trace(module: fx.GraphModule, examples: Sequence[Any]) -> Joint:
     all differentiable results for fake tangents, recorded as well. Without a result that requires grad there
     is only a forward. Raises Break where the graph can only run as it is.
     """
-    with switches(), uncollected():
-        try:
-            return Tracer(module, examples).run()
-        except Overlap as found:
-            groups = found.groups
-        return Tracer(module, examples, groups).run()
+    layers, groups = None if records.listening() else layers_of(module), None
+    with uncollected():
+        while True:
+            with switches():
+                try:
+                    return Tracer(module, examples, groups, layers).run()
+                except Uneven:
+                    layers = None
+                except Overlap as found:
+                    layers, groups = None, found.groups
 
 
 @contextmanager
@@ -86,16 +90,26 @@ class Overlap(Exception):
         super().__init__(groups)
 
 
+class Uneven(Exception):
+    """Layers that capture copied from one are not alike in the joint graph: all of them must be traced."""
+
+
 class Tracer:
     """One trace: the recording, the fakes of its inputs, and where they come from.
 
-    `groups` are the positions of arguments that are traced as views of one memory.
+    `groups` are the positions of arguments that are traced as views of one memory. Of `layers` four are traced.
     """
 
     def __init__(
-        self, module: fx.GraphModule, examples: Sequence[Any], groups: list[list[int]] | None = None
-    ) -> None:
+        self, module: fx.GraphModule, examples: Sequence[Any], groups: list[list[int]] | None = None,
+        layers: Layers | None = None,
+    ) -> None:  # fmt: skip
         self.module, self.examples = module, list(examples)
+        self.layers = layers
+        self.cuts: list[int] = []
+        """Up to which node of the recording each of the four goes, forward and then backward."""
+        self.sequence: list[int] = []
+        """The numbers of autograd's nodes from which on they are of the second of the four, the third, …"""
         self.groups = groups or []
         self.members: dict[Node, Origin] = {}
         """The arguments that are views of one memory, by the nodes that take them of it."""
@@ -106,6 +120,8 @@ class Tracer:
         self.edges: list[Any] = []
         """Where the gradient of each primal that requires grad arrives."""
         self.before: list[Any] = []
+        self.layer_number: dict[Node, int] = {}
+        """Which of the four layers nodes of the functional graph belong to."""
         self._attributes: dict[int, FakeTensor] = {}
         self._alive: list[Any] = []
         self._origins: list[tuple[int, str]] = []
@@ -123,12 +139,12 @@ class Tracer:
             if not any(i in group for group in self.groups):
                 inputs[i] = self.primal(Placeholder(i), node.name, example, node.meta.get("example_value"))
         grad = torch.is_grad_enabled()
+        instead = self.layers.instead if self.layers is not None else {}
         for node in self.module.graph.nodes:
-            if node.op == "get_attr":
+            if node.op == "get_attr" and node not in instead:
                 self.attribute(node.target)
-        copies = Copies.of(recording, self.module.graph)
         with recording:
-            nest = interpret(self.module, inputs, self.attribute, self.owned, self.entering, copies)
+            nest = interpret(self.module, inputs, self.attribute, self.owned, self.entering, instead)
         effects = () if torch.is_grad_enabled() == grad else ((torch._C._set_grad_enabled, (not grad,)),)
         recording.where, recording.region = "", None
         forward = len(recording.graph.nodes)
@@ -137,7 +153,7 @@ class Tracer:
                 if called.op in LOOKS_AT_GRAD_MODE:
                     called.op = InGradMode(called.op)
         functional = Functionaliser(recording)
-        functional.read(recording.graph.nodes)
+        self.read(functional, 0, range(4))
         self.refuse_overlap(functional)
         results = Results(self, functional, nest)
         gradients = self.backward(results, functional, forward) if results.tangents else ()
@@ -145,11 +161,31 @@ class Tracer:
         graph.outputs = (*results.values, *gradients)
         graph.inputs = list(recording.graph.inputs)
         clean(graph, results)
-        return Joint(
+        joint = Joint(
             graph.check(), tuple(self.primals), tuple(results.outputs), results.nest, tuple(results.mutated),
             tuple(results.tangents), len(results.values), effects,
             tuple([m.primal for m in results.mutated]),
         )  # fmt: skip
+        if self.layers is None:
+            return joint
+        whole = unrolled(joint, self.layer_number, self.layers)
+        if whole is None:
+            raise Uneven
+        return whole
+
+    def read(self, functional: Functionaliser, begin: int, order: Iterable[int]) -> None:
+        """Make functional what was recorded from a place on: the four layers in this order."""
+        nodes, made = self.recording.graph.nodes, functional.graph.nodes
+        if self.layers is None:
+            functional.read(nodes[begin:])
+            return
+        ends = [*self.cuts, len(nodes)]
+        self.cuts = []
+        for number, end in zip(order, ends, strict=True):
+            known = len(made)
+            functional.read(nodes[begin:end])
+            begin = end
+            self.layer_number.update(dict.fromkeys(made[known:], number))
 
     # Inputs
 
@@ -229,6 +265,9 @@ class Tracer:
             self.recording.where = marked(self.recording.where, node.name)
             self._origins.append((torch._C._autograd._get_sequence_nr(), self.recording.where))  # type: ignore[attr-defined]
         self.recording.region = meta.get("checkpoint")
+        if self.layers is not None and node in self.layers.starts:
+            self.cuts.append(len(self.recording.graph.nodes))
+            self.sequence.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
     def refuse_overlap(self, functional: Functionaliser) -> None:
         """Overlap, or Break, where an input that is written overlaps another in memory."""
@@ -278,11 +317,13 @@ class Tracer:
             for k, steps in enumerate(turned):
                 for step in steps:
                     tangents[k] = step.op(tangents[k], *step.args, **step.kwargs)
-            recording.origin = self.origin if self._origins else None
+            recording.origin = self.origin if self._origins else self.layer if self.layers else None
             found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
             recording.origin = None
         gradients: list[Node | None] = [None] * len(self.primals)
-        functional.read(recording.graph.nodes[forward:])
+        if self.layers is not None:
+            self.cuts += [len(recording.graph.nodes)] * (3 - len(self.cuts))
+        self.read(functional, forward, (3, 2, 1, 0))
         for i, gradient in zip(wanted, found, strict=True):
             if gradient is not None:
                 gradients[i] = functional.value(recording.node(gradient))
@@ -293,6 +334,14 @@ class Tracer:
         node = torch._C._current_autograd_node()
         at = bisect_right(self._origins, node._sequence_nr(), key=itemgetter(0)) if node is not None else 0
         return self._origins[at - 1][1] if at else ""
+
+    def layer(self) -> str:
+        """Note when the gradients of a layer before begin; autograd's engine runs its nodes from last to first."""
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else self.sequence[-1]
+        while len(self.cuts) < 3 and number < self.sequence[2 - len(self.cuts)]:
+            self.cuts.append(len(self.recording.graph.nodes))
+        return ""
 
     def tangent(self, index: int, out: torch.Tensor) -> FakeTensor:
         """A fake gradient of a result: laid out as it where that leaves no holes."""

@@ -167,7 +167,10 @@ class Backward:
 
     def _build(self, present: int) -> tuple[Run, tuple[int, ...] | None]:
         begun, inputs = self._begun.pop(present) if present in self._begun else self._start(present)
-        return entered(begun.finish()), inputs
+        made = begun.finish()
+        if hasattr(made, "shows"):
+            made.shows(0)  # gradients are held, and let go of, together
+        return entered(made), inputs
 
     def _start(self, present: int) -> tuple[Begun, tuple[int, ...] | None]:
         if present == self.everything:

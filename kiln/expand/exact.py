@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.ops.aliases import shows
 from kiln.ops.levels import VIEW, name_of
 
 #: Arithmetic that rounds as IEEE says. Not so `sqrt`: eager's comes from a library and may be off by a bit.
@@ -79,7 +80,7 @@ def _sealed(op: Any) -> Eager:
 def is_exact(node: Node) -> bool:
     """Whether a kernel of ours gives eager's bits for a node."""
     op = node.op
-    if not isinstance(op, torch._ops.OpOverload) or any(r.alias_info is not None for r in op._schema.returns):
+    if not isinstance(op, torch._ops.OpOverload) or shows(op):
         return True
     name = name_of(op)
     if name in OF_INTEGERS:

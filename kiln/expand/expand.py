@@ -15,6 +15,7 @@ from kiln.base.errors import Bug
 from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, label, mapped, nodes_in
 from kiln.expand.check import check
 from kiln.expand.fit import fit
+from kiln.ops.aliases import shows
 from kiln.ops.expansions.all import EXPANSIONS
 from kiln.ops.layout import COMPLEX
 from kiln.ops.levels import CORE, LEVELS, name_of
@@ -140,8 +141,7 @@ def _record(function: Expansion, node: Node) -> Graph | None:
         out = function(*args, **kwargs)
         if out is NotImplemented:
             return None
-        aliases = any(r.alias_info is not None for r in node.op._schema.returns)
-        fitted = fit(out, node.spec, () if aliases else recording.graph.inputs, recording)
+        fitted = fit(out, node.spec, () if shows(node.op) else recording.graph.inputs, recording)
     recording.graph.outputs = (fitted,)
     recording.graph.drop_unused()
     return recording.graph

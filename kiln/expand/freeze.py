@@ -13,6 +13,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, retarget, tensors
 from kiln.expand.packed import PURE, packed
+from kiln.ops.aliases import shows
 
 #: Values up to so many bytes are kept whatever they are made of.
 SMALL = 1 << 20
@@ -127,11 +128,7 @@ def _shown(graph: Graph) -> set[Node]:
 
 def is_view(node: Node) -> bool:
     """Whether a node shows memory of what it reads, or takes a part of such a result."""
-    if node.op is operator.getitem:
-        return True
-    if not isinstance(node.op, torch._ops.OpOverload):
-        return False
-    return any(returned.alias_info is not None for returned in node.op._schema.returns)
+    return node.op is operator.getitem or shows(node.op)
 
 
 def nbytes(spec: Any) -> int:

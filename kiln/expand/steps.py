@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kiln.base.graph import Graph, Node, TensorSpec, label, nodes_in, substituted
+from kiln.ops.aliases import shows
 from kiln.ops.layout import contiguous, reduced, wrap_dim
 from kiln.ops.symint import expr_of, wrap
 
@@ -104,7 +105,7 @@ def gradient(graph: Graph, node: Node) -> tuple[list[Node], Node]:
 
 def base(node: Node) -> Node:
     """The value whose memory a node shows."""
-    while is_view(node):
+    while shows(node.op) and node.args and type(node.args[0]) is Node:
         node = node.args[0]
     return node
 
@@ -115,9 +116,3 @@ def wider(node: Node) -> Node | None:
     if found.op is not aten._to_copy.default or found.args[0].spec.dtype.itemsize != 2:
         return None
     return found
-
-
-def is_view(node: Node) -> bool:
-    if not isinstance(node.op, torch._ops.OpOverload) or not node.args or type(node.args[0]) is not Node:
-        return False
-    return any(result.alias_info is not None for result in node.op._schema.returns)

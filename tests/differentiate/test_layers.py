@@ -1,0 +1,116 @@
+"""Of many equal layers four are traced; the joint graph is the one that tracing them all gives."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+from kiln.base.graph import Graph, label
+from kiln.differentiate import trace as tracing
+from tests.support import t
+
+COUNT = 7
+
+
+class Layer(nn.Module):
+    """Views, ops of several results, writes, and a tensor that all layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out, self.norm = nn.Linear(4, 8), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
+        self.register_buffer("scale", torch.rand(4))
+
+    def forward(self, x, mask, table):
+        a, b = self.into(self.norm(x)).chunk(2, dim=-1)
+        a = (a * 3).relu_() + table
+        best = (a + b).max(dim=0)
+        y = self.out(a.view(-1, 2, 2).transpose(1, 2).reshape(-1, 4).masked_fill(mask, 0.5))
+        return y.sigmoid() * self.scale + best.values + x
+
+
+class Model(nn.Module):
+    def __init__(self, layers=None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers or [Layer() for _ in range(COUNT)])
+        self.table = nn.Parameter(torch.rand(4))
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        mask = x > 1
+        x = x * self.table
+        for layer in self.layers:
+            x = layer(x, mask, self.table)
+        return self.last(x).square().mean(), x
+
+
+def traced(model, grad=True, dynamic=False, size=3):
+    """The joint graph by four layers, or None, and the one by all of them; what the layers were."""
+    graphs, found = [], []
+
+    def backend(module, examples):
+        found.append(real(module))
+        for of in (real, lambda module: None):
+            tracing.layers_of = of
+            graphs.append(tracing.trace(module, examples))
+        return module.forward
+
+    def noted(*args):
+        made = unrolled(*args)
+        found.append(made is not None)
+        return made
+
+    real, unrolled = tracing.layers_of, tracing.unrolled
+    tracing.unrolled = noted
+    try:
+        with torch.set_grad_enabled(grad):
+            kiln.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(t(size, 4))
+    finally:
+        tracing.layers_of, tracing.unrolled = real, unrolled
+    return *graphs, found
+
+
+def values(joint, model, x):
+    """The results of a joint graph and its gradients by name, op by op, for tangents of ones."""
+    graph: Graph = joint.graph
+    held = [getattr(primal.origin, "name", None) for primal in joint.primals]
+    own = dict(model.state_dict(keep_vars=True))
+    names = {id(tensor): name for name, tensor in own.items()}
+    primals = [x if name is None else tensor_of(model, name) for name in held]
+    tangents = [torch.ones(node.spec.shape) for node in graph.inputs[len(primals) :]]
+    with torch.no_grad():
+        out = graph.run(*primals, *tangents)
+    gradients = zip(primals, out[joint.results :], strict=False)
+    return out[: joint.results], {names.get(id(p), "x"): g for p, g in gradients if g is not None}
+
+
+def tensor_of(model, name):
+    held = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
+    return HELD[name] if name in HELD else held[name]
+
+
+HELD: dict[str, torch.Tensor] = {}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_joint_graph_is_that_of_all_layers(grad, dynamic):
+    torch.manual_seed(0)
+    short, whole, found = traced(Model(), grad, dynamic)
+    assert found[0].count == COUNT - 4 and len(found[0].names) == 6 and found[1]
+    short.graph.check()
+    assert ops(short.graph) == ops(whole.graph)
+    assert Counter(short.primals) == Counter(whole.primals)
+    assert len(short.gradients()) == len(whole.gradients()) == (len(short.primals) if grad else 0)
+    for i, primal in enumerate(short.primals):
+        other = whole.primals.index(primal)
+        if grad:
+            mine, all_of_them = short.gradients()[i], whole.gradients()[other]
+            assert (mine is None) == (all_of_them is None) and (mine is None or mine.spec == all_of_them.spec)
+
+
+def ops(graph):
+    return [(label(node.op), node.spec, node.backward) for node in graph.nodes]
