@@ -6,7 +6,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType, MappingProxyType, MethodType, ModuleType, TracebackType
+from dataclasses import replace
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -72,15 +73,7 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
             return model
         case torch.nn.Module():
             function = modules.call_function(model)
-            named = Compile(
-                asked.backend,
-                asked.backend_name,
-                asked.fullgraph,
-                asked.dynamic,
-                asked.mode,
-                asked.options,
-                type(model).__qualname__,
-            )
+            named = replace(asked, name=type(model).__qualname__)
             return modules.twin(model, MethodType(_region(function, named), model), again)
         case FunctionType():
             return _shared(model, asked)
@@ -204,13 +197,20 @@ def _apart(function: Any) -> Any:
     """The function under a code object of its own that the frame hook leaves alone."""
     if not isinstance(function, FunctionType):
         return function
-    code = function.__code__.replace()
-    _hook.skip(code)
-    copy = FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy = _copied(function)
+    copy.__code__ = function.__code__.replace()
+    _hook.skip(copy.__code__)
     marks.add(copy, marks.SKIP)
+    return copy
+
+
+def _copied(function: Any) -> FunctionType:
+    """A function of its own with the code, the defaults and the cells of another."""
+    copy = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
@@ -308,9 +308,7 @@ class set_stance:  # noqa: N801
     def __enter__(self) -> set_stance:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         live.set_stance(self._before)
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,11 +327,7 @@ def _anew(f: Any) -> Any:
     if not isinstance(f, (FunctionType, _hook.Region)) or marks.of(f):
         return f
     original: Any = f.function if isinstance(f, _hook.Region) else f
-    code = original.__code__
-    copy = FunctionType(
-        code, original.__globals__, original.__name__, original.__defaults__, original.__closure__
-    )
-    copy.__kwdefaults__ = original.__kwdefaults__
+    copy = _copied(original)
     copy.__qualname__, copy.__module__ = original.__qualname__, original.__module__
     copy.__dict__.update({k: v for k, v in original.__dict__.items() if k != "__kiln_regions__"})
     return copy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kiln.base.expressions import (
@@ -31,48 +31,31 @@ from kiln.base.expressions import (
     weight,
 )
 
-
-def add(a: Value, b: Value) -> Value:
-    """`a + b`."""
-    if type(a) in NUMBERS and type(b) in NUMBERS:
-        return a + b
-    if is_real(a) or is_real(b):
-        return infix("+", a, b)
-    scope = scope_of(a, b)
-    known: Value | None = scope.memo.get(("+", a, b))
-    if known is None:
-        total = dict(poly_of(a))
-        accumulate(total, poly_of(b), 1)
-        known = scope.memo["+", a, b] = from_poly(scope, total)
-    return known
+Operation = Callable[[Value, Value], Value]
 
 
-def sub(a: Value, b: Value) -> Value:
-    """`a - b`."""
-    if type(a) in NUMBERS and type(b) in NUMBERS:
-        return a - b
-    if is_real(a) or is_real(b):
-        return infix("-", a, b)
-    scope = scope_of(a, b)
-    known: Value | None = scope.memo.get(("-", a, b))
-    if known is None:
-        total = dict(poly_of(a))
-        accumulate(total, poly_of(b), -1)
-        known = scope.memo["-", a, b] = from_poly(scope, total)
-    return known
+def _operation(op: str, normal: Callable[[Any, Value, Value], Value]) -> Operation:
+    """An operation on numbers and expressions: of floats a tree, of integers what `normal` makes, once."""
+    compute = INFIX[op][1]
+
+    def operation(a: Value, b: Value) -> Value:
+        if type(a) in NUMBERS and type(b) in NUMBERS:
+            return compute(a, b)  # type: ignore[no-any-return]
+        if is_real(a) or is_real(b):
+            return infix(op, a, b)
+        scope = scope_of(a, b)
+        known: Value | None = scope.memo.get((op, a, b))
+        if known is None:
+            known = scope.memo[op, a, b] = normal(scope, a, b)
+        return known
+
+    return operation
 
 
-def mul(a: Value, b: Value) -> Value:
-    """`a * b`."""
-    if type(a) in NUMBERS and type(b) in NUMBERS:
-        return a * b
-    if is_real(a) or is_real(b):
-        return infix("*", a, b)
-    scope = scope_of(a, b)
-    known: Value | None = scope.memo.get(("*", a, b))
-    if known is None:
-        known = scope.memo["*", a, b] = from_poly(scope, times(poly_of(a), poly_of(b)))
-    return known
+def _sum(scope: Any, a: Value, b: Value, factor: int = 1) -> Value:
+    poly = dict(poly_of(a))
+    accumulate(poly, poly_of(b), factor)
+    return from_poly(scope, poly)
 
 
 def total(values: Iterable[Value]) -> Value:
@@ -84,32 +67,6 @@ def total(values: Iterable[Value]) -> Value:
         if isinstance(value, Expr):
             scope = value.scope
     return poly.get((), 0) if scope is None else from_poly(scope, poly)
-
-
-def floordiv(a: Value, b: Value) -> Value:
-    """`a // b`."""
-    if type(a) in NUMBERS and type(b) in NUMBERS:
-        return a // b
-    if is_real(a) or is_real(b):
-        return infix("//", a, b)
-    scope = scope_of(a, b)
-    known: Value | None = scope.memo.get(("//", a, b))
-    if known is None:
-        known = scope.memo["//", a, b] = _quotient(scope, a, b)
-    return known
-
-
-def mod(a: Value, b: Value) -> Value:
-    """`a % b`."""
-    if type(a) in NUMBERS and type(b) in NUMBERS:
-        return a % b
-    if is_real(a) or is_real(b):
-        return infix("%", a, b)
-    scope = scope_of(a, b)
-    known: Value | None = scope.memo.get(("%", a, b))
-    if known is None:
-        known = scope.memo["%", a, b] = _remainder(scope, a, b)
-    return known
 
 
 def _quotient(scope: Any, a: Any, b: Any) -> Value:
@@ -371,4 +328,18 @@ def call(name: str, a: Value, *rest: int) -> Value:
     return atom(a.scope, name, (a, *rest), function(a.hint, *rest))
 
 
+add = _operation("+", _sum)
+sub = _operation("-", lambda scope, a, b: _sum(scope, a, b, -1))
+mul = _operation("*", lambda scope, a, b: from_poly(scope, times(poly_of(a), poly_of(b))))
+floordiv = _operation("//", _quotient)
+mod = _operation("%", _remainder)
 OPERATORS.update({"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod, "/": truediv})
+
+
+def _turned(operation: Operation) -> Operation:
+    return lambda a, b: operation(b, a)
+
+
+for _name, _own in zip("add sub mul floordiv mod truediv".split(), OPERATORS.values(), strict=True):
+    setattr(Expr, f"__{_name}__", _own)
+    setattr(Expr, f"__r{_name}__", _turned(_own))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from kiln.base.arithmetic import add, sub, whole, without_quotients
@@ -22,36 +23,6 @@ from kiln.base.expressions import (
 )
 
 
-def eq(a: Value, b: Value) -> Truth:
-    """`a == b`."""
-    return _compare("==", a, b)
-
-
-def ne(a: Value, b: Value) -> Truth:
-    """`a != b`."""
-    return _compare("!=", a, b)
-
-
-def le(a: Value, b: Value) -> Truth:
-    """`a <= b`."""
-    return _compare("<=", a, b)
-
-
-def lt(a: Value, b: Value) -> Truth:
-    """`a < b`."""
-    return _compare("<", a, b)
-
-
-def ge(a: Value, b: Value) -> Truth:
-    """`a >= b`."""
-    return _compare("<=", b, a)
-
-
-def gt(a: Value, b: Value) -> Truth:
-    """`a > b`."""
-    return _compare("<", b, a)
-
-
 def _compare(op: str, a: Value, b: Value) -> Truth:
     if type(a) in NUMBERS and type(b) in NUMBERS:
         return bool(INFIX[op][1](a, b))
@@ -66,6 +37,20 @@ def _compare(op: str, a: Value, b: Value) -> Truth:
     if known is None:
         known = scope.memo[op, a, b] = zero(op, sub(a, b))
     return known
+
+
+#: `a == b`, `a != b`, `a <= b`, `a < b`.
+eq, ne, le, lt = (partial(_compare, op) for op in ("==", "!=", "<=", "<"))
+
+
+def ge(a: Value, b: Value) -> Truth:
+    """`a >= b`."""
+    return _compare("<=", b, a)
+
+
+def gt(a: Value, b: Value) -> Truth:
+    """`a > b`."""
+    return _compare("<", b, a)
 
 
 def zero(op: str, value: Value) -> Truth:

@@ -8,8 +8,9 @@ gives Python source over the names of the symbols.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 Monomial: TypeAlias = "tuple[Expr, ...]"
 Poly: TypeAlias = "dict[Monomial, int]"
@@ -25,49 +26,30 @@ CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 #: Functions from floats that give integers.
 TO_INT = frozenset({"math.floor", "math.ceil", "math.trunc", "round"})
+#: How strongly each operator binds, and what it computes.
 INFIX: dict[str, tuple[int, Callable[[Any, Any], Any]]] = {
-    "//": (2, lambda a, b: a // b), "%": (2, lambda a, b: a % b), "/": (2, lambda a, b: a / b),
-    "+": (1, lambda a, b: a + b), "-": (1, lambda a, b: a - b), "*": (2, lambda a, b: a * b),
-    "**": (3, lambda a, b: a**b), "&": (0, lambda a, b: a & b), "|": (0, lambda a, b: a | b),
-    "^": (0, lambda a, b: a ^ b), "<<": (0, lambda a, b: a << b), ">>": (0, lambda a, b: a >> b),
-    "==": (-1, lambda a, b: a == b), "<": (-1, lambda a, b: a < b), "<=": (-1, lambda a, b: a <= b),
-    "!=": (-1, lambda a, b: a != b),
+    "//": (2, operator.floordiv), "%": (2, operator.mod), "/": (2, operator.truediv), "+": (1, operator.add),
+    "-": (1, operator.sub), "*": (2, operator.mul), "**": (3, operator.pow), "&": (0, operator.and_),
+    "|": (0, operator.or_), "^": (0, operator.xor), "<<": (0, operator.lshift), ">>": (0, operator.rshift),
+    "==": (-1, operator.eq), "<": (-1, operator.lt), "<=": (-1, operator.le), "!=": (-1, operator.ne),
 }  # fmt: skip
-
 
 #: What the operators of an expression do: `kiln.base.arithmetic` fills it.
 OPERATORS: dict[str, Callable[[Value, Value], Value]] = {}
+Operator: TypeAlias = "Callable[[Any, Value], Value]"
 
 
-class Expr:
-    """An immutable expression over the symbols of one scope, made only by the functions of `arithmetic`."""
+class Term:
+    """An immutable expression or condition over the symbols of one scope; equal ones are one object."""
 
-    __slots__ = (
-        "__weakref__",
-        "_run",
-        "_text",
-        "args",
-        "hint",
-        "op",
-        "order",
-        "poly",
-        "range",
-        "real",
-        "scope",
-        "simple",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_run", "_text", "args", "hint", "op", "order", "scope")
 
-    def __init__(self, scope: Any, op: str, args: tuple[Any, ...], poly: Poly | None, hint: Any) -> None:
+    def __init__(self, scope: Any, op: str, args: tuple[Any, ...], hint: Any) -> None:
         self.scope = scope
         self.op = op
         self.args = args
         self.hint = hint
-        self.real = type(hint) is float
         self.order: int = scope.next_order()
-        self.poly: Poly = {(self,): 1} if poly is None else poly
-        #: What the scope remembers of it: (version, low, high) and (version, simplified).
-        self.range: tuple[int, int, int] | None = None
-        self.simple: tuple[int, Any] | None = None
         self._text: str | None = None
         self._run: Callable[..., Any] | None = None
 
@@ -78,7 +60,7 @@ class Expr:
         return found
 
     def evaluate(self, values: Mapping[Symbol, int | float]) -> Any:
-        """Its value for these values of its symbols."""
+        """What it is for these values of its symbols."""
         return evaluate(self, values)
 
     def __str__(self) -> str:
@@ -88,50 +70,42 @@ class Expr:
 
     __repr__ = __str__
 
-    def __deepcopy__(self, memo: Any) -> Expr:
+    def __deepcopy__(self, memo: Any) -> Self:
         return self
 
-    def __copy__(self) -> Expr:
+    def __copy__(self) -> Self:
         return self
+
+
+class Expr(Term):
+    """An expression, made only by the functions of `arithmetic`."""
+
+    __slots__ = ("poly", "range", "real", "simple")
+
+    def __init__(self, scope: Any, op: str, args: tuple[Any, ...], poly: Poly | None, hint: Any) -> None:
+        super().__init__(scope, op, args, hint)
+        self.real = type(hint) is float
+        self.poly: Poly = {(self,): 1} if poly is None else poly
+        #: What the scope remembers of it: (version, low, high) and (version, simplified).
+        self.range: tuple[int, int, int] | None = None
+        self.simple: tuple[int, Any] | None = None
 
     def __bool__(self) -> bool:
         raise TypeError(f"whether {self} is zero is a condition; ask its scope to decide it")
 
-    def __add__(self, other: Value) -> Value:
-        return OPERATORS["+"](self, other)
-
-    def __radd__(self, other: Value) -> Value:
-        return OPERATORS["+"](other, self)
-
-    def __sub__(self, other: Value) -> Value:
-        return OPERATORS["-"](self, other)
-
-    def __rsub__(self, other: Value) -> Value:
-        return OPERATORS["-"](other, self)
-
-    def __mul__(self, other: Value) -> Value:
-        return OPERATORS["*"](self, other)
-
-    def __rmul__(self, other: Value) -> Value:
-        return OPERATORS["*"](other, self)
-
-    def __floordiv__(self, other: Value) -> Value:
-        return OPERATORS["//"](self, other)
-
-    def __rfloordiv__(self, other: Value) -> Value:
-        return OPERATORS["//"](other, self)
-
-    def __mod__(self, other: Value) -> Value:
-        return OPERATORS["%"](self, other)
-
-    def __rmod__(self, other: Value) -> Value:
-        return OPERATORS["%"](other, self)
-
-    def __truediv__(self, other: Value) -> Value:
-        return OPERATORS["/"](self, other)
-
-    def __rtruediv__(self, other: Value) -> Value:
-        return OPERATORS["/"](other, self)
+    # The operators: `kiln.base.arithmetic` defines them.
+    __add__: Operator
+    __radd__: Operator
+    __sub__: Operator
+    __rsub__: Operator
+    __mul__: Operator
+    __rmul__: Operator
+    __floordiv__: Operator
+    __rfloordiv__: Operator
+    __mod__: Operator
+    __rmod__: Operator
+    __truediv__: Operator
+    __rtruediv__: Operator
 
     def __neg__(self) -> Value:
         return OPERATORS["*"](-1, self)
@@ -151,47 +125,14 @@ class Symbol(Expr):
         self.high = high
 
 
-class Condition:
-    """An immutable statement about symbols that is true or false once they are known.
+class Condition(Term):
+    """A statement about symbols that is true or false once they are known.
 
     `op` is "==", "!=" or "<=" with one integer expression in `args`, which is compared with zero; "float"
     with an operator and two operands; "and", "or" with conditions; "not" with one.
     """
 
-    __slots__ = ("__weakref__", "_run", "_text", "args", "hint", "op", "order", "scope")
-
-    def __init__(self, scope: Any, op: str, args: tuple[Any, ...], hint: bool) -> None:
-        self.scope = scope
-        self.op = op
-        self.args = args
-        self.hint = hint
-        self.order: int = scope.next_order()
-        self._text: str | None = None
-        self._run: Callable[..., Any] | None = None
-
-    def symbols(self) -> set[Symbol]:
-        """The symbols that occur in it."""
-        found: set[Symbol] = set()
-        for arg in self.args:
-            _collect(arg, found)
-        return found
-
-    def evaluate(self, values: Mapping[Symbol, int | float]) -> bool:
-        """Whether it holds for these values of its symbols."""
-        return bool(evaluate(self, values))
-
-    def __str__(self) -> str:
-        if self._text is None:
-            self._text = render_condition(self)
-        return self._text
-
-    __repr__ = __str__
-
-    def __deepcopy__(self, memo: Any) -> Condition:
-        return self
-
-    def __copy__(self) -> Condition:
-        return self
+    __slots__ = ()
 
     def __bool__(self) -> bool:
         raise TypeError(f"whether {self} holds is for its scope to decide")
@@ -313,6 +254,11 @@ def hint_of(value: Any) -> Any:
     return value.hint if isinstance(value, Expr) else value
 
 
+def hinted(size: Any) -> int:
+    """A size as a number: what it was when traced."""
+    return size if type(size) is int else int(getattr(size, "hint", size))
+
+
 def weight(monomial: Monomial) -> tuple[int, tuple[int, ...]]:
     """The order of terms: high degrees first."""
     return -len(monomial), tuple([part.order for part in monomial])
@@ -323,7 +269,7 @@ def weight(monomial: Monomial) -> tuple[int, tuple[int, ...]]:
 
 def evaluate(value: Any, values: Mapping[Symbol, int | float]) -> Any:
     """An expression or condition for these values of its symbols; plain values are themselves."""
-    if not isinstance(value, (Expr, Condition)):
+    if not isinstance(value, Term):
         return value
     symbols = sorted(value.symbols(), key=_order)
     if value._run is None:
@@ -339,7 +285,9 @@ def function_of(symbols: Iterable[Symbol], text: str) -> Callable[..., Any]:
 
 
 def render(value: Any, level: int) -> str:
-    """Python source for a number or expression, in parentheses where it binds less than `level`."""
+    """Python source for a number, expression or condition, in parentheses where it binds below `level`."""
+    if isinstance(value, Condition):
+        return render_condition(value)
     if not isinstance(value, Expr):
         return repr(value) if value >= 0 or level < 2 else f"({value!r})"
     if isinstance(value, Symbol):

@@ -17,17 +17,13 @@ from torch import fx
 
 from kiln.base import profiling
 from kiln.base.errors import Bug
-from kiln.base.expressions import CALLS, SUM, Expr, Symbol
+from kiln.base.expressions import CALLS, INFIX, SUM, Expr, Symbol
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, label, mapped, nodes_in, show
 from kiln.base.tracebacks import retold
 
 aten = torch.ops.aten
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "//": operator.floordiv, "%": operator.mod, "/": operator.truediv, "+": operator.add, "-": operator.sub,
-    "*": operator.mul, "**": operator.pow, "&": operator.and_, "|": operator.or_, "^": operator.xor,
-    "<<": operator.lshift, ">>": operator.rshift, **CALLS,
-}  # fmt: skip
+OPERATORS: dict[str, Callable[..., Any]] = {op: function for op, (_, function) in INFIX.items()} | CALLS
 """What an operator of an expression is in an fx graph."""
 
 _numbers = count()
@@ -48,25 +44,18 @@ def bindings(graph: Graph) -> dict[Symbol, tuple[Node, str, int]]:
     return found
 
 
-def expressions(graph: Graph) -> Iterator[Expr]:
+def expressions(graph: Graph) -> list[Expr]:
     """The symbolic expressions in arguments and outputs, with repetitions."""
+    found: list[Expr] = []
 
-    def leaves(value: Any) -> Iterator[Expr]:
-        kind = type(value)
-        if kind is Expr or kind is Symbol:
-            yield value
-        elif kind is tuple or kind is list:
-            for item in value:
-                yield from leaves(item)
-        elif kind is dict:
-            yield from leaves(tuple(value.values()))
-        elif kind is slice:
-            yield from leaves((value.start, value.stop, value.step))
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, Expr):
+            found.append(leaf)
 
     for node in graph.nodes:
-        yield from leaves(node.args)
-        yield from leaves(tuple(node.kwargs.values()))
-    yield from leaves(graph.outputs)
+        mapped((node.args, node.kwargs), note)
+    mapped(graph.outputs, note)
+    return found
 
 
 # As an fx graph

@@ -12,33 +12,11 @@ from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from kiln.base import log as lines
-from kiln.base.recorded import HEAVY as HEAVY
-from kiln.base.recorded import KINDS as KINDS
-from kiln.base.recorded import TOPICS as TOPICS
-from kiln.base.recorded import BreakRecord as BreakRecord
-from kiln.base.recorded import CacheRecord as CacheRecord
-from kiln.base.recorded import CodeRecord as CodeRecord
-from kiln.base.recorded import Failure as Failure
-from kiln.base.recorded import FallbackRecord as FallbackRecord
-from kiln.base.recorded import Fused as Fused
-from kiln.base.recorded import GraphRecord as GraphRecord
-from kiln.base.recorded import KernelRecord as KernelRecord
-from kiln.base.recorded import Lodged as Lodged
-from kiln.base.recorded import Op as Op
-from kiln.base.recorded import PlanRecord as PlanRecord
-from kiln.base.recorded import RecompileRecord as RecompileRecord
-from kiln.base.recorded import Record as Record
-from kiln.base.recorded import ResidualRecord as ResidualRecord
-from kiln.base.recorded import StageRecord as StageRecord
-from kiln.base.recorded import Step as Step
-from kiln.base.recorded import TextRecord as TextRecord
-from kiln.base.recorded import TunedRecord as TunedRecord
-from kiln.base.recorded import Value as Value
-from kiln.base.recorded import ValuesRecord as ValuesRecord
+from kiln.base import recorded as kinds
+from kiln.base.recorded import *  # noqa: F403  (the kinds of records are asked of this module)
 
 KEPT = 256
 """How many records of each kind the process-wide log keeps."""
@@ -53,33 +31,33 @@ class Records:
 
     def __init__(self, kept: int | None = None, light: bool = False) -> None:
         self._kept, self.light = kept, light
-        self.graphs: MutableSequence[GraphRecord] = self._store()
-        self.breaks: MutableSequence[BreakRecord] = self._store()
-        self.recompiles: MutableSequence[RecompileRecord] = self._store()
-        self.fallbacks: MutableSequence[FallbackRecord] = self._store()
-        self.residuals: MutableSequence[ResidualRecord] = self._store()
-        self.codes: MutableSequence[CodeRecord] = self._store()
-        self.tuned: MutableSequence[TunedRecord] = self._store()
-        self.stages: MutableSequence[StageRecord] = self._store()
-        self.kernels: MutableSequence[KernelRecord] = self._store()
-        self.plans: MutableSequence[PlanRecord] = self._store()
-        self.values: MutableSequence[ValuesRecord] = self._store()
-        self.texts: MutableSequence[TextRecord] = self._store()
-        self.caches: MutableSequence[CacheRecord] = self._store()
+        self.graphs: MutableSequence[kinds.GraphRecord] = self._store()
+        self.breaks: MutableSequence[kinds.BreakRecord] = self._store()
+        self.recompiles: MutableSequence[kinds.RecompileRecord] = self._store()
+        self.fallbacks: MutableSequence[kinds.FallbackRecord] = self._store()
+        self.residuals: MutableSequence[kinds.ResidualRecord] = self._store()
+        self.codes: MutableSequence[kinds.CodeRecord] = self._store()
+        self.tuned: MutableSequence[kinds.TunedRecord] = self._store()
+        self.stages: MutableSequence[kinds.StageRecord] = self._store()
+        self.kernels: MutableSequence[kinds.KernelRecord] = self._store()
+        self.plans: MutableSequence[kinds.PlanRecord] = self._store()
+        self.values: MutableSequence[kinds.ValuesRecord] = self._store()
+        self.texts: MutableSequence[kinds.TextRecord] = self._store()
+        self.caches: MutableSequence[kinds.CacheRecord] = self._store()
         self.totals: Counter[str] = Counter()
 
     def _store(self) -> MutableSequence[Any]:
         return [] if self._kept is None else deque(maxlen=self._kept)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: kinds.Record) -> None:
         """Keep one record."""
-        kind = KINDS[type(record)]
+        kind = kinds.KINDS[type(record)]
         self.totals[kind] += 1
         getattr(self, kind).append(record)
 
     def clear(self) -> None:
         """Forget all records and counts."""
-        for kind in KINDS.values():
+        for kind in kinds.KINDS.values():
             getattr(self, kind).clear()
         self.totals.clear()
 
@@ -87,7 +65,7 @@ class Records:
         """The records as they are now."""
         made = Records()
         with _lock:
-            for kind in KINDS.values():
+            for kind in kinds.KINDS.values():
                 getattr(made, kind).extend(getattr(self, kind))
             made.totals.update(self.totals)
         return made
@@ -99,15 +77,13 @@ class Records:
             _everywhere = (*_everywhere, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _everywhere
         with _lock:
             _everywhere = tuple(one for one in _everywhere if one is not self)
 
     def __repr__(self) -> str:
-        counts = [f"{kind}={self.totals[kind]}" for kind in KINDS.values() if self.totals[kind]]
+        counts = [f"{kind}={self.totals[kind]}" for kind in kinds.KINDS.values() if self.totals[kind]]
         return f"Records({', '.join(counts)})"
 
 
@@ -120,15 +96,15 @@ _everywhere: tuple[Records, ...] = ()
 _names: Counter[str] = Counter()
 
 
-def emit(record: Record) -> None:
+def emit(record: kinds.Record) -> None:
     """Hand a record to the collectors of this context, to those of all threads, and to the log."""
-    topic = TOPICS.get(type(record), "")
-    if isinstance(record, HEAVY) and not heard() and not lines.wants(topic):
+    topic = kinds.TOPICS.get(type(record), "")
+    if isinstance(record, kinds.HEAVY) and not heard() and not lines.wants(topic):
         return
-    light = record.light() if isinstance(record, (GraphRecord, ResidualRecord)) else record
+    light = record.light() if isinstance(record, (kinds.GraphRecord, kinds.ResidualRecord)) else record
     for collector in (*_collectors.get(), *_everywhere):
         collector.add(light if collector.light else record)
-    if not isinstance(record, HEAVY):
+    if not isinstance(record, kinds.HEAVY):
         with _lock:
             log.add(light)
     if lines.wants(topic):
@@ -168,11 +144,9 @@ class timed:  # noqa: N801
         self._began = perf_counter() if heard() or lines.wants("time") else 0.0
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if began := self._began:
-            emit(StageRecord(self.graph, self._stage, self._half, began, perf_counter() - began))
+            emit(kinds.StageRecord(self.graph, self._stage, self._half, began, perf_counter() - began))
 
 
 def unique(region: str) -> str:

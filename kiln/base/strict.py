@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 
@@ -41,9 +40,7 @@ class error_on_graph_break:  # noqa: N801
         self.before = now()
         put(self.error)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         put(self.before)
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:

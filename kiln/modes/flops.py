@@ -28,16 +28,14 @@ def counts(*overloads: str) -> Callable[[Any], Any]:
     return declare
 
 
-@counts("mm", "bmm", "_int_mm", "_scaled_mm", "mm.dtype", "bmm.dtype", "mv", "dot", "vdot")
-def _product(args: Any, kwargs: Any, out: Any) -> Any:
-    return 2 * out.numel() * args[0].shape[-1]
+def _product(place: int) -> Callable[[Any, Any, Any], Any]:
+    """What counts a product whose left factor is the argument at this place."""
+    return lambda args, kwargs, out: 2 * out.numel() * args[place].shape[-1]
 
 
-@counts(
-    "addmm", "baddbmm", "addmm.dtype", "baddbmm.dtype", "addmm_", "baddbmm_", "addmv", "_addmm_activation"
-)
-def _added_product(args: Any, kwargs: Any, out: Any) -> Any:
-    return 2 * out.numel() * args[1].shape[-1]
+counts("mm", "bmm", "_int_mm", "_scaled_mm", "mm.dtype", "bmm.dtype", "mv", "dot", "vdot")(_product(0))
+counts("addmm", "baddbmm", "addmm.dtype", "baddbmm.dtype", "addmm_", "baddbmm_", "addmv", "_addmm_activation",
+       "linear")(_product(1))  # fmt: skip
 
 
 def _conv(x: Any, weight: Any, out: Any, transposed: bool) -> Any:
@@ -57,11 +55,10 @@ def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Any:
     return _conv(x, weight, grad, transposed) * (int(mask[0]) + int(mask[1]))
 
 
-def attention(query: Any, key: Any, value: Any) -> Any:
-    """The two products of attention; masks do not make it less, kernels may skip what they hide."""
+def attention(query: Any, key: Any, value: Any, scores: int = 1, values: int = 1) -> Any:
+    """So many products of the scores' kind and of the values': masks do not make it less than it is."""
     *batch, rows, width = query.shape
-    columns = key.shape[-2]
-    return 2 * prod(batch) * rows * columns * (width + value.shape[-1])
+    return 2 * prod(batch) * rows * key.shape[-2] * (scores * width + values * value.shape[-1])
 
 
 FORWARD_ATTENTION = (
@@ -80,17 +77,10 @@ def _attention(args: Any, kwargs: Any, out: Any) -> Any:
 def _attention_backward(args: Any, kwargs: Any, out: Any) -> Any:
     """The scores again, then the gradients of the scores, of values, of queries and of keys."""
     query, key, value = args[1:4]
-    *batch, rows, width = query.shape
-    columns = key.shape[-2]
-    return 2 * prod(batch) * rows * columns * (3 * width + 2 * value.shape[-1])
+    return attention(query, key, value, scores=3, values=2)
 
 
 @counts("linear_backward")
 def _linear_backward(args: Any, kwargs: Any, out: Any) -> Any:
     grad, weight, mask = args[1], args[2], args[3]
     return 2 * (grad.numel() // weight.shape[0]) * weight.numel() * (int(mask[0]) + int(mask[1]))
-
-
-@counts("linear")
-def _linear(args: Any, kwargs: Any, out: Any) -> Any:
-    return 2 * out.numel() * args[1].shape[-1]

@@ -16,7 +16,7 @@ from kiln.modes.fake import fake
 from kiln.modes.flops import FLOPS
 from kiln.modes.measured import Measurement, Row
 from kiln.modes.memory import Ledger
-from kiln.ops.fake import LARGEST_FOLDED, LITERALS, FakeTensor, fake_like
+from kiln.ops.fake import LARGEST_FOLDED, LITERALS, FakeTensor, fake_like, tensors_in
 
 _sequence = torch._C._autograd._get_sequence_nr
 _node = torch._C._current_autograd_node
@@ -213,18 +213,6 @@ def loss_of(out: Any) -> Any:
     """Where the backward pass starts: the loss in a result that has one, or the whole result."""
     loss = out.get("loss") if isinstance(out, dict) else None
     return loss if isinstance(loss, torch.Tensor) else out
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of results."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def first(out: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from kiln.ops.aliases import base_of
 from kiln.ops.fake import FakeTensor
+from kiln.ops.meta import reach
 
 
 class Memory:
@@ -57,10 +58,7 @@ class Ledger:
 
 def extent(tensor: torch.Tensor) -> int:
     """The bytes of the memory that a tensor with memory of its own has."""
-    if not tensor.numel():
-        return 0
-    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((tensor.storage_offset() + reach) * tensor.element_size())
+    return reach(tensor) * tensor.element_size() if tensor.numel() else 0
 
 
 def results(out: Any) -> Iterator[tuple[int, FakeTensor]]:

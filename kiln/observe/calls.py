@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import field
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 from kiln import _launch
@@ -52,9 +51,7 @@ class Calls:
             _launch.set_marker(self._begin)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not profiling.active:
             _launch.set_marker(None)
 

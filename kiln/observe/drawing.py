@@ -9,17 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kiln.observe.shape import (
-    Facts,
-    GraphFact,
-    GuardFact,
-    KernelFact,
-    OpFact,
-    PlaceFact,
-    PlanFact,
-    TextFact,
-    ValuesFact,
-)
+from kiln.observe.facts import Fact
 
 #: Names that begin with an underscore, and sentences on classes and functions.
 PLUMBING = re.compile(r"(^|\W)_\w|as the class defines it|of its own$|has the code and")
@@ -49,7 +39,7 @@ class Table:
         return self._known[key]
 
 
-def drawings(facts: Facts, files: Table) -> list[dict[str, Any]]:
+def drawings(facts: Fact, files: Table) -> list[dict[str, Any]]:
     """The graphs of a run, each in its forms: as captured, and each half in primitives with its kernels."""
     return [Drawing(facts, graph, files).drawn() for graph in facts["graphs"]]
 
@@ -57,7 +47,7 @@ def drawings(facts: Facts, files: Table) -> list[dict[str, Any]]:
 class Drawing:
     """One graph being drawn."""
 
-    def __init__(self, facts: Facts, graph: GraphFact, files: Table) -> None:
+    def __init__(self, facts: Fact, graph: Fact, files: Table) -> None:
         self.facts, self.graph, self.files = facts, graph, files
         self.ops = {op["name"]: op for op in graph["operations"]}
 
@@ -96,7 +86,7 @@ class Drawing:
         made = form.drawn(self.text("", "captured"))
         return {**made, "like": computed["name"]} if computed else made
 
-    def half(self, half: ValuesFact) -> dict[str, Any]:
+    def half(self, half: Fact) -> dict[str, Any]:
         """A half in primitives; those of one captured op are a module of their own."""
         name = half["half"]
         form = Form(name, name.capitalize() or "Compiled", self.files)
@@ -126,7 +116,7 @@ class Drawing:
             }  # fmt: skip
         return made
 
-    def launches(self, form: Form, plan: PlanFact | None, half: str) -> dict[int, int]:
+    def launches(self, form: Form, plan: Fact | None, half: str) -> dict[int, int]:
         """For each step of a plan that runs a kernel its number in the drawing; a kernel may run often."""
         kernels = {one["id"]: one for one in self.facts["kernels"] if one["graph"] == self.graph["name"]}
         key = self.graph["name"], half
@@ -142,10 +132,8 @@ class Drawing:
 
     def text(self, half: str, stage: str) -> str:
         wanted = self.graph["name"], half, stage
-        for one in self.facts["texts"]:
-            if (one["graph"], one["half"], one["stage"]) == wanted:
-                return one["text"]
-        return ""
+        texts = {(one["graph"], one["half"], one["stage"]): one["text"] for one in self.facts["texts"]}
+        return str(texts.get(wanted, ""))
 
 
 class Form:
@@ -160,7 +148,7 @@ class Form:
 
     def node(
         self, name: str, op: str, kind: str, inputs: Iterable[str], spec: str, path: Sequence[str],
-        stack: Sequence[PlaceFact], launch: int, call: str = "", origin: str = "",
+        stack: Sequence[Fact], launch: int, call: str = "", origin: str = "",
     ) -> None:  # fmt: skip
         """Add a node after those that it reads."""
         self.numbers[name] = len(self.nodes)
@@ -172,7 +160,7 @@ class Form:
         }  # fmt: skip
         self.nodes.append({**made, **({"a": call} if call else {}), **({"f": origin} if origin else {})})
 
-    def kernel(self, kernel: KernelFact, functions: dict[str, dict[str, str]]) -> None:
+    def kernel(self, kernel: Fact, functions: dict[str, dict[str, str]]) -> None:
         """Add a launch of a kernel; its ops are counted when all nodes are there."""
         codes = [self.codes.add(("Loops", kernel["nest"]), {"title": "Loops", "text": kernel["nest"]})]
         for language, known in functions.items():
@@ -197,14 +185,14 @@ class Form:
         }  # fmt: skip
 
 
-def place(fact: PlaceFact | None) -> dict[str, Any] | None:
+def place(fact: Fact | None) -> dict[str, Any] | None:
     """A place without its text."""
     if fact is None:
         return None
     return {"file": fact["file"], "line": fact["line"], "function": fact["function"]}
 
 
-def inside(guard: GuardFact) -> bool:
+def inside(guard: Fact) -> bool:
     """Whether a guard is on how Python and torch call things: hooks, classes, what code of torch's reads."""
     if " tensor " in guard["text"]:
         return False
@@ -222,7 +210,7 @@ def parts(module: str) -> list[str]:
     return module.split(".") if module else []
 
 
-def split(text: TextFact) -> dict[str, str]:
+def split(text: Fact) -> dict[str, str]:
     """The functions of a module by name: of LLVM's language, or of PTX."""
     found: dict[str, str] = {}
     lines: list[str] = []
@@ -252,7 +240,7 @@ def code_of(names: Sequence[str], functions: dict[str, str]) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}\n… {len(text) - LONGEST} more characters"
 
 
-def op_lines(ops: Iterable[OpFact]) -> Counter[tuple[str, int]]:
+def op_lines(ops: Iterable[Fact]) -> Counter[tuple[str, int]]:
     """How many ops of a graph each line of the program stands for, in all frames of their stacks."""
     lines: Counter[tuple[str, int]] = Counter()
     for op in ops:

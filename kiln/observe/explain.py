@@ -17,8 +17,7 @@ from kiln.base.records import (
     ResidualRecord,
 )
 from kiln.bytecode.beside import became, beside
-from kiln.observe.facts import facts
-from kiln.observe.shape import Facts
+from kiln.observe.facts import Fact, facts
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Explanation:
     result: Any
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> Fact:
         """All of it as plain data."""
         return facts(self.records)
 

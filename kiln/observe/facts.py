@@ -1,11 +1,16 @@
-"""Facts: collected records as plain data, which `--json`, the page and tests share."""
+"""Facts: collected records as plain data, which `--json`, the page and tests share.
+
+A fact is a dict of the fields of its record (`kiln.base.recorded` says what they are), places and other parts
+of it dicts as well. What is added, left out or put together differently is said here.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeAlias
 
-from kiln.base.errors import Place
 from kiln.base.records import (
     BreakRecord,
     Failure,
@@ -15,62 +20,43 @@ from kiln.base.records import (
     RecompileRecord,
     Records,
     StageRecord,
-    ValuesRecord,
-)
-from kiln.observe.shape import (
-    BreakFact,
-    Facts,
-    GraphFact,
-    KernelFact,
-    PlaceFact,
-    PlanFact,
-    RecompileFact,
-    StageFact,
-    SummaryFact,
-    ValuesFact,
 )
 
 VERSION = 1
 """The shape of the facts: a change of it that is no addition counts up."""
 
+Fact: TypeAlias = dict[str, Any]
 
-def facts(records: Records, texts: bool = False) -> Facts:
+
+def plain(value: Any, *without: str) -> Any:
+    """A record as data, but for some of its fields."""
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if not is_dataclass(value):
+        return value
+    names = [field.name for field in fields(value) if field.name not in without]
+    return {name: plain(getattr(value, name)) for name in names}
+
+
+def facts(records: Records, texts: bool = False) -> Fact:
     """The facts of collected records; the stages' texts and values only where asked for, as they are long."""
-    kernels = [kernel_fact(one, records) for one in records.kernels]
-    breaks = break_facts(records.breaks)
-    recompiles = recompile_facts(records.recompiles)
     plans = [plan_fact(one) for one in records.plans]
     stages = stage_facts(records.stages)
+    events = [one.event for one in records.caches]
     return {
         "version": VERSION,
         "summary": summary(records, stages, plans),
         "graphs": [graph_fact(one, records) for one in records.graphs],
-        "breaks": breaks,
-        "recompiles": recompiles,
+        "breaks": break_facts(records.breaks),
+        "recompiles": recompile_facts(records.recompiles),
         "stages": stages,
-        "kernels": kernels,
+        "kernels": [kernel_fact(one, records) for one in records.kernels],
         "plans": plans,
-        "values": [values_fact(one) for one in records.values] if texts else [],
-        "fallbacks": [{"region": r.region, "error": r.error, "file": r.file} for r in records.fallbacks],
-        "texts": [
-            {"graph": r.graph, "half": r.half, "stage": r.stage, "language": r.language, "text": r.text}
-            for r in (records.texts if texts else ())
-        ],
-        "cache": {
-            "hits": sum(one.event == "hit" for one in records.caches),
-            "misses": sum(one.event == "miss" for one in records.caches),
-            "written": sum(one.event == "written" for one in records.caches),
-        },
-    }
-
-
-def place_fact(place: Place | None) -> PlaceFact | None:
-    """A place as data."""
-    if place is None:
-        return None
-    return {
-        "file": place.file, "line": place.line, "function": place.function, "text": place.text,
-        "column": place.column, "width": place.width,
+        "values": [plain(one) for one in records.values] if texts else [],
+        "fallbacks": [plain(one) for one in records.fallbacks],
+        "texts": [plain(one) for one in records.texts] if texts else [],
+        "cache": {"hits": events.count("hit"), "misses": events.count("miss"),
+                  "written": events.count("written")},
     }  # fmt: skip
 
 
@@ -78,8 +64,8 @@ def kernel_id(graph: str, half: str, name: str) -> str:
     return f"{graph} {half} {name}"
 
 
-def graph_fact(record: GraphRecord, records: Records) -> GraphFact:
-    """A graph, its nodes with the kernels and eager kernels that compute them."""
+def graph_fact(record: GraphRecord, records: Records) -> Fact:
+    """A graph; its nodes have the ids of the kernels, and the eager kernels, that compute them."""
     kernels: dict[str, list[str]] = defaultdict(list)
     calls: dict[str, list[str]] = defaultdict(list)
     for plan in records.plans:
@@ -90,32 +76,25 @@ def graph_fact(record: GraphRecord, records: Records) -> GraphFact:
                 for origin in step.origins:
                     kernels[origin].append(kernel_id(plan.graph, plan.half, step.name))
     return {
-        "name": record.name,
-        "region": record.region,
-        "ops": record.ops,
-        "inputs": record.inputs,
-        "start": place_fact(record.start),
-        "end": place_fact(record.end),
+        **plain(record, "graph", "guards", "operations", "guarded"),
         "operations": [
             {
-                "name": op.name, "op": op.op, "kind": op.kind, "inputs": list(op.inputs), "spec": op.spec,
-                "module": op.module, "place": place_fact(op.place),
-                "stack": [fact for place in op.places if (fact := place_fact(place)) is not None],
+                **plain(op, "places"), "place": plain(op.place), "stack": plain(op.places),
                 "kernels": kernels.get(op.name, []), "calls": calls.get(op.name, []),
             }
             for op in record.operations
         ],
-        "guards": [{"text": text, "place": place_fact(place)} for text, place in record.guarded],
+        "guards": [{"text": text, "place": plain(place)} for text, place in record.guarded],
     }  # fmt: skip
 
 
-def break_facts(records: Iterable[BreakRecord]) -> list[BreakFact]:
+def break_facts(records: Iterable[BreakRecord]) -> list[Fact]:
     """The breaks, those of one place together."""
-    found: dict[object, BreakFact] = {}
+    found: dict[object, Fact] = {}
     for record in records:
         key = record.kind, record.place, record.why, record.region
         fact = found.setdefault(key, {
-            "kind": record.kind, "region": record.region, "graphs": [], "place": place_fact(record.place),
+            "kind": record.kind, "region": record.region, "graphs": [], "place": plain(record.place),
             "reason": record.why, "remedy": record.hint, "count": 0,
         })  # fmt: skip
         fact["count"] += 1
@@ -124,9 +103,9 @@ def break_facts(records: Iterable[BreakRecord]) -> list[BreakFact]:
     return list(found.values())
 
 
-def recompile_facts(records: Iterable[RecompileRecord]) -> list[RecompileFact]:
+def recompile_facts(records: Iterable[RecompileRecord]) -> list[Fact]:
     """The recompiles by the value that was another than in the entry that is nearest."""
-    found: dict[object, RecompileFact] = {}
+    found: dict[object, Fact] = {}
     followed: dict[str, set[object]] = {}
     """For each region that was compiled again, the places after its breaks that were too, since then."""
     for record in records:
@@ -141,30 +120,27 @@ def recompile_facts(records: Iterable[RecompileRecord]) -> list[RecompileFact]:
 
 
 def add_failure(
-    found: dict[object, RecompileFact], record: RecompileRecord, failure: Failure, follows: bool
+    found: dict[object, Fact], record: RecompileRecord, failure: Failure, follows: bool
 ) -> None:
     key = record.region, record.place, failure.source, follows
     fact = found.setdefault(key, {
-        "region": record.region, "function": place_fact(record.place), "source": failure.source,
+        "region": record.region, "function": plain(record.place), "source": failure.source,
         "guard": "", "place": None, "remedy": "", "count": 0, "changes": [],
         "limited": False, "follows": follows,
     })  # fmt: skip
-    fact["guard"], fact["remedy"], fact["place"] = failure.guard, failure.advice, place_fact(failure.place)
+    fact["guard"], fact["remedy"], fact["place"] = failure.guard, failure.advice, plain(failure.place)
     fact["count"] += 1
     fact["changes"].append({"old": failure.old, "new": failure.new})
     fact["limited"] |= record.limited
 
 
-def stage_facts(records: Sequence[StageRecord]) -> list[StageFact]:
-    """The stages in the order in which they began."""
+def stage_facts(records: Sequence[StageRecord]) -> list[Fact]:
+    """The stages in the order in which they began, since the first; `own` leaves out the stages within."""
     ordered = sorted(records, key=lambda one: (one.start, -one.seconds))
-    made: list[StageFact] = []
-    around: list[tuple[float, StageFact]] = []
+    made: list[Fact] = []
+    around: list[tuple[float, Fact]] = []
     for one in ordered:
-        fact: StageFact = {
-            "graph": one.graph, "half": one.half, "stage": one.stage, "start": one.start - ordered[0].start,
-            "seconds": one.seconds, "own": one.seconds,
-        }  # fmt: skip
+        fact = {**plain(one), "start": one.start - ordered[0].start, "own": one.seconds}
         while around and around[-1][0] <= one.start:
             around.pop()
         if around:
@@ -174,73 +150,33 @@ def stage_facts(records: Sequence[StageRecord]) -> list[StageFact]:
     return made
 
 
-def kernel_fact(record: KernelRecord, records: Records) -> KernelFact:
-    """A kernel, its ops under the names that the captured graph has for them."""
+def kernel_fact(record: KernelRecord, records: Records) -> Fact:
+    """A kernel with a unique id, its ops under the names that the captured graph has for them."""
     graph = next((one for one in records.graphs if one.name == record.graph), None)
     ops = {op.name: op for op in graph.operations} if graph else {}
-    return {
-        "id": kernel_id(record.graph, record.half, record.name),
-        "graph": record.graph,
-        "half": record.half,
-        "name": record.name,
-        "device": record.device,
-        "nest": record.nest,
-        "fused": [
-            {
-                "origin": one.origin if one.origin in ops else "",
-                "op": ops[one.origin].op if one.origin in ops else one.op,
-                "place": place_fact(one.place),
-            }
-            for one in record.fused
-        ],
-        "reads": record.reads,
-        "writes": record.writes,
-        "launches": record.launches,
-        "functions": list(record.functions),
-    }
+    fused = [
+        {**plain(one), "op": ops[one.origin].op} if one.origin in ops else {**plain(one), "origin": ""}
+        for one in record.fused
+    ]
+    return {"id": kernel_id(record.graph, record.half, record.name), **plain(record), "fused": fused}
 
 
-def plan_fact(record: PlanRecord) -> PlanFact:
-    """A plan with its memory."""
-    return {
-        "graph": record.graph,
-        "half": record.half,
-        "steps": [
-            {
-                "kind": step.kind, "name": step.name,
-                "kernel": kernel_id(record.graph, record.half, step.name) if step.kind == "kernel" else "",
-                "origin": step.origin, "place": place_fact(step.place), "bytes": step.bytes,
-            }
-            for step in record.steps
-        ],
-        "arena": record.arena,
-        "peak": record.peak,
-        "eager_peak": record.eager_peak,
-        "eager": list(record.eager),
-    }  # fmt: skip
+def plan_fact(record: PlanRecord) -> Fact:
+    """A plan with its memory; steps that run a kernel have its id."""
+    steps = [
+        {**plain(step, "origins"),
+         "kernel": kernel_id(record.graph, record.half, step.name) if step.kind == "kernel" else ""}
+        for step in record.steps
+    ]  # fmt: skip
+    return {**plain(record), "steps": steps, "peak": record.peak, "eager_peak": record.eager_peak}
 
 
-def values_fact(record: ValuesRecord) -> ValuesFact:
-    """The values of a half, with their memory."""
-    return {
-        "graph": record.graph,
-        "half": record.half,
-        "values": [
-            {
-                "name": one.name, "op": one.op, "kind": one.kind, "inputs": list(one.inputs),
-                "spec": one.spec, "origin": one.origin, "step": one.step, "call": one.call,
-            }
-            for one in record.values
-        ],
-        "lodged": [
-            {"name": one.name, "bytes": one.bytes, "offset": one.offset, "first": one.first, "last": one.last}
-            for one in record.lodged
-        ],
-    }  # fmt: skip
+def summary(records: Records, stages: Iterable[Fact], plans: Iterable[Fact]) -> Fact:
+    """The counts of everything, bytes and calls of one run of every graph, seconds spent compiling.
 
-
-def summary(records: Records, stages: Iterable[StageFact], plans: Iterable[PlanFact]) -> SummaryFact:
-    """The counts of everything."""
+    `outside` are the operations between graphs, the instructions that broke them; `share` of all operations
+    were captured.
+    """
     ops = sum(one.ops for one in records.graphs)
     outside = len({(one.place, one.kind) for one in records.breaks if one.place is not None})
     return {

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from kiln.base.log import warn
@@ -19,8 +18,7 @@ from kiln.base.records import Records
 from kiln.observe.calls import Call, Calls
 from kiln.observe.document import page
 from kiln.observe.drawing import Table, drawings, in_torch, op_lines, place
-from kiln.observe.facts import facts
-from kiln.observe.shape import BreakFact, Facts, GraphFact, StageFact, SummaryFact
+from kiln.observe.facts import Fact, facts
 
 MOST_FILES = 40
 LONGEST_FILE = 20_000
@@ -79,9 +77,7 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -105,7 +101,7 @@ def page_data(records: Records, calls: Mapping[str, Call], title: str) -> dict[s
             return otherwise
 
     files = Table()
-    made: Facts | None = part("What was captured", facts, records, True, otherwise=None)
+    made: Fact | None = part("What was captured", facts, records, True, otherwise=None)
     if made is None:
         return {"title": title, "about": about(), "problems": problems}
     graphs = part("The graphs", drawings, made, files)
@@ -135,7 +131,7 @@ def about() -> str:
     return f"kiln {kiln}, torch {torch}, Python {platform.python_version()} on {platform.machine()}, {when}"
 
 
-def counts(given: SummaryFact, places: int) -> list[dict[str, Any]]:
+def counts(given: Fact, places: int) -> list[dict[str, Any]]:
     """The numbers at the top of the page."""
     made: list[dict[str, Any]] = [{"label": "Graphs", "value": given["graphs"]}]
     if given["ops"] + given["outside"]:
@@ -153,7 +149,7 @@ def counts(given: SummaryFact, places: int) -> list[dict[str, Any]]:
     return made
 
 
-def sources(graphs: Sequence[GraphFact], breaks: Sequence[BreakFact]) -> list[dict[str, Any]]:
+def sources(graphs: Sequence[Fact], breaks: Sequence[Fact]) -> list[dict[str, Any]]:
     """The files of the program, with the lines that graphs hold and the breaks; the user's own come first."""
     lines: dict[str, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for number, graph in enumerate(graphs):
@@ -182,7 +178,7 @@ def installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
-def compile_lanes(stages: Sequence[StageFact], graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def compile_lanes(stages: Sequence[Fact], graphs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The stages over time: for each graph as many lanes as stages contain each other."""
     numbers = {graph["title"]: number for number, graph in enumerate(graphs)}
     lanes: dict[tuple[str, int], list[dict[str, Any]]] = {}

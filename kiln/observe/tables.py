@@ -13,8 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kiln.observe.facts import Fact
 from kiln.observe.roofline import Line
-from kiln.observe.shape import BreakFact, Facts, KernelFact, PlaceFact, RecompileFact
 
 WIDTH = 110
 """Columns of what is shown where no terminal says how many it has."""
@@ -30,7 +30,7 @@ def counted(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def summary(facts: Facts) -> str:
+def summary(facts: Fact) -> str:
     """One line of counts."""
     s = facts["summary"]
     counts = [counted(s["graphs"], "graph"), counted(s["ops"], "op")]
@@ -49,14 +49,14 @@ def summary(facts: Facts) -> str:
     return ", ".join(counts) + (f"; compiled in {s['seconds']:.2f} s" if s["seconds"] else "")
 
 
-def text(facts: Facts) -> str:
+def text(facts: Fact) -> str:
     """The tables as plain text."""
     out = io.StringIO()
     Console(file=out, width=WIDTH, no_color=True, highlight=False).print(shown(facts))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def shown(facts: Facts) -> RenderableType:
+def shown(facts: Fact) -> RenderableType:
     """Everything that is known, in sections; a section without content is left out."""
     parts: list[RenderableType] = [Text(summary(facts), style="bold")]
     for title, make in SECTIONS.items():
@@ -66,7 +66,7 @@ def shown(facts: Facts) -> RenderableType:
     return Group(*parts)
 
 
-def graphs(facts: Facts) -> list[RenderableType]:
+def graphs(facts: Fact) -> list[RenderableType]:
     rows = [
         (g["name"], str(g["ops"]), str(g["inputs"]), located(g["start"]), line_of(g["end"]))
         for g in facts["graphs"]
@@ -74,14 +74,15 @@ def graphs(facts: Facts) -> list[RenderableType]:
     return table(("graph", "ops", "inputs", "from", "to"), rows, right=(1, 2))
 
 
-def breaks(facts: Facts) -> list[RenderableType]:
+def breaks(facts: Fact) -> list[RenderableType]:
     return [Padding(block(lines), (0, 0, 0, 2)) for lines in map(break_lines, facts["breaks"])]
 
 
-def break_lines(fact: BreakFact) -> list[tuple[str, str]]:
+def break_lines(fact: Fact) -> list[tuple[str, str]]:
     """One break: kind and place, the line with carets, reason and remedy."""
     often = f", {fact['count']} times" if fact["count"] > 1 else ""
-    lines = [("bold", f"[{fact['kind']}] {located(fact['place'])} in {function_of(fact)}{often}")]
+    where = fact["place"]["function"] if fact["place"] else fact["region"]
+    lines = [("bold", f"[{fact['kind']}] {located(fact['place'])} in {where}{often}")]
     lines += code_lines(fact["place"])
     lines.append(("", f"reason: {fact['reason']}"))
     if fact["remedy"]:
@@ -89,11 +90,7 @@ def break_lines(fact: BreakFact) -> list[tuple[str, str]]:
     return lines
 
 
-def function_of(fact: BreakFact) -> str:
-    return fact["place"]["function"] if fact["place"] else fact["region"]
-
-
-def code_lines(place: PlaceFact | None) -> list[tuple[str, str]]:
+def code_lines(place: Fact | None) -> list[tuple[str, str]]:
     if place is None or not place["text"]:
         return []
     lines = [("", f"    {place['text']}")]
@@ -102,7 +99,7 @@ def code_lines(place: PlaceFact | None) -> list[tuple[str, str]]:
     return lines
 
 
-def recompiles(facts: Facts) -> list[RenderableType]:
+def recompiles(facts: Fact) -> list[RenderableType]:
     own = [fact for fact in facts["recompiles"] if not fact["follows"]]
     shown: list[RenderableType] = [Padding(block(recompile_lines(fact)), (0, 0, 0, 2)) for fact in own]
     rest = sum(fact["count"] for fact in facts["recompiles"] if fact["follows"])
@@ -111,7 +108,7 @@ def recompiles(facts: Facts) -> list[RenderableType]:
     return shown
 
 
-def recompile_lines(fact: RecompileFact) -> list[tuple[str, str]]:
+def recompile_lines(fact: Fact) -> list[tuple[str, str]]:
     """One guard that failed: how often, the values, the line that reads it, the remedy."""
     lines = [("bold", f"{fact['region']} ({located(fact['function'])}): {counted(fact['count'], 'time')}")]
     lines.append(("", fact["guard"]))
@@ -128,7 +125,7 @@ def recompile_lines(fact: RecompileFact) -> list[tuple[str, str]]:
     return lines
 
 
-def fallbacks(facts: Facts) -> list[RenderableType]:
+def fallbacks(facts: Fact) -> list[RenderableType]:
     found = []
     for fact in facts["fallbacks"]:
         file = f"; attach {fact['file']} to a report" if fact["file"] else ""
@@ -136,11 +133,11 @@ def fallbacks(facts: Facts) -> list[RenderableType]:
     return list(found)
 
 
-def stages(facts: Facts) -> list[RenderableType]:
+def stages(facts: Fact) -> list[RenderableType]:
     own: Counter[str] = Counter()
     runs: Counter[str] = Counter()
     for stage in facts["stages"]:
-        own[stage["stage"]] += stage["own"]  # type: ignore[assignment]
+        own[stage["stage"]] += stage["own"]
         runs[stage["stage"]] += 1
     whole = sum(own.values()) or 1.0
     rows = [
@@ -150,9 +147,9 @@ def stages(facts: Facts) -> list[RenderableType]:
     return table(("stage", "runs", "time", "share"), rows, right=(1, 2, 3))
 
 
-def kernels(facts: Facts) -> list[RenderableType]:
+def kernels(facts: Fact) -> list[RenderableType]:
     """The kernels, those alike in one row, the ones that move most first."""
-    alike: dict[object, list[KernelFact]] = {}
+    alike: dict[object, list[Fact]] = {}
     for one in facts["kernels"]:
         key = one["graph"], one["half"], fused_text(one), one["reads"], one["writes"]
         alike.setdefault(key, []).append(one)
@@ -165,11 +162,11 @@ def kernels(facts: Facts) -> list[RenderableType]:
     return table(("kernel", "fused", "reads", "writes", "launches"), rows, right=(2, 3, 4), most=TALL)
 
 
-def moved(kernel: KernelFact) -> int:
-    return (kernel["reads"] + kernel["writes"]) * kernel["launches"]
+def moved(kernel: Fact) -> int:
+    return int((kernel["reads"] + kernel["writes"]) * kernel["launches"])
 
 
-def fused_text(kernel: KernelFact) -> str:
+def fused_text(kernel: Fact) -> str:
     """The ops of a kernel, and the lines that they stand on."""
     ops = [one["op"].rpartition(".")[2] for one in kernel["fused"]]
     counts = Counter(ops)
@@ -198,7 +195,7 @@ def span(numbers: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def memory(facts: Facts) -> list[RenderableType]:
+def memory(facts: Fact) -> list[RenderableType]:
     rows = []
     for plan in facts["plans"]:
         kinds = Counter(step["kind"] for step in plan["steps"])
@@ -208,7 +205,7 @@ def memory(facts: Facts) -> list[RenderableType]:
     return table(("graph", "planned", "eager", "kernels", "eager calls"), rows, right=(1, 2, 3, 4))
 
 
-def cache(facts: Facts) -> list[RenderableType]:
+def cache(facts: Fact) -> list[RenderableType]:
     counts = facts["cache"]
     if not any(counts.values()):
         return []
@@ -267,7 +264,7 @@ def block(lines: Iterable[tuple[str, str]]) -> Text:
     return made
 
 
-def located(place: PlaceFact | None) -> str:
+def located(place: Fact | None) -> str:
     """A file and a line, the file relative to where we are when it lies below, or to where packages are."""
     if place is None:
         return "?"
@@ -275,7 +272,7 @@ def located(place: PlaceFact | None) -> str:
     return f"{file.rpartition(PACKAGES)[2]}:{place['line']}"
 
 
-def line_of(place: PlaceFact | None) -> str:
+def line_of(place: Fact | None) -> str:
     return f"{os.path.basename(place['file'])}:{place['line']}" if place else ""
 
 
@@ -289,6 +286,6 @@ def size(count: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
-def show(facts: Facts, console: Any = None) -> None:
+def show(facts: Fact, console: Any = None) -> None:
     """Print everything."""
     (console or Console(highlight=False)).print(shown(facts))

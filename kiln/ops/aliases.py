@@ -19,6 +19,12 @@ QUIETLY_SHARED = frozenset(
 )
 
 
+@cache
+def shows(op: Any) -> bool:
+    """Whether what an op gives is memory that it was given: a view of it, or what it wrote."""
+    return isinstance(op, torch._ops.OpOverload) and any(r.alias_info for r in op._schema.returns)
+
+
 def base_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:
     """The argument whose memory the result at this place shares; None for a new one."""
     bases = bases_in(func)

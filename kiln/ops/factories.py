@@ -19,7 +19,7 @@ from kiln.ops.layout import (
     wrap_dim,
 )
 from kiln.ops.meta import full_device
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten, declare, rule
 
 CPU = torch.device("cpu")
 REAL = frozenset({float, torch.SymFloat})
@@ -44,28 +44,6 @@ def _empty(size: Any, *, memory_format: Any = None, **options: Any) -> Any:
     return _new(size, stride=stride, **options)
 
 
-@rule(aten.zeros.default, aten.ones.default, aten.rand.default, aten.randn.default)
-def _filled(size: Any, **options: Any) -> Any:
-    return _new(size, **options)
-
-
-@rule(aten.full.default)
-def _full(size: Any, value: Any, *, dtype: Any = None, **options: Any) -> Any:
-    if type(value) not in NUMBERS:
-        return NotImplemented
-    return _new(size, dtype=dtype or of_number(type(value)), **options)
-
-
-@rule(aten.scalar_tensor.default)
-def _scalar(value: Any, **options: Any) -> Any:
-    return _new((), **options)
-
-
-@rule(aten.empty_strided.default)
-def _empty_strided(size: Any, stride: Any, **options: Any) -> Any:
-    return _new(size, stride=stride, **options) if len(size) == len(stride) else NotImplemented
-
-
 @rule(aten.arange.start, aten.arange.start_step)
 def _range(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **options: Any) -> Any:
     bounds = (start, end, step)
@@ -81,11 +59,6 @@ def _range(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **options:
     return _new((length,), dtype=dtype, **options)
 
 
-@rule(aten.arange.default)
-def _range_from_zero(end: Any, **options: Any) -> Any:
-    return _range(0, end, **options)
-
-
 @rule(*[getattr(aten, f"{name}_like").default for name in ("empty", "zeros", "ones", "rand", "randn")])
 def _like(x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None,
           pin_memory: Any = None, memory_format: Any = None) -> Any:  # fmt: skip
@@ -95,24 +68,9 @@ def _like(x: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = Non
     return make(x.shape, strides, dtype or x.dtype, x.device if device is None else full_device(device))
 
 
-@rule(aten.full_like.default)
-def _full_like(x: Tensor, value: Any, **options: Any) -> Any:
-    return _like(x, **options)
-
-
 @rule(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default)
 def _new_of(x: Tensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
     return _new(size, dtype=dtype or x.dtype, device=x.device if device is None else device, **options)
-
-
-@rule(aten.new_full.default)
-def _new_full(x: Tensor, size: Any, value: Any, **options: Any) -> Any:
-    return _new_of(x, size, **options)
-
-
-@rule(aten.new_empty_strided.default)
-def _new_strided(x: Tensor, size: Any, stride: Any, **options: Any) -> Any:
-    return _new_of(x, size, stride=stride, **options)
 
 
 @rule(aten.clone.default)
@@ -139,3 +97,22 @@ def _to_copy(x: Tensor, *, non_blocking: bool = False, **options: Any) -> Any:
     if not is_dense(x.shape, x.stride()):
         return NotImplemented
     return _like(x, **options)
+
+
+def _full(size: Any, value: Any, *, dtype: Any = None, **options: Any) -> Any:
+    if type(value) not in NUMBERS:
+        return NotImplemented
+    return _new(size, dtype=dtype or of_number(type(value)), **options)
+
+
+declare(RULES, {
+    "zeros ones rand randn": _new,
+    "full": _full,
+    "scalar_tensor": lambda value, **options: _new((), **options),
+    "empty_strided": lambda size, stride, **options: (
+        _new(size, stride=stride, **options) if len(size) == len(stride) else NotImplemented),
+    "arange": lambda end, **options: _range(0, end, **options),
+    "full_like": lambda x, value, **options: _like(x, **options),
+    "new_full": lambda x, size, value, **options: _new_of(x, size, **options),
+    "new_empty_strided": lambda x, size, stride, **options: _new_of(x, size, stride=stride, **options),
+})  # fmt: skip

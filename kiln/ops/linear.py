@@ -9,7 +9,7 @@ from torch import Tensor
 from kiln.ops.fake import make
 from kiln.ops.layout import INEXACT, INTEGERS, Mismatch, broadcast
 from kiln.ops.pointwise import two_devices
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, declare
 
 
 def _product(a: Tensor, b: Tensor, rank: int) -> Any:
@@ -26,27 +26,15 @@ def _product(a: Tensor, b: Tensor, rank: int) -> Any:
     return make((*left[:-1], right[-1]), None, dtype, a.device)
 
 
-@rule(aten.mm.default)
-def _mm(a: Tensor, b: Tensor) -> Any:
-    return _product(a, b, 2)
-
-
-@rule(aten.bmm.default)
-def _bmm(a: Tensor, b: Tensor) -> Any:
-    return _product(a, b, 3)
-
-
-@rule(aten.addmm.default)
-def _addmm(bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Any:
-    return _added(bias, a, _product(a, b, 2))
-
-
-@rule(aten.baddbmm.default)
-def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, **_: Any) -> Any:
-    return _added(bias, a, _product(a, b, 3))
-
-
 def _added(bias: Tensor, a: Tensor, out: Any) -> Any:
     if bias.dtype is not a.dtype or a.dtype not in INEXACT or bias.device != a.device:
         return NotImplemented
     return out if broadcast(out.shape, bias.shape) == out.shape else NotImplemented
+
+
+declare(RULES, {
+    "mm": lambda a, b: _product(a, b, 2),
+    "bmm": lambda a, b: _product(a, b, 3),
+    "addmm": lambda bias, a, b, **_: _added(bias, a, _product(a, b, 2)),
+    "baddbmm": lambda bias, a, b, **_: _added(bias, a, _product(a, b, 3)),
+})  # fmt: skip

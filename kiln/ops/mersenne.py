@@ -16,6 +16,7 @@ import torch
 from kiln import _mersenne
 from kiln.base.graph import Graph, Node, TensorSpec, substituted
 from kiln.ops.fake import make
+from kiln.ops.layout import is_dense
 from kiln.ops.table import aten, rule
 
 BITS = 53  # of a number that is compared with the chance of a one
@@ -106,12 +107,5 @@ def _is_mask(node: Node) -> bool:
 
 def _is_dense(spec: TensorSpec) -> bool:
     """Whether the elements fill their memory, each at one place: they are drawn in the order of memory."""
-    if not all(type(n) is int for n in (*spec.shape, *spec.stride)):
-        return False
-    step = 1
-    for stride, size in sorted(zip(spec.stride, spec.shape, strict=True)):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return True
+    known = all(type(n) is int for n in (*spec.shape, *spec.stride))
+    return known and is_dense(spec.shape, spec.stride)

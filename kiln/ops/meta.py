@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kiln.ops.quiet import keep_compiler_out
 aten = torch.ops.aten
 META = torch.device("meta")
 REMEMBERED = 20_000
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def reach(value: Tensor) -> int:
     return int(value.storage_offset() + (1 + last if value.numel() else 0))
 
 
-def flagged(tensor: Any, conj: bool, neg: bool) -> Any:
+def flagged(tensor: T, conj: bool, neg: bool) -> T:
     """The tensor, which from now on says that it is the conjugate or the negative of what is in memory."""
     if conj:
         torch._C._set_conj(tensor, True)

@@ -20,7 +20,7 @@ from kiln.ops.layout import (
     wrap_dim,
 )
 from kiln.ops.sizes import convolved, stacked
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten, declare, rule
 
 WIDE = frozenset({torch.float32, torch.float64})
 
@@ -121,47 +121,9 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
 
-def _with_statistics(out: Any, mean: Tensor, var: Tensor) -> Any:
+def _with_statistics(out: Any, mean: Tensor, var: Tensor, *_: Any) -> Any:
     """What a functional form gives beside: the running statistics, new."""
     return out if out is NotImplemented else (*out, similar(mean), similar(var))
-
-
-@rule(aten._native_batch_norm_legit.no_stats)
-def _batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
-    return _batch_norm(x, weight, bias, None, None, *rest)
-
-
-@rule(aten._native_batch_norm_legit_functional.default)
-def _batch_norm_functional(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    return _with_statistics(_batch_norm(x, weight, bias, mean, var, *rest), mean, var)
-
-
-@rule(aten._native_batch_norm_legit_no_training.default)
-def _batch_norm_no_training(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    return _batch_norm(x, weight, bias, mean, var, False, *rest)
-
-
-@rule(aten.cudnn_batch_norm.default)
-def _batch_norm_by_cudnn(x: Tensor, *rest: Any) -> Any:
-    out = _batch_norm(x, *rest)
-    return out if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
-
-
-@rule(aten._batch_norm_with_update.default)
-def _batch_norm_with_update(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    return _batch_norm_by_cudnn(x, weight, bias, mean, var, True, *rest)
-
-
-@rule(aten._batch_norm_with_update_functional.default)
-def _batch_norm_with_update_functional(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any
-) -> Any:
-    return _with_statistics(_batch_norm_with_update(x, weight, bias, mean, var, *rest), mean, var)
-
-
-@rule(aten.cudnn_batch_norm_backward.default)
-def _batch_norm_by_cudnn_backward(x: Tensor, grad: Tensor, weight: Any, *rest: Any) -> Any:
-    return _batch_norm_backward(grad, x, weight, [True, True, True])
 
 
 @rule(aten.native_batch_norm_backward.default)
@@ -175,6 +137,28 @@ def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: 
         similar(weight) if mask[1] else None,
         similar(weight) if mask[2] else None,
     )
+
+
+def _by_cudnn(x: Tensor, *rest: Any) -> Any:
+    out = _batch_norm(x, *rest)
+    return out if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
+
+
+declare(RULES, {
+    "_native_batch_norm_legit.no_stats":
+        lambda x, weight, bias, *rest: _batch_norm(x, weight, bias, None, None, *rest),
+    "_native_batch_norm_legit_functional":
+        lambda x, weight, bias, *rest: _with_statistics(_batch_norm(x, weight, bias, *rest), *rest),
+    "_native_batch_norm_legit_no_training":
+        lambda x, weight, bias, mean, var, *rest: _batch_norm(x, weight, bias, mean, var, False, *rest),
+    "cudnn_batch_norm": _by_cudnn,
+    "_batch_norm_with_update":
+        lambda x, weight, bias, mean, var, *rest: _by_cudnn(x, weight, bias, mean, var, True, *rest),
+    "_batch_norm_with_update_functional": lambda x, weight, bias, mean, var, *rest: _with_statistics(
+        _by_cudnn(x, weight, bias, mean, var, True, *rest), mean, var),
+    "cudnn_batch_norm_backward":
+        lambda x, grad, weight, *rest: _batch_norm_backward(grad, x, weight, [True, True, True]),
+})  # fmt: skip
 
 
 @rule(aten.native_layer_norm.default)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ from kiln.ops.layout import (
     row_major,
 )
 from kiln.ops.meta import common_device
-from kiln.ops.table import overload, rule
+from kiln.ops.table import RULES, Rule, declare
 
 Operand = Any
 SCALAR: tuple[Size, Size] = ((), ())
+WHOLE = INTEGERS | {torch.bool}
 
 
 def like(x: Tensor, dtype: torch.dtype, computed: torch.dtype | None = None) -> FakeTensor:
@@ -145,10 +146,6 @@ def _float(x: Tensor, *_: Any, **__: Any) -> Any:
     return like(x, dtype, dtype)
 
 
-def _bool(x: Tensor, *_: Any, **__: Any) -> Any:
-    return like(x, torch.bool)
-
-
 def _abs(x: Tensor) -> Any:
     dtype = x.dtype
     if dtype in COMPLEX:
@@ -168,10 +165,6 @@ def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     return _arithmetic(a, b, alpha=alpha)
 
 
-def _subtract_number(a: Operand, b: Operand, alpha: Any = 1) -> Any:
-    return _subtract(a, b, alpha=alpha)
-
-
 def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     dtype = common_dtype(a, b)
     if dtype is torch.bool or dtype not in PLAIN_DTYPES or (dtype not in INEXACT and alpha != 1):
@@ -179,21 +172,11 @@ def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     return over((a, b), dtype)
 
 
-def _scaled(a: Operand, b: Operand, alpha: Any = 1) -> Any:
-    return _arithmetic(a, b, alpha=alpha)
-
-
 def _to_float(a: Operand, b: Operand) -> Any:
     dtype = common_dtype(a, b)
     if dtype not in INEXACT:
         dtype = torch.get_default_dtype()
     return over((a, b), dtype)
-
-
-def _log_of_sum(a: Tensor, b: Tensor) -> Any:
-    # The meta kernel makes a contiguous result whatever the operands are.
-    dtype = common_dtype(a, b)
-    return over((a, b), dtype) if dtype in INEXACT else NotImplemented
 
 
 def _complex(a: Tensor, b: Tensor) -> Any:
@@ -214,17 +197,9 @@ def _real(a: Operand, b: Operand) -> Any:
     return NotImplemented if dtype in COMPLEX or dtype is torch.bool else over((a, b), dtype)
 
 
-def _integral(a: Operand, b: Operand) -> Any:
+def _of_kinds(a: Operand, b: Operand, kinds: frozenset[torch.dtype]) -> Any:
     dtype = common_dtype(a, b)
-    return over((a, b), dtype) if dtype in INTEGERS or dtype is torch.bool else NotImplemented
-
-
-def _divide(a: Operand, b: Operand, *, rounding_mode: str | None = None) -> Any:
-    return _to_float(a, b) if rounding_mode is None else _real(a, b)
-
-
-def _compare(a: Operand, b: Operand) -> Any:
-    return over((a, b), common_dtype(a, b), torch.bool)
+    return over((a, b), dtype) if dtype in kinds else NotImplemented
 
 
 def _power(a: Operand, b: Operand) -> Any:
@@ -238,10 +213,6 @@ def _gradient(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Any:
     if a.dtype is not b.dtype or a.dtype not in INEXACT or a.shape != b.shape:
         return NotImplemented
     return over((a, b), a.dtype)
-
-
-def _gradient_by_input(grad: Tensor, x: Tensor, *_: Any) -> Any:
-    return _gradient(x, grad)
 
 
 def _where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
@@ -280,10 +251,6 @@ def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Any:
     return like(x, dtype, dtype)
 
 
-def _bound(x: Tensor, bound: Any) -> Any:
-    return _clamp(x, bound)
-
-
 def in_place(x: Any, *operands: Operand, **_: Any) -> Any:
     """`x`, when operands fit into it by shape and dtype."""
     size = x.shape
@@ -312,30 +279,10 @@ def _in_place_float(x: Any, *operands: Operand, **kwargs: Any) -> Any:
     return in_place(x, *operands) if x.dtype in FLOATS and not kwargs.get("rounding_mode") else NotImplemented
 
 
-def _in_place_activation(x: Any, *_: Any, **__: Any) -> Any:
-    return writable(x) if x.dtype in FLOATS else NotImplemented
-
-
-def _fill(x: Any, *_: Any, **__: Any) -> Any:
-    return writable(x)
-
-
-def _fill_number(x: Any, value: Any) -> Any:
-    return NotImplemented if type(value) is complex else writable(x)
-
-
 def _uniform(x: Any, low: float = 0, high: float = 1, **_: Any) -> Any:
     if low > high:
         raise Mismatch("the range is empty")
-    return writable(x) if x.dtype in FLOATS else NotImplemented
-
-
-def _normal(x: Any, mean: float = 0, std: float = 1, **_: Any) -> Any:
-    return writable(x) if x.dtype in FLOATS and std >= 0 else NotImplemented
-
-
-def _bernoulli(x: Any, p: float = 0.5, **_: Any) -> Any:
-    return writable(x) if x.dtype in FLOATS and 0 <= p <= 1 else NotImplemented
+    return _floats(x)
 
 
 def _subtract_in_place(x: Any, other: Operand, *, alpha: Any = 1) -> Any:
@@ -391,55 +338,61 @@ def _log_sigmoid(x: Tensor) -> Any:
     return similar(x), similar(x)
 
 
-DECLARED: dict[Callable[..., Any], str] = {
-    _same: "silu mish hardswish hardsigmoid leaky_relu elu softplus hardshrink ceil floor trunc round frac "
-           "threshold",
-    _gelu: "gelu",
-    _log_sigmoid: "log_sigmoid_forward",
-    _softshrink: "softshrink",
-    _any: "neg sgn relu",
-    _hardtanh: "hardtanh",
-    _float: "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p log2 "
-            "erf erfc erfinv sqrt rsqrt reciprocal sigmoid lgamma digamma",
-    _bool: "isnan logical_not",
-    _abs: "abs",
-    _arithmetic: "add.Tensor mul.Tensor mul.Scalar",
-    _scaled: "add.Scalar",
-    _subtract: "sub.Tensor",
-    _subtract_number: "sub.Scalar rsub.Scalar",
-    _divide: "div.Tensor div.Scalar div.Tensor_mode",
-    _real: "maximum minimum fmax fmin remainder.Tensor fmod.Tensor",
-    _heaviside: "heaviside",
-    _to_float: "atan2 special_xlog1py xlogy.Tensor copysign.Tensor",
-    _log_of_sum: "logaddexp logaddexp2",
-    _complex: "complex polar",
-    _integral: "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor",
-    _compare: "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar "
-              "le.Scalar gt.Scalar ge.Scalar logical_and logical_or logical_xor",
-    _power: "pow.Tensor_Tensor pow.Tensor_Scalar",
-    _gradient: "gelu_backward silu_backward tanh_backward sigmoid_backward hardswish_backward "
-               "hardsigmoid_backward hardtanh_backward softplus_backward mish_backward softshrink_backward "
-               "hardshrink_backward",
-    _gradient_by_input: "threshold_backward leaky_relu_backward",
-    _where: "where.self",
-    _ternary: "addcmul addcdiv",
-    _lerp: "lerp.Scalar lerp.Tensor",
-    _clamp: "clamp",
-    _bound: "clamp_min clamp_max",
-    in_place: "add_.Tensor mul_.Tensor mul_.Scalar",
-    _subtract_in_place: "sub_.Tensor",
-    _in_place_float: "div_.Tensor div_.Scalar addcmul_ addcdiv_ lerp_.Scalar",
-    _in_place_activation: "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ "
-                          "sigmoid_ exp_ sqrt_ rsqrt_ neg_ abs_ log_ sin_ cos_",
-    _uniform: "uniform_",
-    _normal: "normal_",
-    _bernoulli: "bernoulli_.float",
-    _fill: "zero_",
-    _fill_number: "fill_.Scalar",
-    _copy: "copy_",
-    _masked_fill: "masked_fill.Scalar masked_fill.Tensor",
-    _masked_fill_in_place: "masked_fill_.Scalar masked_fill_.Tensor",
-    _dropout: "native_dropout",
+def _floats(x: Any, fits: bool = True) -> Any:
+    """`x`, where it is of floats and may be written: what eager's kernels in place take."""
+    return writable(x) if x.dtype in FLOATS and fits else NotImplemented
+
+
+DECLARED: dict[str, Rule] = {
+    "silu mish hardswish hardsigmoid leaky_relu elu softplus hardshrink ceil floor trunc round frac": _same,
+    "threshold": _same,
+    "gelu": _gelu,
+    "log_sigmoid_forward": _log_sigmoid,
+    "softshrink": _softshrink,
+    "neg sgn relu": _any,
+    "hardtanh": _hardtanh,
+    "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p log2 erf "
+    "erfc erfinv sqrt rsqrt reciprocal sigmoid lgamma digamma": _float,
+    "isnan logical_not": lambda x: like(x, torch.bool),
+    "abs": _abs,
+    "add.Tensor mul.Tensor mul.Scalar": _arithmetic,
+    "add.Scalar": lambda a, b, alpha=1: _arithmetic(a, b, alpha=alpha),
+    "sub.Tensor": _subtract,
+    "sub.Scalar rsub.Scalar": lambda a, b, alpha=1: _subtract(a, b, alpha=alpha),
+    "div.Tensor div.Scalar": _to_float,
+    "div.Tensor_mode": lambda a, b, *, rounding_mode=None: (_real if rounding_mode else _to_float)(a, b),
+    "maximum minimum fmax fmin remainder.Tensor fmod.Tensor": _real,
+    "heaviside": _heaviside,
+    "atan2 special_xlog1py xlogy.Tensor copysign.Tensor": _to_float,
+    # The meta kernel makes a contiguous result whatever the operands are.
+    "logaddexp logaddexp2": lambda a, b: _of_kinds(a, b, INEXACT),
+    "complex polar": _complex,
+    "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor": lambda a, b: _of_kinds(a, b, WHOLE),
+    "eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar "
+    "gt.Scalar ge.Scalar logical_and logical_or logical_xor":
+        lambda a, b: over((a, b), common_dtype(a, b), torch.bool),
+    "pow.Tensor_Tensor pow.Tensor_Scalar": _power,
+    "gelu_backward silu_backward tanh_backward sigmoid_backward hardswish_backward hardsigmoid_backward "
+    "hardtanh_backward softplus_backward mish_backward softshrink_backward hardshrink_backward": _gradient,
+    "threshold_backward leaky_relu_backward": lambda grad, x, *_: _gradient(x, grad),
+    "where.self": _where,
+    "addcmul addcdiv": _ternary,
+    "lerp.Scalar lerp.Tensor": _lerp,
+    "clamp": _clamp,
+    "clamp_min clamp_max": lambda x, bound: _clamp(x, bound),
+    "add_.Tensor mul_.Tensor mul_.Scalar": in_place,
+    "sub_.Tensor": _subtract_in_place,
+    "div_.Tensor div_.Scalar addcmul_ addcdiv_ lerp_.Scalar": _in_place_float,
+    "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ sigmoid_ exp_ sqrt_ rsqrt_ "
+    "neg_ abs_ log_ sin_ cos_": lambda x, *_, **__: _floats(x),
+    "uniform_": _uniform,
+    "normal_": lambda x, mean=0, std=1, **_: _floats(x, std >= 0),
+    "bernoulli_.float": lambda x, p=0.5, **_: _floats(x, 0 <= p <= 1),
+    "zero_": lambda x: writable(x),
+    "fill_.Scalar": lambda x, value: NotImplemented if type(value) is complex else writable(x),
+    "copy_": _copy,
+    "masked_fill.Scalar masked_fill.Tensor": _masked_fill,
+    "masked_fill_.Scalar masked_fill_.Tensor": _masked_fill_in_place,
+    "native_dropout": _dropout,
 }  # fmt: skip
-for _rule, _names in DECLARED.items():
-    rule(*map(overload, _names.split()))(_rule)
+declare(RULES, DECLARED)

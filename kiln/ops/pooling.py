@@ -22,7 +22,7 @@ def _size(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil
     for k, s, p, d in zip(*[(value[0], value[-1]) for value in given]):
         if k < 1 or s < 1 or d < 1 or p < 0 or 2 * p > k:
             return None
-    found = pooled(x, *given, ceil)
+    found = pooled(x, kernel, stride, padding, dilation)
     return None if found is NotImplemented else found[0]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kiln.ops.fake import FakeTensor, make, similar
 from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, reduced, row_major, wrap_dim
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten, declare, rule
 
 
 def _reduce(x: Tensor, dims: Any, keepdim: bool, dtype: torch.dtype) -> FakeTensor:
@@ -23,24 +23,17 @@ def _sum(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = Non
     return _reduce(x, dims, keepdim, dtype or (x.dtype if x.dtype in INEXACT else torch.int64))
 
 
-@rule(aten.var.correction, aten.std.correction)
 def _spread(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    if x.dtype not in FLOATS:
-        return _no_spread(x)
-    return _reduce(x, dims or None, keepdim, x.dtype)
-
-
-def _no_spread(x: Tensor) -> Any:
+    if x.dtype in FLOATS:
+        return _reduce(x, dims or None, keepdim, x.dtype)
     if x.dtype not in COMPLEX:
         raise Mismatch("integers have no variance")
     return NotImplemented
 
 
-@rule(aten.var_mean.correction, aten.std_mean.correction)
-def _spread_and_mean(x: Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    if x.dtype not in FLOATS:
-        return _no_spread(x)
-    return _reduce(x, dims or None, keepdim, x.dtype), _reduce(x, dims or None, keepdim, x.dtype)
+def _twice(out: Any, dtype: torch.dtype | None = None) -> Any:
+    """Two results of one shape, the second of another dtype where one is given."""
+    return out if out is NotImplemented else (out, similar(out, dtype))
 
 
 @rule(aten.mean.dim, aten.mean.default)
@@ -67,15 +60,6 @@ def _extreme(x: Tensor, dims: Any = (), keepdim: bool = False) -> Any:
     return _reduce(x, dims, keepdim, x.dtype)
 
 
-@rule(aten.max.dim, aten.min.dim)
-def _extreme_dim(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-    if x.dtype in COMPLEX:
-        raise Mismatch("complex numbers have no order")
-    if x.dim() and x.shape[wrap_dim(dim, x.dim())] == 0:
-        raise Mismatch("no element to choose")
-    return _reduce(x, dim, keepdim, x.dtype), _reduce(x, dim, keepdim, torch.int64)
-
-
 @rule(aten.argmax.default, aten.argmin.default)
 def _arg_extreme(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     if x.dtype in COMPLEX or x.dtype is torch.bool:
@@ -83,16 +67,6 @@ def _arg_extreme(x: Tensor, dim: int | None = None, keepdim: bool = False) -> An
     if 0 in x.shape:
         return NotImplemented
     return _reduce(x, dim, keepdim, torch.int64)
-
-
-@rule(aten.any.default, aten.all.default)
-def _truth(x: Tensor) -> Any:
-    return NotImplemented if x.dtype is torch.uint8 else make((), None, torch.bool, x.device)
-
-
-@rule(aten.any.dim, aten.all.dim)
-def _truth_dim(x: Tensor, dim: int, keepdim: bool = False) -> Any:
-    return NotImplemented if x.dtype is torch.uint8 else _reduce(x, dim, keepdim, torch.bool)
 
 
 @rule(aten.cumsum.default)
@@ -110,9 +84,8 @@ def _along(x: Tensor, dim: int, half_to_float: bool) -> Any:
     return similar(x)
 
 
-@rule(aten._softmax.default, aten._log_softmax.default)
-def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    return _along(x, dim, half_to_float)
+def _truth(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    return NotImplemented if x.dtype is torch.uint8 else _reduce(x, dim, keepdim, torch.bool)
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
@@ -120,3 +93,20 @@ def _softmax_backward(grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -
     if grad.dtype is not dtype or grad.shape != out.shape or out.stride() != grad.stride():
         return NotImplemented
     return _along(grad, dim, False)
+
+
+def _extreme_and_place(x: Tensor, dim: int, keepdim: bool = False) -> Any:
+    if x.dtype in COMPLEX:
+        raise Mismatch("complex numbers have no order")
+    if x.dim() and x.shape[wrap_dim(dim, x.dim())] == 0:
+        raise Mismatch("no element to choose")
+    return _twice(_reduce(x, dim, keepdim, x.dtype), torch.int64)
+
+
+declare(RULES, {
+    "var.correction std.correction": _spread,
+    "var_mean.correction std_mean.correction": lambda x, *given, **named: _twice(_spread(x, *given, **named)),
+    "max.dim min.dim": _extreme_and_place,
+    "any any.dim all all.dim": _truth,
+    "_softmax _log_softmax": _along,
+})  # fmt: skip

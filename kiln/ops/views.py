@@ -14,7 +14,7 @@ from kiln.ops.layout import Mismatch, Size, contiguous, row_major, wrap_dim
 from kiln.ops.meta import flagged
 from kiln.ops.remember import remembered, same
 from kiln.ops.symint import assume
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten, rule
 
 
 def _view_of(x: Tensor, size: Any, stride: Any, offset: int) -> FakeTensor:
@@ -167,14 +167,8 @@ def _without(x: Tensor, dropped: set[int]) -> FakeTensor:
     return _view_of(x, [size[d] for d in kept], [stride[d] for d in kept], x.storage_offset())
 
 
-@rule(aten.squeeze.default)
-def _squeeze(x: Tensor) -> Any:
-    return _without(x, set(range(x.dim())))
-
-
-@rule(aten.squeeze.dim)
-def _squeeze_dim(x: Tensor, dim: int) -> Any:
-    return _without(x, {wrap_dim(dim, x.dim())})
+RULES[aten.squeeze.default] = lambda x: _without(x, set(range(x.dim())))
+RULES[aten.squeeze.dim] = lambda x, dim: _without(x, {wrap_dim(dim, x.dim())})
 
 
 @rule(aten.squeeze.dims)
