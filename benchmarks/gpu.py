@@ -32,6 +32,23 @@ def cross_entropy(x, i):
     return functional.cross_entropy(x.float(), i)
 
 
+class Gradient:
+    """A function, and its gradient for its first argument."""
+
+    def __init__(self, f):
+        self.f = f
+
+    def __call__(self, x, *more):
+        x = x.detach().requires_grad_()
+        loss = self.f(x, *more)
+        return loss.detach(), torch.autograd.grad(loss, x, one(x.device))
+
+
+@functools.cache
+def one(device):
+    return torch.ones((), device=device)
+
+
 def layer_norm_gradients(grad, x, mean, scale, w):
     return aten.native_layer_norm_backward(grad, x, [x.shape[-1]], mean, scale, w, w, [True] * 3)
 
@@ -55,10 +72,13 @@ KERNELS = {
     "bias gelu bf16": (lambda x, b: functional.gelu(x + b), 3072, 2, torch.bfloat16, ("row",)),
     "softmax 1024 bf16": (lambda x: x.softmax(-1), 1024, 2, torch.bfloat16, ()),
     "softmax 4096 f32": (lambda x: x.softmax(-1), 4096, 2, torch.float32, ()),
+    "softmax 16384 bf16": (lambda x: x.softmax(-1), 16384, 2, torch.bfloat16, ()),
     "softmax 32768 bf16": (lambda x: x.softmax(-1), 32768, 2, torch.bfloat16, ()),
     "softmax 50304 bf16": (lambda x: x.softmax(-1), 50304, 2, torch.bfloat16, ()),
+    "softmax 128256 bf16": (lambda x: x.softmax(-1), 128256, 2, torch.bfloat16, ()),
     "layer norm 768 bf16": (lambda x, w, b: functional.layer_norm(x, (768,), w, b), 768, 2, torch.bfloat16, ("row", "row")),
     "layer norm 4096 f32": (lambda x, w, b: functional.layer_norm(x, (4096,), w, b), 4096, 2, torch.float32, ("row", "row")),
+    "layer norm 32768 bf16": (lambda x, w, b: functional.layer_norm(x, (32768,), w, b), 32768, 2, torch.bfloat16, ("row", "row")),
     "rms norm 4096 bf16": (rms_norm, 4096, 2, torch.bfloat16, ("row",)),
     "rms norm 8192 bf16": (rms_norm, 8192, 2, torch.bfloat16, ("row",)),
     "sum of rows f32": (lambda x: x.sum(-1), 4096, 1, torch.float32, ()),
@@ -66,11 +86,14 @@ KERNELS = {
     "sum of columns bf16": (lambda x: x.sum(0), 768, 1, torch.bfloat16, ()),
     "sum of all f32": (lambda x: x.sum(), 4096, 1, torch.float32, ()),
     "cross entropy 50304 bf16": (cross_entropy, 50304, 1, torch.bfloat16, ("places",)),
+    # The logits are the caller's, who may write to them: a copy is kept for the gradient.
+    "the same with its gradient": (Gradient(cross_entropy), 50304, 4, torch.bfloat16, ("places",)),
     "transpose f32": (lambda x: x.t().contiguous(), 4096, 2, torch.float32, ()),
     "gelu gradient bf16": (lambda grad, x: aten.gelu_backward(grad, x), 4096, 3, torch.bfloat16, ("same",)),
     "softmax gradient 1024 bf16": (softmax_gradient, 1024, 3, torch.bfloat16, ("same",)),
     "softmax gradient 50304 bf16": (softmax_gradient, 50304, 3, torch.bfloat16, ("same",)),
     "layer norm gradients 4096 bf16": (layer_norm_gradients, 4096, 3, torch.bfloat16, ("same", "each", "each", "row")),
+    "layer norm gradients 768 bf16": (layer_norm_gradients, 768, 3, torch.bfloat16, ("same", "each", "each", "row")),
     "adam f32": (adam, 4096, 7, torch.float32, ("same",) * 3),
 }  # fmt: skip
 
@@ -142,6 +165,12 @@ class Clock:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
 
 
+def compiled(f):
+    if isinstance(f, Gradient):
+        return Gradient(kiln.compile(f.f, fullgraph=True))
+    return kiln.compile(f, fullgraph=True)
+
+
 def measure(name, clock, megabytes):
     f, width, moved, dtype, more = KERNELS[name]
     given = inputs(megabytes, width, dtype, more)
@@ -150,7 +179,7 @@ def measure(name, clock, megabytes):
     clock.reset()
     kiln.reset()
     start = time.perf_counter()
-    g = kiln.compile(f, fullgraph=True)
+    g = compiled(f)
     g(*given)
     torch.cuda.synchronize()
     first = time.perf_counter() - start

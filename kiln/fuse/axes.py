@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from kiln.base.expressions import hinted as hinted
 from kiln.base.symbols import LIMIT, Scope, Symbol
 from kiln.fuse.nest import Axis
 
@@ -23,11 +24,6 @@ def axis(scope: Scope, size: Any, name: str) -> Axis:
 def axes_for(scope: Scope, shape: Sequence[Any]) -> list[Axis]:
     """One loop for each dimension that is not of extent 1."""
     return [axis(scope, n, f"i{d}") for d, n in enumerate(shape) if n != 1]
-
-
-def hinted(size: Any) -> int:
-    """An extent as a number: what it was when traced."""
-    return int(getattr(size, "hint", size))
 
 
 def runs(shape: Sequence[Any], sizes: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:

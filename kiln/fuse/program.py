@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import field, replace
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, nodes_in
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.fuse.aligned import aligned
 from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser
-from kiln.fuse.merge import merged
+from kiln.fuse.merge import merged, rewritten
 from kiln.fuse.moments import in_one_pass
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.ordered import Update, nests_of
@@ -19,7 +19,7 @@ from kiln.fuse.peel import peeled
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
 from kiln.fuse.split import CORES, Cuts, Split, split
-from kiln.fuse.stages import Batch
+from kiln.fuse.stages import SHORT, Batch
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.strips import with_sums
 from kiln.fuse.updates import updated
@@ -27,6 +27,8 @@ from kiln.fuse.views import is_map, place_of
 
 #: Steps back that loops over the same rows are looked for.
 FAR = 8
+#: Short loops that are worth a kernel of their own before all others.
+FEWEST = 4
 
 
 @dataclass(slots=True)
@@ -76,7 +78,50 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
     steps = fuse_parts(graph, steps_of)
     if steps is None:
         steps = fuse_repeats(graph, steps_of)
+    if cuts.at_once:
+        steps = small_first(steps)
     return Program(graph, [*steps, *left_over(graph, steps)])
+
+
+def small_first(steps: list[Step]) -> list[Step]:
+    """The steps with short loops that need inputs alone, as counters of calls do, in one kernel before others."""
+    reads, writes = dict[Buffer, Node](), dict[Buffer, Node]()
+    nests, others = list[Nest](), list[Step]()
+    for step in steps:
+        rest: Step | None = step
+        if isinstance(step, Launch) and step.kernel.nests:
+            used = [b for nest in step.kernel.nests for b in nest.buffers()[0]]
+            early = [nest for nest in step.kernel.stages[0] if is_early(nest, step, used)]
+            for nest in early:  # launches of repeated blocks share buffers
+                own = {b: Buffer(b.name, b.dtype) for b in nest.used()}
+                reads.update((own[b], step.reads[b]) for b in nest.buffers()[0])
+                writes.update((own[b], step.writes[b]) for b in nest.buffers()[1])
+                nests.append(replace(nest, stores=rewritten(nest.stores, lambda index: index, own)))
+            rest = without(step, early) if early else step
+        others += [rest] if rest is not None else []
+    if len(nests) < FEWEST:
+        return steps
+    return [Launch(Kernel("k_first", (tuple(nests),)), reads, writes, {}), *others]
+
+
+def is_early(nest: Nest, step: Launch, used: list[Buffer]) -> bool:
+    """Whether a nest is short, reads inputs alone, and is of the kernel but by its launch."""
+    read, written = nest.buffers()
+    return nest.volume() <= SHORT and all(b in step.reads and step.reads[b].op is INPUT for b in read) and all(
+        b in step.writes and b not in used for b in written
+    )  # fmt: skip
+
+
+def without(step: Launch, nests: list[Nest]) -> Launch | None:
+    """A step without some nests of its first stage."""
+    first, *later = step.kernel.stages
+    stages = [tuple([nest for nest in first if nest not in nests]), *later]
+    kernel = Kernel(step.kernel.name, tuple([stage for stage in stages if stage]))
+    read, written = kernel.buffers()
+    if not kernel.stages:
+        return None
+    kept = {b: step.writes[b] for b in written if b in step.writes}
+    return Launch(kernel, {b: step.reads[b] for b in read}, kept, step.scratch)
 
 
 def left_over(graph: Graph, steps: Iterable[Step]) -> list[Call]:

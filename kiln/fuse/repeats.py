@@ -17,10 +17,10 @@ from kiln.base.graph import CONSTANT, INPUT, Graph, Node, mapped, nodes_in
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_map
 
-#: Blocks that are fused: the first follows something else than a block, the last is followed by it.
-FUSED = 4
+#: Blocks that are fused, the last of which something else follows: three, or four where those differ.
+FUSED = (3, 4)
 #: Fewer blocks are not worth the search.
-FEWEST = FUSED + 2
+FEWEST = 6
 #: First blocks that may be unlike the others.
 SKIPPED = 3
 #: Nodes that tell a place in a block.
@@ -30,9 +30,10 @@ WINDOW = 8
 def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]]) -> list[Step]:
     """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs."""
     found = blocks_of(graph)
-    if found is not None:
-        short = found.shortened()
-        steps = unrolled(found, fuse_repeats(short, fuse))
+    for fused in FUSED if found is not None else ():
+        assert found is not None
+        found.spared = found.run.count - fused
+        steps = unrolled(found, fuse_repeats(found.shortened(), fuse))
         if steps is not None:
             return steps
     return fuse(graph)
@@ -123,11 +124,8 @@ class Blocks:
         self.fixed: set[Node] = set()
         self.families: dict[Node, tuple[list[Node], int]] = {}
         self.copies: dict[Node, Node] = {}  # of what follows the blocks in the short graph
-
-    @property
-    def spared(self) -> int:
+        self.spared = run.count - FUSED[0]
         """The blocks that are not fused."""
-        return self.run.count - FUSED
 
     def block(self, node: Node) -> int | None:
         """The number of the block that a node is of; -1 for one just before the first, None for others."""
@@ -181,7 +179,7 @@ class Blocks:
     def shortened(self) -> Graph:
         """The graph with fewer blocks; nodes up to their end are those of the graph itself."""
         run, nodes = self.run, self.graph.nodes
-        kept = run.start + FUSED * run.period
+        kept = self.end - self.spared * run.period
 
         def value(leaf: Any) -> Any:
             if type(leaf) is not Node:
@@ -190,6 +188,7 @@ class Blocks:
                 return self.copies.get(leaf, leaf)
             return nodes[self.index[leaf] - self.spared * run.period]
 
+        self.copies = {}
         short = Graph()
         short.inputs, short.nodes = self.graph.inputs, nodes[:kept]
         for node in nodes[self.end :]:
@@ -258,7 +257,7 @@ def period_of(blocks: Blocks, steps: list[Step]) -> tuple[int, int] | None:
     """The steps from one place of a block to the same of the next, where those after them are alike."""
     places = {nodes_of(step)[0][0]: i for i, step in enumerate(steps)}
     for node, first in places.items():
-        if blocks.block(node) != 1:
+        if blocks.block(node) != blocks.run.count - blocks.spared - 3:
             continue
         second = places.get(blocks.moved(node, 1), -1)
         third = places.get(blocks.moved(node, 2), -1)

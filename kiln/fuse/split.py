@@ -63,14 +63,15 @@ class Cuts:
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
         most = max(min(self.most, self.wanted // self.tasks(nest)), 1)
-        wanted = min(hinted(cut.size), most, nest.volume() // self.part)
+        wanted = min(hinted(cut.size), most, nest.volume() // self.part, nest.volume() // results(nest) // FEWEST)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
 
     def tasks(self, nest: Nest) -> int:
         """How many tasks the target finds, with the innermost axis in vectors."""
         inner = along_memory(nest) if self.kept_first else nest.axes[-1]
         outer = [a for a in nest.axes if a is not inner]
-        count = 1 if inner.reduced else -(-hinted(inner.size) // (self.columns if outer else self.line))
+        alone = all(a.reduced for a in outer)
+        count = 1 if inner.reduced else -(-hinted(inner.size) // (self.line if alone else self.columns))
         for a in outer:
             count *= 1 if a.reduced else hinted(a.size)
         return max(count, 1)
@@ -80,6 +81,11 @@ class Cuts:
         if not self.kept_first or not nest.reduced:
             return nest
         return replace(nest, axes=(*nest.kept, *nest.reduced))
+
+
+def results(nest: Nest) -> int:
+    """How many results the folds of a nest have."""
+    return max(math.prod(hinted(a.size) for a in nest.kept), 1)
 
 
 def along_memory(nest: Nest) -> Axis:
@@ -139,6 +145,8 @@ def split(nest: Nest, scope: Scope, name: str, cuts: Cuts = CORES) -> Split:
 def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
     if not nest.reduced or nest.volume() < 2 * cuts.part or cuts.tasks(nest) >= cuts.enough:
+        return None
+    if nest.volume() < 2 * FEWEST * results(nest):  # parts would leave nearly as much as there is
         return None
     if cuts.tasks(nest) >= cuts.few and nest.volume() // cuts.tasks(nest) <= cuts.together:
         if along_memory(nest).reduced and any(s.phase > 0 and not s.kept for s in nest.stores):

@@ -21,9 +21,8 @@ from kiln.fuse.split import Cuts, Split, replaced
 
 #: Rows of a strip at least and at most, and strips that are enough.
 SHORTEST, LONGEST, ENOUGH = 16, 64, 64
-#: On a GPU: rows of a strip at least, the columns that threads keep the sums of, and the strips, each a block
-#: where rows are so long and more where they are shorter.
-FEW, NARROWEST, WIDEST, BLOCKS, LONG = 8, 256, 8192, 132, 4096
+#: On a GPU: strips, and the columns of which their threads keep sums; and how many elements are worth a strip.
+STRIPS, NARROWEST, WIDEST, FEW = 132, 256, 8192, 1 << 15
 #: Elements from which on it pays.
 WORTH = 1 << 16
 
@@ -71,8 +70,8 @@ def strip(rows: int, columns: int, cuts: Cuts) -> int:
     """How many rows a strip has; 0 where nothing is gained."""
     if not cuts.kept_first:
         return min(max(rows // ENOUGH, SHORTEST), LONGEST)
-    length = -(-rows // (BLOCKS * max(LONG >> (columns - 1).bit_length(), 1)))
-    return length if length >= FEW and NARROWEST <= columns <= WIDEST else 0
+    length = -(-rows // STRIPS)
+    return length if length * columns >= FEW and NARROWEST <= columns <= WIDEST else 0
 
 
 def _fit(rows: Nest, columns: Nest) -> bool:

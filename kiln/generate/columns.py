@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
+from kiln.base.expressions import hinted
 from kiln.fuse.nest import Axis, Fold, Term
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import combined, hint, shuffled
+from kiln.generate.lanes import combined, shuffled
 from kiln.generate.llvm import Type, Value
 from kiln.generate.scalar import FOLDS, TYPES
 from kiln.generate.values import Values
@@ -38,7 +39,7 @@ class Strip:
 
 def anew(axis: Axis) -> int:
     """After how many turns of a loop a sum starts anew: about as many as there are such sums then."""
-    turns = hint(axis.size) - hint(axis.low)
+    turns = hinted(axis.size) - hinted(axis.low)
     return max(1 << (turns.bit_length() // 2), ANEW)
 
 
@@ -60,7 +61,7 @@ class Columns(Values):
         if not folds or any(f.phase for f in folds) or any(s.phase and not s.kept for s in self.nest.stores):
             return False
         wide = self.schedule.columns * self.width
-        return hint(axis.size) > wide and hint(reduced[0].size) - hint(reduced[0].low) >= FEWEST
+        return hinted(axis.size) > wide and hinted(reduced[0].size) - hinted(reduced[0].low) >= FEWEST
 
     def fold_columns(self, low: Any, high: Any) -> None:
         """The columns from `low` to `high`, in strips for which there is room."""
@@ -68,7 +69,7 @@ class Columns(Values):
         room = max(WAITING // max(len(kinds), 1) // self.width, 1) * self.width
         (rows,) = self.nest.reduced
         running = any(fold.running for fold in self.nest.folds())
-        count = 2 if not running and hint(rows.size) - hint(rows.low) > anew(rows) else 1
+        count = 2 if not running and hinted(rows.size) - hinted(rows.low) > anew(rows) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
             self.fold_strip(Strip(rows, low, high, levels))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import MAX, MIN, MOD
+from kiln.base.expressions import MAX, MIN, MOD, hinted
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import hint, vector_axis
+from kiln.generate.lanes import vector_axis
 from kiln.generate.llvm import F32
 from kiln.generate.scalar import TYPES
 
@@ -23,7 +23,9 @@ LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
 CLUSTER = 8  # blocks that share a row
-SUMMED = 8  # columns that a thread keeps the sums of
+SUMMED = 16  # columns that a thread keeps the sums of
+SUMMING = 512  # threads of a block of such
+TEAMS = 8  # of a block, that wait for nobody but their own threads
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
@@ -64,6 +66,11 @@ class Grid:
     @property
     def threads(self) -> int:
         return self.rows * self.team
+
+    @property
+    def part(self) -> int:
+        """The elements of a row that a block has, where it shares it with others."""
+        return self.turns * self.team * self.width if self.members > 1 else 0
 
 
 def laid(nest: Nest, clusters: bool = True) -> Grid:
@@ -169,17 +176,17 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
         while team < LARGEST and rows * team < BUSY:
             team *= 2
         return Grid(vector, width, 1, team, True)  # one reading does for all
-    again = read_again(nest)
-    if known and clusters and chunks > LOOPED * most and again:
-        members = power_of_two(-(-chunks // (LOOPED * max(HELD // (width * len(again)), 1))))
-        while members < CLUSTER and rows * LOOPED * members < BUSY and LOOPED * members < chunks:
-            members *= 2
-        if members <= CLUSTER:
-            turns = -(-chunks // (LOOPED * members))
-            return Grid(vector, width, 1, LOOPED, True, turns, members=members)
     shared = 0
     if known and chunks > LOOPED * most:  # in registers, one block would have a processor for itself
-        shared = sum(kept.bytes for kept in again.values())
+        shared = sum(kept.bytes for kept in read_again(nest).values())
+        members = power_of_two(-(-shared // (SHARED - FOLDING)))
+        while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
+            members *= 2
+        turns = -(-chunks // (LOOPED * members))
+        if shared and clusters and 1 < members <= CLUSTER and turns <= WRITTEN:
+            part = turns * LOOPED * width
+            shared = sum(kept.bytes for kept in read_again(nest, part).values())
+            return Grid(vector, width, 1, LOOPED, True, turns, shared, members=members)
         shared = shared if shared <= SHARED - FOLDING else 0
     if shared:
         team = LARGEST if rows <= BUSY // LARGEST else LOOPED
@@ -191,10 +198,10 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
 
 
 def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
-    """A team for each strip of rows, whose threads keep the sums of their columns."""
-    team = min(power_of_two(-(-reduced_extent(nest) // SUMMED)), LARGEST)
+    """A block for each strip of rows: its teams take rows in turn, threads keep the sums of their columns."""
+    team = min(max(power_of_two(-(-reduced_extent(nest) // SUMMED)), WARP), SUMMING)
     turns = -(-reduced_extent(nest) // (team * width))
-    return Grid(vector, width, max(LOOPED // team, 1), team, True, turns)
+    return Grid(vector, width, min(SUMMING // team, TEAMS), team, True, turns)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -206,15 +213,15 @@ class Again:
     bytes: int
 
 
-def read_again(nest: Nest) -> dict[tuple[Any, ...], Again]:
-    """The loads along a row that several phases read, by what tells them apart."""
+def read_again(nest: Nest, part: int = 0) -> dict[tuple[Any, ...], Again]:
+    """The loads along a row, or a part of it, that several phases read, by what tells them apart."""
     at_once = largest_and_sum(nest) is not None
     found: dict[tuple[Any, ...], Again] = {}
     place = 0
     for key, phases in phases_of(nest).items():
         read = {0 if at_once and phase == 1 else phase for phase in phases}
         if len(read) > 1:
-            size = -(-reduced_extent(nest) * int(key[2].itemsize) // WIDEST) * WIDEST
+            size = -(-(part or reduced_extent(nest)) * int(key[2].itemsize) // WIDEST) * WIDEST
             found[key] = Again(min(read), place, size)
             place += size
     return found
@@ -311,7 +318,7 @@ def whole_atom(atom: Expr, by: int, steps: Symbol | None) -> bool:
 
 def extent(axis: Axis) -> int:
     """The turns of a loop, by the sizes when traced."""
-    return max(hint(axis.size) - hint(axis.low), 1)
+    return max(hinted(axis.size) - hinted(axis.low), 1)
 
 
 def reduced_extent(nest: Nest) -> int:

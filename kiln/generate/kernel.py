@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, TypeAlias
 
+from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import (
@@ -31,7 +32,6 @@ from kiln.generate.lanes import (
     across_lanes,
     combined,
     first_lane,
-    hint,
     with_first_lane,
 )
 from kiln.generate.llvm import I64, Value
@@ -61,6 +61,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         self.crossing = crossing(nest, width, schedule.tile)
         if self.crossing is not None:
             self.vector, self.width = self.crossing.along, width
+        if self.only_reads():
+            self.width //= 2
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
         if self.masks:
             self.module.own.update(avx512.OWN)
@@ -110,8 +112,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         *others, last = self.outer()
         if not others or axis is not last:
             return 1
-        row = math.prod([hint(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
-        return max(min(self.schedule.rows // max(row, 1), hint(axis.size)), 1)
+        row = math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
+        return max(min(self.schedule.rows // max(row, 1), hinted(axis.size)), 1)
 
     def turns(self, axis: Axis) -> Any:
         """How many tasks an axis makes."""
@@ -231,7 +233,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
     ) -> list[Value]:  # fmt: skip
         """A loop along the vector axis, `factor` vectors a turn, then one, the rest by a mask or in scalars.
 
-        What `folds` carry is a vector; in wide turns each lane of several vectors carries for itself.
+        What `folds` carry is a vector; theirs are `factor` of them, in turn.
         """
         fn, values = self.fn, carried
         start, end = self.index(low), self.index(high)
@@ -244,7 +246,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             self.pop()
             return list(results)
 
-        for lanes in dict.fromkeys((factor * self.width, self.width, 1)):
+        for lanes in dict.fromkeys((self.width if folds else factor * self.width, self.width, 1)):
             count = high - low if isinstance(high, int) and isinstance(low, int) else None
             if lanes == 1 < self.width and self.masks:
                 return fn.loop(start, end, self.width, values, partial(self.rest, turn, end))
@@ -252,23 +254,38 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 continue
             exact = lanes == 1 or (count is not None and count % lanes == 0)
             stop = end if exact else start + (end - start) / lanes * lanes
-            given = values
-            if folds and lanes > self.width:
-                given = [part for fold in folds for part in self.neutral(fold, lanes)]
-            elif folds and lanes < self.width:  # the rest is folded into the first lane
-                given = [first_lane(v) for v in values]
-            found = fn.loop(start, stop, lanes, given, partial(turn, lanes=lanes))
-            if folds and lanes > self.width:
-                combine = partial(combined, list(folds))
-                found = combine(values, across_lanes(found, combine, self.width))
-            elif folds and lanes < self.width:
-                found = [with_first_lane(v, r) for v, r in zip(values, found, strict=True)]
-            values, start = found, stop
+            here = partial(turn, lanes=lanes)
+            if folds and lanes < self.width:  # the rest is folded into the first lane
+                found = fn.loop(start, stop, lanes, [first_lane(v) for v in values], here)
+                values = [with_first_lane(v, r) for v, r in zip(values, found, strict=True)]
+            elif folds:
+                sets = factor if count is None or count >= factor * lanes else 1
+                values = self.in_turn(list(folds), sets, start, stop, values, here)
+            else:
+                values = fn.loop(start, stop, lanes, values, here)
+            start = stop
             if exact:
                 break
             if count is not None:
                 low = high - count % lanes
         return values
+
+    def in_turn(
+        self, folds: list[Fold], sets: int, start: Value, stop: Value, carried: list[Value],
+        body: Callable[[Value, list[Value]], list[Value]],
+    ) -> list[Value]:  # fmt: skip
+        """A loop in vectors that folds into several sets of values in turn, so that none is waited for.
+
+        It reads by one instruction, line after line: processors foresee that, and not several in steps.
+        """
+        count = len(carried)
+        others = [part for fold in folds for part in self.neutral(fold, self.width)] * (sets - 1)
+
+        def turn(i: Value, held: list[Value]) -> list[Value]:
+            return [*held[count:], *body(i, held[:count])]
+
+        held = self.fn.loop(start, stop, self.width, [*carried, *others], turn)
+        return reduce(partial(combined, folds), [held[k : k + count] for k in range(0, len(held), count)])
 
     def rest(self, turn: Callable[..., list[Value]], end: Value, i: Value, held: list[Value]) -> list[Value]:
         """A turn for fewer places than a vector has lanes: the others neither read nor write."""
@@ -334,7 +351,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
 
         def blocks(axis: Axis, length: int, carried: list[Value], loop: Loop) -> list[Value]:
             """A long loop as a loop over blocks."""
-            if not rounds or hint(axis.size) <= length:
+            if not rounds or hinted(axis.size) <= length:
                 return loop(axis.low, axis.size, carried)
             end = self.index(axis.size)
 
@@ -348,7 +365,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             if depth < len(axes):
                 axis = axes[depth]
                 deep = [a for a in self.nest.reduced if a not in axes[: depth + 1]]
-                inner: int = math.prod([hint(a.size) for a in deep])
+                inner: int = math.prod([hinted(a.size) for a in deep])
 
                 def turn(i: Value, values: list[Value]) -> list[Value]:
                     self.push()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import (
     Apply,
@@ -20,11 +20,6 @@ from kiln.fuse.nest import (
 )
 from kiln.generate.llvm import Value
 from kiln.generate.scalar import FOLDS, PLACED
-
-
-def hint(size: Any) -> int:
-    """An extent as a number: what it was when traced."""
-    return int(getattr(size, "hint", size))
 
 
 def row_terms(roots: list[Term]) -> list[Term]:
@@ -136,7 +131,7 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
 
 def lanes_along(axis: Axis, width: int) -> int:
     """How many lanes vectors along an axis have: a power of two, at most `width`."""
-    lanes, extent = 1, hint(axis.size)
+    lanes, extent = 1, hinted(axis.size)
     while lanes < width and lanes * 2 <= extent:
         lanes *= 2
     return lanes

@@ -14,7 +14,6 @@ import torch
 
 from kiln.fuse.nest import Apply, Const, Fold, Load, Store, Term
 from kiln.generate.functions import absolute
-from kiln.generate.lanes import hint
 from kiln.generate.llvm import F64
 from kiln.generate.values import Values
 
@@ -32,7 +31,7 @@ class Moments(Values):
         reduced, folds = self.nest.reduced, sorted(self.nest.folds(), key=lambda f: f.phase)
         if self.vector not in reduced or [f.phase for f in folds] != [0, 1]:
             return None
-        if not all(type(a.size) is int for a in reduced) or math.prod([hint(a.size) for a in reduced]) < LONG:
+        if not all(type(a.size) is int for a in reduced) or math.prod([a.size for a in reduced]) < LONG:
             return None
         total, squares = folds
         early = any(s.phase < 2 and not s.kept for s in self.nest.stores)

@@ -11,7 +11,7 @@ import llvmlite.binding as llvm
 
 TRIPLE = "nvptx64-nvidia-cuda"
 #: The language version by the architecture: the first one that knows it, and what drivers have long had.
-VERSIONS = {(7, 0): 63, (7, 5): 63, (8, 0): 70, (8, 6): 71, (8, 7): 74, (8, 9): 78, (9, 0): 78}
+VERSIONS = {(7, 0): 63, (7, 5): 63, (8, 0): 70, (8, 6): 71, (8, 7): 74, (8, 9): 78, (9, 0): 80}
 NEWEST = 86
 #: The first architecture whose kernels wait themselves for those before them, and have blocks in clusters.
 WAITING = (9, 0)

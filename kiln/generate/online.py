@@ -10,9 +10,10 @@ import math
 from functools import partial
 from typing import Any
 
+from kiln.base.expressions import hinted
 from kiln.fuse.nest import Fold
 from kiln.generate import functions
-from kiln.generate.lanes import across_lanes, first_lane, hint
+from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, Value
 from kiln.generate.scalar import FOLDS
 from kiln.generate.softmax import forgetful, pair
@@ -34,7 +35,7 @@ class Online(Values):
     def online(self) -> tuple[Fold, Fold] | None:
         """The pair of folds that goes in one pass, if the nest has one."""
         axis = self.vector
-        if axis is None or self.nest.reduced != (axis,) or self.width < 2 or hint(axis.size) < LONG:
+        if axis is None or self.nest.reduced != (axis,) or self.width < 2 or hinted(axis.size) < LONG:
             return None
         found = pair(self.nest)
         return None if found is None or id(found[1].value) in self.kept_rows else found

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, terms
+from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, Term, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import SQUARE, largest_and_sum, turns
+from kiln.generate.grid import SQUARE, largest_and_sum, loads_before_folds, turns
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import I32, I64, VOID, Value
 from kiln.generate.nvptx import NEXT, WAIT
@@ -27,7 +27,6 @@ class GridEmitter(Online):
 
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, aligned, clusters)
-        self.turn = 0  # the one being emitted, of those written out
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
         self.emit()
 
@@ -210,7 +209,7 @@ class GridEmitter(Online):
         """Threads of a team on one row, or on one group of columns."""
         grid = self.grid
         if grid.members > 1:
-            self.fn.call("llvm.nvvm.barrier.cluster.arrive", VOID)
+            self.fn.call("llvm.nvvm.barrier.cluster.arrive.relaxed", VOID)
             self.mine = self.number(self.block & grid.members - 1, grid.team, self.thread)
             active = None
             self.place(self.outer(), (self.unsigned(self.block) / grid.members).to(I64))
@@ -250,6 +249,8 @@ class GridEmitter(Online):
         stores, folds = self.nest.stores, self.nest.folds()
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
         grid = self.grid
+        if grid.along and grid.team > 1:
+            self.begin_to_read([s.value for s in stores if s.kept])
         if grid.turns and grid.shared:
             self.fetch()
         held = grid.turns and not grid.shared
@@ -266,6 +267,13 @@ class GridEmitter(Online):
                         self.store(store)
             if here or inside:
                 self.phase(here, inside)
+
+    def begin_to_read(self, values: list[Term]) -> None:
+        """Read what is needed of memory beside the folds of a row, so that it is there after them."""
+        for value in values:
+            for load in loads_before_folds(value):
+                if not any(isinstance(term, Fold) for term in terms([load])):
+                    self.value(load)
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The turns of the reduced axes, shared by the team: folds some values, stores others."""

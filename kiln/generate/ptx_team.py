@@ -28,7 +28,9 @@ class Team(DeviceValues):
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, aligned, clusters)
         self.shared = 0
+        self.numbered: Value | None = None
         self.other: Value | None = None  # 1 in every other turn of a loop: threads may still read the last
+        self.turn = 0  # the one being emitted, of those written out
         self.met = False  # whether the blocks of a row know that all of them have begun
 
     def place(self, axes: Sequence[Axis], rest: Value) -> None:
@@ -48,6 +50,8 @@ class Team(DeviceValues):
     def along_row(self, place: Value) -> None:
         """Let the loops over the reduced axes be at a place of the row."""
         self.here = place
+        if self.grid.part:  # where that is in the block's part of the row
+            self.here = (self.unsigned(self.thread).to(I64) + self.turn * self.grid.team) * self.grid.width
         self.place(self.folded(), place)
 
     def row_turns(
@@ -57,6 +61,7 @@ class Team(DeviceValues):
         fn, grid = self.fn, self.grid
         if grid.turns:
             for turn in range(grid.turns):
+                self.turn = turn
                 if self.fetched and not self.now:
                     self.wait_for(turn + 1)
                 carried = body([self.turn_at(turn)], carried)
@@ -67,13 +72,22 @@ class Team(DeviceValues):
         each = grid.width if grid.along else 1
         step = grid.team * each
         end, first = self.index(count), self.mine * each
-        whole_turns = end / (step * many) * (step * many)
+        whole_turns: Any = end / (step * many) * (step * many)
+        if isinstance(count, int):
+            whole_turns = count // (step * many) * (step * many)
 
         def some(at: Value, values: list[Value], count: int) -> list[Value]:
             return body([(at + i * step, None) for i in range(count)], values)
 
         carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: some(at, values, many))
-        return fn.loop(first + whole_turns, end, step, carried, lambda at, values: some(at, values, 1))
+        if not isinstance(count, int):
+            return fn.loop(first + whole_turns, end, step, carried, lambda at, values: some(at, values, 1))
+        left: list[Turn] = []  # at once too
+        for after in range(whole_turns, count, step):
+            place = first + after
+            valid = None if after + step <= count else place < count
+            left.append((place if valid is None else valid.where(place, 0), valid))
+        return body(left, carried) if left else carried
 
     def turn_at(self, turn: int) -> Turn:
         """The place of a turn that is written out, and whether it is in the row; if not, another place."""
@@ -94,6 +108,7 @@ class Team(DeviceValues):
         if known and all(self.granule(loads[key].index) == self.lanes for key in self.again):
             self.fetched = True
             for turn in range(self.grid.turns):
+                self.turn = turn
                 place, valid = self.turn_at(turn)
                 with self.branch(valid) if valid is not None else nullcontext():
                     self.push()
@@ -245,4 +260,9 @@ class Team(DeviceValues):
         return Value(self.fn, f"addrspacecast (ptr addrspace(3) {name} to ptr)", PTR)
 
     def barrier(self) -> None:
-        self.fn.call("llvm.nvvm.barrier0", VOID)
+        """Wait for the threads of the block, or of the team where that has a number of its own."""
+        if self.numbered is None:
+            self.fn.call("llvm.nvvm.barrier0", VOID)
+        elif self.grid.team > WARP:
+            threads = self.fn.constant(self.grid.team, I32)
+            self.fn.call("llvm.nvvm.barrier.cta.sync.aligned.count", VOID, self.numbered, threads)

@@ -47,13 +47,13 @@ class DeviceValues(Values):
         self.fn.convention = "ptx_kernel "
         # Where two rows are to be in flight on a processor, each thread may take half of its registers.
         members = self.grid.members
-        several = (self.grid.shared or members > 1) and self.grid.threads < LARGEST
+        several = self.grid.shared and self.grid.threads < LARGEST
         self.fn.attributes = 'nounwind "nvvm.minctasm"="2"' if several else "nounwind"
         if members > 1:
             self.fn.attributes += f' "nvvm.cluster_dim"="{members},1,1"'
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.now = 0  # the phase being emitted
-        self.again = read_again(nest) if self.grid.shared else {}
+        self.again = read_again(nest, self.grid.part) if self.grid.shared else {}
         self.fetched = False  # whether they are on their way before the first phase
         if self.again:
             self.module.memory.append(f"@{NAME}_row = external addrspace(3) global [0 x i8], align 16")

@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Axis, Load, Nest, Place, Store, Term, terms
-from kiln.generate.lanes import hint
 from kiln.generate.llvm import I1, I32, I64, VOID, Function, Value
 from kiln.generate.pieces import borders
 from kiln.generate.scalar import TYPES
@@ -43,6 +43,7 @@ class Streams(Values):
 
     outer: Callable[[], list[Axis]]
     varies: Callable[[Term], bool]
+    factor: Callable[[list[Term], int], int]
 
     def streamed(self) -> list[Store]:
         """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
@@ -80,6 +81,17 @@ class Streams(Values):
             for buffer in read:
                 right = right & address.compare("ne", _number(fn, self.pointers[buffer]))
         return right
+
+    def only_reads(self) -> bool:
+        """Whether a nest folds rows from memory with little to compute: half lines come faster then."""
+        nest, vector, folds = self.nest, self.vector, self.nest.folds()
+        if vector is None or not vector.reduced or self.width * 4 != LINE or moved(nest) < last_cache():
+            return False
+        if any(f.phase or f.running for f in folds) or not all(s.kept for s in nest.stores):
+            return False
+        found = terms(f.value for f in folds)
+        whole = all(t.dtype.itemsize == 4 for t in found if isinstance(t, Load))
+        return whole and self.factor([f.value for f in folds], 2) > 1
 
     def slow_stream(self) -> bool:
         """Whether elementary functions take longer than memory does where code is emitted."""
@@ -125,7 +137,7 @@ class Streams(Values):
         """
         nest, vector = self.nest, self.vector
         assert vector is not None
-        row = math.prod([hint(a.size) for a in nest.axes if a.reduced or a is vector])
+        row = math.prod([hinted(a.size) for a in nest.axes if a.reduced or a is vector])
         if not SHORTEST <= row <= LONGEST:
             return []
         slow = self.slow_stream()

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kiln.base.dataclass import dataclass
+from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Load, Nest, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import access_cost, hint, shuffled
+from kiln.generate.lanes import access_cost, shuffled
 from kiln.generate.llvm import I32, Value
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import VOID_TYPE, Values
@@ -38,7 +39,7 @@ class Crossing:
         """Turns of `across` in one task: `tile`, where that is not 0."""
         if self.tile:
             return self.tile
-        return BLOCK if hint(self.across.size) * hint(self.along.size) > CACHED else FEW
+        return BLOCK if hinted(self.across.size) * hinted(self.along.size) > CACHED else FEW
 
 
 def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
@@ -47,7 +48,7 @@ def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
         return None
     computed = terms(s.value for s in nest.stores)
     loads = [t for t in computed if isinstance(t, Load) and isinstance(t.index, Expr)]
-    long = [a for a in nest.axes if hint(a.size) >= width]
+    long = [a for a in nest.axes if hinted(a.size) >= width]
     for along in long:
         if any(not isinstance(s.index, Expr) or access_cost(s.index, along) != 1 for s in nest.stores):
             continue

@@ -31,9 +31,17 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
                     loads[term.buffer].append((number, nest, term))
     found: dict[Buffer, list[Buffer]] = {}
     for written, places in stores.items():
-        if len(places) != 1 or written in loads or places[0][2].kept:
+        if len(places) != 1 or written in loads:
             continue
         number, nest, store = places[0]
+        if store.kept:  # what nothing else reads, once a row
+            others = _loads([*[s.value for s in nest.stores if s is not store], *nest.folds()])
+            found[written] = [
+                b for b in nest.buffers()[0]
+                if b not in stores and b not in others and b.dtype == written.dtype and len(loads[b]) == 1
+                and _lies_as(number, nest, store, loads[b])
+            ]  # fmt: skip
+            continue
         read = [b for b in nest.buffers()[0] if b not in stores and b.dtype == written.dtype]
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:

@@ -9,6 +9,7 @@ from dataclasses import field
 from typing import Any
 
 from kiln.base.dataclass import dataclass
+from kiln.base.expressions import hinted
 from kiln.base.graph import TensorSpec
 
 LINE = 64
@@ -163,9 +164,9 @@ def shelved(lodgings: Sequence[Lodging]) -> list[list[Lodging]]:
     for number, lodging in enumerate(sorted(lodgings, key=lambda one: one.first)):
         while alive and alive[0][0] < lodging.first:
             free.append(heapq.heappop(alive)[2])
-        wanted = _hint(lodging.size)
+        wanted = hinted(lodging.size)
         if free:
-            shelf = min(free, key=lambda i: abs(max(_hint(one.size) for one in shelves[i]) - wanted))
+            shelf = min(free, key=lambda i: abs(max(hinted(one.size) for one in shelves[i]) - wanted))
             free.remove(shelf)
         else:
             shelf = len(shelves)
@@ -173,7 +174,3 @@ def shelved(lodgings: Sequence[Lodging]) -> list[list[Lodging]]:
         shelves[shelf].append(lodging)
         heapq.heappush(alive, (lodging.last, number, shelf))
     return shelves
-
-
-def _hint(size: Any) -> int:
-    return int(getattr(size, "hint", size))

@@ -12,6 +12,7 @@ import torch
 from kiln._launch import Plan
 from kiln.base import records
 from kiln.base.dump import Dump
+from kiln.base.expressions import hinted
 from kiln.base.graph import (
     CONSTANT,
     INPUT,
@@ -214,7 +215,3 @@ def base_of(node: Node) -> Node | None:
 def nbytes(node: Node) -> int:
     """The bytes of a value, by the sizes when traced."""
     return sum(hinted(size_of(spec)) for spec in tensors((node.spec,)) if isinstance(spec, TensorSpec))
-
-
-def hinted(size: Any) -> int:
-    return int(getattr(size, "hint", size))
