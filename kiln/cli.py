@@ -69,14 +69,9 @@ def explain(
     Its compile calls go through Kiln; a script without any has its modules compiled, as with --all.
     Example: kiln explain train.py --epochs 1
     """
-    scripts, records = _part("kiln.scripts"), Records()
-    timing = _part("kiln.observe.roofline").timing() if roofline else nullcontext()
-    failed, code = None, 0
-    with timing as times:
-        try:
-            code = scripts.run(script, context.args, everything or None, records, quiet=as_json)
-        except scripts.ScriptFailed as error:
-            failed = str(error)
+    records = Records()
+    with _part("kiln.observe.roofline").timing() if roofline else nullcontext() as times:
+        failed, code = _ran(script, context.args, everything or None, records, as_json)
     found = _part("kiln.observe.facts").facts(records)
     lines = _part("kiln.observe.roofline").lines(records, times) if roofline else []
     if as_json:
@@ -90,7 +85,7 @@ def explain(
             console.print(tables.roofline(lines))
     else:
         typer.echo("nothing was compiled: the script calls neither torch.compile nor a module")
-    raise typer.Exit(1 if failed is not None else code)
+    raise typer.Exit(code)
 
 
 @app.command(context_settings=SCRIPT)
@@ -101,12 +96,8 @@ def run(
 
     The exit code is the script's. Example: kiln run --all train.py --epochs 1
     """
-    scripts, records = _part("kiln.scripts"), Records(light=True)
-    failed, code = None, 1
-    try:
-        code = scripts.run(script, context.args, everything, records, quiet=as_json)
-    except scripts.ScriptFailed as error:
-        failed = str(error)
+    records = Records(light=True)
+    failed, code = _ran(script, context.args, everything, records, as_json)
     found = _part("kiln.observe.facts").facts(records)
     if as_json:
         typer.echo(json.dumps({"error": failed, "exit": code, **found["summary"]}))
@@ -138,27 +129,23 @@ def report(
     to = output or Path("report.html")
     if not to.parent.is_dir():
         _fail(f"{to}: there is no folder {to.parent}")
-    scripts, pages, records = _part("kiln.scripts"), _part("kiln.observe.report"), Records()
-    calls, problems = _part("kiln.observe.calls").Calls(), list[str]()
-    try:
-        with calls:
-            scripts.run(script, arguments, everything or None, records, quiet=as_json)
-    except scripts.ScriptFailed as error:
-        problems.append(str(error))
-    written = bool(records.totals) or not problems
+    records = Records()
+    with _part("kiln.observe.calls").Calls() as calls:
+        failed, _ = _ran(script, arguments, everything or None, records, as_json)
+    written = bool(records.totals) or failed is None
     if written:
         try:
-            pages.write(to, records, calls, Path(script).name, problems)
+            problems = [] if failed is None else [failed]
+            _part("kiln.observe.report").write(to, records, calls, Path(script).name, problems)
         except OSError as error:
             _fail(f"{to}: {error.strerror or error}")
     found = _part("kiln.observe.facts").facts(records)
     if as_json:
-        told = {"error": problems[0] if problems else None, "file": str(to) if written else None}
-        typer.echo(json.dumps({**told, **found["summary"]}))
+        typer.echo(json.dumps({"error": failed, "file": str(to) if written else None, **found["summary"]}))
     elif written:
         typer.echo(f"{to}: {_part('kiln.observe.tables').summary(found)}")
-    if problems:
-        _fail(problems[0])
+    if failed is not None:
+        _fail(failed)
 
 
 @app.command()
@@ -267,6 +254,17 @@ def clear(as_json: AsJson = False) -> None:
     found = _cache()
     removed = found.clear() if found else 0
     typer.echo(json.dumps({"removed": removed}) if as_json else f"{removed} entries removed")
+
+
+def _ran(
+    script: str, arguments: list[str], everything: bool | None, records: Records, quiet: bool
+) -> tuple[str | None, int]:
+    """What went wrong in a script, in one line, and its exit code."""
+    scripts = _part("kiln.scripts")
+    try:
+        return None, scripts.run(script, arguments, everything, records, quiet)
+    except scripts.ScriptFailed as error:
+        return str(error), 1
 
 
 def _cache() -> Cache | None:

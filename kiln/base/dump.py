@@ -52,27 +52,17 @@ class Dump:
         """The dump of a half of the graph: forward, backward or inference."""
         return Dump(self.name, self.folder, half, self._numbers)
 
-    def show(self, topic: str, stage: str, ending: str, text: Callable[[], str]) -> None:
-        """Log a result under a topic, write its file and leave a record, where asked for."""
+    def show(self, topic: str, stage: str, ending: str, write: Callable[[], str]) -> Revision | None:
+        """Log a result under a topic, write its file and leave a record, where asked for.
+
+        Gives the edited one where there is one.
+        """
         listened = ending != ASSEMBLY and bool(self.name) and records.listening()
         if self.folder is None and not listened and not log.wants(topic):
-            return
-        written = text()
-        if listened:
-            records.emit(records.TextRecord(self.name, self.half, stage, ending, written))
-        self._written(topic, stage, ending, written)
-
-    def revised(self, topic: str, stage: str, ending: str, text: Callable[[], str]) -> Revision | None:
-        """Show a result; gives the edited one where there is one."""
-        if self.folder is None:
-            self.show(topic, stage, ending, text)
             return None
-        written = text()
-        if records.listening():
-            records.emit(records.TextRecord(self.name, self.half, stage, ending, written))
-        return self._written(topic, stage, ending, written)
-
-    def _written(self, topic: str, stage: str, ending: str, text: str) -> Revision | None:
+        text = write()
+        if listened:
+            records.emit(records.TextRecord(self.name, self.half, stage, ending, text))
         title = "_".join(filter(None, (self.half, stage)))
         if log.wants(topic):
             log.say(topic, f"{self.name} {title}\n{text}")

@@ -16,11 +16,6 @@ class Place:
     column: int = 0
     width: int = 0
 
-    @property
-    def caret(self) -> str:
-        """Carets to put below the text; nothing where the part is not known."""
-        return " " * self.column + "^" * self.width if self.width else ""
-
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
 

@@ -6,7 +6,7 @@ import builtins
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -266,10 +266,23 @@ def call_text(node: Node) -> str:
     return f"{target}({', '.join(arguments)})"
 
 
-def retarget(outputs: Sequence[Any], replaced: dict[Node, Any]) -> tuple[Any, ...]:
-    """A nest with nodes replaced by others."""
-    return tuple([mapped(out, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
-                  for out in outputs])  # fmt: skip
+def retarget(nest: Any, replaced: Mapping[Node, Any]) -> Any:
+    """A nest with what stands in the place of nodes; others stay."""
+    return mapped(nest, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
+
+
+class Made:
+    """Nodes made in the place of one, which lends them its place in the source, half and region."""
+
+    def __init__(self, graph: Graph, like: Node) -> None:
+        self.graph, self.like = graph, like
+        self.nodes: list[Node] = []
+
+    def call(self, op: Any, spec: Spec, *args: Any, **kwargs: Any) -> Node:
+        """One more node, after those there are."""
+        name, like = self.graph.name(label(op)), self.like
+        self.nodes.append(Node(op, args, kwargs, spec, name, like.where, like.backward, like.region))
+        return self.nodes[-1]
 
 
 def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], Any] | None]) -> Graph:
@@ -278,13 +291,9 @@ def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], An
     nodes: list[Node] = []
     read = {one for node in graph.nodes for one in node.inputs()}
     unread = {node for node in graph.nodes if node not in read}
-
-    def value(leaf: Any) -> Any:
-        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
-
     for node in graph.nodes:
         if not replaced.keys().isdisjoint(node.inputs()):
-            node.args, node.kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+            node.args, node.kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)
         found = instead(node)
         if found is None:
             nodes.append(node)

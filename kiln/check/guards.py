@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
@@ -43,9 +43,12 @@ class Guard:
         """The nodes whose values the check reads."""
         return (paths.node(self.source),)
 
+    check: ClassVar[int] = _hook.CHECK_TEST
+    """The kind of the check in C; another than a call of `test` takes the guard's one fact."""
+
     def emit(self) -> tuple[int, Any]:
         """The kind and the operand of the check in C."""
-        return _hook.CHECK_TEST, self.test
+        return self.check, self.test if self.check == _hook.CHECK_TEST else self._facts()[0]
 
     def test(self, value: Any) -> bool:
         """Whether the fetched value passes."""
@@ -85,6 +88,7 @@ class Guard:
 class TypeIs(Guard):
     """The value's exact type."""
 
+    check = _hook.CHECK_TYPE
     type: type
 
     def test(self, value: Any) -> bool:
@@ -92,9 +96,6 @@ class TypeIs(Guard):
 
     def describe(self, value: Any) -> str:
         return f" was of type {show(self.type)}, now {show(type(value))}"
-
-    def emit(self) -> tuple[int, Any]:
-        return _hook.CHECK_TYPE, self.type
 
     def key(self) -> object:
         return TypeIs, self.source, id(self.type)
@@ -104,6 +105,7 @@ class TypeIs(Guard):
 class Is(Guard):
     """The value's identity."""
 
+    check = _hook.CHECK_IS
     value: Any
 
     def test(self, value: Any) -> bool:
@@ -113,9 +115,6 @@ class Is(Guard):
         if show(value) == show(self.value):
             return f" was {show(self.value)}, now another object that prints alike"
         return f" was {show(self.value)}, now {show(value)}"
-
-    def emit(self) -> tuple[int, Any]:
-        return _hook.CHECK_IS, self.value
 
     def key(self) -> object:
         return Is, self.source, id(self.value)
@@ -145,6 +144,7 @@ class Equals(Guard):
 class Length(Guard):
     """The length of a container."""
 
+    check = _hook.CHECK_LENGTH
     n: int
 
     def test(self, value: Any) -> bool:
@@ -153,9 +153,6 @@ class Length(Guard):
     def describe(self, value: Any) -> str:
         now = str(len(value)) if hasattr(value, "__len__") else f"a {type(value).__name__}"
         return f" had length {self.n}, now {now}"
-
-    def emit(self) -> tuple[int, Any]:
-        return _hook.CHECK_LENGTH, self.n
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +203,7 @@ class Contains(Guard):
 class Absent(Guard):
     """The instance dict of an object lacks a name; an object without a dict lacks every name."""
 
+    check = _hook.CHECK_ABSENT
     name: str
 
     def test(self, value: Any) -> bool:
@@ -216,9 +214,6 @@ class Absent(Guard):
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         return (paths.instance_dict(self.source),)
-
-    def emit(self) -> tuple[int, Any]:
-        return _hook.CHECK_ABSENT, self.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -321,6 +316,9 @@ class Relation(Guard):
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         return tuple(map(paths.node, self.sources))
 
+    def emit(self) -> tuple[int, Any]:
+        return self.check, None
+
     def key(self) -> object:
         return type(self), self.sources
 
@@ -329,12 +327,7 @@ class SameObject(Relation):
     """Two paths lead to one object."""
 
     __slots__ = ()
-
-    def __init__(self, a: Source, b: Source) -> None:
-        Relation.__init__(self, a, b)
-
-    def emit(self) -> tuple[int, Any]:
-        return _hook.CHECK_SAME, None
+    check = _hook.CHECK_SAME
 
     def relates(self, values: Sequence[Any]) -> bool:
         return values[0] is values[1]
@@ -349,11 +342,10 @@ class Distinct(Relation):
 
     __slots__ = ()
 
+    check = _hook.CHECK_DISTINCT
+
     def __init__(self, sources: Sequence[Source]) -> None:
         Relation.__init__(self, *sources)
-
-    def emit(self) -> tuple[int, Any]:
-        return _hook.CHECK_DISTINCT, None
 
     def relates(self, values: Sequence[Any]) -> bool:
         return len({id(v) for v in values}) == len(values)

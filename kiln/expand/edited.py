@@ -24,7 +24,7 @@ class EditedFile(KilnError):
 
 def revisable(graph: Graph, dump: Dump, stage: str = "") -> Graph:
     """The graph, shown as a stage's result, or the one of the edited file in its place."""
-    revision = dump.revised("graph", stage, "py", lambda: str(graph))
+    revision = dump.show("graph", stage, "py", lambda: str(graph))
     return graph if revision is None else read(revision, graph)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, retarget
 from kiln.ops.aliases import shows
 from kiln.ops.levels import VIEW, name_of
 
@@ -49,17 +49,12 @@ def sealed(graph: Graph) -> Graph:
     made, known = Graph(), dict[Node, Node]()
     for node in graph.inputs:
         known[node] = made.input(node.name, node.spec, node.backward)
-
-    def value(leaf: Any) -> Any:
-        return known[leaf] if type(leaf) is Node else leaf
-
     for node in graph.nodes:
-        args = node.args if node.op is CONSTANT else mapped(node.args, value)
+        args = node.args if node.op is CONSTANT else retarget(node.args, known)
         op = node.op if is_exact(node) else _sealed(node.op)
-        known[node] = made.add(
-            replace(node, op=op, args=args, kwargs=mapped(node.kwargs, value), name=made.name(node.name))
-        )
-    made.outputs = mapped(graph.outputs, value)
+        kwargs = retarget(node.kwargs, known)
+        known[node] = made.add(replace(node, op=op, args=args, kwargs=kwargs, name=made.name(node.name)))
+    made.outputs = retarget(graph.outputs, known)
     return made
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kiln.base import log, options
 from kiln.base.errors import Bug
-from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, label, mapped, nodes_in
+from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, mapped, nodes_in, retarget
 from kiln.expand.check import check
 from kiln.expand.fit import fit
 from kiln.ops.aliases import shows
@@ -69,7 +69,7 @@ class Expander:
                     kept.add(copied)
             else:
                 values[node] = _inline(out, template, node, values)
-        out.outputs = mapped(graph.outputs, lambda leaf: values[leaf] if type(leaf) is Node else leaf)
+        out.outputs = retarget(graph.outputs, values)
         # What nobody read before stays: whether it matters is not ours to say.
         out.drop_unused(keep=kept.__contains__)
         return out
@@ -148,16 +148,10 @@ def _record(function: Expansion, node: Node) -> Graph | None:
 
 
 def _copy(graph: Graph, node: Node, values: dict[Node, Any]) -> Node:
-    def value(leaf: Any) -> Any:
-        return values[leaf] if type(leaf) is Node else leaf
-
-    if node.op is CONSTANT:
-        args, kwargs = node.args, node.kwargs
-    else:
-        args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
-    return graph.add(
-        Node(node.op, args, kwargs, node.spec, graph.name(node.name), node.where, node.backward, node.region)
-    )
+    args, kwargs = node.args, node.kwargs
+    if node.op is not CONSTANT:
+        args, kwargs = retarget(args, values), retarget(kwargs, values)
+    return graph.add(node.over(args, kwargs, graph.name(node.name)))
 
 
 def _inline(graph: Graph, template: Graph, node: Node, values: dict[Node, Any]) -> Any:
@@ -167,16 +161,11 @@ def _inline(graph: Graph, template: Graph, node: Node, values: dict[Node, Any]) 
         inner: values[outer] for inner, outer in zip(template.inputs, reads, strict=True)
     }
 
-    def value(leaf: Any) -> Any:
-        return known[leaf] if type(leaf) is Node else leaf
-
-    where, backward, region = node.where, node.backward, node.region
     for inner in template.nodes:
-        args = inner.args if inner.op is CONSTANT else mapped(inner.args, value)
-        kwargs = mapped(inner.kwargs, value) if inner.kwargs else {}
-        name = graph.name(label(inner.op))
-        known[inner] = graph.add(Node(inner.op, args, kwargs, inner.spec, name, where, backward, region))
-    return mapped(template.outputs[0], value)
+        args = inner.args if inner.op is CONSTANT else retarget(inner.args, known)
+        kwargs = retarget(inner.kwargs, known) if inner.kwargs else {}
+        known[inner] = graph.call(inner.op, args, kwargs, inner.spec, like=node)
+    return retarget(template.outputs[0], known)
 
 
 def _is_complex(spec: Spec) -> bool:

@@ -151,17 +151,13 @@ def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], kept: set[Nod
     replaced: dict[Node, Any] = {}
     for node in wanted:
         replaced[node] = rest.input(f"{node.name}_held", node.spec)
-
-    def value(leaf: Any) -> Any:
-        return replaced.get(leaf, leaf) if type(leaf) is Node else leaf
-
     for node in graph.nodes:
         if node in replaced:
             continue
         if node.op is CONSTANT or not any(read in replaced for read in node.inputs()):
             rest.nodes.append(node)
             continue
-        args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
+        args, kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)
         replaced[node] = rest.add(node.over(args, kwargs))
     rest.outputs = retarget(graph.outputs, replaced)
     users = graph.users()

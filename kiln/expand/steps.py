@@ -7,11 +7,10 @@ the bytes of the logits. In steps two numbers a row are kept beside the logits.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from kiln.base.graph import Graph, Node, TensorSpec, label, nodes_in, substituted
+from kiln.base.graph import Graph, Made, Node, nodes_in, substituted
 from kiln.ops.aliases import shows
 from kiln.ops.layout import contiguous, reduced, wrap_dim
 from kiln.ops.symint import expr_of, wrap
@@ -58,20 +57,6 @@ def is_gradient_of_loss(node: Node) -> bool:
     loss, y, dim, dtype = node.args
     plain = loss.op is aten.nll_loss_backward.default and len(y.spec.shape) == 2 and dim in (1, -1)
     return plain and dtype is y.spec.dtype is loss.spec.dtype and dtype in WIDE
-
-
-class Made:
-    """Nodes made in the place of one."""
-
-    def __init__(self, graph: Graph, like: Node) -> None:
-        self.graph, self.like = graph, like
-        self.nodes: list[Node] = []
-
-    def call(self, op: Any, spec: TensorSpec, *args: Any) -> Node:
-        like = self.like
-        name = self.graph.name(label(op))
-        self.nodes.append(Node(op, args, {}, spec, name, like.where, like.backward, like.region))
-        return self.nodes[-1]
 
 
 def steps(graph: Graph, node: Node) -> tuple[list[Node], Node]:

@@ -28,9 +28,6 @@ MOST = 9
 #: Parts of the innermost loop are at least this long, or it stays whole.
 LINE = 16
 
-#: Parts of the innermost loop alone that read the same lines are left to the target, up to so many.
-IN_LINE = 4
-
 #: What stands for an element that is not read, where it is no integer.
 ZEROS: dict[torch.dtype, Any] = {
     **dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), 0.0), torch.bool: False,
@@ -61,23 +58,10 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     count = math.prod(map(len, parts.values()))
     if count == 1 or count > MOST:
         return [nest]
+    if count == len(parts[inner]):  # lines are written in their order: the target goes from part to part
+        return [nest]
     regions = itertools.product(*[parts[a] for a in nest.axes])
-    nests = [merged(part_of(nest, tests, region, scope), scope) for region in regions]
-    in_line_alone = count == len(parts[inner]) <= IN_LINE
-    return [nest] if in_line_alone and read_twice(nests) else nests
-
-
-def read_twice(nests: list[Nest]) -> bool:
-    """Whether several of some nests read elements of the same lines: of one buffer, in all of their loops."""
-    seen: set[Any] = set()
-    for nest in nests:
-        variables = {a.variable for a in nest.axes}
-        loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
-        here = {t.buffer for t in loads if isinstance(t.index, Expr) and variables <= t.index.symbols()}
-        if seen & here:
-            return True
-        seen |= here
-    return False
+    return [merged(part_of(nest, tests, region, scope), scope) for region in regions]
 
 
 def in_line(nest: Nest) -> Axis:

@@ -9,7 +9,7 @@ whole graph is fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kiln.base.dataclass import dataclass
@@ -221,21 +221,19 @@ class Blocks:
 
 def unrolled(blocks: Blocks, steps: list[Step]) -> list[Step] | None:
     """The steps of the whole graph, by those of the short one; None where they do not repeat."""
-    found = period_of(blocks, steps)
-    if found is None:
-        return None
-    begin, end = found
-    fixed: dict[Step, set[Node]] = {}
-    for step in steps[begin:]:
-        reads = fixed_reads(blocks, step)
-        if reads is None:
+    for begin, end in periods(blocks, steps):
+        fixed = [fixed_reads(blocks, step) for step in steps[begin:end]]
+        if None in fixed:
+            continue
+        after = [fixed_reads(blocks, step) for step in steps[end:]]
+        if None in after:
             return None
-        fixed[step] = reads
-    made = list(steps[:end])
-    for by in range(1, blocks.spared + 1):
-        made += [moved(blocks, step, by, fixed[step]) for step in steps[begin:end]]
-    made += [moved(blocks, step, blocks.spared, fixed[step]) for step in steps[end:]]
-    return made if complete(blocks.graph, made) else None
+        made = list(steps[:end])
+        for by in range(1, blocks.spared + 1):
+            made += [moved(blocks, *one, by) for one in zip(steps[begin:end], fixed, strict=True)]
+        made += [moved(blocks, *one, blocks.spared) for one in zip(steps[end:], after, strict=True)]
+        return made if complete(blocks.graph, made) else None
+    return None
 
 
 def nodes_of(step: Step) -> tuple[list[Node], list[Node]]:
@@ -245,16 +243,17 @@ def nodes_of(step: Step) -> tuple[list[Node], list[Node]]:
     return list(step.writes.values()), list(step.reads.values())
 
 
-def moved(blocks: Blocks, step: Step, by: int, fixed: set[Node]) -> Step:
-    """A step for a later block."""
+def moved(blocks: Blocks, step: Step, fixed: set[Node] | None, by: int) -> Step:
+    """A step for a later block; `fixed` is what it reads for all blocks alike."""
     if isinstance(step, Call):
         return Call(blocks.moved(step.node, by))
-    reads = {b: n if n in fixed else blocks.moved(n, by) for b, n in step.reads.items()}
+    stays = fixed or ()
+    reads = {b: n if n in stays else blocks.moved(n, by) for b, n in step.reads.items()}
     return Launch(step.kernel, reads, {b: blocks.moved(n, by) for b, n in step.writes.items()}, step.scratch)
 
 
-def period_of(blocks: Blocks, steps: list[Step]) -> tuple[int, int] | None:
-    """The steps from one place of a block to the same of the next, where those after them are alike."""
+def periods(blocks: Blocks, steps: list[Step]) -> Iterator[tuple[int, int]]:
+    """The steps from a place of a block to the same of the next, where those after them are alike."""
     places = {nodes_of(step)[0][0]: i for i, step in enumerate(steps)}
     for node, first in places.items():
         if blocks.block(node) != blocks.run.count - blocks.spared - 3:
@@ -265,8 +264,7 @@ def period_of(blocks: Blocks, steps: list[Step]) -> tuple[int, int] | None:
         if length > 0 and third - second == length:
             pairs = zip(steps[first:second], steps[second:third], strict=True)
             if all(follows(blocks, a, b) for a, b in pairs):
-                return first, second
-    return None
+                yield first, second
 
 
 def follows(blocks: Blocks, step: Step, later: Step) -> bool:

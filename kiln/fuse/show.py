@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kiln.base.graph import label, show, show_spec
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Kernel, Load, Nest, Place, Term, terms
-from kiln.fuse.program import Program
-from kiln.fuse.steps import Launch
 
 
 def show_kernels(kernels: Iterable[Kernel]) -> str:
@@ -77,21 +74,3 @@ def show_nest(nest: Nest) -> list[str]:
         sign = "+=" if store.adds else "="
         lines.append(f"{pad}{store.buffer.name}[{store.index}] {sign} {text(store.value)}{when}")
     return lines
-
-
-def show_program(program: Program) -> str:
-    """The steps of a program in order: kernels and calls, with what each reads and gives."""
-    lines = [f"inputs {', '.join(f'{n.name}: {show_spec(n.spec)}' for n in program.graph.inputs)}"]
-    for step in program.steps:
-        if isinstance(step, Launch):
-            lines.append(
-                f"launch {step.kernel.name}({', '.join(n.name for n in step.reads.values())}) -> "
-                + ", ".join(f"{n.name}: {show_spec(n.spec)}" for n in step.writes.values())
-                + "".join(f", scratch {b.name}: {show_spec(spec)}" for b, spec in step.scratch.items())
-            )
-        else:
-            node = step.node
-            given = [*map(show, node.args), *(f"{k}={show(v)}" for k, v in node.kwargs.items())]
-            lines.append(f"call {label(node.op)}({', '.join(given)}) -> {node.name}: {show_spec(node.spec)}")
-    lines.append(f"outputs {', '.join(map(show, program.graph.outputs))}")
-    return "\n".join(lines)

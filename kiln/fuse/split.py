@@ -111,7 +111,7 @@ CORES = Cuts(
 #: Hundreds of processors, each with thousands of threads.
 GRIDS = Cuts(
     part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True, at_once=True, anew=32,
-    together=1 << 16,
+    together=1 << 17,
 )
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8

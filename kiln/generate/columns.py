@@ -16,7 +16,7 @@ from kiln.generate.scalar import FOLDS, TYPES
 from kiln.generate.values import Values
 
 #: Rows that are worth it.
-FEWEST = 8
+FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
 #: Rows after which a sum of floats starts anew, at least.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kiln.base.dataclass import dataclass
@@ -23,13 +24,15 @@ LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
 CLUSTER = 8  # blocks that share a row
-SUMMED = 16  # columns that a thread keeps the sums of
-SUMMING = 512  # threads of a block of such
+SUMMED = 2  # turns along a row of threads that keep the sums of columns
+STAGES = 3  # rows that are read ahead there
 TEAMS = 8  # of a block, that wait for nobody but their own threads
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
 SECTOR = 32  # bytes that memory gives at once
+LONG = 32 << 10  # bytes of a row that are kept in shared memory rather than in registers
+MANY = 8  # turns of a thread along such a row that are enough
 WRITTEN = 16  # turns of a row in shared memory that are written out
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
@@ -93,11 +96,11 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
     columns = -(-extent(vector) // width)
     rows = min(power_of_two(columns), COLUMNS)
     blocks = kept_extent(nest) // extent(vector) * (columns // rows)
-    while blocks * LARGEST < BUSY and rows * width * 4 > SECTOR:  # few columns: a block takes fewer of them
+    while blocks * LARGEST < BUSY // 2 and rows * width * 4 > SECTOR:  # few columns: a block takes fewer of them
         width, rows = (width // 2, rows) if width > 1 else (1, rows // 2)
         blocks *= 2
     team = BLOCK // rows
-    while team < LARGEST // rows and blocks * rows * team < BUSY:
+    while team < LARGEST // rows and blocks * rows * team < BUSY // 2:
         team *= 2
     team = max(min(team, power_of_two(reduced_extent(nest)) // 4), 1)
     parts = [compute_type(TYPES[part.dtype]) for fold in nest.folds() for part in fold.parts]
@@ -173,12 +176,14 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     turns = -(-chunks // team)
     if team == LARGEST and all(s.kept for s in nest.stores) and largest_and_sum(nest) is not None:
         team = BLOCK
-        while team < LARGEST and rows * team < BUSY:
+        while team < LARGEST and rows * team < BUSY // 2:
             team *= 2
         return Grid(vector, width, 1, team, True)  # one reading does for all
-    shared = 0
-    if known and chunks > LOOPED * most:  # in registers, one block would have a processor for itself
-        shared = sum(kept.bytes for kept in read_again(nest).values())
+    shared, looped = 0, BLOCK if chunks <= BLOCK * MANY else LOOPED
+    again = read_again(nest) if known else {}
+    # In registers, one block would have a processor for itself.
+    if chunks > LOOPED * most or any(kept.bytes >= LONG for kept in again.values()):
+        shared = sum(kept.bytes for kept in again.values())
         members = power_of_two(-(-shared // (SHARED - FOLDING)))
         while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
             members *= 2
@@ -189,7 +194,7 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
             return Grid(vector, width, 1, LOOPED, True, turns, shared, members=members)
         shared = shared if shared <= SHARED - FOLDING else 0
     if shared:
-        team = LARGEST if rows <= BUSY // LARGEST else LOOPED
+        team = LARGEST if rows <= BUSY // LARGEST else looped
         turns = -(-chunks // team)
         turns = turns if turns <= WRITTEN else 0
     elif not known or turns > most:
@@ -199,9 +204,23 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
 
 def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A block for each strip of rows: its teams take rows in turn, threads keep the sums of their columns."""
-    team = min(max(power_of_two(-(-reduced_extent(nest) // SUMMED)), WARP), SUMMING)
+    team = min(max(power_of_two(-(-reduced_extent(nest) // (SUMMED * width))), WARP), LOOPED)
     turns = -(-reduced_extent(nest) // (team * width))
-    return Grid(vector, width, min(SUMMING // team, TEAMS), team, True, turns)
+    grid = Grid(vector, width, min(LOOPED // team, TEAMS), team, True, turns)
+    size = sum(row.bytes for row in rows_ahead(nest, grid).values())
+    stages = min((SHARED - FOLDING) // size, STAGES) if size else 0
+    return replace(grid, shared=size * stages if stages > 1 else 0)
+
+
+def rows_ahead(nest: Nest, grid: Grid) -> dict[tuple[Any, ...], Again]:
+    """What is read of each row of a strip, and where a block keeps it: for each turn what its threads read."""
+    found: dict[tuple[Any, ...], Again] = {}
+    place = 0
+    for key in phases_of(nest):
+        if all(axis.variable in key[1].symbols() for axis in nest.axes):
+            found[key] = Again(0, place, grid.turns * grid.threads * grid.width * int(key[2].itemsize))
+            place += found[key].bytes
+    return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -9,7 +9,7 @@ from kiln.base.symbols import Expr
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
 
 #: Pieces of one loop at most: the body is written once for each.
-MOST = 4
+MOST = 9
 ALL, ANY = ("bitwise_and", False), ("bitwise_or", True)
 
 

@@ -251,10 +251,9 @@ class GridEmitter(Online):
         grid = self.grid
         if grid.along and grid.team > 1:
             self.begin_to_read([s.value for s in stores if s.kept])
-        if grid.turns and grid.shared:
+        if grid.turns and self.again:
             self.fetch()
-        held = grid.turns and not grid.shared
-        at_once = None if held or not grid.along else largest_and_sum(self.nest)
+        at_once = None if self.held or not grid.along else largest_and_sum(self.nest)
         if at_once is not None:
             self.online(*at_once)
         for phase in range(last + 1):
@@ -272,7 +271,10 @@ class GridEmitter(Online):
         """Read what is needed of memory beside the folds of a row, so that it is there after them."""
         for value in values:
             for load in loads_before_folds(value):
-                if not any(isinstance(term, Fold) for term in terms([load])):
+                if load.places or load.valid is not None:
+                    free = not any(isinstance(term, Fold) for term in terms([load]))
+                    self.awaited += [load] if free else []
+                else:
                     self.value(load)
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
@@ -292,8 +294,7 @@ class GridEmitter(Online):
 
         outside = self.lanes
         self.lanes = grid.width
-        held = grid.turns and not grid.shared
-        totals = self.held_turns(start, body) if held else self.several_turns(start, body)
+        totals = self.held_turns(start, body) if self.held else self.several_turns(start, body)
         self.lanes = outside
         if not folds:
             return

@@ -7,13 +7,10 @@ from typing import Any
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Load, Store, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import LOOPED, key_of
-from kiln.generate.llvm import I64, Type, Value
+from kiln.generate.grid import WIDEST, key_of, rows_ahead
+from kiln.generate.llvm import I8, I32, I64, Type, Value
 from kiln.generate.ptx import GridEmitter
 from kiln.generate.scalar import TYPES
-
-#: Rows that are read ahead at most, and the registers of a thread for them.
-AHEAD, REGISTERS = 3, 30
 
 
 class StripEmitter(GridEmitter):
@@ -27,6 +24,9 @@ class StripEmitter(GridEmitter):
         self.raw: Value | None = None  # what was read last
         self.memory: Value | None = None  # where teams find each other's sums
         self.sums: dict[tuple[Store, int], Value] = {}
+        self.kept = rows_ahead(self.nest, self.grid) if self.grid.shared else {}
+        self.stage = sum(row.bytes for row in self.kept.values())  # bytes of what is kept of a row
+        self.slot: Value | None = None  # where that begins, for the row that is worked on
         super().emit()
 
     def count(self) -> Any:
@@ -50,38 +50,52 @@ class StripEmitter(GridEmitter):
         loads = {key_of(t): t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)}
         plain = [t for t in loads.values() if t.valid is None and not t.places]
         own = [t for t in plain if isinstance(t.index, Expr) and row.variable in t.index.symbols()]
-        fixed = self.read_ahead = self.rows_read([t for t in plain if t not in own])
+        copied = [t for t in own if self.can_copy(t)]
+        own = [t for t in own if t not in copied]
+        depth = grid.shared // self.stage if copied else 1
 
-        def at(place: Value) -> dict[Any, Value]:
+        def at(place: Value) -> None:
             self.variables[row.variable] = (place < end).where(place, begin)
-            return self.rows_read(own)
 
-        ahead = [at(first)]
-        taken = sum(max(v.type.width * v.type.bits // 32, 1) for v in ahead[0].values())
-        depth = max(min(AHEAD, REGISTERS // max(taken, 1)), 1) if grid.threads <= LOOPED else 1
-        ahead += [at(first + i * grid.rows) for i in range(1, depth)]
+        for stage in range(depth if copied else 0):
+            at(first + stage * grid.rows)
+            self.copy_row(copied, fn.constant(stage * self.stage, I32))
+        fixed = self.read_ahead = self.rows_read([t for t in plain if t not in own and t not in copied])
+        at(first)
+        ahead = self.rows_read(own)
         added = [s for s in self.nest.stores if s.adds]
         places = [(store, turn) for store in added for turn in range(grid.turns)]
         zero = fn.constant(0.0, compute_type(TYPES[added[0].buffer.dtype]).wide(grid.width))
-        keys = list(ahead[0])
 
         def body(place: Value, carried: list[Value]) -> list[Value]:
-            sums, rest = carried[: len(places)], carried[len(places) :]
+            sums, here = carried[: len(places)], carried[len(places) :]
+            number = self.unsigned((place - first) / grid.rows)
             self.push()
-            following = at(place + depth * grid.rows)
+            at(place + grid.rows)
+            following = self.rows_read(own)
             self.pop()
             self.push()
             self.turns = {}
-            self.other = (place - first) / grid.rows & 1
-            self.read_ahead = {**fixed, **dict(zip(keys, rest, strict=False))}
+            self.other = number & 1
+            self.slot = (number % depth).to(I32) * self.stage
+            self.read_ahead = {**fixed, **dict(zip(ahead, here, strict=True))}
             self.sums = dict(zip(places, sums, strict=True))
             self.variables[row.variable] = place
+            if copied:
+                self.wait_but(depth - 1)
             self.row()
             self.pop()
-            return [*self.sums.values(), *rest[len(keys) :], *following.values()]
+            if copied:
+                self.push()
+                at(place + depth * grid.rows)
+                self.copy_row(copied, self.slot)
+                self.pop()
+            self.slot = None
+            return [*self.sums.values(), *following.values()]
 
-        start = [zero] * len(places) + [value for rows in ahead for value in rows.values()]
-        totals = fn.loop(first, end, grid.rows, start, body)
+        totals = fn.loop(first, end, grid.rows, [*[zero] * len(places), *ahead.values()], body)
+        if copied:
+            self.wait_but(0)
         self.numbered = None
         self.variables[part.variable] = strip
         self.lanes = grid.width
@@ -101,9 +115,10 @@ class StripEmitter(GridEmitter):
         if grid.rows == 1:
             return total
         if self.memory is None:
-            self.memory = self.shared_memory(kind.scalar, grid.threads * grid.width)
-        else:
-            self.barrier()
+            needed = grid.threads * grid.width
+            spare = grid.shared >= needed * kind.bits // 8  # where rows were kept
+            self.memory = self.row_memory() if spare else self.shared_memory(kind.scalar, needed)
+        self.barrier()
         thread = self.unsigned(self.thread).to(I64)
         self.put_shared(fn.at(self.memory, thread * grid.width, kind), total)
         self.barrier()
@@ -128,8 +143,38 @@ class StripEmitter(GridEmitter):
         self.lanes = outside
         return found
 
+    def can_copy(self, load: Load) -> bool:
+        """Whether threads may copy what they read of a row at once."""
+        outside, self.lanes = self.lanes, self.grid.width
+        size = self.lanes * int(load.dtype.itemsize)
+        fits = key_of(load) in self.kept and size in (4, 8, WIDEST)
+        fits = fits and self.stride(load.index) == 1 and self.granule(load.index) == self.lanes
+        self.lanes = outside
+        return fits
+
+    def copy_row(self, loads: list[Load], slot: Value) -> None:
+        """Begin to copy what a thread reads of a row."""
+        for self.turn in range(self.grid.turns):
+            self.push()
+            self.along_row(self.turn_at(self.turn)[0])
+            for load in loads:
+                self.copy(load, self.offset(load, slot), self.grid.width * int(load.dtype.itemsize))
+            self.pop()
+        self.commit()
+
+    def offset(self, load: Load, slot: Value) -> Value:
+        """Where what a thread reads in this turn is kept in the block's memory."""
+        grid, size = self.grid, self.grid.width * int(load.dtype.itemsize)
+        first = self.kept[key_of(load)].place + self.turn * grid.threads * size
+        return self.thread * size + slot + first
+
     def read(self, term: Load, memory: Type, address: Value, many: int) -> Value:
         found = self.read_ahead.get((key_of(term), self.turn))
+        if found is None and self.slot is not None and memory.width == self.grid.width and self.can_copy(term):
+            base = self.row_memory()
+            place = self.unsigned(self.offset(term, self.slot)).to(I64)
+            align = memory.width * memory.bits // 8
+            return self.fn.emit(f"load {memory}, ptr {self.fn.at(base, place, I8).text}, align {align}", memory)
         self.raw = found = super().read(term, memory, address, many) if found is None else found
         return found
 

@@ -28,6 +28,7 @@ class Team(DeviceValues):
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, aligned, clusters)
         self.shared = 0
+        self.awaited: list[Load] = []  # elements at places that are read, to be read when those are there
         self.numbered: Value | None = None
         self.other: Value | None = None  # 1 in every other turn of a loop: threads may still read the last
         self.turn = 0  # the one being emitted, of those written out
@@ -114,29 +115,40 @@ class Team(DeviceValues):
                     self.push()
                     self.along_row(place)
                     for key, size in bytes_of.items():
-                        self.copy(loads[key], self.again[key].place, size)
+                        at = self.here.to(I32) * int(key[2].itemsize) + self.again[key].place
+                        self.copy(loads[key], at, size)
                     self.pop()
-                self.fn.do('call void asm sideeffect "cp.async.commit_group;", "~{memory}"()')
+                self.commit()
         self.lanes = outside
 
-    def copy(self, load: Load, row: int, size: int) -> None:
-        """Copy what a thread reads here to where it is kept of the row, while the thread goes on."""
+    def copy(self, load: Load, at: Value, size: int) -> None:
+        """Copy what a thread reads here to a place in the block's memory, while the thread goes on."""
         fn = self.fn
         source = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
         base = Value(fn, f"ptrtoint (ptr addrspace(3) @{NAME}_row to i32)", I32)
-        target = base + (self.here.to(I32) * int(load.dtype.itemsize) + row)
+        target = base + at
         cached = "cg" if size == WIDEST else "ca"
         text = f'"cp.async.{cached}.shared.global [$0], [$1], {size};", "r,l,~{{memory}}"'
         fn.do(f"call void asm sideeffect {text}(i32 {target.text}, ptr {source.text})")
 
+    def commit(self) -> None:
+        """What was copied since the last time is waited for at once."""
+        self.fn.do('call void asm sideeffect "cp.async.commit_group;", "~{memory}"()')
+
     def wait_for(self, turns: int) -> None:
         """Wait until the first turns of the row are there."""
-        left = self.grid.turns - turns
+        self.wait_but(self.grid.turns - turns)
+
+    def wait_but(self, left: int) -> None:
+        """Wait for all copies but the last."""
         self.fn.do(f'call void asm sideeffect "cp.async.wait_group {left};", "~{{memory}}"()')
 
     def exchanged(self, values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
         """What the threads of a team have, folded into one; every thread has it, the order is always one."""
         grid = self.grid
+        for load in self.awaited:
+            self.value(load)
+        self.awaited = []
         if grid.team == 1:
             return values
         if not grid.along:

@@ -47,15 +47,16 @@ class DeviceValues(Values):
         self.fn.convention = "ptx_kernel "
         # Where two rows are to be in flight on a processor, each thread may take half of its registers.
         members = self.grid.members
-        several = self.grid.shared and self.grid.threads < LARGEST
+        several = self.grid.shared and self.grid.threads < LARGEST and nest.part is None
         self.fn.attributes = 'nounwind "nvvm.minctasm"="2"' if several else "nounwind"
         if members > 1:
             self.fn.attributes += f' "nvvm.cluster_dim"="{members},1,1"'
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.now = 0  # the phase being emitted
-        self.again = read_again(nest, self.grid.part) if self.grid.shared else {}
+        self.again = read_again(nest, self.grid.part) if self.grid.shared and nest.part is None else {}
+        self.held = bool(self.grid.turns) and not self.again  # whether threads hold what they read of a row
         self.fetched = False  # whether they are on their way before the first phase
-        if self.again:
+        if self.grid.shared:
             self.module.memory.append(f"@{NAME}_row = external addrspace(3) global [0 x i8], align 16")
 
     def unsigned(self, value: Value) -> Value:
@@ -194,14 +195,17 @@ class DeviceValues(Values):
         if again is None:
             return fn.emit(text, memory)
         # Every thread finds what it put there itself: no others need to be waited for.
-        base = Value(fn, f"addrspacecast (ptr addrspace(3) @{NAME}_row to ptr)", PTR)
-        kept = fn.at(base, self.here * (memory.bits // 8) + again.place, I8).text
+        kept = fn.at(self.row_memory(), self.here * (memory.bits // 8) + again.place, I8).text
         align = memory.width * memory.bits // 8
         if self.fetched or self.now > again.first:
             return fn.emit(f"load {memory}, ptr {kept}, align {align}", memory)
         value = fn.emit(text, memory)
         fn.do(f"store {memory} {value.text}, ptr {kept}, align {align}")
         return value
+
+    def row_memory(self) -> Value:
+        """The memory of the block for what it keeps of rows."""
+        return Value(self.fn, f"addrspacecast (ptr addrspace(3) @{NAME}_row to ptr)", PTR)
 
     def each_place(self, index: Any, step: int | None) -> list[Value]:
         """An index in each lane."""

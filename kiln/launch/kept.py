@@ -1,16 +1,17 @@
 """Plans on disk: a graph that was compiled before, by whichever process, is not fused and generated again.
 
 A plan is kept under a key of all that it follows from: the graph with its types and its lines, what is known
-of symbolic sizes, the settings, the versions of Kiln, Python, torch and LLVM, the processor. It is JSON:
-numbers and texts, ops by name, functions of Kiln's by module and name; addresses are found anew. What has no
-such form is not kept, and what cannot be read is a miss.
+of symbolic sizes, the settings, the versions of Kiln, Python, torch and LLVM, the processor. It is data in
+Python's own form for that: numbers and texts, ops by name, functions of Kiln's by module and name; addresses
+are found anew. What has no such form is not kept, and what cannot be read is a miss. A file that was not
+written by Kiln is as dangerous as the machine code beside it, and kept out by the same checks.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
+import marshal
 import operator
 import os
 import sys
@@ -37,7 +38,7 @@ from kiln.launch.plan import Flattened, Given, linked
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
-FORMAT = "plan 1"
+FORMAT = "plan 2"
 #: Namespaces of ops that are what their names say; others belong to the program and may change with it.
 NAMESPACES = FORGETFUL | {"kiln"}
 LARGEST = 1 << 16
@@ -67,13 +68,13 @@ class Keeping:
         if data is None:
             return None
         try:
-            fields, constants, key = json.loads(data)
+            fields, constants, key = marshal.loads(data)
             made = replace(_description(fields), constants=tuple(map(self._constant, constants)))
             code, source = kept_code(key, self.store) if key else (None, "")
             if key and code is None:
                 return None
             plan = linked(made, code)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, NotKept):
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, NotKept):
             return None
         if key:
             names = {stage[0] for step in made.steps if step[0] == "launch" for stage in step[1]}
@@ -89,17 +90,17 @@ class Keeping:
             return plan
         try:
             key = made.code.key if made.code is not None else ""
-            parts = [_fields(made), list(map(self._place, made.constants)), key]
-        except NotKept:
+            data = marshal.dumps((_fields(made), tuple(map(self._place, made.constants)), key))
+        except (NotKept, ValueError):
             return plan
-        self.store.put(self.key, json.dumps(parts, separators=(",", ":")).encode())
+        self.store.put(self.key, data)
         return plan
 
     def _place(self, constant: Any) -> Any:
         for i, one in enumerate(self.given):
             if one is constant:
                 return i
-        return [*_tensor(constant)]
+        return _tensor(constant)
 
     def _constant(self, place: Any) -> Any:
         if type(place) is int:
@@ -212,28 +213,30 @@ def _tensor(value: Any) -> tuple[str, list[int], str]:
     return str(value.dtype).removeprefix("torch."), list(value.shape), data.hex()
 
 
-# Plans as JSON: a list stands for a tuple, an object of one entry for anything that JSON has no form for
+# Plans as data: an object of one entry stands for anything that has no form of its own
 
 
-def _fields(made: Description) -> list[Any]:
+def _fields(made: Description) -> tuple[Any, ...]:
     lodgings = [(one.name, _number(one.size), one.first, one.last, one.offset) for one in made.lodgings]
     settled = made.settled
-    return [_encoded(part) for part in (
-        made.steps, made.lodged, made.outputs, made.names, tuple(lodgings),
+    # Only calls have arguments of other types than numbers, texts and tuples of them.
+    steps = tuple([_encoded(step) if step[0] == "call" else step for step in made.steps])
+    return (
+        steps, made.lodged, _encoded(made.outputs), made.names, tuple(lodgings),
         (settled.symbols, settled.fixed, settled.text), tuple(map(_number, made.numbers)), made.kernels,
         made.labels, made.inputs, (made.sources.names, made.sources.places),
-    )]  # fmt: skip
+    )  # fmt: skip
 
 
-def _description(fields: list[Any]) -> Description:
-    parts = map(_decoded, fields)
-    steps, lodged, outputs, names, lodgings, settled, numbers, kernels, labels, inputs, told = parts
+def _description(fields: tuple[Any, ...]) -> Description:
+    steps, lodged, outputs, names, lodgings, settled, numbers, kernels, labels, inputs, told = fields
+    steps = tuple([_decoded(step) if step[0] == "call" else step for step in steps])
     places = [Lodging(name, size, first, last, offset=at) for name, size, first, last, at in lodgings]
     sources = Sources((), ())
     sources.names, sources.places = told
     return Description(
-        steps, lodged, outputs, names, tuple(places), Settled(*settled), numbers, kernels, labels, inputs,
-        sources,
+        steps, lodged, _decoded(outputs), names, tuple(places), Settled(*settled), numbers, kernels,
+        labels, inputs, sources,
     )  # fmt: skip
 
 
@@ -242,6 +245,7 @@ def _number(value: Any) -> Any:
     return value if value is None or type(value) is int else str(value)
 
 
+@functools.lru_cache(1024)
 def _function(op: Any) -> str:
     """What finds an op, or a function of ours, again."""
     if op is INPUT or op is CONSTANT:
@@ -260,6 +264,7 @@ def _function(op: Any) -> str:
     return name
 
 
+@functools.cache
 def _found(name: str) -> Any:
     """The op, or the function of a module of ours, that has this name."""
     if "::" in name:
@@ -274,7 +279,7 @@ def _found(name: str) -> Any:
     return operator.attrgetter(path)(sys.modules[module])
 
 
-PLAIN = frozenset({int, float, bool, str, type(None)})
+PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
 
 
 def _encoded(value: Any) -> Any:
@@ -282,7 +287,7 @@ def _encoded(value: Any) -> Any:
     if kind in PLAIN:
         return value
     if kind is tuple:
-        return [_encoded(item) if type(item) not in PLAIN else item for item in value]
+        return tuple([_encoded(item) if type(item) not in PLAIN else item for item in value])
     encode = ENCODED.get(kind)
     if encode is not None:
         return encode(value)
@@ -291,12 +296,10 @@ def _encoded(value: Any) -> Any:
     raise NotKept
 
 
-ENCODED: dict[type, Callable[[Any], dict[str, Any]]] = {
-    list: lambda value: {"list": [_encoded(item) for item in value]},
+ENCODED: dict[type, Callable[[Any], Any]] = {
+    list: lambda value: [_encoded(item) for item in value],
     dict: lambda value: {"dict": [[_encoded(k), _encoded(v)] for k, v in value.items()]},
     slice: lambda value: {"slice": [_encoded(part) for part in (value.start, value.stop, value.step)]},
-    bytes: lambda value: {"bytes": value.hex()},
-    complex: lambda value: {"complex": [value.real, value.imag]},
     torch.dtype: lambda value: {"torch": str(value).removeprefix("torch.")},
     torch.layout: lambda value: {"torch": str(value).removeprefix("torch.")},
     torch.memory_format: lambda value: {"torch": str(value).removeprefix("torch.")},
@@ -308,8 +311,8 @@ ENCODED: dict[type, Callable[[Any], dict[str, Any]]] = {
 
 def _decoded(value: Any) -> Any:
     kind = type(value)
-    if kind is list:
-        return tuple([_decoded(item) if type(item) not in PLAIN else item for item in value])
+    if kind is tuple or kind is list:
+        return kind([_decoded(item) if type(item) not in PLAIN else item for item in value])
     if kind is dict:
         ((name, inner),) = value.items()
         return DECODED[name](inner)
@@ -317,11 +320,8 @@ def _decoded(value: Any) -> Any:
 
 
 DECODED: dict[str, Callable[[Any], Any]] = {
-    "list": lambda value: [_decoded(item) for item in value],
     "dict": lambda value: {_decoded(k): _decoded(v) for k, v in value},
     "slice": lambda value: slice(*map(_decoded, value)),
-    "bytes": bytes.fromhex,
-    "complex": lambda value: complex(*value),
     "torch": lambda value: getattr(torch, value),
     "device": torch.device,
     "given": Given,

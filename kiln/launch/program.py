@@ -86,7 +86,7 @@ def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dum
 
 def revised(dump: Dump, text: str) -> str:
     """The text of a module, shown, or the one of the edited file in its place."""
-    revision = dump.revised("llvm", "kernels", "ll", lambda: text)
+    revision = dump.show("llvm", "kernels", "ll", lambda: text)
     if revision is not None:
         text = revision.text
     try:

@@ -24,8 +24,10 @@ class Sources:
     __slots__ = ("names", "places")
 
     def __init__(self, kinds: Sequence[str], sources: Sequence[Launch | Node]) -> None:
-        given = iter(sources)
-        found = [described(next(given)) if kind in ("launch", "grid", "call") else ("", "") for kind in kinds]
+        given, known = iter(sources), dict[Any, tuple[str, str]]()
+        found = [
+            described(next(given), known) if kind in ("launch", "grid", "call") else ("", "") for kind in kinds
+        ]
         self.names, self.places = tuple([name for name, _ in found]), tuple([place for _, place in found])
 
     def __call__(self, step: int, error: BaseException) -> None:
@@ -33,10 +35,17 @@ class Sources:
         add_lines(error, places_of(self.places[step]))
 
 
-def described(source: Launch | Node) -> tuple[str, str]:
-    """The name of a step in a profile, and its place in the program."""
+def described(source: Launch | Node, known: dict[Any, tuple[str, str]]) -> tuple[str, str]:
+    """The name of a step in a profile, and its place in the program; `known` are those of other steps."""
     if isinstance(source, Node):
         return f"kiln.call {label(source.op)}", source.where
+    key = source.kernel, *[node.where for node in source.writes.values()]
+    if key not in known:  # equal layers run the same kernels
+        known[key] = _described(source)
+    return known[key]
+
+
+def _described(source: Launch) -> tuple[str, str]:
     nodes = computed_in(source)
     ops = list(dict.fromkeys(label(node.op) for node in nodes))
     more = "+…" if len(ops) > SHOWN else ""

@@ -13,7 +13,7 @@ import torch
 
 from kiln.base import log, records
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Graph, Node, mapped, nodes_in
+from kiln.base.graph import Graph, Node, nodes_in, retarget
 from kiln.base.progress import watched
 from kiln.fuse.nest import Buffer
 from kiln.fuse.program import Program
@@ -162,8 +162,7 @@ def alone(pair: Pair, step: Launch | None) -> Program:
     steps: list[Step] = []
     if step is None:
         node = pair.call.node
-        args = mapped(node.args, lambda leaf: nodes.get(leaf, leaf) if type(leaf) is Node else leaf)
-        nodes[node] = graph.call(node.op, args, spec=node.spec)
+        nodes[node] = graph.call(node.op, retarget(node.args, nodes), spec=node.spec)
         steps.append(Call(nodes[node]))
     launch = step or pair.launch
     writes = {b: graph.call(n.op, (), spec=n.spec) for b, n in launch.writes.items()}

@@ -8,13 +8,32 @@ from dataclasses import field
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from kiln import _launch
 from kiln.base import profiling
 from kiln.base.dataclass import dataclass
-from kiln.observe.roofline import moment, seconds
 
 GRID = "grid"
 """The kind of steps that run on a GPU."""
+
+
+def moment(on_gpu: bool) -> Any:
+    """Now: on the clock, or in the GPU's stream; None while a graph of the GPU is being recorded."""
+    if not on_gpu:
+        return perf_counter()
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 @dataclass(slots=True)
@@ -37,14 +56,20 @@ class Call:
 
 
 class Calls:
-    """Measures calls of compiled graphs within a `with` block, and keeps the quickest of each graph.
+    """Measures calls of compiled graphs in a `with` block; keeps the quickest of each graph, or `every` one.
 
     `kiln.profile` takes precedence: while it marks steps, nothing is measured.
     """
 
-    def __init__(self) -> None:
-        self.best: dict[str, Call] = {}
+    def __init__(self, every: bool = False) -> None:
+        self.every = every
+        self.made: dict[str, list[Call]] = {}
         self._local = threading.local()
+
+    @property
+    def best(self) -> dict[str, Call]:
+        """The quickest call of each graph."""
+        return {title: min(made, key=lambda call: call.seconds) for title, made in self.made.items()}
 
     def __enter__(self) -> Calls:
         if not profiling.active:
@@ -75,6 +100,8 @@ class Calls:
     def _end(self, call: Call, running: list[Call]) -> None:
         call.seconds = perf_counter() - call.began
         del running[running.index(call) :]
-        known = self.best.get(call.title)
-        if known is None or call.seconds < known.seconds:
-            self.best[call.title] = call
+        made = self.made.setdefault(call.title, [])
+        if self.every or not made:
+            made.append(call)
+        elif call.seconds < made[0].seconds:
+            made[0] = call

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from time import perf_counter
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
-from kiln import _launch
 from kiln.base.records import KernelRecord, Records
+from kiln.observe.calls import Calls, moment, seconds
 
 COPIED = {"cpu": 1 << 26, "cuda": 1 << 28}
 """Bytes of the copy that bandwidth is measured by."""
 TURNS = 10
-LAUNCHES = ("launch", "grid")
-"""The kinds of steps that launch kernels."""
+KERNEL = "kiln.kernel"
+"""How the names of steps that launch kernels begin."""
 
 
 class Line(TypedDict):
@@ -33,81 +29,33 @@ class Line(TypedDict):
     launches: int
 
 
-class Times:
-    """The times of launches: by a plan's title and the kernel's number among its launches, in seconds."""
-
-    def __init__(self) -> None:
-        self._spans: dict[tuple[str, int], list[Any]] = defaultdict(list)
-        self._lock = threading.Lock()
-
-    def begin(self, plan: _launch.Plan, step: int) -> Callable[[], None] | None:
-        """The marker of plans: begin the time of a step."""
-        if step < 0:
-            return _nothing
-        steps = plan.owner.steps
-        if steps[step][0] not in LAUNCHES:
-            return None
-        key = plan.title or "", sum(one[0] in LAUNCHES for one in steps[:step])
-        begin = moment(steps[step][0] == "grid")
-
-        def end() -> None:
-            with self._lock:
-                self._spans[key].append((begin, moment(begin is not None and not isinstance(begin, float))))
-
-        return end if begin is not None else None
-
-    def fastest(self) -> dict[tuple[str, int], tuple[float, int]]:
-        """For each launch the seconds of the fastest, and how many there were."""
-        found = {}
-        for key, spans in self._spans.items():
-            found[key] = min(seconds(a, b) for a, b in spans), len(spans)
-        return found
+def timing() -> Calls:
+    """Time all launches of plans in a `with` block."""
+    return Calls(every=True)
 
 
-def _nothing() -> None:
-    pass
+def fastest(calls: Calls) -> dict[tuple[str, int], tuple[float, int]]:
+    """For each launch, by its graph and its number there, the least seconds and how many there were."""
+    spans: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for title, made in calls.made.items():
+        for call in made:
+            launches = [step for step in call.steps if step[0].startswith(KERNEL)]
+            for i, (_, begin, end) in enumerate(launches):
+                spans[title, i].append(seconds(begin, end))
+    return {key: (min(times), len(times)) for key, times in spans.items()}
 
 
-def moment(on_gpu: bool) -> Any:
-    """Now: on the clock, or in the GPU's stream; None while a graph of the GPU is being recorded."""
-    if not on_gpu:
-        return perf_counter()
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
-
-
-@contextmanager
-def timing() -> Iterator[Times]:
-    """Time all launches of plans meanwhile."""
-    times = Times()
-    _launch.set_marker(times.begin)
-    try:
-        yield times
-    finally:
-        _launch.set_marker(None)
-
-
-def lines(records: Records, times: Times) -> list[Line]:
+def lines(records: Records, calls: Calls) -> list[Line]:
     """The kernels that were launched, the longest first."""
     known = {(one.graph, one.half, one.name): one for one in records.kernels}
     copies: dict[str, float] = {}
     found: dict[tuple[str, str, str], Line] = {}
-    fastest = times.fastest()
+    times = fastest(calls)
     for plan in records.plans:
         names = [step.name for step in plan.steps if step.kind == "kernel"]
         for i, name in enumerate(names):
             kernel = known.get((plan.graph, plan.half, name))
-            spent = fastest.get((f"{plan.graph} {plan.half}", i))
+            spent = times.get((f"{plan.graph} {plan.half}", i))
             if kernel is None or spent is None:
                 continue
             if kernel.device not in copies:

@@ -53,17 +53,6 @@ def _encoder_layer(x: torch.Tensor, *_: Any, **__: Any) -> Any:
     return similar(x) if x.dim() == 3 and not x.is_nested else NotImplemented
 
 
-@rule(aten._native_multi_head_attention.default)
-def _heads_of_rows(query: torch.Tensor, key: torch.Tensor, *given: Any, **_: Any) -> Any:
-    if query.dim() != 3 or query.is_nested or 0 in query.shape or 0 in key.shape:
-        return NotImplemented
-    heads, wanted, averaged = given[2], *(*given[8:10], True, True)[:2]
-    (batch, rows, _width), columns = query.shape, key.shape[1]
-    size = (batch, rows, columns) if averaged else (batch, heads, rows, columns)
-    weights = make(size, None, query.dtype, query.device) if wanted else None
-    return make(query.shape, None, query.dtype, query.device), weights
-
-
 @rule(aten._safe_softmax.default)
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     wrap_dim(dim, x.dim())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kiln import _mersenne
-from kiln.base.graph import Graph, Node, TensorSpec, substituted
+from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
 from kiln.ops.fake import make
 from kiln.ops.layout import is_dense
 from kiln.ops.table import aten, rule
@@ -87,21 +87,19 @@ def quicken(graph: Graph) -> Graph:
 def _drawn(graph: Graph, node: Node) -> list[Node]:
     spec: TensorSpec = node.spec
     bits = replace(spec, dtype=torch.bool, offset=0)
-    chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    mask = graph.call(own_bernoulli, (list(spec.shape), list(spec.stride), chance), spec=bits, like=node)
-    made = [mask]
+    chance = argument(node, 1, "p", 0.5)
+    made = Made(graph, node)
+    mask = made.call(own_bernoulli, bits, list(spec.shape), list(spec.stride), chance)
     if spec.dtype is not torch.bool:
-        wanted = replace(spec, offset=0)
-        made.append(graph.call(aten._to_copy.default, (mask,), {"dtype": spec.dtype}, spec=wanted, like=node))
-    del graph.nodes[-len(made) :]
-    return made
+        made.call(aten._to_copy.default, replace(spec, offset=0), mask, dtype=spec.dtype)
+    return made.nodes
 
 
 def _is_mask(node: Node) -> bool:
     if node.op is not aten.bernoulli.p or node.kwargs.get("generator") is not None:
         return False
     spec: TensorSpec = node.spec
-    chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    chance = argument(node, 1, "p", 0.5)
     return spec.device.type == "cpu" and type(chance) is float and _is_dense(spec)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kiln.base.graph import Graph, Node, TensorSpec, substituted
+from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
 from kiln.ops.fake import FakeTensor, Mode, make
 from kiln.ops.mersenne import quicken
 from kiln.ops.table import aten, rule
@@ -77,27 +77,24 @@ def _own_uniform(seed: FakeTensor, size: Any, stride: Any, word: int) -> Any:
     return make(size, stride, torch.float32, seed.device)
 
 
-class Drawing:
+class Drawing(Made):
     """One draw of a graph on its way to numbers of our own."""
 
     def __init__(self, graph: Graph, seed: Node, node: Node) -> None:
-        self.graph, self.seed, self.node = graph, seed, node
-        self.made: list[Node] = []
+        super().__init__(graph, node)
+        self.seed, self.node = seed, node
         self.spec: TensorSpec = node.spec
 
-    def call(self, op: Any, args: tuple[Any, ...], gives: torch.dtype, **kwargs: Any) -> Node:
-        spec = replace(self.spec, dtype=gives, offset=0)
-        node = self.graph.call(op, args, kwargs, spec, like=self.node)
-        self.graph.nodes.pop()
-        self.made.append(node)
-        return node
+    def of(self, gives: torch.dtype, op: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call that gives the draw's shape in another dtype."""
+        return self.call(op, replace(self.spec, dtype=gives, offset=0), *args, **kwargs)
 
     def float(self, op: Any, *args: Any) -> Node:
-        return self.call(op, args, torch.float32)
+        return self.of(torch.float32, op, *args)
 
     def uniform(self, word: int = 0) -> Node:
         size, stride = list(self.spec.shape), list(self.spec.stride)
-        return self.call(own_uniform, (self.seed, size, stride, word), torch.float32)
+        return self.float(own_uniform, self.seed, size, stride, word)
 
     def bounds(self) -> tuple[Any, Any]:
         """The two numbers that a draw takes, by default 0 and 1."""
@@ -108,16 +105,16 @@ class Drawing:
         dtype = self.spec.dtype
         if node.spec.dtype is dtype:
             return node
-        return self.call(aten._to_copy.default, (node,), dtype, dtype=dtype)
+        return self.of(dtype, aten._to_copy.default, node, dtype=dtype)
 
 
 def _bernoulli_p(at: Drawing) -> Node:
-    chance = at.node.args[1] if len(at.node.args) > 1 else at.node.kwargs.get("p", 0.5)
-    return at.as_dtype(at.call(aten.lt.Scalar, (at.uniform(), chance), torch.bool))
+    chance = argument(at.node, 1, "p", 0.5)
+    return at.as_dtype(at.of(torch.bool, aten.lt.Scalar, at.uniform(), chance))
 
 
 def _bernoulli(at: Drawing) -> Node:
-    return at.as_dtype(at.call(aten.lt.Tensor, (at.uniform(), at.node.args[0]), torch.bool))
+    return at.as_dtype(at.of(torch.bool, aten.lt.Tensor, at.uniform(), at.node.args[0]))
 
 
 def _rand(at: Drawing) -> Node:
@@ -190,7 +187,7 @@ def draw(graph: Graph, which: str) -> Graph:
             return None
         drawing = Drawing(graph, seed_of[node], node)
         result = table[node.op](drawing)
-        return drawing.made, result
+        return drawing.nodes, result
 
     substituted(graph, instead)
     used = {read for node in graph.nodes for read in node.inputs()}
@@ -255,7 +252,7 @@ class Again(Mode):
             return out
         drawing = Drawing(graph, seed, node)
         graph.outputs = (self.table[op](drawing),)
-        graph.nodes = drawing.made
+        graph.nodes = drawing.nodes
         self.drawn += 1
         if self.drawn > self.count:
             return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kiln.ops import (
+from kiln.ops import (  # noqa: F401  (each fills the table)
     attention,
     checks,
     factories,
@@ -20,13 +20,8 @@ from kiln.ops import (
 from kiln.ops.symint import specialised
 from kiln.ops.table import RULES, aten
 
-FAMILIES = (
-    attention, checks, factories, indexing, linear, lists, moving, network, pointwise, pooling, random,
-    reductions, views,
-)  # fmt: skip
-
 #: Native code that knows no symbolic sizes asks these: the sizes become constants.
 RULES.setdefault(aten.size.default, lambda tensor: [specialised(n) for n in tensor.shape])
 RULES.setdefault(aten.stride.default, lambda tensor: [specialised(n) for n in tensor.stride()])
 
-__all__ = ["FAMILIES", "RULES"]
+__all__ = ["RULES"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import kiln
-from kiln.base.graph import Graph, label
+from kiln.base.graph import label
 from kiln.differentiate import trace as tracing
 from tests.support import t
 
@@ -71,28 +71,6 @@ def traced(model, grad=True, dynamic=False, size=3):
     finally:
         tracing.layers_of, tracing.unrolled = real, unrolled
     return *graphs, found
-
-
-def values(joint, model, x):
-    """The results of a joint graph and its gradients by name, op by op, for tangents of ones."""
-    graph: Graph = joint.graph
-    held = [getattr(primal.origin, "name", None) for primal in joint.primals]
-    own = dict(model.state_dict(keep_vars=True))
-    names = {id(tensor): name for name, tensor in own.items()}
-    primals = [x if name is None else tensor_of(model, name) for name in held]
-    tangents = [torch.ones(node.spec.shape) for node in graph.inputs[len(primals) :]]
-    with torch.no_grad():
-        out = graph.run(*primals, *tangents)
-    gradients = zip(primals, out[joint.results :], strict=False)
-    return out[: joint.results], {names.get(id(p), "x"): g for p, g in gradients if g is not None}
-
-
-def tensor_of(model, name):
-    held = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-    return HELD[name] if name in HELD else held[name]
-
-
-HELD: dict[str, torch.Tensor] = {}
 
 
 @pytest.mark.parametrize("grad", [False, True])

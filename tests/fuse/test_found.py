@@ -122,6 +122,20 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
 }  # fmt: skip
 
 
+#: The same in other modes.
+IN_MODES: dict[str, tuple[str, list[Input], list[str]]] = {
+    "one of several, in inference mode": ("inference", [plain(5)], ["v0 = F.one_hot(torch.arange(4), 5) + a0"]),
+    "a part without grad mode": ("no_grad", [plain(3, 4, grad=True)], ["v0 = a0 * 2", "v1 = a0[1:]"]),
+    "memory of an argument that requires grad": ("no_grad", [plain(8, 4, layout="transposed", grad=True)], ["a0.as_strided((2,), (1,)).sub_(1)", "v0 = a0 + 1"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_MODES)
+def test_program_in_a_mode(name: str) -> None:
+    mode, inputs, lines = IN_MODES[name]
+    check(Program(inputs, lines, [lines[-1].split(" = ")[0]], mode))
+
+
 @pytest.mark.parametrize("name", RESIZED)
 def test_program_of_two_sizes(name: str) -> None:
     first, second, lines = RESIZED[name]

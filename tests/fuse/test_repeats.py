@@ -162,4 +162,4 @@ def test_steps_that_lack_something_are_refused(monkeypatch, fused):
     monkeypatch.setattr(repeats, "complete", lambda graph, steps: False)
     with torch.no_grad():
         compared(Net(12), torch.randn(3, 16))
-    assert len(fused) == 2  # the short graph, then the whole one
+    assert len(fused) == 3  # two short graphs, then the whole one
