@@ -104,11 +104,87 @@ nests_mapped(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t coun
     return mapped(args[0], args[1]);
 }
 
+/* The nest with what `instead` has for objects of this class; a tuple in which nothing changes is itself. */
+static PyObject *
+replaced(PyTypeObject *kind, PyObject *value, PyObject *instead)
+{
+    if (Py_TYPE(value) == kind) {
+        PyObject *found = PyDict_GetItemWithError(instead, value);
+        return found == NULL && PyErr_Occurred() ? NULL : Py_NewRef(found != NULL ? found : value);
+    }
+    if (PyTuple_CheckExact(value)) {
+        PyObject *made = NULL;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++) {
+            PyObject *old = PyTuple_GET_ITEM(value, i), *item = replaced(kind, old, instead);
+            if (item != NULL && item != old && made == NULL) {
+                made = PyTuple_New(PyTuple_GET_SIZE(value));
+                for (Py_ssize_t k = 0; made != NULL && k < i; k++)
+                    PyTuple_SET_ITEM(made, k, Py_NewRef(PyTuple_GET_ITEM(value, k)));
+            }
+            if (item == NULL || (item != old && made == NULL)) {
+                Py_XDECREF(item);
+                Py_XDECREF(made);
+                return NULL;
+            }
+            if (made != NULL)
+                PyTuple_SET_ITEM(made, i, item);
+            else
+                Py_DECREF(item);
+        }
+        return made != NULL ? made : Py_NewRef(value);
+    }
+    if (PyList_CheckExact(value)) {
+        PyObject *made = PyList_New(0);
+        for (Py_ssize_t i = 0; made != NULL && i < PyList_GET_SIZE(value); i++) {
+            PyObject *item = replaced(kind, PyList_GET_ITEM(value, i), instead);
+            if (item == NULL || PyList_Append(made, item) < 0)
+                Py_CLEAR(made);
+            Py_XDECREF(item);
+        }
+        return made;
+    }
+    if (PyDict_CheckExact(value)) {
+        PyObject *made = PyDict_New(), *key, *held;
+        Py_ssize_t place = 0;
+        while (made != NULL && PyDict_Next(value, &place, &key, &held)) {
+            PyObject *item = replaced(kind, held, instead);
+            if (item == NULL || PyDict_SetItem(made, key, item) < 0)
+                Py_CLEAR(made);
+            Py_XDECREF(item);
+        }
+        return made;
+    }
+    if (PySlice_Check(value)) {
+        PySliceObject *slice = (PySliceObject *)value;
+        PyObject *start = replaced(kind, slice->start, instead);
+        PyObject *stop = start == NULL ? NULL : replaced(kind, slice->stop, instead);
+        PyObject *step = stop == NULL ? NULL : replaced(kind, slice->step, instead);
+        PyObject *made = step == NULL ? NULL : PySlice_New(start, stop, step);
+        Py_XDECREF(start);
+        Py_XDECREF(stop);
+        Py_XDECREF(step);
+        return made;
+    }
+    return Py_NewRef(value);
+}
+
+static PyObject *
+nests_replaced(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3 || !PyType_Check(args[0]) || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "replaced(kind, nest, instead) takes a class, a nest and a dict");
+        return NULL;
+    }
+    return replaced((PyTypeObject *)args[0], args[1], args[2]);
+}
+
 static PyMethodDef methods[] = {
     {"gathered", (PyCFunction)(void (*)(void))nests_gathered, METH_FASTCALL,
      "gathered(kind, *nests): the objects of exactly this class in nests of tuples, lists, dicts and slices."},
     {"mapped", (PyCFunction)(void (*)(void))nests_mapped, METH_FASTCALL,
      "mapped(value, leaf): the nest with leaf applied to all that is not a tuple, list, dict or slice."},
+    {"replaced", (PyCFunction)(void (*)(void))nests_replaced, METH_FASTCALL,
+     "replaced(kind, nest, instead): the nest with what a dict has for objects of exactly this class."},
     {NULL},
 };
 

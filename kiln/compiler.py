@@ -21,7 +21,7 @@ from kiln.differentiate.run import Run
 from kiln.expand.channels import side_by_side
 from kiln.expand.edited import EditedFile
 from kiln.expand.padding import padded
-from kiln.expand.steps import in_steps
+from kiln.expand.steps import in_steps, without_statistics
 from kiln.launch.held import compile_held
 from kiln.launch.program import begin_graph
 
@@ -59,7 +59,7 @@ def kiln(
 
 def arranged(graph: Graph) -> Graph:
     """A graph of forward and backward ops as it is parted."""
-    return in_steps(padded(side_by_side(graph)))
+    return in_steps(padded(side_by_side(without_statistics(graph))))
 
 
 # It needs no code of the graph module.

@@ -15,6 +15,7 @@ import torch
 
 from kiln._nests import gathered
 from kiln._nests import mapped as mapped
+from kiln._nests import replaced as in_place_of
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Bug
 
@@ -266,9 +267,9 @@ def call_text(node: Node) -> str:
     return f"{target}({', '.join(arguments)})"
 
 
-def retarget(nest: Any, replaced: Mapping[Node, Any]) -> Any:
+def retarget(nest: Any, replaced: dict[Node, Any]) -> Any:
     """A nest with what stands in the place of nodes; others stay."""
-    return mapped(nest, lambda leaf: replaced.get(leaf, leaf) if type(leaf) is Node else leaf)
+    return in_place_of(Node, nest, replaced)
 
 
 class Made:

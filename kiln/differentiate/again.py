@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kiln.base.graph import Graph, TensorSpec, nodes_in
+from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View
@@ -35,14 +35,17 @@ class Replay:
         self.outputs = self._outputs()
 
     def _lost(self) -> list[int]:
-        """The primals whose old values matter and are gone after the forward."""
-        read = {node for n in self.joint.graph.nodes for node in n.inputs()}
+        """The primals whose old values matter for what is differentiated, and are gone after the forward."""
+        graph = self.joint.graph
+        needed, waiting = set[Node](), [graph.outputs[index] for index in self.joint.tangents]
+        while waiting:
+            if (node := waiting.pop()) not in needed:
+                needed.add(node)
+                waiting += node.inputs()
         return [
             m.primal
             for m in self.joint.mutated
-            if not m.hidden
-            and (m.with_grad or self.joint.graph.inputs[m.primal] in read)
-            and _is_float(self.joint.primals[m.primal].spec)
+            if not m.hidden and (m.with_grad or graph.inputs[m.primal] in needed)
         ]
 
     def _outputs(self) -> list[tuple[str, int]]:
@@ -188,10 +191,6 @@ def _pair(nest: Any, value: Any, flat: list[Any]) -> None:
     elif isinstance(nest, dict):
         for key, part in nest.items():
             _pair(part, value[key], flat)
-
-
-def _is_float(spec: Any) -> bool:
-    return isinstance(spec, TensorSpec) and (spec.dtype.is_floating_point or spec.dtype.is_complex)
 
 
 def _devices(graph: Graph) -> list[str]:

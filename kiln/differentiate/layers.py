@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import CONSTANT, INPUT, Node, mapped, nodes_in
+from kiln.base.graph import CONSTANT, INPUT, Node, mapped, nodes_in, retarget
 from kiln.differentiate.interpret import fetch
 from kiln.differentiate.joint import Attribute, Joint
 
@@ -235,25 +235,20 @@ class _Unrolling:
         added = [replace(primals[third], origin=Attribute(name)) for _, third, name in made]
         return replace(self.joint, graph=graph, primals=(*self.joint.primals, *added))
 
-    def retarget(self, nodes: list[Node], image: Mapping[Node, Node]) -> None:
+    def retarget(self, nodes: list[Node], image: dict[Node, Node]) -> None:
         """Let nodes read what stands for what they read."""
-        leaf = _over(image)
         for node in nodes:
-            node.args, node.kwargs = mapped(node.args, leaf), mapped(node.kwargs, leaf)
+            node.args, node.kwargs = retarget(node.args, image), retarget(node.kwargs, image)
 
     def copied(self, nodes: list[Node], image: dict[Node, Node]) -> list[Node]:
-        """The nodes over what stands for what they read; those that come of them stand for them from now on."""
-        leaf, name = _over(image), self.graph.name
+        """The nodes over what stands for what they read; what comes of them stands for them from now on."""
+        name = self.graph.name
         made = []
         for node in nodes:
-            kwargs = mapped(node.kwargs, leaf) if node.kwargs else {}
-            copy = image[node] = node.over(mapped(node.args, leaf), kwargs, name(node.name))
+            kwargs = retarget(node.kwargs, image) if node.kwargs else {}
+            copy = image[node] = node.over(retarget(node.args, image), kwargs, name(node.name))
             made.append(copy)
         return made
-
-
-def _over(image: Mapping[Node, Node]) -> Callable[[Any], Any]:
-    return lambda leaf: image.get(leaf, leaf) if type(leaf) is Node else leaf
 
 
 def _blank(leaf: Any) -> Any:

@@ -6,16 +6,20 @@ pooling follow.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from operator import getitem
 from typing import Any
 
-from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
+from kiln.expand.pools import WINDOW, Window
 from kiln.expand.relayout import Maker, Relayout
 from kiln.ops.table import aten
 
 DEVICES = frozenset({"cuda"})
+POOL, POOL_GRADIENT = aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default
+ASKED = 4  # windows around a place that its gradient is gathered from
 #: Convolutions of a graph from which on the copies of its inputs and outputs are worth it.
 FEWEST = 3
 
@@ -27,7 +31,64 @@ def side_by_side(graph: Graph) -> Graph:
     }
     if len(made) < FEWEST or not all(map(fits, made)):
         return graph
+    users, outputs = graph.users(), set(nodes_in(graph.outputs))
+    for node in graph.nodes:
+        if node.op is POOL and pools_in_loops(node, users, outputs):
+            made[node] = partial(pool, node)
+            made.update((user, partial(pool_gradient, user)) for user in gradients_of(node, users))
     return Relayout(graph, made, ()).run()
+
+
+# Pooling
+
+
+def gradients_of(node: Node, users: dict[Node, list[Node]]) -> list[Node]:
+    """What reads the places that a pooling gives."""
+    return [user for item in users[node] if item.args[1] == 1 for user in users[item]]
+
+
+def pools_in_loops(node: Node, users: dict[Node, list[Node]], outputs: set[Node]) -> bool:
+    """Whether loops do a pooling: of a half type, with few windows around a place, whose places none else sees."""
+    spec, window = node.args[0].spec, Window.of(node.args)
+    plain = all(n == 1 for n in window.dilation) and math.prod(window.kernel) <= WINDOW
+    known = len(spec.shape) == 4 and all(type(n) is int and n > 0 for n in spec.shape)
+    if not plain or not known or spec.dtype.itemsize != 2 or spec.device.type not in DEVICES:
+        return False
+    if len(window.around(0)) * len(window.around(1)) > ASKED:
+        return False
+    shown = any(item in outputs for item in users[node] if item.args[1] == 1)
+    return not shown and all(user.op is POOL_GRADIENT for user in gradients_of(node, users))
+
+
+def pool(node: Node, walk: Relayout) -> tuple[Node, Node]:
+    """The largest of windows, and where in them they are."""
+    x = walk.values[node.args[0]]
+    marked(walk, node)
+    with walk.recording:
+        found, place = Window.of(node.args).largest_at(walk.fake(x), node.spec[0].shape[2:])
+        rows = walk.recording.node(place.unsqueeze(-1))
+    spec = turned(walk.recording.node(place).spec)
+    # No elementwise op: it is kept for the gradient, which takes less than the image that it follows from.
+    kept = walk.graph.call(aten.amax.default, (rows, [-1]), spec=spec, like=rows)
+    return walk.with_strides(walk.recording.node(found), turned(node.spec[0]).stride), kept
+
+
+def pool_gradient(node: Node, walk: Relayout) -> Node:
+    grad, image, *_, places = node.args
+    marked(walk, node)
+    with walk.recording:
+        given = walk.fake(walk.values[grad]), walk.fake(walk.values[places])
+        out = Window.of(node.args[1:]).spread(*given, image.spec.shape[2:])
+    return walk.with_strides(walk.recording.node(out), turned(node.spec).stride)
+
+
+def marked(walk: Relayout, node: Node) -> None:
+    """Let what is recorded stand where a node stood."""
+    recording = walk.recording
+    recording.where, recording.backward, recording.region = node.where, node.backward, node.region
+
+
+# Convolutions
 
 
 def fits(node: Node) -> bool:

@@ -68,21 +68,68 @@ class Window:
 
     def largest(self, x: torch.Tensor, out: Sequence[int]) -> torch.Tensor:
         """The largest elements of windows, of which there are `out`; those in the padding do not count."""
+        found, *others = self.shifted(x, out)
+        for part in others:
+            found = aten.maximum.default(found, part)
+        return found
+
+    def largest_at(self, x: torch.Tensor, out: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest elements of windows, and where in its window each is, in a byte; of NaN the last."""
+        found, *others = self.shifted(x, out)
+        place = torch.zeros_like(found, dtype=torch.int8)
+        for number, part in enumerate(others, 1):
+            better = (part > found) | (part != part)
+            place = torch.where(better, number, place)
+            found = torch.where(better, part, found)
+        return found, place
+
+    def around(self, dim: int) -> range:
+        """The windows that places may be of, counted from the quotient of the place and the stride."""
+        stride, padding = self.stride[dim], self.padding[dim]
+        return range(-((self.kernel[dim] - 1 - padding) // stride), (stride - 1 + padding) // stride + 1)
+
+    def spread(self, grad: torch.Tensor, place: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+        """For each place of an image the sum of what the windows got whose largest it is."""
+        borders: list[int] = []
+        rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for d in (0, 1):
+            places, around = torch.arange(size[d], device=grad.device), self.around(d)
+            quotients = torch.div(places, self.stride[d], rounding_mode="floor")
+            last = (size[d] - 1) // self.stride[d] + around[-1]
+            borders = [max(-around[0], 0), max(last + 1 - grad.shape[d + 2], 0), *borders]
+            rows.append((places + self.padding[d] - quotients * self.stride[d], quotients + borders[0]))
+        grad, place = (
+            aten.constant_pad_nd.default(x, borders, fill) if any(borders) else x
+            for x, fill in ((grad, 0), (place, -1))
+        )
+        found: torch.Tensor | None = None
+        for down, along in itertools.product(self.around(0), self.around(1)):
+            row, column = rows[0][0] - down * self.stride[0], rows[1][0] - along * self.stride[1]
+            inside = ((row >= 0) & (row < self.kernel[0])).view(-1, 1) & (column >= 0) & (column < self.kernel[1])
+            wanted = torch.where(inside, row.view(-1, 1) * self.kernel[1] + column, -2).to(torch.int8)
+            at = [None, None, (rows[0][1] + down).view(-1, 1), rows[1][1] + along]
+            given = aten.index.Tensor(grad, at)
+            part = torch.where(aten.index.Tensor(place, at) == wanted, given, torch.zeros_like(given))
+            found = part if found is None else found + part
+        assert found is not None
+        return found
+
+    def shifted(self, x: torch.Tensor, out: Sequence[int]) -> list[torch.Tensor]:
+        """For each place in a window the elements of all windows there."""
         steps = list(zip(self.stride, self.dilation, self.kernel, out, strict=True))
         reach = [(n - 1) * stride + dilation * (kernel - 1) + 1 for stride, dilation, kernel, n in steps]
         after = [max(reach[d] - x.shape[d + 2] - self.padding[d], 0) for d in range(2)]
         border = [self.padding[1], after[1], self.padding[0], after[0]]
         if any(border):
             x = aten.constant_pad_nd.default(x, border, -math.inf)
-        found: torch.Tensor | None = None
+        parts: list[torch.Tensor] = []
         for place in itertools.product(*map(range, self.kernel)):
             part = x
             for d, (stride, dilation, _, n) in enumerate(steps):
                 start = place[d] * dilation
                 part = aten.slice.Tensor(part, d + 2, start, start + (n - 1) * stride + 1, stride)
-            found = part if found is None else aten.maximum.default(found, part)
-        assert found is not None
-        return found
+            parts.append(part)
+        return parts
 
 
 def pair(value: Any) -> tuple[int, int]:

@@ -41,6 +41,22 @@ def in_steps(graph: Graph) -> Graph:
     return substituted(graph, instead)
 
 
+#: Gradients of batch norms, which take running statistics: with those of the batch they do not look at them.
+NORMS = {
+    aten.native_batch_norm_backward.default: 7, aten.batch_norm_backward.default: 7,
+    aten.cudnn_batch_norm_backward.default: None,
+}  # fmt: skip
+
+
+def without_statistics(graph: Graph) -> Graph:
+    """The graph, changed in place, whose gradients on a GPU do not keep running statistics that nobody reads."""
+    for node in graph.nodes:
+        trains = NORMS.get(node.op, -1)
+        if trains != -1 and (trains is None or node.args[trains] is True) and node.args[1].spec.device.type == "cuda":
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+    return graph
+
+
 def is_log_softmax(node: Node) -> bool:
     """Whether a node is one that can be taken in steps: its sums are as wide as its result."""
     if node.op is not aten._log_softmax.default or node.backward:

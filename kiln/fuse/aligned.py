@@ -18,9 +18,11 @@ import torch
 from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
-from kiln.fuse.merge import rewritten
+from kiln.fuse.costs import COSTLY
+from kiln.fuse.merge import merged, rewritten
 from kiln.fuse.nest import Apply, Axis, Buffer, Const, Fold, Load, Nest, Place, Store, Term, children, terms
 from kiln.fuse.peel import substituted
+from kiln.fuse.split import along_memory, replaced
 
 #: Elements that are read at once at most, and of rows that are worth it at least.
 STEP, LONG = 8, 1024
@@ -32,9 +34,23 @@ REACHED: dict[str, Callable[[int, int, int], bool]] = {
 }  # fmt: skip
 
 
-def aligned(nest: Nest, scope: Scope, spec_of: Callable[[Buffer], TensorSpec]) -> list[Nest]:
-    """The nest with its reads without needless conditions, over rows of whole reads; or two that do the same."""
-    return Aligning(scope, spec_of).run(nest)
+def apart(nest: Nest, scope: Scope) -> list[Nest]:
+    """The nest, or two: what computes much by itself, and sums of its columns, which have fewer threads."""
+    inside = [s for s in nest.stores if not s.kept and s.phase == 0 and not any_fold(s.value) and is_costly([s])]
+    if not inside or not nest.reduced or along_memory(nest).reduced:
+        return [nest]
+    read: dict[int, Term] = {id(s.value): Load(s.buffer, s.index, s.buffer.dtype) for s in inside}
+    others = [s for s in nest.stores if s not in inside]
+    values = replaced([s.value for s in others], read)
+    rest = [replace(store, value=value) for store, value in zip(others, values, strict=True)]
+    if is_costly(rest):
+        return [nest]
+    each = replace(nest, axes=unfolded((*nest.reduced, *nest.kept)), stores=inside)
+    return [merged(each, scope), replace(nest, stores=rest)]
+
+
+def is_costly(stores: list[Store]) -> bool:
+    return any(isinstance(t, Apply) and t.op in COSTLY for t in terms(s.value for s in stores))
 
 
 class Aligning:
@@ -45,6 +61,7 @@ class Aligning:
         self.lengths: dict[Buffer, int] = {}
 
     def run(self, nest: Nest) -> list[Nest]:
+        """The nest with its reads without needless conditions, over rows of whole reads; or two of the same."""
         found = terms(s.value for s in nest.stores)
         read = [t for t in found if isinstance(t, Load)]
         freed = {id(load): valid for load in read if (valid := self.needed(load)) is not load.valid}
@@ -57,7 +74,7 @@ class Aligning:
         rows = self.whole_rows(rest)
         if rows is rest:
             return [nest]
-        return [rows, *([replace(nest, axes=unfolded(nest), stores=inside)] if inside else [])]
+        return [rows, *([merged(replace(nest, axes=unfolded(nest.axes), stores=inside), self.scope)] if inside else [])]
 
     def always(self, term: Term) -> Term:
         """A place without a condition of other loops than its own: it is asked for in some of their turns."""
@@ -152,8 +169,8 @@ def any_fold(value: Term) -> bool:
     return any(isinstance(term, Fold) for term in terms([value]))
 
 
-def unfolded(nest: Nest) -> tuple[Axis, ...]:
-    return tuple([replace(a, reduced=False) for a in nest.axes])
+def unfolded(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    return tuple([replace(a, reduced=False) for a in axes])
 
 
 def unmasked(stores: list[Store], freed: dict[int, Term | None], asked: dict[int, Term]) -> list[Store]:

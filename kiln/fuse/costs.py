@@ -51,6 +51,9 @@ COSTLY = frozenset({
     "acos", "atan", "atan2", "pow", "fmod", "remainder", "div_floor", "uniform_0", "uniform_1",
 })  # fmt: skip
 
+#: Functions that cost more than one.
+SLOW = COSTLY | {"div", "reciprocal", "rsqrt", "sqrt"}
+
 
 def elements(node: Node) -> int:
     """How many elements a tensor has, by the sizes when traced."""

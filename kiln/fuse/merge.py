@@ -11,7 +11,7 @@ from kiln.base.arithmetic import without_quotients
 from kiln.base.expressions import FLOORDIV, from_poly
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
-from kiln.fuse.nest import Apply, Axis, Buffer, Computed, Fold, Load, Nest, Place, Store, Term, terms
+from kiln.fuse.nest import Axis, Buffer, Load, Nest, Place, Store, Term, rebuilt, terms
 
 
 def merged(nest: Nest, scope: Scope) -> Nest:
@@ -105,23 +105,13 @@ def rewritten(
 ) -> list[Store]:
     """The stores with every index changed, and with other buffers."""
     made: dict[int, Term] = {}
-
-    def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
-        return tuple([replace(c, term=made[id(c.term)]) for c in given])
-
     for term in terms(store.value for store in stores):
-        new: Term = term
-        if isinstance(term, Apply):
-            new = Apply(term.op, tuple([made[id(a)] for a in term.args]), term.dtype)
-        elif isinstance(term, Fold):
-            place = None if term.place is None else made[id(term.place)]
-            new = replace(term, value=made[id(term.value)], place=place)
-        elif isinstance(term, Place):
-            new = replace(term, index=moved(term.index), places=places(term.places))
-        elif isinstance(term, Load):
-            valid = None if term.valid is None else made[id(term.valid)]
-            buffer = others.get(term.buffer, term.buffer)
-            new = Load(buffer, moved(term.index), term.dtype, valid, places(term.places))
+        new = rebuilt(term, made)
+        if isinstance(new, Place):
+            new = replace(new, index=moved(new.index))
+        elif isinstance(new, Load):
+            buffer = others.get(new.buffer, new.buffer)
+            new = Load(buffer, moved(new.index), new.dtype, new.valid, new.places)
         made[id(term)] = new
     return [
         replace(s, buffer=others.get(s.buffer, s.buffer), index=moved(s.index), value=made[id(s.value)])

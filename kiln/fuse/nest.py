@@ -7,8 +7,8 @@ same loops once more, over the same row. The target chooses vectors, threads and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import field
+from collections.abc import Iterator, Mapping
+from dataclasses import field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -220,6 +220,22 @@ def children(term: Term) -> tuple[Term, ...]:
         inner = tuple([place.term for place in term.places])
         return (*inner, term.valid) if isinstance(term, Load) and term.valid is not None else inner
     return ()
+
+
+def rebuilt(term: Term, made: Mapping[int, Term]) -> Term:
+    """The term over what its children became, by their ids."""
+    if isinstance(term, Apply):
+        return Apply(term.op, tuple([made[id(a)] for a in term.args]), term.dtype)
+    if isinstance(term, Fold):
+        place = None if term.place is None else made[id(term.place)]
+        return replace(term, value=made[id(term.value)], place=place)
+    if isinstance(term, (Load, Place)):
+        places = tuple([replace(place, term=made[id(place.term)]) for place in term.places])
+        if isinstance(term, Place):
+            return replace(term, places=places)
+        valid = None if term.valid is None else made[id(term.valid)]
+        return Load(term.buffer, term.index, term.dtype, valid, places)
+    return term
 
 
 def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:

@@ -19,7 +19,7 @@ from kiln.base.expressions import FLOORDIV, OPERATORS, SUM
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
 from kiln.fuse.merge import merged, rewritten
-from kiln.fuse.nest import Apply, Axis, Computed, Const, Load, Nest, Place, Store, Term, terms
+from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, rebuilt, terms
 
 #: Elements from which on a nest is worth several.
 WORTH = 1 << 13
@@ -153,32 +153,21 @@ def substituted(index: Any, moves: dict[Any, Any]) -> Any:
 def simplified(stores: list[Store], known: dict[int, Term]) -> list[Store]:
     """The stores with known comparisons, and what follows of them."""
     made = dict(known)
-
-    def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
-        return tuple([replace(c, term=made[id(c.term)]) for c in given])
-
     for term in terms(store.value for store in stores):
-        if id(term) in made:
-            continue
-        new: Term = term
-        if isinstance(term, Apply):
-            args = tuple([made[id(a)] for a in term.args])
-            new = decided(term, args) or replace(term, args=args)
-        elif isinstance(term, Place):
-            new = replace(term, places=places(term.places))
-        elif isinstance(term, Load):
-            valid = None if term.valid is None else made[id(term.valid)]
-            if valid is KNOWN[False]:
-                new = Const(ZEROS.get(term.dtype, 0), term.dtype)
-            else:
-                valid = None if valid is KNOWN[True] else valid
-                new = replace(term, valid=valid, places=places(term.places))
-        made[id(term)] = new
+        if id(term) not in made:
+            made[id(term)] = decided(rebuilt(term, made))
     return [replace(s, value=made[id(s.value)]) for s in stores]
 
 
-def decided(term: Apply, args: tuple[Term, ...]) -> Term | None:
-    """What a function of known conditions is, where it is one of its arguments."""
+def decided(term: Term) -> Term:
+    """What a term over known conditions is: one of its arguments, a number, a load without a condition."""
+    if isinstance(term, Load) and term.valid is KNOWN[False]:
+        return Const(ZEROS.get(term.dtype, 0), term.dtype)
+    if isinstance(term, Load) and term.valid is KNOWN[True]:
+        return replace(term, valid=None)
+    if not isinstance(term, Apply):
+        return term
+    args = term.args
     if term.op == "where" and (args[0] is KNOWN[True] or args[0] is KNOWN[False]):
         return args[1] if args[0] is KNOWN[True] else args[2]
     if term.op == "bitwise_and":
@@ -187,4 +176,4 @@ def decided(term: Apply, args: tuple[Term, ...]) -> Term | None:
                 return one
             if one is KNOWN[True]:
                 return other
-    return None
+    return term

@@ -7,7 +7,7 @@ from dataclasses import field, replace
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
-from kiln.fuse.aligned import aligned
+from kiln.fuse.aligned import Aligning, apart
 from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged, rewritten
@@ -27,7 +27,7 @@ from kiln.fuse.views import is_map, place_of
 
 #: Steps back that loops over the same rows are looked for.
 FAR = 8
-#: Short loops that are worth a kernel of their own before all others.
+#: Single numbers that are worth a kernel of their own before all others.
 FEWEST = 4
 
 
@@ -79,24 +79,26 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
     if steps is None:
         steps = fuse_repeats(graph, steps_of)
     if cuts.at_once:
-        steps = small_first(steps)
+        steps = small_first(steps, set(nodes_in(graph.outputs)))
     return Program(graph, [*steps, *left_over(graph, steps)])
 
 
-def small_first(steps: list[Step]) -> list[Step]:
-    """The steps with short loops that need inputs alone, as counters of calls do, in one kernel before others."""
-    reads, writes = dict[Buffer, Node](), dict[Buffer, Node]()
+def small_first(steps: list[Step], outputs: set[Node]) -> list[Step]:
+    """The steps with what little follows from inputs alone, as counters of calls, in one kernel before others."""
+    reads, writes, known = dict[Buffer, Node](), dict[Buffer, Node](), dict[Node, Buffer]()
     nests, others = list[Nest](), list[Step]()
     for step in steps:
         rest: Step | None = step
         if isinstance(step, Launch) and step.kernel.nests:
-            used = [b for nest in step.kernel.nests for b in nest.buffers()[0]]
-            early = [nest for nest in step.kernel.stages[0] if is_early(nest, step, used)]
-            for nest in early:  # launches of repeated blocks share buffers
-                own = {b: Buffer(b.name, b.dtype) for b in nest.used()}
-                reads.update((own[b], step.reads[b]) for b in nest.buffers()[0])
-                writes.update((own[b], step.writes[b]) for b in nest.buffers()[1])
-                nests.append(replace(nest, stores=rewritten(nest.stores, lambda index: index, own)))
+            early = [nest for nest in step.kernel.stages[0] if is_early(nest, step, outputs)]
+            for nest in early:  # launches of repeated blocks share buffers: each node gets one of its own
+                read, written = nest.buffers()
+                owners = {**{b: step.reads[b] for b in read}, **{b: step.writes[b] for b in written}}
+                own = {b: known.setdefault(n, Buffer(b.name, b.dtype)) for b, n in owners.items()}
+                reads.update((own[b], owners[b]) for b in read)
+                writes.update((own[b], owners[b]) for b in written)
+                stores = rewritten(nest.stores, lambda index: index, own)
+                nests.append(replace(nest, stores=stores, like=None))
             rest = without(step, early) if early else step
         others += [rest] if rest is not None else []
     if len(nests) < FEWEST:
@@ -104,12 +106,13 @@ def small_first(steps: list[Step]) -> list[Step]:
     return [Launch(Kernel("k_first", (tuple(nests),)), reads, writes, {}), *others]
 
 
-def is_early(nest: Nest, step: Launch, used: list[Buffer]) -> bool:
-    """Whether a nest is short, reads inputs alone, and is of the kernel but by its launch."""
+def is_early(nest: Nest, step: Launch, outputs: set[Node]) -> bool:
+    """Whether a nest makes single numbers, or a few that are no outputs, of inputs."""
     read, written = nest.buffers()
-    return nest.volume() <= SHORT and all(b in step.reads and step.reads[b].op is INPUT for b in read) and all(
-        b in step.writes and b not in used for b in written
-    )  # fmt: skip
+    if nest.axes and (nest.volume() > SHORT or any(step.writes.get(b) in outputs for b in written)):
+        return False
+    given = all(b in step.reads and step.reads[b].op is INPUT for b in read)
+    return given and all(b in step.writes for b in written)
 
 
 def without(step: Launch, nests: list[Nest]) -> Launch | None:
@@ -121,7 +124,8 @@ def without(step: Launch, nests: list[Nest]) -> Launch | None:
     if not kernel.stages:
         return None
     kept = {b: step.writes[b] for b in written if b in step.writes}
-    return Launch(kernel, {b: step.reads[b] for b in read}, kept, step.scratch)
+    owners = {**step.writes, **step.reads}
+    return Launch(kernel, {b: owners[b] for b in read}, kept, step.scratch)
 
 
 def left_over(graph: Graph, steps: Iterable[Step]) -> list[Call]:
@@ -172,8 +176,8 @@ class Finishing:
             return
         nests = [nest]
         if self.cuts.at_once:
-            nest = in_one_pass(nest, self.cuts)
-            nests = aligned(nest, scope, lambda buffer: self.owner(buffer).spec)
+            aligning = Aligning(scope, lambda buffer: self.owner(buffer).spec)
+            nests = [one for part in apart(nest, scope) for one in aligning.run(in_one_pass(part, self.cuts))]
         for number, one in enumerate(nests):
             steps.append(split(one, scope, f"{name}_{number}" if number else name, self.cuts))
         self.last = (steps[-1], nests[-1])

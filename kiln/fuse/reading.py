@@ -15,6 +15,7 @@ from kiln.fuse.costs import (
     MUCH_SMALLER,
     SEVERAL,
     SLIGHT,
+    SLOW,
     along,
     bytes_of,
     elements,
@@ -25,10 +26,12 @@ from kiln.fuse.costs import (
 )
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, is_running, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
-from kiln.fuse.nest import Axis, Buffer, Fold, Load, Term, terms
+from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
 
+#: Turns of loops from which on the time is theirs and not a launch's, and of loops that take no longer than one.
+LARGE, SHORT = 1 << 20, 1 << 15
 #: Ops whose elements are those of other places of what they read.
 ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter"})
 #: Views that show elements in the order in which they lie.
@@ -205,12 +208,21 @@ class Groups:
             return False
         if node not in self.outputs and is_widened(node):
             return True
+        if self.anew and group.volume() >= LARGE and elements(node) > 1 and self.is_slow(home, node):
+            return False
         if not home.folds:
             much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
             if self.cost(home, node) <= limit:
                 return True
         return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
+
+    def is_slow(self, home: Group, node: Node) -> bool:
+        """Whether a value takes more than sums and products: what is small is kept then, and made but once."""
+        if home.volume() > SHORT:
+            return False
+        found = terms([self.natural(home, node)[1]])
+        return any(isinstance(term, Apply) and term.op in SLOW for term in found)
 
     def made_anew(self, home: Group, node: Node) -> bool:
         """Whether a value, functions too, follows from no more bytes than it has: where those are cheap."""

@@ -14,20 +14,7 @@ from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis, hinted
 from kiln.fuse.merge import merged
-from kiln.fuse.nest import (
-    Apply,
-    Axis,
-    Buffer,
-    Computed,
-    Fold,
-    Load,
-    Nest,
-    Place,
-    Store,
-    Term,
-    children,
-    terms,
-)
+from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Nest, Place, Store, Term, children, rebuilt, terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,23 +237,8 @@ def _symbols(index: Any) -> set[Any]:
 def replaced(roots: list[Term], known: dict[int, Term], earlier: int = 0) -> list[Term]:
     """Terms with some replaced, by their ids; other folds happen that many phases earlier."""
     made = dict(known)
-
-    def places(given: tuple[Computed, ...]) -> tuple[Computed, ...]:
-        return tuple([replace(c, term=made[id(c.term)]) for c in given])
-
     for term in terms(roots):
-        if id(term) in made:
-            continue
-        new: Any = term
-        if isinstance(term, Apply):
-            new = replace(term, args=tuple([made[id(a)] for a in term.args]))
-        elif isinstance(term, Fold):
-            place = None if term.place is None else made[id(term.place)]
-            new = replace(term, value=made[id(term.value)], place=place, phase=term.phase - earlier)
-        elif isinstance(term, Place):
-            new = replace(term, places=places(term.places))
-        elif isinstance(term, Load):
-            valid = None if term.valid is None else made[id(term.valid)]
-            new = replace(term, valid=valid, places=places(term.places))
-        made[id(term)] = new
+        if id(term) not in made:
+            new = rebuilt(term, made)
+            made[id(term)] = replace(new, phase=new.phase - earlier) if isinstance(new, Fold) else new
     return [made[id(root)] for root in roots]

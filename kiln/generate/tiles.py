@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
@@ -61,7 +63,7 @@ def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
 
 def _crosses(load: Load, along: Axis, across: Axis) -> bool:
     """Whether elements of a load lie side by side along `across`, and far from each other along `along`."""
-    if load.places or load.valid is not None or load.dtype.itemsize < 4:
+    if load.places or load.valid is not None or load.dtype is torch.bool:
         return False
     variables = (along.variable, across.variable)
     for monomial in load.index.poly:

@@ -216,9 +216,7 @@ def _in_own_order(x: Tensor) -> Any:
 
 
 @rule(aten.embedding.default)
-def _embedding(
-    weight: Tensor, indices: Tensor, padding: int = -1, scale: bool = False, sparse: bool = False
-) -> Any:
+def _embedding(weight: Tensor, indices: Tensor, *_: Any, **__: Any) -> Any:
     known = indices.dtype in (torch.int64, torch.int32)
     if weight.dim() != 2 or not known or weight.device != indices.device:
         return NotImplemented

@@ -58,15 +58,14 @@ def wrap(value: Any, scope: Any = None) -> Any:
 def expr_of(value: Any) -> Any:
     """The expression or condition behind a symbolic value; the value itself if it is a plain one.
 
-    What is determined by now is a plain number, but a symbol stays itself: it may be bound by the size that
-    has this value.
+    What is determined by now is a plain number, in an expression too, but a symbol stays itself: it may be
+    bound by the size that has this value.
     """
     if type(value) in SYMBOLIC:
         value = value.node.expr
         if type(value) is Expr and not value.real:
             simple = value.scope.simplify(value)
-            if type(simple) is int:
-                return simple
+            return simple if type(simple) is int else value.scope.determined(value)
     return value
 
 

@@ -167,17 +167,30 @@ def _below(x: Tensor, diagonal: int) -> Tensor:
 # Borders that repeat the inside
 
 
-def _bordered(x: Tensor, pad: list[int], place: Any) -> Any:
-    """`x` with borders: `place(i, extent)` says which element stands at i, which may lie outside."""
+def _bordered(x: Tensor, pad: list[int], edges: Any) -> Any:
+    """`x` between borders, or cut: `edges(x, dim, before, after)` makes the borders of a dimension."""
     if 0 in x.shape:
         return NotImplemented
     for i, (before, after) in enumerate(zip(pad[::2], pad[1::2])):
         dim = x.dim() - 1 - i
-        size = x.shape[dim]
-        if before or after:
-            places = place(torch.arange(-before, size + after, device=x.device), size)
-            x = aten.index(x, [None] * dim + [places])
+        first, last = edges(x, dim, max(before, 0), max(after, 0))
+        parts = [part for part, wide in ((first, before > 0), (x, True), (last, after > 0)) if wide]
+        x = torch.cat(parts, dim) if len(parts) > 1 else x
+        if before < 0 or after < 0:
+            x = aten.slice(x, dim, max(-before, 0), x.shape[dim] - max(-after, 0))
     return x
+
+
+def _mirrored(x: Tensor, dim: int, before: int, after: int) -> tuple[Tensor, Tensor]:
+    last = x.narrow(dim, x.shape[dim] - 1 - after, after)
+    return x.narrow(dim, 1, before).flip(dim), last.flip(dim)
+
+
+def _repeated(x: Tensor, dim: int, before: int, after: int) -> tuple[Tensor, Tensor]:
+    def edge(place: int, count: int) -> Tensor:
+        return x.narrow(dim, place, 1).expand([count if d == dim else -1 for d in range(x.dim())])
+
+    return edge(0, before), edge(x.shape[dim] - 1, after)
 
 
 VIEWS: dict[str, Rule] = {
@@ -199,10 +212,10 @@ CHOICES: dict[str, Rule] = {
     "tril": lambda x, diagonal=0: torch.where(_below(x, diagonal), x, zero(x)),
     "triu": lambda x, diagonal=0: torch.where(_below(x, diagonal - 1), zero(x), x),
     "reflection_pad1d reflection_pad2d reflection_pad3d": lambda x, pad: _bordered(
-        x, pad, lambda i, size: size - 1 - torch.abs(size - 1 - torch.abs(i))
+        x, pad, _mirrored
     ),
     "replication_pad1d replication_pad2d replication_pad3d": lambda x, pad: _bordered(
-        x, pad, lambda i, size: torch.clamp(i, 0, size - 1)
+        x, pad, _repeated
     ),
 }
 expansions(CHOICES)
