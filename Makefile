@@ -91,6 +91,7 @@ bench: develop
 	$(BIN)/python benchmarks/differentiate.py
 	$(BIN)/python benchmarks/fake.py
 	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/optimizers.py
 	$(BIN)/python benchmarks/compile_time.py
 
 clean:

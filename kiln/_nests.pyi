@@ -8,3 +8,6 @@ def gathered(kind: type[T], *nests: Any) -> list[T]:
 
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """The nest with `leaf` applied to all that is not a tuple, list, dict or slice."""
+
+def replaced(kind: type[T], nest: Any, instead: dict[T, Any]) -> Any:
+    """The nest with what a dict has for objects of exactly this class."""

@@ -6,7 +6,7 @@ import builtins
 import keyword
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import lru_cache
 from typing import Any, TypeAlias

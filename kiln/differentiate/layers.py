@@ -90,7 +90,9 @@ def _is_alike(column: Sequence[fx.Node], place: Places) -> bool:
     if last is None:
         return all(node is column[0] for node in column)
     back = len(column) - 1 - last[0]
-    return back < 2 and all(place.get(node) == (k - back, last[1]) for k, node in enumerate(column) if k >= back)
+    return back < 2 and all(
+        place.get(node) == (k - back, last[1]) for k, node in enumerate(column) if k >= back
+    )
 
 
 def _are_apart(module: fx.GraphModule, families: Mapping[tuple[fx.Node, ...], None], place: Places) -> bool:
@@ -130,7 +132,9 @@ class _Unrolling:
                 part = self.parts[node.backward, number[node]]
                 self.place[node] = node.backward, number[node], len(part)
                 part.append(node)
-        origins = {primal.origin: node for node, primal in zip(self.graph.inputs, joint.primals, strict=False)}
+        origins = {
+            primal.origin: node for node, primal in zip(self.graph.inputs, joint.primals, strict=False)
+        }
         self.own = [
             (origins[Attribute(names[0])], origins[Attribute(names[-2])], names) for names in layers.names
         ]
@@ -153,7 +157,7 @@ class _Unrolling:
                 return False
             if mapped((a.args, a.kwargs), _blank) != mapped((b.args, b.kwargs), _blank):
                 return False
-            if not all([self.moves_on(b, x, y, own) for x, y in zip(a.inputs(), b.inputs(), strict=True)]):
+            if not all(self.moves_on(b, x, y, own) for x, y in zip(a.inputs(), b.inputs(), strict=True)):
                 return False
         for node in self.graph.nodes:
             near = {FIRST: SECOND, LAST: THIRD}.get(self.place[node][1]) if node in self.place else None
@@ -163,9 +167,7 @@ class _Unrolling:
         seen = [gradient for node, gradient in self.gradients.items() if node not in alone]
         if not middle.isdisjoint(nodes_in((*self.joint.forward_outputs(), *seen))):
             return False
-        return all(
-            self.alike(self.gradients[a], self.gradients[b]) for a, b, _ in self.own if self.gradients
-        )
+        return all(self.alike(self.gradients[a], self.gradients[b]) for a, b, _ in self.own if self.gradients)
 
     def alike(self, a: Node | None, b: Node | None) -> bool:
         """Whether two values, or none, are at the same place of the second and the third layer."""

@@ -97,7 +97,7 @@ class Uneven(Exception):
 class Tracer:
     """One trace: the recording, the fakes of its inputs, and where they come from.
 
-    `groups` are the positions of arguments that are traced as views of one memory. Of `layers` four are traced.
+    `groups` are the positions of arguments that are views of one memory; of `layers` four are traced.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Tracer:
         return self._origins[at - 1][1] if at else ""
 
     def layer(self) -> str:
-        """Note when the gradients of a layer before begin; autograd's engine runs its nodes from last to first."""
+        """Note where the gradients of a layer begin; autograd's engine runs its nodes from last to first."""
         node = torch._C._current_autograd_node()
         number = node._sequence_nr() if node is not None else self.sequence[-1]
         while len(self.cuts) < 3 and number < self.sequence[2 - len(self.cuts)]:

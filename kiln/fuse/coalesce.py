@@ -58,6 +58,8 @@ class Coalescing(Groups):
                 if dims is not None:
                     self.mark(group, shape, dims)
             self.natural(group, node)
+            if group.folds and (self.gathers(group, node) or dims and any(self.gathers(group, m) for m in group.members)):
+                raise Misfit
         except Misfit:
             if group.axes is not before:
                 group.axes = before

@@ -72,14 +72,17 @@ def is_shared(node: Node) -> bool:
     """Whether a node that several parts read does not connect them."""
     if node.op is INPUT:
         return not isinstance(node.spec, TensorSpec) or node.spec.shape == ()
-    return node.op is CONSTANT or not any(True for _ in node.inputs())
+    return node.op is CONSTANT or not node.inputs()
 
 
 def parts_of(graph: Graph) -> list[Part]:
     """The parts of a graph of pointwise ops; none where it has other ops or outputs that are not nodes."""
-    own = [node for node in graph.nodes if not is_shared(node)]
-    if not all(is_map(node) or is_pointwise(node) and not is_drawn(node) for node in own):
-        return []
+    own = []
+    for node in graph.nodes:
+        if not is_shared(node):
+            own.append(node)
+            if not is_map(node) and (is_drawn(node) or not is_pointwise(node)):
+                return []
     above: dict[Node, Node] = {}
 
     def top(node: Node) -> Node:

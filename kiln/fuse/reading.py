@@ -30,6 +30,8 @@ from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
 
+#: Terms that reads count as which do not go through memory in order, of a value that no loops with folds make.
+GATHERED = 40
 #: Turns of loops from which on the time is theirs and not a launch's, and of loops that take no longer than one.
 LARGE, SHORT = 1 << 20, 1 << 15
 #: Ops whose elements are those of other places of what they read.
@@ -219,10 +221,17 @@ class Groups:
 
     def is_slow(self, home: Group, node: Node) -> bool:
         """Whether a value takes more than sums and products: what is small is kept then, and made but once."""
-        if home.volume() > SHORT:
+        if home.volume() > SHORT or not node.spec.dtype.is_floating_point:
             return False
         found = terms([self.natural(home, node)[1]])
         return any(isinstance(term, Apply) and term.op in SLOW for term in found)
+
+    def gathers(self, group: Group, node: Node) -> bool:
+        """Whether an element is made of many reads here and there: then it is made once, by many threads."""
+        if not self.anew or not any(name_of(m.op) == "index" for m in (*group.members, node)):
+            return False
+        found = terms([self.natural(group, node)[1]])
+        return sum(weight(t) for t in found if isinstance(t, Load) and weight(t) > 1) > GATHERED
 
     def made_anew(self, home: Group, node: Node) -> bool:
         """Whether a value, functions too, follows from no more bytes than it has: where those are cheap."""

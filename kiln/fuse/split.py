@@ -50,7 +50,8 @@ class Cuts:
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
         most = max(min(self.most, self.wanted // self.tasks(nest)), 1)
-        wanted = min(hinted(cut.size), most, nest.volume() // self.part, nest.volume() // results(nest) // FEWEST)
+        few = nest.volume() // results(nest) // FEWEST
+        wanted = min(hinted(cut.size), most, nest.volume() // self.part, few)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
 
     def tasks(self, nest: Nest) -> int:

@@ -18,6 +18,10 @@ from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, mo
 from kiln.generate.values import NAME
 
 
+#: The least version of PTX whose blocks arrive at a barrier of their cluster without waiting for memory.
+CLUSTERS_VERSION = 80
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Function:
     """A function in LLVM's language, with all that it calls, and the threads of its blocks.
@@ -105,7 +109,7 @@ class Writer:
 
     def start(self, nest: Nest) -> Started:
         emitter = (GridEmitter if nest.part is None else StripEmitter)(nest, self.aligned, self.clusters)
-        made = self.function(emitter)
+        made = self.function(emitter, CLUSTERS_VERSION if emitter.grid.members > 1 else 0)
         return Started(made, emitter.blocks(), made.threads, given(emitter), (nest,))
 
     def at_once(self, same: Sequence[Entry]) -> Started:

@@ -25,14 +25,13 @@ LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a
 HELD = 32  # elements of a row that a thread holds in registers
 CLUSTER = 8  # blocks that share a row
 SUMMED = 2  # turns along a row of threads that keep the sums of columns
-STAGES = 3  # rows that are read ahead there
+STAGES = 2  # rows that are read ahead there
 TEAMS = 8  # of a block, that wait for nobody but their own threads
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
 SECTOR = 32  # bytes that memory gives at once
-LONG = 32 << 10  # bytes of a row that are kept in shared memory rather than in registers
-MANY = 8  # turns of a thread along such a row that are enough
+MANY = 8  # turns of a thread along a row in shared memory that are enough
 WRITTEN = 16  # turns of a row in shared memory that are written out
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
@@ -180,10 +179,8 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
             team *= 2
         return Grid(vector, width, 1, team, True)  # one reading does for all
     shared, looped = 0, BLOCK if chunks <= BLOCK * MANY else LOOPED
-    again = read_again(nest) if known else {}
-    # In registers, one block would have a processor for itself.
-    if chunks > LOOPED * most or any(kept.bytes >= LONG for kept in again.values()):
-        shared = sum(kept.bytes for kept in again.values())
+    if known and chunks > BLOCK * most:  # in registers, few blocks would fit a processor
+        shared = sum(kept.bytes for kept in read_again(nest).values())
         members = power_of_two(-(-shared // (SHARED - FOLDING)))
         while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
             members *= 2

@@ -12,16 +12,14 @@ from kiln.generate.functions import compute_type
 from kiln.generate.grid import (
     SQUARE,
     WIDEST,
-    key_of,
     largest_and_sum,
     loads_before_folds,
-    phases_of,
     reduced_extent,
     row_bytes,
     turns,
 )
 from kiln.generate.lanes import across_lanes, combined
-from kiln.generate.llvm import I32, I64, VOID, Type, Value
+from kiln.generate.llvm import I32, I64, VOID, Value
 from kiln.generate.nvptx import NEXT, WAIT
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
@@ -29,8 +27,6 @@ from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 
 #: Turns of a loop over memory that are written out, so that several reads are under way.
 UNROLLED, MORE = 4, 8
-#: Bytes of a row's weights that a thread reads while the row is folded.
-EARLY = 128
 SHIFT = SQUARE.bit_length() - 1
 
 
@@ -39,8 +35,6 @@ class GridEmitter(Online):
 
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, aligned, clusters)
-        self.read_ahead: dict[Any, Value] = {}  # what was read before it is needed, by its key and turn
-        self.raw: Value | None = None  # what was read last
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
         self.emit()
 
@@ -267,8 +261,6 @@ class GridEmitter(Online):
             self.begin_to_read([s.value for s in stores if s.kept])
         if grid.turns and self.again:
             self.fetch()
-        elif self.held and self.nest.part is None:
-            self.read_ahead = self.rows_read(self.needed_later())
         at_once = None if self.held or not grid.along else largest_and_sum(self.nest)
         if at_once is not None:
             self.online(*at_once)
@@ -283,14 +275,6 @@ class GridEmitter(Online):
             if here or inside:
                 self.phase(here, inside)
 
-    def needed_later(self) -> list[Load]:
-        """What the last phases read along a row, where few registers do for it."""
-        later = {key for key, phases in phases_of(self.nest).items() if min(phases) > 0}
-        size = self.grid.turns * self.grid.width * sum(int(key[2].itemsize) for key in later)
-        loads = [t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)]
-        found = {key_of(t): t for t in loads if t.valid is None and not t.places and key_of(t) in later}
-        return list(found.values()) if size <= EARLY else []
-
     def begin_to_read(self, values: list[Term]) -> None:
         """Read what is needed of memory beside the folds of a row, so that it is there after them."""
         for value in values:
@@ -300,27 +284,6 @@ class GridEmitter(Online):
                     self.awaited += [load] if free else []
                 else:
                     self.value(load)
-
-    def rows_read(self, loads: list[Load]) -> dict[Any, Value]:
-        """What a thread reads of a row, in all turns."""
-        found: dict[Any, Value] = {}
-        outside, self.lanes = self.lanes, self.grid.width
-        for self.turn in range(self.grid.turns):
-            self.push()
-            self.along_row(self.turn_at(self.turn)[0])
-            for load in loads:
-                self.raw = None
-                self.load(load)
-                if self.raw is not None:
-                    found[key_of(load), self.turn] = self.raw
-            self.pop()
-        self.lanes = outside
-        return found
-
-    def read(self, term: Load, memory: Type, address: Value, many: int) -> Value:
-        found = self.read_ahead.get((key_of(term), self.turn))
-        self.raw = found = super().read(term, memory, address, many) if found is None else found
-        return found
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The turns of the reduced axes, shared by the team: folds some values, stores others."""

@@ -20,6 +20,8 @@ class StripEmitter(GridEmitter):
     """
 
     def emit(self) -> None:
+        self.read_ahead: dict[Any, Value] = {}  # what was read before it is needed, by its key and turn
+        self.raw: Value | None = None  # what was read last
         self.memory: Value | None = None  # where teams find each other's sums
         self.sums: dict[tuple[Store, int], Value] = {}
         self.kept = rows_ahead(self.nest, self.grid) if self.grid.shared else {}
@@ -125,6 +127,22 @@ class StripEmitter(GridEmitter):
             total = total + self.from_shared(fn.at(self.memory, there, kind), kind)
         return total
 
+    def rows_read(self, loads: list[Load]) -> dict[Any, Value]:
+        """What a thread reads of a row, in all turns."""
+        found: dict[Any, Value] = {}
+        outside, self.lanes = self.lanes, self.grid.width
+        for self.turn in range(self.grid.turns):
+            self.push()
+            self.along_row(self.turn_at(self.turn)[0])
+            for load in loads:
+                self.raw = None
+                self.load(load)
+                if self.raw is not None:
+                    found[key_of(load), self.turn] = self.raw
+            self.pop()
+        self.lanes = outside
+        return found
+
     def can_copy(self, load: Load) -> bool:
         """Whether threads may copy what they read of a row at once."""
         outside, self.lanes = self.lanes, self.grid.width
@@ -156,7 +174,9 @@ class StripEmitter(GridEmitter):
             place = self.unsigned(self.offset(term, self.slot)).to(I64)
             align = memory.width * memory.bits // 8
             return self.fn.emit(f"load {memory}, ptr {self.fn.at(base, place, I8).text}, align {align}", memory)
-        return super().read(term, memory, address, many)
+        found = self.read_ahead.get((key_of(term), self.turn))
+        self.raw = found = super().read(term, memory, address, many) if found is None else found
+        return found
 
     def store(self, store: Store) -> None:
         if not store.adds:

@@ -25,9 +25,8 @@ class Sources:
 
     def __init__(self, kinds: Sequence[str], sources: Sequence[Launch | Node]) -> None:
         given, known = iter(sources), dict[Any, tuple[str, str]]()
-        found = [
-            described(next(given), known) if kind in ("launch", "grid", "call") else ("", "") for kind in kinds
-        ]
+        named = ("launch", "grid", "call")
+        found = [described(next(given), known) if kind in named else ("", "") for kind in kinds]
         self.names, self.places = tuple([name for name, _ in found]), tuple([place for _, place in found])
 
     def __call__(self, step: int, error: BaseException) -> None:

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -163,18 +164,12 @@ def program_of(module: fx.GraphModule, values: Sequence[Any]) -> Program:
     held = [node for node in module.graph.nodes if node.op == "get_attr"]
     for node in (*[n for n in module.graph.nodes if n.op == "placeholder"], *held):
         places[node] = graph.placeholder(node.name)
-    given += [kept(attribute(module, str(node.target))) for node in held]
+    given += [kept(attrgetter(str(node.target))(module)) for node in held]
     for node in module.graph.nodes:
         if node not in places:
             places[node] = graph.node_copy(node, places.__getitem__)
             places[node].meta = {}
     return Program(graph, tuple(given), torch.is_grad_enabled())
-
-
-def attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def kept(value: Any) -> Any:
@@ -348,12 +343,8 @@ def smaller_shapes(program: Program) -> Iterator[Program]:
             yield replace(program, graph=graph, inputs=tuple(resized(v, size, new) for v in program.inputs))
 
 
-def same(value: Any, size: int) -> bool:
-    return type(value) is int and value == size
-
-
 def resized(value: Any, size: int, new: int) -> Any:
-    if same(value, size):
+    if type(value) is int and value == size:
         return new
     if not isinstance(value, torch.Tensor) or size not in value.shape:
         return value

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -129,12 +130,9 @@ def imported(name: str, value: Any) -> str:
 def resolved(module: str, path: str) -> Any:
     """The object of a module under a dotted name; None where there is none."""
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        return attrgetter(path)(importlib.import_module(module))
     except (ImportError, AttributeError):
         return None
-    return found
 
 
 def literal(value: Any) -> str:

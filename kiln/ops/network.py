@@ -114,8 +114,10 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
         raise Mismatch("no values to normalise")
     if not training and (mean is None or var is None):
         return NotImplemented
-    looks = suggests_channels_last if x.device.type == "cpu" else is_channels_last
-    last = not x.is_contiguous() and looks(x.shape, x.stride())
+    last = is_channels_last(x.shape, x.stride()) or (
+        x.device.type == "cpu" and suggests_channels_last(x.shape, x.stride())
+    )
+    last = last and not x.is_contiguous()
     out = make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
     stats, kind = (channels if training else 0,), kind if x.device.type == "cpu" else _wide(x.dtype)
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)

@@ -167,7 +167,7 @@ def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
 
 def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     dtype = common_dtype(a, b)
-    if dtype is torch.bool or dtype not in PLAIN_DTYPES or (dtype not in INEXACT and alpha != 1):
+    if dtype is torch.bool or dtype not in PLAIN_DTYPES or (dtype not in INEXACT and type(alpha) is not int):
         return NotImplemented
     return over((a, b), dtype)
 

@@ -23,6 +23,7 @@ class Layer(nn.Module):
         super().__init__()
         self.into, self.out, self.norm = nn.Linear(4, 8), nn.Linear(4, 4, bias=False), nn.LayerNorm(4)
         self.register_buffer("scale", torch.rand(4))
+        self.register_buffer("seen", torch.ones(()))
 
     def forward(self, x, mask, table):
         a, b = self.into(self.norm(x)).chunk(2, dim=-1)
@@ -92,3 +93,59 @@ def test_the_joint_graph_is_that_of_all_layers(grad, dynamic):
 
 def ops(graph):
     return [(label(node.op), node.spec, node.backward) for node in graph.nodes]
+
+
+class Dropping(Layer):
+    def forward(self, x, mask, table):
+        return super().forward(nn.functional.dropout(x, 0.25), mask, table)
+
+
+class Counting(Layer):
+    """Writes to what it holds: such layers are all traced."""
+
+    def forward(self, x, mask, table):
+        self.seen.add_(0.5)
+        return super().forward(x, mask, table) * self.seen.clone()
+
+
+def gradients(model, run, x):
+    x = x.clone().requires_grad_()
+    loss, out = run(x)
+    (loss + out.sum()).backward()
+    found = {"x": x.grad, "loss": loss, "out": out}
+    found |= {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("layers", [
+    [Layer() for _ in range(COUNT)], [Layer()] * COUNT, [Layer(), *[Layer()] * COUNT],
+    [*(Layer().requires_grad_(False) for _ in range(4)), *(Layer() for _ in range(COUNT))],
+    [Counting() for _ in range(COUNT)], [Dropping() for _ in range(COUNT)],
+], ids=["apart", "shared", "first apart", "some frozen", "written", "random"])  # fmt: skip
+@pytest.mark.parametrize("backend", ["aot_eager", "kiln"])
+def test_gradients(layers, backend):
+    torch.manual_seed(0)
+    model = Model(layers)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    compiled = kiln.compile(model, backend=backend, fullgraph=True)
+    for _ in range(2):
+        model.load_state_dict(state)
+        torch.manual_seed(1)
+        mine = gradients(model, compiled, t(3, 4))
+        model.load_state_dict(state)
+        torch.manual_seed(1)
+        torch.testing.assert_close(mine, gradients(model, model, t(3, 4)), atol=2e-5, rtol=2e-5)
+
+
+def test_layers_that_others_look_at_are_all_traced():
+    class Listing(Model):
+        def forward(self, x):
+            mask, found = x > 1, []
+            for layer in self.layers:
+                x = layer(x, mask, self.table)
+                found.append(x)
+            return tuple(found)
+
+    short, whole, found = traced(Listing())
+    assert found == [None] and str(short.graph) == str(whole.graph)

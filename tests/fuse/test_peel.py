@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Load, terms
+from kiln.fuse.peel import in_line
 from kiln.fuse.program import fuse
+from kiln.generate.pieces import borders
 from kiln.ops.record import recorded
 from tests.fuse.test_kernels import check
 
@@ -49,9 +51,21 @@ def test_a_short_border_in_line_stays_masked():
 
 def test_seams_of_joined_tensors():
     parts = last(1, 32, 17, 19), last(1, 48, 17, 19), last(1, 16, 17, 19)
-    found = nests(lambda *p: torch.cat(p, 1).relu() + 1, *parts)
-    assert len(found) == 3 and not any(map(masked, found))
+    (whole,) = nests(lambda *p: torch.cat(p, 1).relu() + 1, *parts)  # lines are written in their order
+    assert borders(whole, in_line(whole), 16) == [32, 80]
     check(lambda *p: torch.cat(p, 1).relu() + 1, *parts)
+    rows = [x.contiguous() for x in parts]
+    found = nests(lambda *p: torch.cat(p, 1).relu() + 1, *rows)
+    assert len(found) == 3 and not any(map(masked, found))
+    check(lambda *p: torch.cat(p, 1).relu() + 1, *rows)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+def test_borders_that_repeat_the_inside(mode):
+    x = torch.randn(2, 16, 37, 41)
+    for pad in ((1, 1, 1, 1), (3, 0, 2, 5), (-2, 3, 1, -4)):
+        assert len(nests(lambda x, pad=pad: F.pad(x, pad, mode=mode) * 2, x)) <= 3
+        check(lambda x, pad=pad: F.pad(x, pad, mode=mode) * 2, x)
 
 
 def test_small_nests_stay_whole():

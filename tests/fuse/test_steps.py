@@ -16,6 +16,7 @@ FOUND: dict[str, Script] = {
     "a number that the backward needs": Script("rows", ["Scaled(8)"], (2, 8), events=["attribute"]),
     "momentum that follows a count": Script("rows", ["nn.BatchNorm1d(8, momentum=None)"], (3, 8), events=["grad"]),
     "a view without grad mode claims to require grad": Script("tokens", [], (3, 2, 8), "view of input", ["input grad", "no_grad"]),
+    "second derivatives of what counts its calls": Script("rows", ["Counted()", "Several(8)"], (2, 8), events=["input grad", "double backward"]),
     "strides of a whole layer": Script("tokens", ["nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)", "Places(8)"], (2, 9, 8),
                                        events=["no_grad", "channels last", "eval"]),
 }  # fmt: skip

@@ -65,6 +65,14 @@ def test_transposes_go_through_tiles(shape):
     check(lambda a: a.permute(0, 2, 1).contiguous() > 0, rand(2, *shape), kernels=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int16, torch.uint8, torch.bool])
+def test_transposes_of_short_types(dtype):
+    x = (rand(40, 300) * 50).to(dtype)
+    found = crossing(nest_of(lambda a: a.t().contiguous(), x), 16)
+    assert (found is not None) == (dtype is not torch.bool)
+    check(lambda a: a.t().contiguous(), x, kernels=1, rtol=0, atol=0)
+
+
 def test_what_lies_along_one_axis_has_no_tiles():
     assert crossing(nest_of(lambda a, b: a * 2 + b, rand(64, 64), rand(64)), 16) is None
     assert crossing(nest_of(lambda a: a.t().sum(1), rand(64, 64)), 16) is None

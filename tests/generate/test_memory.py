@@ -228,3 +228,41 @@ def test_gelu_and_its_slope_are_looked_up():
         assert error(got[finite], reference[finite]) <= 2 * error(f(x)[finite], reference[finite])
         torch.testing.assert_close(got, reference.float(), rtol=1e-6, atol=5e-7, equal_nan=True)
         assert torch.equal(torch.signbit(got[-8:-6]), torch.signbit(f(x)[-8:-6]))
+
+
+# Folds that do little but read
+
+
+@wide
+def test_rows_from_memory_are_read_in_half_lines(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x = rand(50, 1000)
+    for function in (lambda a: a.sum(-1), lambda a: a.amax(-1), lambda a: (a * a).sum(-1)):
+        assert Emitter(nest_of(function, x), 16).width == 8
+        check(function, x, kernels=1)
+    for other in (lambda a: a.exp().sum(-1), lambda a: a.softmax(-1), lambda a: a.cumsum(-1)):
+        assert Emitter(nest_of(other, x), 16).width == 16
+    assert Emitter(nest_of(lambda a: a.sum(-1), rand(5, 1000)), 16).width == 16
+
+
+def test_folds_of_few_long_rows_are_not_cut():
+    x = rand(8, 20_000)
+    for function in (lambda a: a.sum(0), lambda a: a.softmax(0), lambda a: a.amax(0)):
+        (kernel,) = fuse(expand(recorded(function, x), "prims", FOR_LOOPS)).kernels
+        assert len(kernel.stages) == 1
+        check(function, x, kernels=1)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 31, 32, 200])
+def test_columns_of_few_rows_and_of_many(rows):
+    check(lambda a: (a.sum(0), a.amax(0)), rand(rows, 1003), rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_channels_that_lie_side_by_side_are_read_in_lines():
+    x = (rand(2, 16, 9, 11) * 3 + 5).to(memory_format=torch.channels_last)
+    weight, bias = rand(16), rand(16)
+    for groups in (1, 4, 16):
+        check(lambda a, w, b, g=groups: F.group_norm(a, g, w, b), x, weight, bias, rtol=1e-4, atol=1e-5)
+    program = fuse(expand(recorded(lambda a: F.group_norm(a, 4), x), "prims", FOR_LOOPS))
+    lanes = [Emitter(nest, 16).vector for kernel in program.kernels for nest in kernel.nests if len(nest.axes) > 2]
+    assert lanes and all(axis.size == 16 for axis in lanes)

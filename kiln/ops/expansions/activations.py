@@ -45,7 +45,7 @@ def mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (t + x * sigmoid(x) * (1 - t * t))
 
 
-# The gradients of eager's vectors at NaN are not those of its loops for what is left over, and of its GPU kernels.
+# The gradients of eager's vectors at NaN are not those of its loops for what is left over, nor of its GPUs.
 
 
 def hardswish_backward(grad: Tensor, x: Tensor) -> Tensor:

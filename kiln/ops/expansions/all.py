@@ -12,7 +12,6 @@ from kiln.ops.expansions import (  # noqa: F401  (each fills the table)
     optimizers,
     pointwise,
     reductions,
-    special,
     views,
 )
 from kiln.ops.table import EXPANSIONS

@@ -21,16 +21,11 @@ BINARY = "add sub mul div maximum minimum clamp_min clamp_max pow".split()
 
 
 def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(tensors: list[Tensor]) -> list[Tensor]:
-        return [operation(x) for x in tensors]
+    """The operation for each tensor of a list, with what stands beside it in others, or is for all."""
 
-    return run
-
-
-def _pairs(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(tensors: list[Tensor], other: Any, **scale: Any) -> list[Tensor]:
-        others = other if isinstance(other, (list, tuple)) else [other] * len(tensors)
-        return [operation(x, y, **scale) for x, y in zip(tensors, others, strict=True)]
+    def run(tensors: list[Tensor], *others: Any, **scale: Any) -> list[Tensor]:
+        rows = [other if isinstance(other, (list, tuple)) else [other] * len(tensors) for other in others]
+        return [operation(*row, **scale) for row in zip(tensors, *rows, strict=True)]
 
     return run
 
@@ -43,10 +38,8 @@ def _extreme(number: Callable[..., Any], tensor: Callable[..., Any]) -> Callable
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "maximum": _extreme(lambda x, v: torch.clamp(x, min=v), torch.maximum),
-    "minimum": _extreme(lambda x, v: torch.clamp(x, max=v), torch.minimum),
-    "clamp_min": _extreme(lambda x, v: torch.clamp(x, min=v), torch.maximum),
-    "clamp_max": _extreme(lambda x, v: torch.clamp(x, max=v), torch.minimum),
+    **dict.fromkeys(("maximum", "clamp_min"), _extreme(lambda x, v: torch.clamp(x, min=v), torch.maximum)),
+    **dict.fromkeys(("minimum", "clamp_max"), _extreme(lambda x, v: torch.clamp(x, max=v), torch.minimum)),
 }
 
 
@@ -58,10 +51,8 @@ def _declare(name: str, run: Callable[..., Any]) -> None:
             expansion(target, complex_too=True)(run)
 
 
-for _name in UNARY:
-    _declare(_name, _each(getattr(torch, _name)))
-for _name in BINARY:
-    _declare(_name, _pairs(_OPERATIONS.get(_name) or getattr(torch, _name)))
+for _name in (*UNARY, *BINARY, "lerp"):
+    _declare(_name, _each(_OPERATIONS.get(_name) or getattr(torch, _name)))
 
 
 def _combined(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,14 +73,6 @@ def _combined(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 _declare("addcmul", _combined(torch.addcmul))
 _declare("addcdiv", _combined(torch.addcdiv))
-
-
-def _lerp(tensors: list[Tensor], ends: list[Tensor], weights: Any) -> list[Tensor]:
-    given = weights if isinstance(weights, (list, tuple)) else [weights] * len(tensors)
-    return [torch.lerp(x, y, w) for x, y, w in zip(tensors, ends, given, strict=True)]
-
-
-_declare("lerp", _lerp)
 
 
 @expansion(aten._foreach_norm.Scalar)

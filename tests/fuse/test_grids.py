@@ -1,0 +1,158 @@
+"""What is decided otherwise for machines with many threads: fewer bytes, reads of several neighbours, few launches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import kiln
+from kiln.expand import channels, padding
+from kiln.fuse.nest import Fold, Load, Place, terms
+from tests.gpu.driver import pretended
+from tests.gpu.emitted import kernels_noted
+
+HALF = torch.bfloat16
+
+
+def nests_of(f, *inputs):
+    """The nests of a program for a GPU, forward and, where there are gradients, backward."""
+    kiln.reset()
+    with kernels_noted() as found:
+        out = kiln.compile(f, fullgraph=True)(*inputs)
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.backward()
+    return [nest for kernel in found for nest in kernel.nests]
+
+
+def stored(nests):
+    return [store.buffer.dtype for nest in nests for store in nest.stores if not store.kept]
+
+
+def loads(nest):
+    return [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x)).float().square().mean()
+
+
+def test_functions_of_halves_are_computed_again_and_not_kept_as_floats():
+    nests = nests_of(Gated().to(HALF), torch.randn(256, 32).to(HALF))
+    assert torch.float32 not in stored(nests)
+    assert sum(1 for nest in nests for t in terms(s.value for s in nest.stores) if getattr(t, "op", "") == "sigmoid") == 3
+
+
+def test_costly_gradients_and_the_sums_of_their_columns_are_two_kernels():
+    def gradient(x, grad):
+        slope = grad * (1 - torch.tanh(x) ** 2)
+        return slope, slope.sum(0)
+
+    each, *sums = nests_of(gradient, torch.randn(512, 256).to(HALF), torch.randn(512, 256).to(HALF))
+    assert len(each.axes) == 1 and not each.folds()
+    assert all(len(loads(nest)) == 1 for nest in sums)
+
+
+def variance(x):
+    far = x - x.mean(0, keepdim=True)
+    square = (far * far).mean(0, keepdim=True)
+    return far * torch.rsqrt(square + 1e-5), square
+
+
+def test_means_and_squared_distances_come_of_one_reading():
+    x = torch.randn(20000, 64) * 0.1 + 100
+    nests = nests_of(variance, x)
+    assert [max((f.phase for f in nest.folds()), default=-1) for nest in nests] == [0, 0, -1]
+    assert len({t.buffer for t in loads(nests[-1])}) == 3  # the mean and the factor are there, once a column
+    kiln.reset()
+    with pretended():
+        mine = kiln.compile(variance, fullgraph=True)(x)
+    for got, exact, eager in zip(mine, variance(x.double()), variance(x), strict=True):
+        assert (got - exact).abs().max() <= 4 * (eager - exact).abs().max() + 1e-5 * exact.abs().max()
+    x[0, 0], x[5, 1] = torch.inf, torch.nan
+    kiln.reset()
+    with pretended():
+        mine = kiln.compile(variance, fullgraph=True)(x)
+    assert mine[1][0, :2].isnan().all() and not mine[1][0, 2:].isnan().any()
+
+
+class Head(nn.Module):
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.head = words, nn.Linear(32, words, bias=False)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(x).float(), y)
+
+
+def test_scores_of_an_odd_number_of_words_are_read_several_at_once(monkeypatch):
+    monkeypatch.setattr(padding, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(padding, "LEAST", 1)
+    model, x, y = Head(1501).to(HALF), torch.randn(64, 32).to(HALF), torch.randint(0, 1501, (64,))
+    nests = nests_of(model, x, y)
+    along = [nest for nest in nests if any(axis.size == 1504 for axis in nest.axes) and len(nest.axes) == 2]
+    folded, *_, spread = [nest for nest in along if any(t.buffer.name == "mm" for t in loads(nest))]
+    assert [f.kind for f in folded.folds()] == ["amax", "sum"]
+    for nest in (folded, spread):
+        assert all(t.valid is None for t in loads(nest))
+        computed = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Place) and t.places]
+        assert not any("where" in str(getattr(c.term, "args", [""])[0]) for t in computed for c in t.places[1:])
+    kiln.reset()
+    with pretended():
+        loss = kiln.compile(model, fullgraph=True)(x, y)
+        loss.backward()
+    mine, model.head.weight.grad = model.head.weight.grad.clone(), None
+    expected = model(x, y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    assert (mine - model.head.weight.grad).norm() <= 0.02 * model.head.weight.grad.norm()
+
+
+class Normed(nn.Module):
+    def __init__(self, many):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.BatchNorm2d(8) for _ in range(many)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.relu(layer(x)).flip(0)
+        return x
+
+
+def test_factors_of_channels_are_made_once_before_all_else():
+    model = Normed(6).to(HALF).eval()
+    x = torch.randn(64, 8, 64, 64).to(HALF)
+    with torch.no_grad(), kiln.config.patch(freeze=False):
+        kiln.reset()
+        with kernels_noted() as found:
+            kiln.compile(model, fullgraph=True)(x)
+    first, *others = found
+    assert (len(first.nests), [len(nest.axes) for nest in first.nests]) == (6, [1] * 6)
+    used = [t for kernel in others for nest in kernel.nests for t in terms(s.value for s in nest.stores)]
+    assert not any(getattr(t, "op", "") == "rsqrt" for t in used)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 2, 1), (2, 2, 0), (3, 2, 0), (2, 1, 1)])
+def test_pooling_of_halves_and_its_gradient_are_loops(monkeypatch, kernel, stride, padding):
+    monkeypatch.setattr(channels, "DEVICES", frozenset({"cpu"}))
+    pool = nn.MaxPool2d(kernel, stride, padding)
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), pool, nn.Conv2d(16, 8, 1), nn.Conv2d(8, 8, 1)]
+    model = nn.Sequential(*layers).to(HALF)
+    x = torch.randn(2, 3, 21, 18).to(HALF)
+    found = []
+    for run in (kiln.compile(model, fullgraph=True), model):
+        model.zero_grad()
+        kiln.reset()
+        with pretended():
+            out = run(x)
+            out.float().square().sum().backward()
+        found.append([out.detach(), *[p.grad.clone() for p in model.parameters()]])
+    for got, expected in zip(*found, strict=True):
+        assert (got - expected).norm() <= 0.02 * expected.norm() and got.stride() == expected.stride()
+    nests = nests_of(lambda x: model(x).float().square().mean(), x)
+    gathered = [n for n in nests if sum(t.buffer.dtype is torch.int8 for t in loads(n)) > (1 if stride < kernel else 0)]
+    assert len(gathered) == 1 and not any(isinstance(t, Fold) for t in terms(s.value for s in gathered[0].stores))
