@@ -387,4 +387,7 @@ SAFE_ITERABLES: tuple[type, ...] = (
 )  # fmt: skip
 
 
-__all__ = ["Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "torch_calls", "transforms"]
+__all__ = [
+    "Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "torch_calls",
+    "transforms",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Numbers that `Tensor.item` gives: left open while the program only keeps them, so that the graph goes on."""
+"""Numbers that `Tensor.item` gives: left open while the program only keeps them; the graph goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @handles(torch.Tensor.item)
 def item(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """The number, where it is known or the tensor has not one element; else one that is read after the graph."""
+    """The number where it is known, or what eager raises; else one that is read after the graph."""
     try:
         return m.torch_call(torch.Tensor.item, args, kwargs)
     except Break as reason:

@@ -177,7 +177,7 @@ def _write(
 def _writes(
     joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any], hidden: bool
 ) -> Callable[[Results, Args], None]:
-    """A function that gives inputs their new values, all at once, without a history; `hidden` ones count none."""
+    """A function that gives inputs their new values, all at once, without a history."""
     graph = joint.graph
     places = [
         (origin_of(joint.primals[m.primal].origin, attributes), m.index,

@@ -137,7 +137,8 @@ class Functionaliser:
 
     def from_start(self, value: Node) -> Node:
         """`value` where memory starts: an op may give a tensor that starts as late as what it read."""
-        if value.op == INPUT and (fake := self.fake(self.place(value))).requires_grad and not fake.is_contiguous():
+        fake = self.fake(self.place(value)) if value.op == INPUT else None
+        if fake is not None and fake.requires_grad and not fake.is_contiguous():
             why = "as_strided writes to an argument that requires grad and is not contiguous"
             raise Break("as-strided", why, "use indexing")
         return value if value.spec.offset == 0 else self.emit(aten.clone.default, (value,), {})

@@ -14,7 +14,7 @@ from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.expand.pools import WINDOW, Window
-from kiln.expand.relayout import Maker, Relayout
+from kiln.expand.relayout import Relayout
 from kiln.ops.table import aten
 
 DEVICES = frozenset({"cuda"})
@@ -26,7 +26,7 @@ FEWEST = 3
 
 def side_by_side(graph: Graph) -> Graph:
     """The graph with its convolutions, and their gradients, over channels that lie side by side."""
-    made: dict[Node, Maker] = {
+    made: dict[Node, Any] = {
         node: partial(maker, node) for node in graph.nodes if (maker := MAKERS.get(node.op)) is not None
     }
     if len(made) < FEWEST or not all(map(fits, made)):
@@ -48,7 +48,7 @@ def gradients_of(node: Node, users: dict[Node, list[Node]]) -> list[Node]:
 
 
 def pools_in_loops(node: Node, users: dict[Node, list[Node]], outputs: set[Node]) -> bool:
-    """Whether loops do a pooling: of a half type, with few windows around a place, whose places none else sees."""
+    """Whether loops do a pooling: of a half type, few windows around a place, places that none else sees."""
     spec, window = node.args[0].spec, Window.of(node.args)
     plain = all(n == 1 for n in window.dilation) and math.prod(window.kernel) <= WINDOW
     known = len(spec.shape) == 4 and all(type(n) is int and n > 0 for n in spec.shape)

@@ -105,7 +105,8 @@ class Window:
         found: torch.Tensor | None = None
         for down, along in itertools.product(self.around(0), self.around(1)):
             row, column = rows[0][0] - down * self.stride[0], rows[1][0] - along * self.stride[1]
-            inside = ((row >= 0) & (row < self.kernel[0])).view(-1, 1) & (column >= 0) & (column < self.kernel[1])
+            inside = ((row >= 0) & (row < self.kernel[0])).view(-1, 1)
+            inside = inside & (column >= 0) & (column < self.kernel[1])
             wanted = torch.where(inside, row.view(-1, 1) * self.kernel[1] + column, -2).to(torch.int8)
             at = [None, None, (rows[0][1] + down).view(-1, 1), rows[1][1] + along]
             given = aten.index.Tensor(grad, at)

@@ -49,10 +49,11 @@ NORMS = {
 
 
 def without_statistics(graph: Graph) -> Graph:
-    """The graph, changed in place, whose gradients on a GPU do not keep running statistics that nobody reads."""
+    """The graph, changed in place, whose gradients on a GPU keep no running statistics that nobody reads."""
     for node in graph.nodes:
         trains = NORMS.get(node.op, -1)
-        if trains != -1 and (trains is None or node.args[trains] is True) and node.args[1].spec.device.type == "cuda":
+        trains = trains != -1 and (trains is None or node.args[trains] is True)
+        if trains and node.args[1].spec.device.type == "cuda":
             node.args = (*node.args[:3], None, None, *node.args[5:])
     return graph
 

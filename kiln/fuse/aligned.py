@@ -1,9 +1,9 @@
 """Nests for machines whose threads read several neighbours at once: such reads need no conditions.
 
 A read under a condition is one element at a time. Where the place is one of the buffer's whatever the
-condition says, it is read anyway: what stands there is not used. And a row whose length is no multiple of what
-is read at once, in memory where the next row starts at one, is folded over up to there, without what is behind
-its end.
+condition says, it is read anyway: what stands there is not used. And a row whose length is no multiple of
+what is read at once, in memory where the next row starts at one, is folded over up to there, without what is
+behind its end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REACHED: dict[str, Callable[[int, int, int], bool]] = {
 
 def apart(nest: Nest, scope: Scope) -> list[Nest]:
     """The nest, or two: what computes much by itself, and sums of its columns, which have fewer threads."""
-    inside = [s for s in nest.stores if not s.kept and s.phase == 0 and not any_fold(s.value) and is_costly([s])]
+    inside = [s for s in nest.stores if is_inside(s) and is_costly([s])]
     if not inside or not nest.reduced or along_memory(nest).reduced:
         return [nest]
     read: dict[int, Term] = {id(s.value): Load(s.buffer, s.index, s.buffer.dtype) for s in inside}
@@ -61,7 +61,7 @@ class Aligning:
         self.lengths: dict[Buffer, int] = {}
 
     def run(self, nest: Nest) -> list[Nest]:
-        """The nest with its reads without needless conditions, over rows of whole reads; or two of the same."""
+        """The nest with reads without needless conditions, over rows of whole reads; or two of the same."""
         found = terms(s.value for s in nest.stores)
         read = [t for t in found if isinstance(t, Load)]
         freed = {id(load): valid for load in read if (valid := self.needed(load)) is not load.valid}
@@ -69,15 +69,16 @@ class Aligning:
         asked = {id(term): value for term in places if (value := self.always(term)) is not term}
         if freed or asked:
             nest = replace(nest, stores=unmasked(nest.stores, freed, asked))
-        inside = [s for s in nest.stores if not s.kept and s.phase == 0 and not any_fold(s.value)]
+        inside = [s for s in nest.stores if is_inside(s)]
         rest = replace(nest, stores=[s for s in nest.stores if s not in inside])
         rows = self.whole_rows(rest)
         if rows is rest:
             return [nest]
-        return [rows, *([merged(replace(nest, axes=unfolded(nest.axes), stores=inside), self.scope)] if inside else [])]
+        each = replace(nest, axes=unfolded(nest.axes), stores=inside)
+        return [rows, merged(each, self.scope)] if inside else [rows]
 
     def always(self, term: Term) -> Term:
-        """A place without a condition of other loops than its own: it is asked for in some of their turns."""
+        """A place without a condition of other loops than its own: it is asked for in some of those."""
         if not isinstance(term, Apply) or term.op != "where":
             return term
         condition, value, _ = term.args
@@ -88,9 +89,11 @@ class Aligning:
                 seen.add(id(part))
                 if isinstance(part, (Load, Place)) and isinstance(part.index, Expr):
                     used |= part.index.symbols()
-                valid = part.valid if isinstance(part, Load) else None
-                todo += [child for child in children(part) if child is not valid]
-                todo += [needed] if valid is not None and (needed := self.needed(part)) is not None else []
+                if isinstance(part, Load):  # of its condition, what is left
+                    valid = self.needed(part)
+                    todo += [*[place.term for place in part.places], *([valid] if valid is not None else [])]
+                else:
+                    todo += children(part)
         return value if self.elsewhere(condition, used) else term
 
     def inside(self, load: Load) -> bool:
@@ -101,7 +104,8 @@ class Aligning:
         if length is None:
             spec = self.spec_of(load.buffer)
             known = all(type(n) is int for n in (*spec.shape, *spec.stride)) and 0 not in spec.shape
-            length = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if known else 0
+            ends = [(n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)] if known else [-1]
+            length = 1 + sum(ends)
             self.lengths[load.buffer] = length
         low, high = self.scope.bounds(load.index)
         return low >= 0 and high < length
@@ -165,8 +169,9 @@ def conjuncts(condition: Term) -> list[Term]:
     return [condition]
 
 
-def any_fold(value: Term) -> bool:
-    return any(isinstance(term, Fold) for term in terms([value]))
+def is_inside(store: Store) -> bool:
+    """Whether a store has nothing to do with folds."""
+    return not store.kept and store.phase == 0 and not any(isinstance(t, Fold) for t in terms([store.value]))
 
 
 def unfolded(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
@@ -244,16 +249,17 @@ def without_rest(stores: list[Store], row: Axis, end: int) -> list[Store]:
             new = replace(term, args=(found[id(term.args[0])], largest))
         elif isinstance(term, Load):
             valid = None if term.valid is None else built(term.valid)
-            new = replace(term, valid=valid, places=tuple([replace(c, term=built(c.term)) for c in term.places]))
+            places = tuple([replace(c, term=built(c.term)) for c in term.places])
+            new = replace(term, valid=valid, places=places)
         elif children(term):
             new = with_children(term, built)
         made[id(term)] = new
         return new  # type: ignore[no-any-return]
 
     def below_largest(term: Term) -> bool:
-        if not isinstance(term, Apply) or term.op != "sub" or not isinstance(term.args[1], Fold):
+        element, fold = term.args if isinstance(term, Apply) and term.op == "sub" else (term, None)
+        if not isinstance(fold, Fold):
             return False
-        fold = term.args[1]
-        return fold.kind == "amax" and (fold.value is term.args[0] or fold.value is found.get(id(term.args[0])))
+        return fold.kind == "amax" and (fold.value is element or fold.value is found.get(id(element)))
 
     return [replace(store, value=built(store.value)) for store in stores]

@@ -58,7 +58,8 @@ class Coalescing(Groups):
                 if dims is not None:
                     self.mark(group, shape, dims)
             self.natural(group, node)
-            if group.folds and (self.gathers(group, node) or dims and any(self.gathers(group, m) for m in group.members)):
+            made = (node, *group.members) if dims else (node,)
+            if group.folds and any(self.gathers(group, member) for member in made):
                 raise Misfit
         except Misfit:
             if group.axes is not before:

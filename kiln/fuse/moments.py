@@ -1,8 +1,8 @@
 """Sums and sums of squared distances from the mean, in one pass over what is read from memory.
 
-The distances are taken from the first element of each row: then no mean has to be known before. Of a row that
-is far from 0 beside its width they are short, so that the sum of their squares less that of the mean keeps its
-digits.
+The distances are taken from the first element of each row: then no mean has to be known before. Of a row
+that is far from 0 beside its width they are short, so that the sum of their squares less that of the mean
+keeps its digits.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def number(value: float) -> Term:
 
 def is_plain(value: Term) -> bool:
     """Whether a value is read without conditions at places that are no data."""
-    return not any(isinstance(t, Fold) or isinstance(t, Load) and (t.places or t.valid) for t in terms([value]))
+    found = terms([value])
+    return not any(isinstance(t, Fold) or isinstance(t, Load) and (t.places or t.valid) for t in found)
 
 
 def is_call(term: Any, op: str) -> bool:

@@ -84,7 +84,7 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
 
 
 def small_first(steps: list[Step], outputs: set[Node]) -> list[Step]:
-    """The steps with what little follows from inputs alone, as counters of calls, in one kernel before others."""
+    """The steps with what little follows from inputs alone, as counters of calls, in a first kernel."""
     reads, writes, known = dict[Buffer, Node](), dict[Buffer, Node](), dict[Node, Buffer]()
     nests, others = list[Nest](), list[Step]()
     for step in steps:

@@ -30,9 +30,9 @@ from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
 
-#: Terms that reads count as which do not go through memory in order, of a value that no loops with folds make.
+#: Terms that reads out of order count as, of a value that no loops with folds make.
 GATHERED = 40
-#: Turns of loops from which on the time is theirs and not a launch's, and of loops that take no longer than one.
+#: Turns of loops that take far longer than a launch, and of such that take no longer.
 LARGE, SHORT = 1 << 20, 1 << 15
 #: Ops whose elements are those of other places of what they read.
 ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter"})
@@ -220,7 +220,7 @@ class Groups:
         return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
 
     def is_slow(self, home: Group, node: Node) -> bool:
-        """Whether a value takes more than sums and products: what is small is kept then, and made but once."""
+        """Whether a value takes more than sums and products: what is small is kept then, and made once."""
         if home.volume() > SHORT or not node.spec.dtype.is_floating_point:
             return False
         found = terms([self.natural(home, node)[1]])

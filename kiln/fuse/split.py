@@ -98,8 +98,8 @@ CORES = Cuts(
 )
 #: Hundreds of processors, each with thousands of threads.
 GRIDS = Cuts(
-    part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True, at_once=True, anew=32,
-    together=1 << 17,
+    part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True,
+    at_once=True, anew=32, together=1 << 17,
 )
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
@@ -197,7 +197,7 @@ class Splitting:
         return self.with_rest([partial, final], rest, known)
 
     def of_rows(self, roots: list[Term]) -> list[Term]:
-        """The largest terms that are the same in a row and follow from the first folds: made once for each."""
+        """The largest terms that are the same in a row and follow from the first folds."""
         mine, along = {id(f) for f in self.folds}, {a.variable for a in self.nest.reduced}
         same, follows = set[int](), set[int]()
         ordered = terms(roots)

@@ -21,7 +21,7 @@ from kiln.fuse.split import Cuts, Split, replaced
 
 #: Rows of a strip at least and at most, and strips that are enough.
 SHORTEST, LONGEST, ENOUGH = 16, 64, 64
-#: On a GPU: strips, and the columns of which their threads keep sums; and how many elements are worth a strip.
+#: On a GPU: strips, the columns of which their threads keep sums, and how many elements are worth a strip.
 STRIPS, NARROWEST, WIDEST, FEW = 132, 256, 8192, 1 << 15
 #: Elements from which on it pays.
 WORTH = 1 << 16

@@ -17,7 +17,6 @@ from kiln.generate.ptx_strips import StripEmitter
 from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, most_entries, of_any_length
 from kiln.generate.values import NAME
 
-
 #: The least version of PTX whose blocks arrive at a barrier of their cluster without waiting for memory.
 CLUSTERS_VERSION = 80
 
@@ -27,8 +26,8 @@ class Function:
     """A function in LLVM's language, with all that it calls, and the threads of its blocks.
 
     `shared` are the bytes of a block's memory that it is started with, beyond those that it declares;
-    `version` is the least one of PTX that has what it needs; `waits` says whether it waits itself for what was
-    started before it, where the machine can.
+    `version` is the least one of PTX that has what it needs; `waits` says whether it waits itself for what
+    was started before it, where the machine can.
     """
 
     name: str

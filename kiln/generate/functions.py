@@ -429,6 +429,8 @@ _SINGLE: dict[str, Callable[..., Value]] = {
 
 #: Functions by name; each takes values of one float type, f32 or f64.
 FUNCTIONS = frozenset(_SINGLE)
+#: Those that ask the C library for some values of type f32, lane by lane.
+PARTLY_BY_LIBRARY = frozenset({"sin", "cos", "tan", "fmod", "remainder", "erfc", "lgamma"})
 
 
 def own_function(name: str, x: Value) -> Callable[..., Value] | None:

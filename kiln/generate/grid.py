@@ -95,7 +95,7 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
     columns = -(-extent(vector) // width)
     rows = min(power_of_two(columns), COLUMNS)
     blocks = kept_extent(nest) // extent(vector) * (columns // rows)
-    while blocks * LARGEST < BUSY // 2 and rows * width * 4 > SECTOR:  # few columns: a block takes fewer of them
+    while blocks * LARGEST < BUSY // 2 and rows * width * 4 > SECTOR:  # few columns: a block takes fewer
         width, rows = (width // 2, rows) if width > 1 else (1, rows // 2)
         blocks *= 2
     team = BLOCK // rows
@@ -134,10 +134,8 @@ def axis_written(nest: Nest, vector: Axis | None) -> Axis | None:
     places = [store.index for store in nest.stores]
     if vector is None or any(not isinstance(i, Expr) or i.poly.get((vector.variable,)) == 1 for i in places):
         return None
-    return next(
-        (a for a in nest.axes if extent(a) < SQUARE // 2 and all(i.poly.get((a.variable,)) == 1 for i in places)),
-        None,
-    )
+    short = [axis for axis in nest.axes if extent(axis) < SQUARE // 2]
+    return next((a for a in short if all(i.poly.get((a.variable,)) == 1 for i in places)), None)
 
 
 def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:
@@ -184,11 +182,10 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
         members = power_of_two(-(-shared // (SHARED - FOLDING)))
         while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
             members *= 2
-        turns = -(-chunks // (LOOPED * members))
-        if shared and clusters and 1 < members <= CLUSTER and turns <= WRITTEN:
-            part = turns * LOOPED * width
-            shared = sum(kept.bytes for kept in read_again(nest, part).values())
-            return Grid(vector, width, 1, LOOPED, True, turns, shared, members=members)
+        each = -(-chunks // (LOOPED * members))
+        if shared and clusters and 1 < members <= CLUSTER and each <= WRITTEN:
+            shared = sum(kept.bytes for kept in read_again(nest, each * LOOPED * width).values())
+            return Grid(vector, width, 1, LOOPED, True, each, shared, members=members)
         shared = shared if shared <= SHARED - FOLDING else 0
     if shared:
         team = LARGEST if rows <= BUSY // LARGEST else looped
@@ -210,7 +207,7 @@ def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
 
 
 def rows_ahead(nest: Nest, grid: Grid) -> dict[tuple[Any, ...], Again]:
-    """What is read of each row of a strip, and where a block keeps it: for each turn what its threads read."""
+    """What is read of each row of a strip, and where a block keeps it: what threads read, turn by turn."""
     found: dict[tuple[Any, ...], Again] = {}
     place = 0
     for key in phases_of(nest):

@@ -10,8 +10,8 @@ import llvmlite
 import llvmlite.binding as llvm
 
 TRIPLE = "nvptx64-nvidia-cuda"
-#: The language version by the architecture: the first one that knows it, and what drivers have long had. From 80
-#: on LLVM adds pairs of 16 bits at once, half of them undefined, of which the driver makes wrong sums.
+#: The language version by the architecture: the first one that knows it, and what drivers have long had.
+#: From 80 on LLVM adds pairs of 16 bits at once, half of them undefined; sums of such came out wrong.
 VERSIONS = {(7, 0): 63, (7, 5): 63, (8, 0): 70, (8, 6): 71, (8, 7): 74, (8, 9): 78, (9, 0): 78}
 NEWEST = 86
 #: The first architecture whose kernels wait themselves for those before them, and have blocks in clusters.

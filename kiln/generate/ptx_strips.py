@@ -99,9 +99,10 @@ class StripEmitter(GridEmitter):
         self.numbered = None
         self.variables[part.variable] = strip
         self.lanes = grid.width
-        for (store, self.turn), total in zip(places, totals, strict=False):
+        for (store, turn), total in zip(places, totals, strict=False):
             self.push()
-            place, valid = self.turn_at(self.turn)
+            self.turn = turn
+            place, valid = self.turn_at(turn)
             self.along_row(place)
             self.layers[-1][id(store.value)] = self.of_all_teams(total)
             with self.only_if(team.compare("eq", 0)), self.only_if(valid):
@@ -131,9 +132,10 @@ class StripEmitter(GridEmitter):
         """What a thread reads of a row, in all turns."""
         found: dict[Any, Value] = {}
         outside, self.lanes = self.lanes, self.grid.width
-        for self.turn in range(self.grid.turns):
+        for turn in range(self.grid.turns):
+            self.turn = turn
             self.push()
-            self.along_row(self.turn_at(self.turn)[0])
+            self.along_row(self.turn_at(turn)[0])
             for load in loads:
                 self.raw = None
                 self.load(load)
@@ -154,9 +156,10 @@ class StripEmitter(GridEmitter):
 
     def copy_row(self, loads: list[Load], slot: Value) -> None:
         """Begin to copy what a thread reads of a row."""
-        for self.turn in range(self.grid.turns):
+        for turn in range(self.grid.turns):
+            self.turn = turn
             self.push()
-            self.along_row(self.turn_at(self.turn)[0])
+            self.along_row(self.turn_at(turn)[0])
             for load in loads:
                 self.copy(load, self.offset(load, slot), self.grid.width * int(load.dtype.itemsize))
             self.pop()
@@ -173,7 +176,8 @@ class StripEmitter(GridEmitter):
             base = self.row_memory()
             place = self.unsigned(self.offset(term, self.slot)).to(I64)
             align = memory.width * memory.bits // 8
-            return self.fn.emit(f"load {memory}, ptr {self.fn.at(base, place, I8).text}, align {align}", memory)
+            kept = self.fn.at(base, place, I8)
+            return self.fn.emit(f"load {memory}, ptr {kept.text}, align {align}", memory)
         found = self.read_ahead.get((key_of(term), self.turn))
         self.raw = found = super().read(term, memory, address, many) if found is None else found
         return found

@@ -59,7 +59,11 @@ class DevicePlanner(Planner):
     """The plan of a program on a GPU in the making."""
 
     def __init__(
-        self, program: Program, compiled: Sequence[OnDevice], device: tuple[int, int, int], early: bool = False
+        self,
+        program: Program,
+        compiled: Sequence[OnDevice],
+        device: tuple[int, int, int],
+        early: bool = False,
     ) -> None:
         super().__init__(program, compiled, device)
         self.early = early  # whether kernels are started before those before them have ended
@@ -106,10 +110,8 @@ def plan_on(program: Program, device: torch.device, store: Store | None = None) 
     made = generate(program.kernels, clusters=new)
     templates = {k: k.started() for k in dict.fromkeys(program.kernels) if isinstance(k, Template)}
     handles = find([*made.functions, *[start.function for start in templates.values()]])
-    kernels = [
-        OnDevice(
-            kernel, [templates[kernel]] if isinstance(kernel, Template) else starts, handles, find, clusters=new
-        )
-        for kernel, starts in zip(program.kernels, made.starts, strict=True)
-    ]
+    kernels: list[OnDevice] = []
+    for kernel, starts in zip(program.kernels, made.starts, strict=True):
+        chosen = [templates[kernel]] if isinstance(kernel, Template) else starts
+        kernels.append(OnDevice(kernel, chosen, handles, find, clusters=new))
     return DevicePlanner(program, kernels, (CUDA, index, context(index)), early=new).plan()

@@ -12,7 +12,9 @@ from collections.abc import Collection
 
 import torch
 
-from kiln.fuse.nest import Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
+from kiln.fuse.costs import COSTLY
+from kiln.fuse.nest import Apply, Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
+from kiln.generate.functions import FUNCTIONS, PARTLY_BY_LIBRARY
 
 
 def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, list[Buffer]]:
@@ -46,7 +48,7 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
             used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)
-            if not nest.reduced:  # what is loaded by one term is loaded once in a turn
+            if not nest.reduced and _in_vectors(nest):  # what is loaded by one term is loaded once in a turn
                 later = {b for b in later if len({id(load) for *_, load in loads[b]}) > 1}
             found[written] = [b for b in found[written] if b in used and b not in later]
     return found
@@ -68,6 +70,17 @@ def _lies_as(number: int, nest: Nest, store: Store, uses: list[tuple[int, Nest, 
         if where is nest
         else stage < number
         for stage, where, load in uses
+    )
+
+
+def _in_vectors(nest: Nest) -> bool:
+    """Whether all is computed in whole vectors: of what is taken apart, LLVM may load parts again, later."""
+    found = [t for t in terms(store.value for store in nest.stores) if isinstance(t, Apply)]
+    apart = {torch.float64: FUNCTIONS | COSTLY, torch.bool: frozenset[str]()}
+    return all(
+        (term.dtype.is_floating_point or term.dtype is torch.bool)
+        and term.op not in apart.get(term.dtype, PARTLY_BY_LIBRARY)
+        for term in found
     )
 
 

@@ -136,6 +136,7 @@ x.clone().lerp_(y, 0.2), x.clone().addcmul_(y, y), x.clone().atan2_(y), x.clone(
 x.index_add(0, j, y), x.diagonal(), x.unbind(1), x.masked_scatter(k, y), x.nansum(), x.logsumexp(1), x.argsort(1), m.cholesky_inverse(), m.inverse(), x.bernoulli(0.0), x.dist(y), x.hardshrink(), x.softmax(-1), x.log_softmax(0), x.select_scatter(v, 0, 0), x.slice_scatter(y, 0), x.squeeze(0), x.swapaxes(0, 1), x.tensor_split(2), x.to_dense()
 torch.Tensor.add(x, y), torch.Tensor.size(x), torch.Tensor.relu(x), torch.Tensor.view(x, -1), torch.Tensor.__add__(x, 1), x.__rsub__(1), x.__neg__(), x.__getitem__(0), torch.Tensor.shape.__get__(x), torch.Tensor.T.__get__(x), x.__len__(), x.__eq__(y), x.__matmul__(y.T), x.__floordiv__(2)
 x.requires_grad, (x * 2).requires_grad, x.detach().requires_grad_().requires_grad, x.is_inference(), x.is_set_to(y), x.dense_dim(), x.sparse_dim(), x.get_device(), x.is_signed(), x.isfinite().all()
+x.sum().item(), float(x.sum()), int(j.sum()), k.any().item(), x + 1
 x.as_subclass(torch.Tensor), x.unsqueeze(0).squeeze(0), x.grad is None, x.sum().sqrt().abs(), x.flatten().unfold(0, 3, 2), x.movedim(0, 1), x.ravel(), x.adjoint(), x.square().mean().rsqrt(), x.diff().cumsum(1), x.clone().squeeze().unsqueeze(1).expand(3, 2, 4)
 """
 
@@ -149,8 +150,8 @@ torch.rand(2, generator=torch.Generator().manual_seed(3)), torch.randn(2, genera
 
 # The result, or its shape, depends on the values: the graph ends there and goes on after it.
 DATA_DEPENDENT = """
-x.sum().item()
-float(x.sum())
+x.sum().item() + 1
+float(x.sum()) + 1
 int(x.sum())
 bool(k.any())
 complex(x.sum())

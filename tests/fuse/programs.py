@@ -504,7 +504,7 @@ TENSORS: dict[str, Callable[[Drawing, str], bool]] = {
     "t": lambda d, n: True,
     "v": lambda d, n: not any(s == 0 and k > 1 for s, k in zip(d.spaces[0][n].stride(), d.spaces[0][n].shape, strict=True)),
     "f": lambda d, n: _dtype(d, n).is_floating_point,
-    "g": lambda d, n: _dtype(d, n).is_floating_point and bool(d.spaces[0][n].isfinite().all()),
+    "g": lambda d, n: _dtype(d, n).is_floating_point and bool(d.spaces[0][n].data.isfinite().all()),
     "x": lambda d, n: _dtype(d, n).is_floating_point and d.exact(n),
     "e": lambda d, n: d.exact(n),
     "i": lambda d, n: not _dtype(d, n).is_floating_point and _dtype(d, n) is not torch.bool,

@@ -180,6 +180,12 @@ def test_a_view_of_what_changed_its_shape_afterwards(lines: list[str]) -> None:
     check(Program([plain(3, 3, grad=True)], ["v0 = a0 * 2", *lines], ["v1"]))
 
 
+def test_a_value_that_is_overwritten_is_read_no_more() -> None:
+    """The C library is asked for single elements, which LLVM loads when it needs them."""
+    lines = ["v0 = F.scaled_dot_product_attention(a0, a0, a0)", "v1 = v0 * 0.1", "v2 = F.softplus(v0)"]
+    check(Program([plain(5, 3, 3, 100, dtype="f64")], lines, ["v1", "v2"]))
+
+
 def test_integers_that_require_grad() -> None:
     """A fault of eager's: what is filled with a tensor that requires grad requires it too."""
 

@@ -120,6 +120,16 @@ def test_neighbouring_blocks_share_long_rows():
     assert (few.members, few.turns) == (8, 2)  # in one stage
 
 
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("rows", [1, 20, 300])
+@pytest.mark.parametrize("f", [lambda a: a.sum(-1), lambda a: a.softmax(-1), lambda a: a.var(-1)])
+def test_turns_that_are_written_out_cover_a_row(f, rows, clusters):
+    for columns in (1000, 8976, 8712, 16384, 20001, 50304):
+        grid = grid_of(f, torch.empty(rows, columns), clusters=clusters)
+        if grid.along and grid.turns and grid.vector.size == columns:
+            assert grid.turns * grid.team * grid.members * grid.width >= columns
+
+
 def test_gradients_of_norms_read_rows_once():
     def gradients(grad, x, mean, scale, w):
         return torch.ops.aten.native_layer_norm_backward(grad, x, [4096], mean, scale, w, w, [True] * 3)
