@@ -8,8 +8,8 @@ from kiln.base.expressions import FLOORDIV
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
 
-#: Pieces of one loop at most: the body is written once for each.
-MOST = 9
+#: Pieces of one loop at most, and of one whose body has few terms: it is written once for each.
+MOST, MOST_OF_SHORT, SHORT = 4, 9, 64
 ALL, ANY = ("bitwise_and", False), ("bitwise_or", True)
 
 
@@ -20,7 +20,8 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     found = {border for term in _conditions(nest) if (border := _border(term, axis)) is not None}
     inside = sorted(b for b in found if 0 < b < axis.size)
     edges = [0, *inside, axis.size]
-    if len(inside) < MOST and all(b - a >= shortest for a, b in pairwise(edges)):
+    most = MOST_OF_SHORT if len(terms(s.value for s in nest.stores)) <= SHORT else MOST
+    if len(inside) < most and all(b - a >= shortest for a, b in pairwise(edges)):
         return inside
     # Whole vectors around the borders, in which conditions are not decided; most of the loop is outside.
     vectors = {b // shortest * shortest for b in inside}
