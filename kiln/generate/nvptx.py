@@ -62,4 +62,5 @@ def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9,
     tuning.loop_vectorization = tuning.slp_vectorization = False
     builder = llvm.create_pass_builder(made, tuning)
     builder.getModulePassManager().run(parsed, builder)
+    del builder  # before the module and the machine, which what its passes found out speaks of
     return str(made.emit_assembly(parsed))

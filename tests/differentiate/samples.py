@@ -37,7 +37,7 @@ UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 BREAKS: dict[str, set[str]] = {
     # the result is a Python value, or its shape depends on values
     **dict.fromkeys(
-        ["allclose", "argwhere", "equal", "item", "linalg.lstsq", "linalg.lstsq.grad_oriented", "masked_select", "nonzero",
+        ["allclose", "argwhere", "equal", "linalg.lstsq", "linalg.lstsq.grad_oriented", "masked_select", "nonzero",
          "unique", "unique_consecutive"], {"data-dependent"}),
     # the implementation looks at values: whether all weights are positive, how long each target is, where to cut
     **dict.fromkeys(["narrow", "nn.functional.ctc_loss", "nn.functional.gaussian_nll_loss",
