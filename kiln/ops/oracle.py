@@ -22,6 +22,8 @@ OWN_LAYOUT = frozenset(
         aten._fft_c2c.default,
         aten._linalg_svd.default,
         aten.linalg_eig.default,
+        aten.index_put.default,
+        aten._unsafe_index_put.default,
         aten.max_unpool2d.default,
         aten.max_unpool3d.default,
     }

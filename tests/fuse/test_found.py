@@ -55,6 +55,9 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "as_strided of a value": ([plain(100, 33, dtype="bf16", grad=True)], ["v0 = (a0 != a0).as_strided((2,), (1,))", "v1 = v0 + 2"]),
     "a row of an expanded argument": ([plain(3, 4, layout="expanded")], ["a0[0].add_(1)", "v0 = a0 * 2"]),
     "a row of an expanded value": ([plain(1, 4)], ["v0 = a0 * 2", "v0.expand(3, 4)[0].mul_(3)", "v1 = v0 + 1"]),
+    "a norm after a write into a turned image of one column": (
+        [plain(1, 16, 33, 1, layout="transposed")],
+        ["v0 = torch.index_put(a0, (torch.tensor([-1, -1]),), a0.sum(), accumulate=True)", "v1 = F.group_norm(v0, 1)"]),
     "windows that overlap": ([plain(3, 4)], ["a0.unfold(0, 2, 1)[0].add_(1)", "v0 = a0 * 1"]),
     "a product of an argument that starts later": ([plain(2, 2, 64, layout="inner step", grad=True)],
                                                    ["v0 = torch.matmul(a0, a0.transpose(-1, -2))"]),
