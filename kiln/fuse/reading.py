@@ -101,7 +101,7 @@ class Groups:
     def natural(self, group: Group, node: Node) -> tuple[Coords, Term, bool]:
         """A member's element in its group's loops: its coordinates, the term, whether once a row."""
         if is_running(node):
-            coords = coordinates(shape_of(node), group.axes)
+            coords = coordinates(shape_of(node.args[0]), group.axes)  # as the loops were made of
             if coords is None:
                 raise Misfit
             return coords, self.fold(group, node), False

@@ -124,6 +124,8 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
     "nothing that is written": ([plain(3, 0, 16, grad=True)], [plain(17, 0, 3, grad=True)], ["v0 = F.silu(a0)", "v1 = v0[0].mul_(2)"]),
     "a size that became known, in strides": ([plain(1, 2, 3, 1)], [plain(1, 2, 16, 1, grad=True)],
                                              ["v0 = a0.scatter(1, torch.arange(2).view(1, -1, 1, 1).expand(1, 2, 3, 1).flip(1), a0)", "v1 = F.relu6(a0)"]),
+    "running values of a written part": ([plain(8, 4, 1, 100)], [plain(16, 8, 1, 40)],
+                                         ["v0 = F.pixel_shuffle(a0, 2)", "v0[::2, ...].mul_(2)", "v1 = v0.cummax(2)[0]"]),
     "strides that are compared": ([plain(17, 1, 3, dtype="i16")], [plain(7, 1, 2, dtype="i16")],
                                   ["v0 = a0.int()", "v1 = torch.add(v0.unfold(2, 1, 3), v0, alpha=2)"]),
     "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),
