@@ -45,24 +45,60 @@ nests_gathered(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t co
     return found;
 }
 
+/* What becomes of that which is no container: what a function makes of it, or, where a class is given, what a
+   dict has for an object of exactly that class. */
+typedef struct {
+    PyTypeObject *kind; /* NULL: `by` is a function */
+    PyObject *by;
+} Leaves;
+
 static PyObject *
-mapped(PyObject *value, PyObject *leaf)
+of_leaf(const Leaves *leaves, PyObject *value)
 {
-    if (PyTuple_CheckExact(value)) {
-        PyObject *made = PyTuple_New(PyTuple_GET_SIZE(value));
-        for (Py_ssize_t i = 0; made != NULL && i < PyTuple_GET_SIZE(value); i++) {
-            PyObject *item = mapped(PyTuple_GET_ITEM(value, i), leaf);
-            if (item == NULL)
-                Py_CLEAR(made);
-            else
-                PyTuple_SET_ITEM(made, i, item);
+    if (leaves->kind == NULL)
+        return PyObject_CallOneArg(leaves->by, value);
+    if (Py_TYPE(value) != leaves->kind)
+        return Py_NewRef(value);
+    PyObject *found = PyDict_GetItemWithError(leaves->by, value);
+    return found == NULL && PyErr_Occurred() ? NULL : Py_NewRef(found != NULL ? found : value);
+}
+
+static PyObject *walked(const Leaves *leaves, PyObject *value);
+
+/* A tuple in which nothing changes is itself. */
+static PyObject *
+of_tuple(const Leaves *leaves, PyObject *value)
+{
+    PyObject *made = NULL;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++) {
+        PyObject *old = PyTuple_GET_ITEM(value, i), *item = walked(leaves, old);
+        if (item != NULL && item != old && made == NULL) {
+            made = PyTuple_New(PyTuple_GET_SIZE(value));
+            for (Py_ssize_t k = 0; made != NULL && k < i; k++)
+                PyTuple_SET_ITEM(made, k, Py_NewRef(PyTuple_GET_ITEM(value, k)));
         }
-        return made;
+        if (item == NULL || (item != old && made == NULL)) {
+            Py_XDECREF(item);
+            Py_XDECREF(made);
+            return NULL;
+        }
+        if (made != NULL)
+            PyTuple_SET_ITEM(made, i, item);
+        else
+            Py_DECREF(item);
     }
+    return made != NULL ? made : Py_NewRef(value);
+}
+
+static PyObject *
+walked(const Leaves *leaves, PyObject *value)
+{
+    if (PyTuple_CheckExact(value))
+        return of_tuple(leaves, value);
     if (PyList_CheckExact(value)) {
         PyObject *made = PyList_New(0);
         for (Py_ssize_t i = 0; made != NULL && i < PyList_GET_SIZE(value); i++) {
-            PyObject *item = mapped(PyList_GET_ITEM(value, i), leaf);
+            PyObject *item = walked(leaves, PyList_GET_ITEM(value, i));
             if (item == NULL || PyList_Append(made, item) < 0)
                 Py_CLEAR(made);
             Py_XDECREF(item);
@@ -73,7 +109,7 @@ mapped(PyObject *value, PyObject *leaf)
         PyObject *made = PyDict_New(), *key, *held;
         Py_ssize_t place = 0;
         while (made != NULL && PyDict_Next(value, &place, &key, &held)) {
-            PyObject *item = mapped(held, leaf);
+            PyObject *item = walked(leaves, held);
             if (item == NULL || PyDict_SetItem(made, key, item) < 0)
                 Py_CLEAR(made);
             Py_XDECREF(item);
@@ -82,16 +118,16 @@ mapped(PyObject *value, PyObject *leaf)
     }
     if (PySlice_Check(value)) {
         PySliceObject *slice = (PySliceObject *)value;
-        PyObject *start = mapped(slice->start, leaf);
-        PyObject *stop = start == NULL ? NULL : mapped(slice->stop, leaf);
-        PyObject *step = stop == NULL ? NULL : mapped(slice->step, leaf);
+        PyObject *start = walked(leaves, slice->start);
+        PyObject *stop = start == NULL ? NULL : walked(leaves, slice->stop);
+        PyObject *step = stop == NULL ? NULL : walked(leaves, slice->step);
         PyObject *made = step == NULL ? NULL : PySlice_New(start, stop, step);
         Py_XDECREF(start);
         Py_XDECREF(stop);
         Py_XDECREF(step);
         return made;
     }
-    return PyObject_CallOneArg(leaf, value);
+    return of_leaf(leaves, value);
 }
 
 static PyObject *
@@ -101,71 +137,7 @@ nests_mapped(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t coun
         PyErr_SetString(PyExc_TypeError, "mapped(value, leaf) takes two arguments");
         return NULL;
     }
-    return mapped(args[0], args[1]);
-}
-
-/* The nest with what `instead` has for objects of this class; a tuple in which nothing changes is itself. */
-static PyObject *
-replaced(PyTypeObject *kind, PyObject *value, PyObject *instead)
-{
-    if (Py_TYPE(value) == kind) {
-        PyObject *found = PyDict_GetItemWithError(instead, value);
-        return found == NULL && PyErr_Occurred() ? NULL : Py_NewRef(found != NULL ? found : value);
-    }
-    if (PyTuple_CheckExact(value)) {
-        PyObject *made = NULL;
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); i++) {
-            PyObject *old = PyTuple_GET_ITEM(value, i), *item = replaced(kind, old, instead);
-            if (item != NULL && item != old && made == NULL) {
-                made = PyTuple_New(PyTuple_GET_SIZE(value));
-                for (Py_ssize_t k = 0; made != NULL && k < i; k++)
-                    PyTuple_SET_ITEM(made, k, Py_NewRef(PyTuple_GET_ITEM(value, k)));
-            }
-            if (item == NULL || (item != old && made == NULL)) {
-                Py_XDECREF(item);
-                Py_XDECREF(made);
-                return NULL;
-            }
-            if (made != NULL)
-                PyTuple_SET_ITEM(made, i, item);
-            else
-                Py_DECREF(item);
-        }
-        return made != NULL ? made : Py_NewRef(value);
-    }
-    if (PyList_CheckExact(value)) {
-        PyObject *made = PyList_New(0);
-        for (Py_ssize_t i = 0; made != NULL && i < PyList_GET_SIZE(value); i++) {
-            PyObject *item = replaced(kind, PyList_GET_ITEM(value, i), instead);
-            if (item == NULL || PyList_Append(made, item) < 0)
-                Py_CLEAR(made);
-            Py_XDECREF(item);
-        }
-        return made;
-    }
-    if (PyDict_CheckExact(value)) {
-        PyObject *made = PyDict_New(), *key, *held;
-        Py_ssize_t place = 0;
-        while (made != NULL && PyDict_Next(value, &place, &key, &held)) {
-            PyObject *item = replaced(kind, held, instead);
-            if (item == NULL || PyDict_SetItem(made, key, item) < 0)
-                Py_CLEAR(made);
-            Py_XDECREF(item);
-        }
-        return made;
-    }
-    if (PySlice_Check(value)) {
-        PySliceObject *slice = (PySliceObject *)value;
-        PyObject *start = replaced(kind, slice->start, instead);
-        PyObject *stop = start == NULL ? NULL : replaced(kind, slice->stop, instead);
-        PyObject *step = stop == NULL ? NULL : replaced(kind, slice->step, instead);
-        PyObject *made = step == NULL ? NULL : PySlice_New(start, stop, step);
-        Py_XDECREF(start);
-        Py_XDECREF(stop);
-        Py_XDECREF(step);
-        return made;
-    }
-    return Py_NewRef(value);
+    return walked(&(Leaves){NULL, args[1]}, args[0]);
 }
 
 static PyObject *
@@ -175,7 +147,7 @@ nests_replaced(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t co
         PyErr_SetString(PyExc_TypeError, "replaced(kind, nest, instead) takes a class, a nest and a dict");
         return NULL;
     }
-    return replaced((PyTypeObject *)args[0], args[1], args[2]);
+    return walked(&(Leaves){(PyTypeObject *)args[0], args[2]}, args[1]);
 }
 
 static PyMethodDef methods[] = {
