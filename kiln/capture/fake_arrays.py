@@ -37,16 +37,16 @@ class Memory:
 
 
 class Forward:
-    """A special method of FakeArray, given by the rules; not a Python function, so nobody inlines it."""
+    """A special method of what stands for a value; not a Python function, so nobody inlines it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, array: Any, owner: Any = None) -> Any:
-        return self if array is None else functools.partial(RULES["special"], array, self.name)
+    def __get__(self, fake: Any, owner: Any = None) -> Any:
+        return self if fake is None else functools.partial(fake.special, self.name)
 
-    def __call__(self, array: Any, *args: Any) -> Any:
-        return RULES["special"](array, self.name, *args)
+    def __call__(self, fake: Any, *args: Any) -> Any:
+        return fake.special(self.name, *args)
 
 
 class FakeArray:
@@ -65,6 +65,10 @@ class FakeArray:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.like)
+
+    def special(self, name: str, *args: Any) -> Any:
+        """What a special method gives: what the rules make of it."""
+        return RULES["special"](self, name, *args)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         return RULES["ufunc"](self.world.machine, ufunc, method, args, kwargs)
@@ -95,19 +99,13 @@ class OpenNumber:
         """What is raised where the value is looked at."""
         return Restart(self.step, self.reason)
 
-
-class Looks:
-    """A special method of OpenNumber; not a Python function, so nobody inlines it."""
-
-    def __get__(self, number: Any, owner: Any = None) -> Any:
-        return self if number is None else functools.partial(self, number)
-
-    def __call__(self, number: OpenNumber, *args: Any) -> Any:
-        raise number.needed()
+    def special(self, name: str, *args: Any) -> Any:
+        """What a special method gives: all of them look at the value."""
+        raise self.needed()
 
 
 for _name in (*RECORDED, *ASKING, "__hash__", "__ceil__", "__floor__", "__trunc__"):
-    setattr(OpenNumber, _name, Looks())
+    setattr(OpenNumber, _name, Forward(_name))
 
 
 class ArrayMethod:
