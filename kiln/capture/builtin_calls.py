@@ -65,13 +65,7 @@ def get_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def has_attribute(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if type(args[1]) is not str:
         return m.native(hasattr, *args)
-    try:
-        m.getattr(args[0], args[1])
-    except UserError as e:
-        if isinstance(e.error, AttributeError):
-            return False
-        raise
-    return True
+    return get_attribute(m, (*args, MISSING), kwargs) is not MISSING
 
 
 @handles(setattr)

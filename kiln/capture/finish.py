@@ -348,8 +348,9 @@ def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     now_list = list((list if isinstance(copy, list) else collections.deque).__iter__(copy))
     if len(now_list) == len(before) and all(a is b for a, b in zip(now_list, before, strict=True)):
         return []
-    write = runtime.write_list if isinstance(copy, list) else runtime.write_deque
-    return [(write, (copy, now_list))]
+    if isinstance(copy, list):
+        return [(list.__setitem__, (copy, slice(None), now_list))]
+    return [(runtime.write_deque, (copy, now_list))]
 
 
 __all__ = ["Captured", "Finisher", "Skip", "Unbuildable"]

@@ -21,19 +21,11 @@ for _name in dir(torch.Tensor):
 
 _BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _OTHERS = "lt le eq ne gt ge neg pos abs invert getitem setitem".split()
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(operator, name + "_" if name in ("and", "or") else name)
-    return function
-
-
+_OPERATORS = [f"__{name}__" for name in (*_BINARY, *map("i{}".format, _BINARY), *_OTHERS)]
 #: Tensor methods that Python's operators call: the operator, and whether the operands are swapped.
 OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
-    **{f"__{n}__": (_operator(n), False) for n in _BINARY},
-    **{f"__r{n}__": (_operator(n), True) for n in _BINARY},
-    **{f"__i{n}__": (getattr(operator, "i" + n), False) for n in _BINARY},
-    **{f"__{n}__": (getattr(operator, n), False) for n in _OTHERS},
+    **{f"__r{n}__": (getattr(operator, f"__{n}__"), True) for n in _BINARY},
+    **{n: (getattr(operator, n), False) for n in _OPERATORS},
 }
 
 #: Tensor methods and attributes whose result leaves the world of tensors, with the kind of break.

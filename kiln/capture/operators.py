@@ -21,27 +21,20 @@ from kiln.ops.fake import LITERALS, FakeTensor, constant_of
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
-BINARY: dict[str, Callable[[Any, Any], Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "//": operator.floordiv,
-    "%": operator.mod, "**": operator.pow, "@": operator.matmul, "&": operator.and_, "|": operator.or_,
-    "^": operator.xor, "<<": operator.lshift, ">>": operator.rshift,
-    "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv,
-    "//=": operator.ifloordiv, "%=": operator.imod, "**=": operator.ipow, "@=": operator.imatmul,
-    "&=": operator.iand, "|=": operator.ior, "^=": operator.ixor,
-    "<<=": operator.ilshift, ">>=": operator.irshift,
-}  # fmt: skip
+#: The names of the special methods behind operators, without underscores.
 DUNDER = {
     "+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod", "**": "pow",
     "@": "matmul", "&": "and", "|": "or", "^": "xor", "<<": "lshift", ">>": "rshift",
 }  # fmt: skip
+BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    **{sign: getattr(operator, f"__{name}__") for sign, name in DUNDER.items()},
+    **{f"{sign}=": getattr(operator, f"__i{name}__") for sign, name in DUNDER.items()},
+}
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
     ">=": operator.ge,
 }  # fmt: skip
-COMPARE_DUNDER = {
-    "<": ("__lt__", "__gt__"), "<=": ("__le__", "__ge__"), "==": ("__eq__", "__eq__"),
-    "!=": ("__ne__", "__ne__"), ">": ("__gt__", "__lt__"), ">=": ("__ge__", "__le__"),
-}  # fmt: skip
+COMPARE_MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 UNARY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "UNARY_NEGATIVE": (operator.neg, "__neg__"), "UNARY_POSITIVE": (operator.pos, "__pos__"),
     "UNARY_INVERT": (operator.invert, "__invert__"),
@@ -152,7 +145,7 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
                 return sign == "!="
             return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
         return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
-    name, reflected = COMPARE_DUNDER[sign]
+    name, reflected = (f"__{COMPARE[s].__name__}__" for s in (sign, COMPARE_MIRROR[sign]))
     left, right = python_method(m, a, name), python_method(m, b, reflected)
     by_equality = sign == "!=" and left is None and plain(ta, "__ne__")
     if by_equality and python_method(m, a, "__eq__") is not None:
@@ -195,9 +188,6 @@ def beyond(sign: str, bound: float) -> bool | None:
     return sign in ("<", "<=") if bound >= 1 else None
 
 
-COMPARE_MIRROR = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
-
-
 def plain(cls: type, name: str) -> bool:
     """Whether a class has a special method from object alone."""
     return getattr(cls, name) is getattr(object, name)
@@ -219,11 +209,6 @@ def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
     if method is not None:
         return m.inline(method, (value,), {}, mode)
     return m.native(function, value)
-
-
-def opaque(m: Machine, value: Any) -> bool:
-    """Whether native code would read a state of this value that no guard covers."""
-    return m.world.unguarded(value) and not isinstance(value, READABLE)
 
 
 READABLE = (
@@ -327,7 +312,7 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
 
 def refuse_opaque(m: Machine, container: Any, what: str) -> None:
     """Break where native code would read a state of the container that no guard covers."""
-    if opaque(m, container):
+    if m.world.unguarded(container) and not isinstance(container, READABLE):
         raise Break("foreign-object", f"{m.source(container)}: {what}", "use a list, dict, set or tensor")
 
 

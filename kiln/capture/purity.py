@@ -42,7 +42,7 @@ NATIVE_MODULES = frozenset({
 PATHS_ON_DISK = frozenset("""
     abspath exists expanduser expandvars getatime getctime getmtime getsize isdir isfile islink ismount
     lexists realpath relpath samefile sameopenfile
-""".split())
+""".split())  # fmt: skip
 #: Modules whose functions talk to the world.
 BREAK_MODULES = frozenset({
     "torch.random", "torch.serialization", "torch.hub", "pickle", "subprocess", "socket", "random", "shutil",
@@ -118,24 +118,16 @@ for _space in (torch, torch._C._VariableFunctions, torch._C._nn, torch._C._fft, 
         if isinstance(_value, types.BuiltinFunctionType) and not _name.startswith(_state):
             TORCH_NODES.add(id(_value))
 
+READS = ("_get_", "_is_", "_are_", "_has_")  # torch._C's naming of functions that only answer
 STATE_READS = frozenset("""
     is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
     get_autocast_cpu_dtype get_autocast_gpu_dtype is_autocast_cache_enabled get_default_dtype
     get_num_threads are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
-    _get_deterministic_algorithms _get_deterministic_algorithms_warn_only _is_autocast_available
-    _is_grad_enabled is_anomaly_enabled is_anomaly_check_nan_enabled _get_tracing_state _is_tracing
-    is_autocast_available _is_any_autocast_enabled _len_torch_function_stack _len_torch_dispatch_stack
-    _has_torch_function _has_torch_function_unary _has_torch_function_variadic _get_privateuse1_backend_name
-    get_autocast_xla_dtype _is_torch_function_enabled _is_torch_function_mode_enabled
-    _is_torch_function_all_disabled _get_cudnn_enabled _get_cudnn_allow_tf32 _get_cudnn_benchmark
-    _get_mkldnn_enabled _get_cublas_allow_tf32 _get_float32_matmul_precision _get_flash_sdp_enabled
-    _get_math_sdp_enabled _get_mem_efficient_sdp_enabled _get_cudnn_sdp_enabled _get_cudnn_deterministic
-    _get_nnpack_enabled is_multithreading_enabled promote_types result_type can_cast is_floating_point
-    is_complex is_signed is_same_size _jit_get_profiling_mode iinfo finfo _get_default_device _has_mkldnn
-    _cuda_isCurrentStreamCapturing _cuda_getDeviceCount _cuda_getDevice _are_functorch_transforms_active
-    _get_dispatch_mode _get_function_stack_at _get_linalg_preferred_backend
-    _get_deterministic_fill_uninitialized_memory get_num_interop_threads is_vulkan_available _dispatch_keys
-    _dispatch_tls_is_dispatch_key_excluded _get_warnAlways
+    is_anomaly_enabled is_anomaly_check_nan_enabled is_autocast_available _len_torch_function_stack
+    _len_torch_dispatch_stack get_autocast_xla_dtype is_multithreading_enabled promote_types result_type
+    can_cast is_floating_point is_complex is_signed is_same_size _jit_get_profiling_mode iinfo finfo
+    _cuda_isCurrentStreamCapturing _cuda_getDeviceCount _cuda_getDevice get_num_interop_threads
+    is_vulkan_available _dispatch_keys _dispatch_tls_is_dispatch_key_excluded
 """.split())  # fmt: skip
 STATE_WRITES = frozenset("""
     _set_grad_enabled set_grad_enabled set_autocast_enabled set_autocast_cpu_enabled set_autocast_dtype
@@ -143,13 +135,9 @@ STATE_WRITES = frozenset("""
     set_autocast_cache_enabled clear_autocast_cache _set_default_dtype set_default_dtype
     _set_deterministic_algorithms _set_cudnn_enabled _set_cudnn_benchmark _set_cudnn_deterministic
     _set_cudnn_allow_tf32 _set_mkldnn_enabled set_flush_denormal _set_multithreading_enabled
-    _set_sdp_use_flash _set_sdp_use_mem_efficient _set_sdp_use_math _set_sdp_use_cudnn _set_anomaly_enabled
-    set_anomaly_enabled _set_float32_matmul_precision _set_cublas_allow_tf32
-    _set_deterministic_fill_uninitialized_memory _set_sdp_priority_order
+    _set_anomaly_enabled set_anomaly_enabled _set_float32_matmul_precision _set_cublas_allow_tf32
+    _set_deterministic_fill_uninitialized_memory
 """.split())  # fmt: skip
-
-
-READS = ("_get_", "_is_", "_are_", "_has_")  # torch._C's naming of functions that only answer
 
 
 def builtin_policy(function: Any) -> str:

@@ -210,7 +210,7 @@ class Rebuilder:
     def shell(self, value: Any) -> None:
         """A container that holds itself: an empty one, known by name, then filled."""
         empty, fill = SHELLS[type(value)]
-        self.call(runtime.make_empty, Raw(type(value)), *empty(value))
+        self.call(type(value), *empty(value))
         self.named(value)
         self.then(fill, value, list(value) if not isinstance(value, dict) else dict(value))
 
@@ -399,7 +399,7 @@ class Rebuilder:
         if isinstance(value, dict) and dict.__len__(value):
             self.then(runtime.fill_dict, value, dict(runtime.mapping_type(value).items(value)))
         if isinstance(value, list) and list.__len__(value):
-            self.then(runtime.fill_list, value, list(list.__iter__(value)))
+            self.then(list.extend, value, list(list.__iter__(value)))
         if isinstance(value, set) and set.__len__(value):
             self.then(set.update, value, list(set.__iter__(value)))
         slots = {
@@ -462,7 +462,7 @@ class Call:
 
 #: How to make an empty one, how to fill it.
 SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
-    list: (lambda v: (), runtime.fill_list), dict: (lambda v: (), runtime.fill_dict),
+    list: (lambda v: (), list.extend), dict: (lambda v: (), runtime.fill_dict),
     collections.OrderedDict: (lambda v: (), runtime.fill_dict),
     collections.defaultdict: (lambda v: (v.default_factory,), runtime.fill_dict),
     collections.deque: (lambda v: ((), v.maxlen), runtime.write_deque),

@@ -85,10 +85,6 @@ def make_random(state: Any) -> random.Random:
     return made
 
 
-def make_empty(cls: type, *args: Any) -> Any:
-    return cls(*args)
-
-
 def can_make(cls: type) -> bool:
     """Whether the class allows instances without its own `__new__`; native classes with a state do not."""
     try:
@@ -103,10 +99,6 @@ def fill_object(value: Any, attributes: dict[str, Any], slots: dict[str, Any]) -
         value.__dict__.update(attributes)
     for name, item in slots.items():
         object.__setattr__(value, name, item)
-
-
-def fill_list(value: list[Any], items: list[Any]) -> None:
-    list.extend(value, items)
 
 
 def mapping_type(value: Any) -> Any:
@@ -148,10 +140,6 @@ def set_state(iterator: Any, state: Any) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)  # the protocol goes away for these
         iterator.__setstate__(state)
     return iterator
-
-
-def write_list(value: Any, items: list[Any]) -> None:
-    list.__setitem__(value, slice(None), items)
 
 
 def write_dict(value: dict[Any, Any], changed: dict[Any, Any], deleted: tuple[Any, ...]) -> None:

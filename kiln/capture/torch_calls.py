@@ -209,17 +209,13 @@ class Context:
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
 
-    def save_for_forward(self, *tensors: Any) -> None:
-        return None
-
     def mark_dirty(self, *tensors: Any) -> None:
         self.dirty = tensors
 
-    def mark_non_differentiable(self, *tensors: Any) -> None:
-        return None
+    def ignored(self, *args: Any) -> None:
+        """What matters for a backward alone."""
 
-    def set_materialize_grads(self, value: bool) -> None:
-        return None
+    save_for_forward = mark_non_differentiable = set_materialize_grads = ignored
 
 
 NO_SETUP = mro_lookup(torch.autograd.Function, "setup_context")

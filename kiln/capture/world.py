@@ -796,7 +796,7 @@ READER_BASES: tuple[tuple[Any, Reader], ...] = (
     (VALUE_LIKE, World.value_like),
 )
 FILLS: tuple[tuple[type, Callable[[Any, Any], None]], ...] = (
-    (dict, runtime.fill_dict), (list, runtime.fill_list), (set, set.update),
+    (dict, runtime.fill_dict), (list, list.extend), (set, set.update),
 )  # fmt: skip
 
 

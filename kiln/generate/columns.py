@@ -47,7 +47,6 @@ class Columns(Values):
     """Emits nests whose folds run over rows while vectors run along columns."""
 
     along: Callable[..., list[Value]]
-    neutral: Callable[[Fold, int], list[Value]]
     factor: Callable[[list[Term], int], int]
 
     def by_rows(self) -> bool:

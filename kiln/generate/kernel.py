@@ -26,7 +26,6 @@ from kiln.fuse.nest import (
 )
 from kiln.generate import avx512
 from kiln.generate.columns import Columns, anew
-from kiln.generate.functions import compute_type
 from kiln.generate.lanes import (
     access_cost,
     across_lanes,
@@ -34,12 +33,11 @@ from kiln.generate.lanes import (
     first_lane,
     with_first_lane,
 )
-from kiln.generate.llvm import I64, Value
+from kiln.generate.llvm import Value
 from kiln.generate.moments import Moments
 from kiln.generate.online import Online
 from kiln.generate.pieces import borders, decided
 from kiln.generate.rows import Rows
-from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import forgetful
 from kiln.generate.streams import Streams
@@ -398,10 +396,3 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             *_, result = [totals.pop(0) for _ in fold.parts]
             if not fold.running:
                 self.layers[-1][id(fold)] = result
-
-    def neutral(self, fold: Fold, wide: int) -> list[Value]:
-        """What a fold starts with."""
-        kind = compute_type(TYPES[fold.value.dtype]).wide(wide)
-        floating, integral, _ = FOLDS[fold.kind.replace("arg", "a")]
-        start = self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
-        return [start] if fold.place is None else [start, self.fn.constant(NOWHERE, I64.wide(wide))]

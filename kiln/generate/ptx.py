@@ -23,7 +23,7 @@ from kiln.generate.llvm import I32, I64, VOID, Value
 from kiln.generate.nvptx import NEXT, WAIT
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
-from kiln.generate.scalar import FOLDS, NOWHERE, TYPES
+from kiln.generate.scalar import TYPES
 
 #: Turns of a loop over memory that are written out, so that several reads are under way.
 UNROLLED, MORE = 4, 8
@@ -342,10 +342,3 @@ class GridEmitter(Online):
         little = row_bytes(self.nest, self.vector, self.grid.width) <= WIDEST
         many = MORE if little and reduced_extent(self.nest) >= 2 * MORE * step else UNROLLED
         return self.row_turns(carried, several, many)
-
-    def neutral(self, fold: Fold, wide: int) -> list[Value]:
-        """What a fold starts with."""
-        kind = compute_type(TYPES[fold.value.dtype]).wide(wide)
-        floating, integral, _ = FOLDS[fold.kind.replace("arg", "a")]
-        start = self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
-        return [start] if fold.place is None else [start, self.fn.constant(NOWHERE, I64.wide(wide))]

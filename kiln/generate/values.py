@@ -12,6 +12,7 @@ from kiln.fuse.nest import (
     Apply,
     Computed,
     Const,
+    Fold,
     Load,
     Nest,
     Place,
@@ -24,7 +25,7 @@ from kiln.generate.functions import compute_type
 from kiln.generate.lanes import STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
-from kiln.generate.scalar import SCALARS, TYPES, convert
+from kiln.generate.scalar import FOLDS, NOWHERE, SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import bounded
 
@@ -247,6 +248,13 @@ class Values(Reads):
         live = fn.constant(1, I1.wide(lanes)) if self.live is None else self.live
         name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
         fn.call(name, VOID_TYPE, value, pointers, align, live)
+
+    def neutral(self, fold: Fold, wide: int) -> list[Value]:
+        """What a fold starts with."""
+        kind = compute_type(TYPES[fold.value.dtype]).wide(wide)
+        floating, integral, _ = FOLDS[fold.kind.replace("arg", "a")]
+        start = self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
+        return [start] if fold.place is None else [start, self.fn.constant(NOWHERE, I64.wide(wide))]
 
     # Indices
 

@@ -36,6 +36,7 @@ from kiln.launch.device import plan_on
 from kiln.launch.graphs import Recorded, can_record
 from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
+from kiln.launch.sides import Sides, parted
 from kiln.launch.templates import with_templates
 from kiln.launch.told import tell
 from kiln.launch.tune import choice, tuned
@@ -108,8 +109,19 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     """A graph of aten ops as native kernels and eager calls, whose machine code other threads may be at."""
     graph = determined(graph)
     device = device_of(graph)
-    if device is None:
+    if device is not None:
+        return begin_on(device, graph, settings, dump)
+    found = None if settings.exact or dump.folder is not None else parted(graph)
+    if found is None:
         return Begun(partial(runner, graph, dump.title))
+    whole, parts = found
+    begun = [begin_on(part.device, part.graph, settings, dump) for part in parts]
+    finish = lambda: Sides(whole, parts, [one.finish() for one in begun])  # noqa: E731
+    return Begun(finish, all(one.is_done for one in begun))
+
+
+def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump) -> Begun:
+    """A graph whose tensors are on one device."""
     kept = None
     if device.type == "cpu" and not is_watched(dump):
         kept = keeping(graph, settings, disk(settings.cache_bytes))

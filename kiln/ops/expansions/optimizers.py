@@ -55,11 +55,23 @@ for _name in (*UNARY, *BINARY, "lerp"):
     _declare(_name, _each(_OPERATIONS.get(_name) or getattr(torch, _name)))
 
 
+def _scaled(operation: Callable[..., Any], x: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> Tensor:
+    """The factor after the product or quotient, and one rounding: the order of the GPU's kernels."""
+    wide = [value.float() if x.dtype in HALF else value for value in (x, a, b)]
+    combined = wide[1] * wide[2] if operation is torch.addcmul else wide[1] / wide[2]
+    return (wide[0] + combined * factor).to(x.dtype)
+
+
 def _combined(operation: Callable[..., Any]) -> Callable[..., Any]:
     def run(tensors: list[Tensor], first: list[Tensor], second: list[Tensor], values: Any = 1) -> Any:
         factors = values if isinstance(values, (list, tuple)) else [values] * len(tensors)
         if isinstance(values, Tensor):
             # The factors of all as one tensor: each multiplies as a tensor without dimensions does.
+            if values.device.type == "cpu" and all(x.device.type == "cuda" for x in tensors):
+                return [
+                    _scaled(operation, x, a, b, values.select(0, i))
+                    for i, (x, a, b) in enumerate(zip(tensors, first, second, strict=True))
+                ]
             if any(x.device != values.device or x.dtype in HALF for x in tensors):
                 return NotImplemented
             first = [a * values.select(0, i) for i, a in enumerate(first)]
