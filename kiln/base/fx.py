@@ -16,15 +16,13 @@ import torch
 from torch import fx
 
 from kiln.base import profiling
+from kiln.base.computed import build
 from kiln.base.errors import Bug
-from kiln.base.expressions import CALLS, INFIX, SUM, Expr, Symbol
+from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, label, mapped, nodes_in, show
 from kiln.base.tracebacks import retold
 
 aten = torch.ops.aten
-
-OPERATORS: dict[str, Callable[..., Any]] = {op: function for op, (_, function) in INFIX.items()} | CALLS
-"""What an operator of an expression is in an fx graph."""
 
 _numbers = count()
 
@@ -127,23 +125,13 @@ class _Module:
         return known
 
     def _computed(self, value: Expr) -> Any:
-        call = self.graph.call_function
-        if isinstance(value, Symbol):
-            if value not in self.bound:
-                raise Bug(f"no input of the graph has the size {value}")
-            node, what, dim = self.bound[value]
-            read = aten.sym_stride.int if what == "stride" else aten.sym_size.int
-            return call(read, (self.nodes[node], dim)) if what else self.nodes[node]
-        if value.op is not SUM:
-            return call(OPERATORS[value.op], tuple(self._size(a) for a in value.args))
-        total: Any = None
-        for monomial, factor in value.poly.items():
-            product: Any = factor
-            for part in monomial:
-                size = self._size(part)
-                product = size if product == 1 else call(operator.mul, (product, size))
-            total = product if total is None else call(operator.add, (total, product))
-        return total
+        if not isinstance(value, Symbol):
+            return build(value, self._size, lambda function, *args: self.graph.call_function(function, args))
+        if value not in self.bound:
+            raise Bug(f"no input of the graph has the size {value}")
+        node, what, dim = self.bound[value]
+        read = aten.sym_stride.int if what == "stride" else aten.sym_size.int
+        return self.graph.call_function(read, (self.nodes[node], dim)) if what else self.nodes[node]
 
 
 # As a Python function

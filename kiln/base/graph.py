@@ -8,7 +8,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -82,7 +81,16 @@ def nodes_in(value: Any) -> list[Node]:
     return gathered(Node, value)
 
 
-@lru_cache(4096)
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """The nodes and all that they are made of."""
+    found, todo = set[Node](), list(nodes)
+    while todo:
+        if (node := todo.pop()) not in found:
+            found.add(node)
+            todo += node.inputs()
+    return found
+
+
 def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     """An argument of a node, given by place or by name; `default` where it is not given."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
@@ -270,6 +278,18 @@ def call_text(node: Node) -> str:
 def retarget(nest: Any, replaced: dict[Node, Any]) -> Any:
     """A nest with what stands in the place of nodes; others stay."""
     return in_place_of(Node, nest, replaced)
+
+
+def copied(graph: Graph) -> Graph:
+    """A graph of other nodes that does the same."""
+    made, known = Graph(), dict[Node, Any]()
+    for node in graph.inputs:
+        known[node] = made.input(node.name, node.spec, node.backward)
+    for node in graph.nodes:
+        args = node.args if node.op is CONSTANT else retarget(node.args, known)
+        known[node] = made.add(node.over(args, retarget(node.kwargs, known), made.name(node.name)))
+    made.outputs, made.overwrites = retarget(graph.outputs, known), graph.overwrites
+    return made
 
 
 class Made:

@@ -113,12 +113,6 @@ def named(value: Any) -> str:
     return name if isinstance(name, str) and name.isidentifier() else f"<{type(value).__name__}>"
 
 
-def _load(m: _Machine, i: Instruction) -> None:
-    if i.name == "LOAD_GLOBAL" and i.flag:
-        m.stack.append(NULL)
-    m.stack.append(str(i.value))
-
-
 def _call(m: _Machine, i: Instruction) -> None:
     arguments = m.take(i.arg or 0)
     plain = len(arguments) - len(m.names)
@@ -126,24 +120,8 @@ def _call(m: _Machine, i: Instruction) -> None:
     m.names = ()
 
 
-def _call_ex(m: _Machine, i: Instruction) -> None:
-    keywords = [f"**{m.pop()}"] if (i.arg or 0) & 1 else []
-    m.call([f"*{m.pop()}", *keywords])
-
-
 def _keywords(m: _Machine, i: Instruction) -> None:
     m.names = tuple(i.value)
-
-
-def _unpack(m: _Machine, i: Instruction) -> None:
-    value = m.pop()
-    m.stack += [f"{value}[{k}]" for k in reversed(range(i.arg or 0))]
-
-
-def _swap(m: _Machine, i: Instruction) -> None:
-    at = i.arg or 1
-    if len(m.stack) >= at:
-        m.stack[-1], m.stack[-at] = m.stack[-at], m.stack[-1]
 
 
 def _made(count: int | None, text: Callable[..., str]) -> Callable[[_Machine, Instruction], None]:
@@ -156,33 +134,26 @@ def _done(count: int, text: Callable[..., str]) -> Callable[[_Machine, Instructi
     return lambda m, i: m.done.append(text(i, *m.take(count)))
 
 
-def _operator(i: Instruction, left: str, right: str) -> str:
-    return f"{left} {i.value} {right}"
-
-
 def _map(m: _Machine, i: Instruction) -> None:
     parts = m.take(2 * (i.arg or 0))
     m.stack.append(f"{{{', '.join(f'{k}: {v}' for k, v in zip(parts[::2], parts[1::2], strict=True))}}}")
 
 
-SILENT = frozenset({"RESUME", "PRECALL", "NOP", "DELETE_FAST"})
+SILENT = frozenset({"RESUME", "PRECALL"})
+#: What residual code is made of.
 RULES: dict[str, Callable[[_Machine, Instruction], None]] = {
-    "LOAD_FAST": _load, "LOAD_FAST_AND_CLEAR": _load, "LOAD_GLOBAL": _load, "LOAD_DEREF": _load,
-    "LOAD_CLOSURE": _load, "CALL": _call, "CALL_FUNCTION_EX": _call_ex, "KW_NAMES": _keywords,
-    "UNPACK_SEQUENCE": _unpack, "SWAP": _swap, "BUILD_MAP": _map,
+    "CALL": _call, "KW_NAMES": _keywords, "BUILD_MAP": _map,
+    "LOAD_FAST": lambda m, i: m.stack.append(i.value),
     "PUSH_NULL": lambda m, i: m.stack.append(NULL),
     "LOAD_CONST": lambda m, i: m.stack.append(named(i.value)),
     "COPY": lambda m, i: m.stack.append(m.stack[-(i.arg or 1)] if len(m.stack) >= (i.arg or 1) else "…"),
     "LOAD_ATTR": _made(1, lambda i, owner: f"{owner}.{i.value}"),
     "BINARY_SUBSCR": _made(2, lambda i, value, key: f"{value}[{key}]"),
-    "BINARY_OP": _made(2, _operator), "COMPARE_OP": _made(2, _operator),
     "BUILD_TUPLE": _made(None, lambda i, *parts: f"({', '.join(parts)}{',' * (len(parts) == 1)})"),
     "BUILD_LIST": _made(None, lambda i, *parts: f"[{', '.join(parts)}]"),
-    "BUILD_SET": _made(None, lambda i, *parts: f"{{{', '.join(parts)}}}"),
     "BUILD_SLICE": _made(None, lambda i, *parts: f"slice({', '.join(parts)})"),
     "STORE_FAST": _done(1, lambda i, value: f"{i.value} = {value}"),
     "STORE_ATTR": _done(2, lambda i, value, owner: f"{owner}.{i.value} = {value}"),
-    "STORE_SUBSCR": _done(3, lambda i, value, owner, key: f"{owner}[{key}] = {value}"),
     "POP_TOP": _done(1, lambda i, value: value),
     "RETURN_VALUE": _done(1, lambda i, value: f"return {value}"),
 }  # fmt: skip

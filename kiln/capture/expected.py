@@ -53,6 +53,6 @@ def raises(frame: Frame, index: int) -> bool:
 
 
 def refusal() -> Break:
-    """The break in place of a check that a graph which writes cannot hold."""
+    """The break where a branch depends on a tensor."""
     return Break("branch-on-tensor", "the condition is the value of a tensor",
                  "use torch.where, or move the branch out of the compiled function")  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import torch
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
-from kiln.base.errors import Break, Skip
+from kiln.base.errors import Break
 from kiln.bytecode import decompile, versions
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
@@ -22,7 +21,7 @@ from kiln.bytecode.resume import VALUE, Epilogue, Replace, Slot, continue_code, 
 from kiln.capture import expected, nested, runtime, state
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
-from kiln.capture.rebuild import Raw, Rebuilder, Unbuildable, bound, push_frame, slots
+from kiln.capture.rebuild import Raw, Rebuilder, bound, push_frame, slots
 from kiln.capture.shape import after, operands
 from kiln.capture.streams import stream_writes
 from kiln.capture.world import MISSING, Overlay
@@ -331,26 +330,18 @@ def overlay_writes(owner: Any, overlay: Overlay, write: Any, delete: Any) -> Ite
 
 def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """How a changed container is brought up to date."""
-    copy, before = shadow.copy, shadow.before
-    if isinstance(copy, dict):
-        now = runtime.contents(copy)
-        if list(now) == list(before) and all(now[k] is before[k] for k in now):
-            return []
-        deleted = tuple(k for k in before if k not in now)
-        changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
-        natural = [k for k in before if k in now] + [k for k in now if k not in before]
-        if natural == list(now):
-            return [(runtime.write_dict, (copy, changed, deleted))]
-        return [(runtime.rewrite_dict, (copy, now))]
-    if isinstance(copy, set):
-        now_set = set(set.__iter__(copy))
-        return [] if now_set == before else [(runtime.write_set, (copy, now_set))]
-    now_list = list((list if isinstance(copy, list) else collections.deque).__iter__(copy))
-    if len(now_list) == len(before) and all(a is b for a, b in zip(now_list, before, strict=True)):
+    if not shadow.changed():
         return []
+    copy, now, before = shadow.copy, shadow.now(), shadow.before
+    if isinstance(now, set):
+        return [(runtime.write_set, (copy, now))]
     if isinstance(copy, list):
-        return [(list.__setitem__, (copy, slice(None), now_list))]
-    return [(runtime.write_deque, (copy, now_list))]
-
-
-__all__ = ["Captured", "Finisher", "Skip", "Unbuildable"]
+        return [(list.__setitem__, (copy, slice(None), now))]
+    if isinstance(now, list):
+        return [(runtime.write_deque, (copy, now))]
+    deleted = tuple(k for k in before if k not in now)
+    changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
+    natural = [k for k in before if k in now] + [k for k in now if k not in before]
+    if natural == list(now):
+        return [(runtime.write_dict, (copy, changed, deleted))]
+    return [(runtime.rewrite_dict, (copy, dict(now)))]

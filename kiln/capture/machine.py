@@ -17,6 +17,7 @@ from kiln.capture import (
     builtin_calls,
     calls,
     copies,
+    expected,
     library_calls,
     number_calls,
     open_numbers,
@@ -289,8 +290,7 @@ class Machine:
             known = constant_of(value)
             if known is not None:
                 return bool(self.native(bool, known))
-            raise Break("branch-on-tensor", "the condition is the value of a tensor",
-                        "use torch.where, or move the branch out of the compiled function")  # fmt: skip
+            raise expected.refusal()
         if kind in symbolic.SYMBOLIC:
             return symbolic.truth(value)
         n = self.world.length(value)

@@ -16,7 +16,7 @@ class CapturedGraph(Graph):
 
     def __init__(self) -> None:
         super().__init__()
-        self._labels: dict[int, str] = {}
+        self._labels: dict[Any, str] = {}  # of functions by their ids, of methods by their names
 
     def create_node(
         self,
@@ -31,11 +31,12 @@ class CapturedGraph(Graph):
         if self._owning_module is not None:
             return super().create_node(op, target, args, kwargs, name, type_expr)
         if name is None:
-            name = self._labels.get(id(target))
+            key = target if op == "call_method" else id(target)
+            name = self._labels.get(key)
             if name is None:
                 name = self._target_to_str(target)
-                if op == "call_function":  # which the node keeps alive
-                    self._labels[id(target)] = name
+                if op == "call_function" or op == "call_method":  # which the node keeps alive
+                    self._labels[key] = name
         name = self._graph_namespace.create_name(name, None)
         node = Node(self, name, op, target, args or (), kwargs or {}, type_expr)
         self._graph_namespace.associate_name_with_obj(name, node)

@@ -14,13 +14,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
-from kiln.base import marks
+from kiln.base import computed, marks
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Bug
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import mapped
 from kiln.base.source import Source
-from kiln.capture import computed, nodes
+from kiln.capture import nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
 from kiln.capture.module import CapturedGraph, CapturedModule
@@ -105,6 +105,20 @@ class Mark:
     nodes: int
     erased: int
     changes: int
+
+
+class _Images(dict[Node, Node]):
+    """What stands in a copy for each node; one that was not copied stands for itself, or its tensor's other."""
+
+    def __init__(self, recorder: Recorder, others: dict[int, FakeTensor]) -> None:
+        self._recorder, self._others = recorder, others
+
+    def __missing__(self, node: Node) -> Node:
+        fake, made = node.meta.get("example_value"), node
+        if type(fake) is FakeTensor and self._recorder.knows(fake):
+            made = self._recorder.node(self._others.get(id(fake), fake))
+        self[node] = made
+        return made
 
 
 HINT = "move it out of the compiled function"
@@ -226,9 +240,14 @@ class Recorder:
             return expr
         known = self._numbers.get(expr)
         if known is None:
-            known = self._numbers[expr] = computed.build(expr, self._symbol_node, self._compute)
+            known = self._numbers[expr] = self._computed(expr)
             known.meta["example_value"] = wrap(expr)
         return known
+
+    def _computed(self, value: Any) -> Any:
+        if isinstance(value, Symbol):
+            return self._symbol_node(value)
+        return computed.build(value, self._computed, self._compute) if isinstance(value, Expr) else value
 
     def _compute(self, function: Any, *args: Any) -> Node:
         """The one node of this call on numbers."""
@@ -490,36 +509,31 @@ class Recorder:
         `others` are what stands for tensors, by their ids; `where` is how the stack began in the nodes and
         begins now, `paths` the names of modules that others stand for.
         """
-        copies: dict[Node, Node] = {}
-        block = object()
-
-        def image(node: Node) -> Node:
-            made = copies.get(node)
-            if made is None:
-                fake = node.meta.get("example_value")
-                if type(fake) is FakeTensor and id(fake) in self._bindings:
-                    made = self.node(others.get(id(fake), fake))
-                made = copies[node] = made or node
-            return made
-
+        copies = _Images(self, others)
+        image, block = copies.__getitem__, object()
+        traces: dict[str, str] = {}
         before, now = where
         here, within = self.where, self.within
         try:
             for node in nodes:
-                trace, path = node.meta["stack_trace"], node.meta.get("module", "")
-                trace = now + trace[len(before) :] if trace.startswith(before) else trace
-                self.where = partial(str, trace)
+                meta = node.meta
+                trace, path = meta["stack_trace"], meta.get("module", "")
+                there = traces.get(trace)
+                if there is None:
+                    there = now + trace[len(before) :] if trace.startswith(before) else trace
+                    traces[trace] = there
+                self.where = partial(str, there)
                 if within is not None:
                     self.within = partial(str, paths.get(path, path))
                 if node.op == "get_attr":
                     image(node)
                     continue
-                args, kwargs = map_arg(node.args, image), map_arg(node.kwargs, image)
-                example = node.meta.get("example_value")
+                args, kwargs = map_arg(node.args, image), node.kwargs and map_arg(node.kwargs, image)
+                example = meta.get("example_value")
                 made = copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
                 self._added(made, others.get(id(example), example))
                 made.meta["copied"] = block, node
-                if "flips" in node.meta:
+                if "flips" in meta:
                     made.meta["flips"] = True
         finally:
             self.where, self.within = here, within

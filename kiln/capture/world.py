@@ -46,8 +46,8 @@ from kiln.capture import runtime
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
 from kiln.capture.varying import STATIC, Varying
+from kiln.check.guards import MISSING as MISSING
 from kiln.check.guards import (
-    MISSING,
     Absent,
     ClassAttr,
     Contains,
@@ -66,7 +66,6 @@ from kiln.check.guards import (
 from kiln.check.shapes import AnyNumber, Read, ShapedMatch
 from kiln.check.torch_guards import TensorMatch
 from kiln.check.tree import GuardSet
-from kiln.ops.fake import FakeTensor
 
 BUILTINS = vars(builtins)
 CONSTANTS = frozenset({
@@ -99,18 +98,28 @@ class Shadow:
     written: set[Any] = field(default_factory=set)
     space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
 
+    def now(self) -> Any:
+        """What the copy holds, whatever its subclass says."""
+        if isinstance(self.copy, dict):
+            return self.copy if type(self.copy) is dict else runtime.contents(self.copy)
+        if isinstance(self.copy, set):
+            return set(set.__iter__(self.copy))
+        return list((list if isinstance(self.copy, list) else collections.deque).__iter__(self.copy))
+
     def changed(self) -> bool:
         """Whether the copy differs from the real container."""
         if not self.full:
             return bool(self.written)
-        if type(self.copy) is dict and type(self.before) is dict and len(self.copy) == len(self.before):
-            if all(map(operator.is_, self.copy, self.before)):  # as is usual: the very keys, in order
-                return not all(map(operator.is_, self.copy.values(), self.before.values()))
-        if isinstance(self.copy, (set, frozenset)):
-            return bool(self.copy != self.before)
-        now = runtime.contents(self.copy) if isinstance(self.copy, dict) else dict(enumerate(self.copy))
-        before = self.before if isinstance(self.before, dict) else dict(enumerate(self.before))
-        return list(now) != list(before) or any(now[key] is not before[key] for key in now)
+        now, before = self.now(), self.before
+        if isinstance(now, set):
+            return bool(now != before)
+        if len(now) != len(before):
+            return True
+        if isinstance(now, dict):
+            if not all(map(operator.is_, now, before)) and list(now) != list(before):
+                return True
+            now, before = now.values(), before.values()
+        return not all(map(operator.is_, now, before))
 
 
 @dataclass(slots=True, eq=False)
@@ -808,6 +817,3 @@ def nested(values: Iterable[Any]) -> Iterable[Any]:
             yield from nested(value)
         elif type(value) is dict:
             yield from nested(value.values())
-
-
-__all__ = ["DELETED", "MISSING", "FakeTensor", "Overlay", "Shadow", "World", "nested", "rooted"]

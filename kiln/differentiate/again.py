@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
+from kiln.base.graph import Graph, TensorSpec, ancestors, nodes_in
 from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View
@@ -37,11 +37,7 @@ class Replay:
     def _lost(self) -> list[int]:
         """The primals whose old values matter for what is differentiated, and are gone after the forward."""
         graph = self.joint.graph
-        needed, waiting = set[Node](), [graph.outputs[index] for index in self.joint.tangents]
-        while waiting:
-            if (node := waiting.pop()) not in needed:
-                needed.add(node)
-                waiting += node.inputs()
+        needed = ancestors([graph.outputs[index] for index in self.joint.tangents])
         return [
             m.primal
             for m in self.joint.mutated

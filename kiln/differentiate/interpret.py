@@ -40,17 +40,23 @@ def argument(value: Any, known: dict[fx.Node, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def replaced(module: torch.nn.Module, replace: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """Parameters and buffers of a module and of those in it, replaced for a while."""
+def owned_tensors(
+    module: fx.GraphModule, path: str, owned: Callable[[str, torch.Tensor], Any]
+) -> Iterator[Any]:
+    """A module that the graph calls, its parameters and buffers replaced for a while."""
+    called = fetch(module, path)
+    names = {id(t): f"{path}.{name}" for name, t in called.state_dict(keep_vars=True).items()}
+    for name, tensor in (*called.named_parameters(), *called.named_buffers()):
+        names.setdefault(id(tensor), f"{path}.{name}")
     changed: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for part in module.modules():
+        for part in called.modules():
             for held in (part._parameters, part._buffers):
                 for name, tensor in held.items():
                     if tensor is not None:
                         changed.append((held, name, tensor))
-                        held[name] = replace(tensor)
-        yield
+                        held[name] = owned(names[id(tensor)], tensor)
+        yield called
     finally:
         for held, name, tensor in reversed(changed):
             held[name] = tensor
@@ -146,38 +152,20 @@ def interpret(
             known[node] = known[instead[node]]
             continue
         entering(node)
+        args = [argument(a, known) for a in node.args]
+        kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
         if kind == "call_function":
-            args = [argument(a, known) for a in node.args]
-            kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
             function = STAND_INS.get(node.target, node.target)
             known[node] = call(function, getattr(function, "__name__", ""), args, kwargs)
         elif kind == "call_method":
-            args = [argument(a, known) for a in node.args]
-            kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
             known[node] = call(method_of(args[0], node.target), node.target, args, kwargs)
         elif kind == "placeholder":
             known[node] = next(given)
         elif kind == "get_attr":
             known[node] = attribute(node.target)
         elif kind == "call_module":
-            known[node] = call_module(module, node, known, owned)
+            with owned_tensors(module, node.target, owned) as called:
+                known[node] = called(*args, **kwargs)
         else:
-            return argument(node.args[0], known)
+            return args[0]
     raise ValueError("the graph has no output")
-
-
-def call_module(
-    module: fx.GraphModule,
-    node: fx.Node,
-    known: dict[fx.Node, Any],
-    owned: Callable[[str, torch.Tensor], Any],
-) -> Any:
-    """Run a module that the graph calls, its tensors replaced."""
-    called = fetch(module, str(node.target))
-    names = {id(t): f"{node.target}.{name}" for name, t in called.state_dict(keep_vars=True).items()}
-    for name, tensor in (*called.named_parameters(), *called.named_buffers()):
-        names.setdefault(id(tensor), f"{node.target}.{name}")
-    args = [argument(a, known) for a in node.args]
-    kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
-    with replaced(called, lambda tensor: owned(names[id(tensor)], tensor)):
-        return called(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, ancestors, mapped
 from kiln.ops.record import Recording
 
 aten = torch.ops.aten
@@ -90,7 +91,7 @@ def sources(root: Node) -> list[Node] | None:
         elif node not in ordered:
             if not computable(node):
                 return None
-            count += elements(node)
+            count += math.prod(node.spec.shape)
             todo.append((node, True))
             todo += [(n, False) for n in (() if node.op in FILLED else node.inputs())]
     return list(ordered) if count <= LARGEST else None
@@ -100,20 +101,9 @@ def written(graph: Graph, nodes: set[Node]) -> bool:
     """Whether the program writes to memory that one of these stands for, or to a view of it."""
     for node in graph.nodes:
         schema = getattr(node.op, "_schema", None)
-        if schema is not None and schema.is_mutable and nodes_below(node) & nodes:
+        if schema is not None and schema.is_mutable and not nodes.isdisjoint(ancestors(node.inputs())):
             return True
     return False
-
-
-def nodes_below(root: Node) -> set[Node]:
-    found: set[Node] = set()
-    todo = list(root.inputs())
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.inputs()
-    return found
 
 
 def computable(node: Node) -> bool:
@@ -128,13 +118,6 @@ def computable(node: Node) -> bool:
     return isinstance(op, torch._ops.OpOverload) and not (
         op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags
     )
-
-
-def elements(node: Node) -> int:
-    count = 1
-    for n in node.spec.shape:
-        count *= n
-    return count
 
 
 def made(node: Node, known: dict[Node, Any]) -> Any:

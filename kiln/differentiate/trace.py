@@ -21,6 +21,7 @@ from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
 from kiln.differentiate.engine import gradients
+from kiln.differentiate.finish import whole
 from kiln.differentiate.functionalise import Functionaliser
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage
@@ -196,25 +197,26 @@ class Tracer:
         sized = isinstance(shown, FakeTensor) and shown._has_symbolic_sizes_strides  # type: ignore[attr-defined]
         fake = fake_like(real, shown.shape, shown.stride()) if sized else fake_like(real)
         node = self.recording.input(name, fake)
-        self.primals.append(Primal(origin, node.spec, real.requires_grad, real.is_leaf))
-        self.fakes.append(fake)
-        self.before.append(fake.grad_fn)
-        leaf = fake if real.is_leaf else get_gradient_edge(fake) if real.requires_grad else None
-        self.edges.append(leaf if real.requires_grad else None)
+        edge = None
+        if real.requires_grad:
+            edge = fake if real.is_leaf else get_gradient_edge(fake)
+        primal = Primal(origin, node.spec, real.requires_grad, real.is_leaf)
+        self._registered(primal, fake, fake.grad_fn, edge)
         return fake
+
+    def _registered(self, primal: Primal, fake: Any, before: Any = None, edge: Any = None) -> None:
+        self.primals.append(primal)
+        self.fakes.append(fake)
+        self.before.append(before)
+        self.edges.append(edge)
 
     def shared(self, group: list[int], name: str) -> list[FakeTensor]:
         """Register the memory in which some arguments overlap; what stands for each of them."""
         reals = [self.examples[i] for i in group]
-        first = reals[0]
-        length = first.untyped_storage().nbytes() // first.element_size()
         layouts = tuple([layout_of(real) for real in reals])
-        flat = make((length,), (1,), first.dtype, first.device)
+        flat = make(tuple(whole(reals[0]).shape), (1,), reals[0].dtype, reals[0].device)
         node = self.recording.input(f"{name}_memory", flat)
-        self.primals.append(Primal(Storage(group[0], tuple(group), layouts), node.spec))
-        self.fakes.append(flat)
-        self.before.append(None)
-        self.edges.append(None)
+        self._registered(Primal(Storage(group[0], tuple(group), layouts), node.spec), flat)
         with self.recording:
             members = [flat.as_strided(*layout) for layout in layouts]
         for i, member in zip(group, members, strict=True):
@@ -226,10 +228,7 @@ class Tracer:
         symbol = expr_of(shown)
         spec = symbol if isinstance(symbol, Expr) else type(value)
         self.recording.graph.input(name, spec)
-        self.primals.append(Primal(origin, spec))
-        self.fakes.append(value)
-        self.before.append(None)
-        self.edges.append(None)
+        self._registered(Primal(origin, spec), value)
         return value if spec is type(value) else shown
 
     def attribute(self, name: str) -> Any:
@@ -252,10 +251,7 @@ class Tracer:
         if isinstance(origin, Attribute):
             return fetch(self.module, origin.name)
         real = self.examples[origin.index]
-        if isinstance(origin, Storage):
-            length = real.untyped_storage().nbytes() // real.element_size()
-            return real.as_strided((length,), (1,), 0)
-        return real
+        return whole(real) if isinstance(origin, Storage) else real
 
     def entering(self, node: fx.Node) -> None:
         """Mark what follows as belonging to a node of the captured graph."""

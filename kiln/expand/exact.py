@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, retarget
+from kiln.base.graph import Graph, Node, TensorSpec, copied
 from kiln.ops.aliases import shows
 from kiln.ops.levels import VIEW, name_of
 
@@ -46,15 +45,9 @@ class Eager:
 
 def sealed(graph: Graph) -> Graph:
     """A copy of the graph with every op that kernels would compute otherwise than eager kept a call."""
-    made, known = Graph(), dict[Node, Node]()
-    for node in graph.inputs:
-        known[node] = made.input(node.name, node.spec, node.backward)
-    for node in graph.nodes:
-        args = node.args if node.op is CONSTANT else retarget(node.args, known)
-        op = node.op if is_exact(node) else _sealed(node.op)
-        kwargs = retarget(node.kwargs, known)
-        known[node] = made.add(replace(node, op=op, args=args, kwargs=kwargs, name=made.name(node.name)))
-    made.outputs = retarget(graph.outputs, known)
+    made = copied(graph)
+    for node in made.nodes:
+        node.op = node.op if is_exact(node) else _sealed(node.op)
     return made
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import field
 from typing import Any
 
+import torch
+
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
@@ -210,7 +212,7 @@ class Groups:
             return False
         if node not in self.outputs and is_widened(node):
             return True
-        if self.anew and group.volume() >= LARGE and elements(node) > 1 and self.is_slow(home, node):
+        if self.anew and group.volume() > 1 and self.is_slow(home, node, group.volume()):
             return False
         if not home.folds:
             much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
@@ -219,12 +221,16 @@ class Groups:
                 return True
         return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
 
-    def is_slow(self, home: Group, node: Node) -> bool:
-        """Whether a value takes more than sums and products: what is small is kept then, and made once."""
-        if home.volume() > SHORT or not node.spec.dtype.is_floating_point:
+    def is_slow(self, home: Group, node: Node, volume: int) -> bool:
+        """Whether a value takes more than sums and products: what is small is kept then, and made once.
+
+        A number is kept where it takes them in float64, else made in each thread.
+        """
+        number = elements(node) == 1
+        if home.volume() > SHORT or not node.spec.dtype.is_floating_point or not number and volume < LARGE:
             return False
-        found = terms([self.natural(home, node)[1]])
-        return any(isinstance(term, Apply) and term.op in SLOW for term in found)
+        found = [t for t in terms([self.natural(home, node)[1]]) if isinstance(t, Apply) and t.op in SLOW]
+        return any(not number or term.dtype is torch.float64 for term in found)
 
     def gathers(self, group: Group, node: Node) -> bool:
         """Whether an element is made of many reads here and there: then it is made once, by many threads."""

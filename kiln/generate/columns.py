@@ -10,7 +10,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.fuse.nest import Axis, Fold, Term
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import combined, shuffled
+from kiln.generate.lanes import combined, lanes, shuffled
 from kiln.generate.llvm import Type, Value
 from kiln.generate.scalar import FOLDS, TYPES
 from kiln.generate.values import Values
@@ -156,17 +156,26 @@ class Columns(Values):
 
     def ran(self, fold: Fold, held: Value, value: Value) -> tuple[Value, Value]:
         """A running fold in a turn, and what it carries on: in all lanes the same, where lanes run along."""
-        combine, lanes = FOLDS[fold.kind][2], self.lanes
-        if lanes == 1 or self.vector is None or not self.vector.reduced:
+        combine, count = FOLDS[fold.kind][2], self.lanes
+        if count == 1 or self.vector is None or not self.vector.reduced:
             after = combine(held, value)
             return after, after
-        (neutral,) = self.neutral(fold, lanes)
+        here = combine(held, self.scanned(fold, value))
+        return here, shuffled(here, [count - 1] * count)
+
+    def scanned(self, fold: Fold, value: Value) -> Value:
+        """A running fold along the lanes of a vector: in each register by itself, then with those before it."""
+        combine, count = FOLDS[fold.kind][2], value.type.width
+        if count * fold.dtype.itemsize > self.width * 4:
+            low, high = (self.scanned(fold, lanes(value, start, count // 2)) for start in (0, count // 2))
+            high = combine(shuffled(low, [count // 2 - 1] * (count // 2)), high)
+            return shuffled(low, range(count), high)
+        (neutral,) = self.neutral(fold, count)
         step = 1
-        while step < lanes:  # each lane with those before it
-            before = shuffled(value, [*range(lanes, lanes + step), *range(lanes - step)], neutral)
-            value, step = combine(before, value), 2 * step
-        here = combine(held, value)
-        return here, shuffled(here, [lanes - 1] * lanes)
+        while step < count:  # the second half of each block with the last of its first half
+            last = [i - i % (2 * step) + step - 1 if i & step else count for i in range(count)]
+            value, step = combine(shuffled(value, last, neutral), value), 2 * step
+        return value
 
     def begin_columns(self, strip: Strip, memory: Memory) -> None:
         folds = self.nest.folds()

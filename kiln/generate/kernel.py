@@ -328,9 +328,10 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         across = self.vector is not None and self.vector.reduced
         wide = self.width if across else self.lanes
         start = [part for fold in folds for part in self.neutral(fold, wide)]
+        asked = self.long_phase()
 
         def body(carried: list[Value]) -> list[Value]:
-            if stores:
+            if self.now == asked:
                 self.fetch_next()
             results = self.advanced(folds, carried)
             for store in stores:

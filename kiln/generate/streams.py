@@ -15,6 +15,7 @@ from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Axis, Load, Nest, Place, Store, Term, terms
+from kiln.generate.lanes import row_terms
 from kiln.generate.llvm import I1, I32, I64, VOID, Function, Value
 from kiln.generate.pieces import borders
 from kiln.generate.scalar import TYPES
@@ -95,10 +96,24 @@ class Streams(Values):
 
     def slow_stream(self) -> bool:
         """Whether elementary functions take longer than memory does where code is emitted."""
-        return bool(self.streams) and any(
-            isinstance(t, Apply) and t.op in COSTLY and self.varies(t)
-            for t in terms(s.value for s in self.nest.stores)
-        )
+        return bool(self.streams) and self.slow(terms(s.value for s in self.nest.stores))
+
+    def slow(self, found: list[Term]) -> bool:
+        return any(isinstance(t, Apply) and t.op in COSTLY and self.varies(t) for t in found)
+
+    def long_phase(self) -> int:
+        """The phase in which the next row is asked for: it has the row at hand and computes meanwhile.
+
+        Where stores wait for memory anyway asking for more there gains nothing.
+        """
+        nest = self.nest
+        values = [(f.phase, f.value) for f in nest.folds()]
+        values += [(s.phase, s.value) for s in nest.stores if not s.kept]
+        last = max([phase for phase, _ in values], default=0)
+        for phase in range(1, last + 1):
+            if self.slow(row_terms([value for when, value in values if when == phase])):
+                return phase
+        return last
 
     def fetch_next(self) -> None:
         """Ask for what the next row reads where lines are not read one after the other as they lie.
@@ -117,7 +132,8 @@ class Streams(Values):
             for place in load.places:
                 self.variables[place.symbol] = self.lane_or_value(place.term)
             address = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
-            read, near, data = fn.constant(0, I32), fn.constant(3, I32), fn.constant(1, I32)
+            read, data = fn.constant(0, I32), fn.constant(1, I32)
+            near = fn.constant(2 if self.nest.reduced else 3, I32)  # rows that are gone over drive out the nearest
             fn.call("llvm.prefetch.p0", VOID, address, read, near, data)
         self.variables[axis.variable] = here
         self.layers, self.indices = known

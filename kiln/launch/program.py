@@ -23,6 +23,7 @@ from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.expand.padding import padded
 from kiln.expand.sizes import determined
+from kiln.expand.stacks import unstacked
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import WAYS, Fusing, Program, fuse
 from kiln.fuse.show import show_kernels
@@ -114,10 +115,8 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     found = None if settings.exact or dump.folder is not None else parted(graph)
     if found is None:
         return Begun(partial(runner, graph, dump.title))
-    whole, parts = found
-    begun = [begin_on(part.device, part.graph, settings, dump) for part in parts]
-    finish = lambda: Sides(whole, parts, [one.finish() for one in begun])  # noqa: E731
-    return Begun(finish, all(one.is_done for one in begun))
+    begun = [begin_on(part.device, part.graph, settings, dump) for part in found[1]]
+    return Begun(lambda: Sides(*found, [one.finish() for one in begun]), all(one.is_done for one in begun))
 
 
 def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump) -> Begun:
@@ -168,7 +167,7 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     given = revisable(graph, dump)
     given = sealed(given) if settings.exact else padded(given)
     with records.timed("expand", dump.name, dump.half):
-        prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
+        prims = unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims"))
     if not settings.exact:
         prims = with_epilogues(prims)
     with records.timed("fuse", dump.name, dump.half):

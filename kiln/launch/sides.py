@@ -17,7 +17,7 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.fx import bindings
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in, retarget, tensors
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, copied, nodes_in, retarget, tensors
 from kiln.expand.expand import expand
 from kiln.expand.stacks import unstacked
 from kiln.fuse.lower import HALVES
@@ -28,6 +28,8 @@ from kiln.ops.table import aten
 CPU = torch.device("cpu")
 #: Arithmetic of numbers that is done again on the other side.
 ARITHMETIC = frozenset("add sub rsub mul div neg reciprocal sqrt rsqrt pow".split())
+#: Nodes that read a number which is computed again: what many read would connect them.
+FEW = 4
 #: Ops whose eager kernels for half types take a number of the CPU as it is.
 UNROUNDED = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
 #: Ops that take more than a number from another device.
@@ -81,11 +83,11 @@ def parted(graph: Graph) -> tuple[Graph, list[Part]] | None:
     others = {spec.device for node in (*graph.inputs, *calls) for spec in tensors((node.spec,))} - {CPU}
     if len(others) != 1 or any(out is not None and type(out) is not Node for out in graph.outputs):
         return None
-    if any(isinstance(node.spec, (tuple, list)) and len(sides(node)) > 1 for node in calls):
-        overwrites, graph = graph.overwrites, expand(graph, "core")
-        graph.overwrites = overwrites
-    with_numbers_again(unstacked(graph), others.pop())
-    return (graph, in_turns(graph)) if all(map(has_side, graph.nodes)) else None
+    lists = any(isinstance(node.spec, (tuple, list)) and len(sides(node)) > 1 for node in calls)
+    whole = expand(graph, "core") if lists else copied(graph)
+    whole.overwrites = graph.overwrites
+    with_numbers_again(unstacked(whole), others.pop())
+    return (whole, in_turns(whole)) if all(map(has_side, whole.nodes)) else None
 
 
 def sides(node: Node) -> set[torch.device]:
@@ -120,7 +122,7 @@ def has_side(node: Node) -> bool:
 
 def with_numbers_again(graph: Graph, device: torch.device) -> None:
     """Change a graph so that what is on a GPU reads no number that follows from others by arithmetic."""
-    outputs = set(nodes_in(graph.outputs))
+    outputs, users = set(nodes_in(graph.outputs)), graph.users()
     wide: dict[Node, Node] = {}
     narrow: dict[tuple[Node, torch.dtype], Node] = {}
     nodes: list[Node] = []
@@ -137,17 +139,17 @@ def with_numbers_again(graph: Graph, device: torch.device) -> None:
     def again(node: Node) -> bool:
         if name_of(node.op) not in ARITHMETIC or node in outputs or not is_number(node):
             return False
-        return all(map(is_number, node.inputs()))
+        return len(users[node]) <= FEW and all(map(is_number, node.inputs()))
 
     def widened(node: Node) -> Node:
+        if not again(node):
+            return converted(node, torch.float64)  # for each reader anew, so that it connects nothing
         found = wide.get(node)
-        if found is None and again(node):
+        if found is None:
             known: dict[Node, Any] = {one: widened(one) for one in node.inputs()}
             spec = TensorSpec((), (), torch.float64, device)
             found = call(node.op, retarget(node.args, known), retarget(node.kwargs, known), spec, node)
-        elif found is None:
-            found = converted(node, torch.float64)
-        wide[node] = found
+            wide[node] = found
         return found
 
     def taken(node: Node, dtype: torch.dtype) -> Node:
@@ -173,7 +175,7 @@ def with_numbers_again(graph: Graph, device: torch.device) -> None:
             node.args, node.kwargs = retarget(node.args, known), retarget(node.kwargs, known)
         nodes.append(node)
     graph.nodes = nodes
-    graph.drop_unused()
+    graph.drop_unused(keep=lambda node: not users.get(node, (node,)))  # called for what it does
 
 
 def in_turns(graph: Graph) -> list[Part]:
@@ -203,7 +205,7 @@ def in_turns(graph: Graph) -> list[Part]:
 class Sides:
     """Runs parts one after the other: takes a list with the values of the inputs, gives the outputs."""
 
-    def __init__(self, graph: Graph, parts: Sequence[Part], runs: Sequence[Callable[[list[Any]], Any]]) -> None:
+    def __init__(self, graph: Graph, parts: Sequence[Part], runs: Sequence[Callable[..., Any]]) -> None:
         places = {node: i for i, node in enumerate(graph.inputs)}
         for part in parts:
             places.update({node: len(places) + i for i, node in enumerate(part.makes)})

@@ -89,8 +89,6 @@ DRAWN = [line for weight, lines in ROWS for line in lines for _ in range(weight 
 ROUNDED = {*ROWS[1][1], *(line for _, lines in ROWS for line in lines if re.search("soft|norm|var|std|log|lu\\(|cosine|entropy|kl_div|pool|sigmoid|lerp|conv", line))}
 #: Lines whose results hold an extent twice, or are as many tensors: of long ones no memory holds them.
 SQUARES = re.compile(r"unbind|split\(|diag_embed|None, :\]|@|mm\(|matmul|linear\(|einsum|eye\(|ones\(\{len\}, |attention")
-#: Lines whose results may be exact by chance.
-NORMALISED = r"_norm\(|cosine|normalize|\.norm\(|softmax"
 IN_PLACE = re.compile(r"^\w+(\[.*\])?(\.\w+\([^)]*\))?(\[[^]]*\])? (\+)?= |^\w+.*\.\w+_\(")
 
 
@@ -197,14 +195,13 @@ class Program:
         return f"def program({arguments}):\n{body}    return {', '.join(self.outputs)},\n"
 
     def function(
-        self, dtypes: dict[str, torch.dtype], disturb: Callable[..., Any] | None = None, device: str | None = None
+        self, dtypes: dict[str, torch.dtype], change: Callable[..., Any] | None = None, device: str | None = None
     ) -> Callable[..., Any]:
-        """The program as a function; `disturb` is applied to the result of each line, told whether it may be exact by chance."""
+        """The program as a function; `change` is applied to the result of each line."""
         text = self.text() if device == "cpu" else placed(self.text())
-        if disturb is not None:
-            text = re.sub(rf"^(    (v\d+) = .*({NORMALISED}).*)$", r"\1; \2 = disturb(\2, True)", text, flags=re.MULTILINE)
-            text = re.sub(r"^(    (v\d+) = [^;\n]*)$", r"\1; \2 = disturb(\2)", text, flags=re.MULTILINE)
-        space: dict[str, Any] = {"torch": torch, "F": F, "disturb": disturb, **PLACED, **dtypes}
+        if change is not None:
+            text = re.sub(r"^(    (v\d+) = .*)$", r"\1; \2 = change(\2)", text, flags=re.MULTILINE)
+        space: dict[str, Any] = {"torch": torch, "F": F, "change": change, **PLACED, **dtypes}
         exec(compile(text, "<random program>", "exec"), space)
         function: Callable[..., Any] = space["program"]
         return function

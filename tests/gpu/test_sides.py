@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 import kiln
-from kiln.base.graph import CONSTANT, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, Graph, TensorSpec, mapped
 from kiln.launch import program as programs
 from kiln.launch import sides
 from kiln.launch.program import compile_graph
@@ -16,8 +16,14 @@ from kiln.ops.record import recorded
 
 from .driver import pretended
 
+aten = torch.ops.aten
 GPU = torch.device("cuda:0")
-SHAPES = [(64, 32), (64,), (10, 64), (10,), (33, 3)] * 24
+SHAPES = [(64, 32), (64,), (10, 64), (10,), (33, 3)] * 4
+
+
+def of(*shape, device=sides.CPU):
+    stride = torch.empty(shape).stride()
+    return TensorSpec(shape, stride, torch.float32, device)
 
 
 def elsewhere(graph):
@@ -55,8 +61,6 @@ OPTIMIZERS = {
     "a tensor's rate": lambda p: optim.AdamW(p, torch.tensor(0.01), foreach=False),
     "nadam": lambda p: optim.NAdam(p, 0.01, foreach=True),
     "nadam one by one": lambda p: optim.NAdam(p, 0.01, foreach=False),
-    "radam": lambda p: optim.RAdam(p, 0.01, foreach=True),
-    "adamax": lambda p: optim.Adamax(p, 0.01, foreach=True),
 }
 
 
@@ -87,3 +91,80 @@ def test_steps_counted_on_the_cpu(name, monkeypatch):
     assert 1 <= len(driver.starts) <= 3
     for p, q in zip(mine, theirs, strict=True):
         torch.testing.assert_close(dict(optimizer.state[p]), dict(eager.state[q]), rtol=2e-6, atol=1e-7)
+
+
+def test_more_than_numbers_goes_over_where_it_is_asked_to(monkeypatch):
+    """Data of the CPU, a maximum on the GPU, and what comes back, as three parts."""
+    graph = Graph()
+    x, n = graph.input("x", of(6, 5)), graph.input("n", of())
+    w = graph.input("w", of(6, 5, device=GPU))
+    moved = graph.call(aten._to_copy.default, (x,), {"device": GPU}, of(6, 5, device=GPU))
+    made = graph.call(aten.maximum.default, (moved, w), spec=w.spec)
+    made = graph.call(aten.mul.Tensor, (made, n), spec=made.spec)
+    back = graph.call(aten._to_copy.default, (made,), {"device": sides.CPU}, of(6, 5))
+    graph.outputs = (graph.call(aten.add.Tensor, (back, n), spec=back.spec), x, None)
+    _, parts = sides.parted(graph)
+    assert [part.device.type for part in parts] == ["cuda", "cpu"]
+    assert [[node.name for node in part.moved] for part in parts] == [["n", "x"], [made.name]]
+    given = [torch.randn(6, 5), torch.tensor(2.0), torch.randn(6, 5)]
+    with two_sides(monkeypatch) as driver:
+        monkeypatch.setattr(programs, "determined", lambda graph: graph)
+        got = compile_graph(graph)(list(given))
+    assert driver.starts and got[1] is given[0] and got[2] is None
+    torch.testing.assert_close(got[0], torch.maximum(given[0], given[2]) * 2 + 2)
+
+
+def test_half_types_take_numbers_as_they_are(monkeypatch):
+    """A number of the CPU is not rounded to the type of what it is multiplied with."""
+    x, n = torch.randn(100).bfloat16(), torch.tensor(1.001)
+
+    def f(x, n):
+        return (x / (n * n + 1), x.float() / (n * n + 1))
+
+    with two_sides(monkeypatch):
+        half, whole = compile_graph(recorded(f, x, n))([x, n])
+    assert half.dtype is torch.bfloat16 and torch.equal(half, whole.bfloat16())
+
+
+def test_graphs_that_cannot_be_parted_run_op_by_op(monkeypatch):
+    x, index = torch.randn(4, 3), torch.tensor(2)
+
+    def f(x, n):
+        return torch.take(x, n.reshape(1)) + 1, n + 1  # eager refuses more than a number of another device
+
+    with two_sides(monkeypatch) as driver:
+        got = compile_graph(recorded(f, x, index))([x, index])
+    assert not driver.starts
+    torch.testing.assert_close(tuple(got), f(x, index))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(name, kind):
+    mine, theirs = parameters("cuda", kind), parameters("cuda", kind)
+    kiln.reset()
+    optimizer, eager = OPTIMIZERS[name](mine), OPTIMIZERS[name](theirs)
+    step = kiln.compile(optimizer.step, fullgraph=True)
+    close = {"rtol": 2e-6, "atol": 1e-7} if kind is torch.float32 else {"rtol": 1e-2, "atol": 1e-3}
+    for _ in range(5):
+        step()
+        eager.step()
+        torch.testing.assert_close(mine, theirs, **close)
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(dict(optimizer.state[p]), dict(eager.state[q]), **close)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_data_of_the_cpu_on_a_gpu(mode):
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).cuda()
+
+    def f(x, n):
+        return (model((x * 2).cuda()) * n).cpu() + n
+
+    step = kiln.compile(f, mode=mode)
+    for i in range(6):
+        x, n = torch.randn(9, 16), torch.tensor(float(i))
+        torch.testing.assert_close(step(x, n), f(x, n), rtol=1e-5, atol=1e-5)
+        step(x, n).sum().backward()
