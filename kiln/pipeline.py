@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import types
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import field, replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from typing import Any
@@ -29,6 +28,7 @@ from kiln.capture.module import CapturedModule
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
 from kiln.check.failures import failure
+from kiln.check.guards import Guard
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
 
@@ -51,13 +51,16 @@ class Family:
 class Entry:
     """What is remembered of one entry of a region."""
 
-    guards: tuple[Any, ...]
-    built: Any
-    places: Mapping[Any, Any] = field(default_factory=dict)
-    """For guards the code and the instruction that asked for them."""
+    found: GuardSet
+    built: Any = None
 
-    def place(self, guard: Any) -> Place | None:
-        at = self.places.get(guard)
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        return self.found.guards
+
+    def place(self, guard: Guard) -> Place | None:
+        """Where the program asked for a guard."""
+        at = self.found.place(guard)
         return None if at is None else place_at(*at)
 
 
@@ -254,7 +257,7 @@ def install(region: Any, captured: Captured, name: str, argv: tuple[Any, ...]) -
     made = "" if captured.graph is None else captured.graph.meta["name"]
     with records.timed("guards", made or name):
         built = captured.guards.build()
-    entry = Entry(captured.guards.guards, built, captured.guards.places)
+    entry = Entry(captured.guards, built)
     telling.captured_frame(region.function, captured, entry, made, name, argv)
     region.add(built, captured.run, entry)
     return captured.run
@@ -267,7 +270,7 @@ def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
     at = why.at or telling.defined(region.function)
     records.emit(records.BreakRecord(why.kind, at, why.why, why.hint, name))
     _hook.skip(region.function.__code__)
-    region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry((), None))
+    region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry(GuardSet()))
     return region.entries[0].run
 
 

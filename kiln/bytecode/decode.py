@@ -59,10 +59,6 @@ class Code:
     def __len__(self) -> int:
         return len(self.instructions)
 
-    def index_at(self, offset: int) -> int:
-        """The index of the instruction that holds the code unit at byte `offset` (such as `f_lasti`)."""
-        return self._units[offset >> 1]
-
     def handler(self, index: int) -> Handler | None:
         """The handler that covers the instruction at `index`, if any."""
         at = bisect_right(self._starts, index) - 1

@@ -45,8 +45,6 @@ class Release:
     """Instructions at the target of FOR_ITER that an exhausted iterator passes over, already popped."""
     directed_jumps: bool
     """Conditional jumps carry their direction in their name (3.11)."""
-    to_bool: bool
-    """POP_JUMP_IF_TRUE and _FALSE want a bool, made by TO_BOOL (3.13)."""
     handler_before_call: bool
     """An exception from a function called in line goes to the handler of the unit before the call (3.13)."""
     shifts: dict[str, int]
@@ -58,17 +56,17 @@ _NEW = {"LOAD_GLOBAL": 1, "LOAD_ATTR": 1, "LOAD_SUPER_ATTR": 2}
 RELEASES: Final = {
     (3, 11): Release(
         compare_shift=0, compare_bool=0, null_first=True, precall=True, kw_names=True, for_exit_skip=0,
-        directed_jumps=True, to_bool=False, handler_before_call=False,
+        directed_jumps=True, handler_before_call=False,
         shifts={"LOAD_GLOBAL": 1},
     ),
     (3, 12): Release(
         compare_shift=4, compare_bool=0, null_first=True, precall=False, kw_names=True, for_exit_skip=1,
-        directed_jumps=False, to_bool=False, handler_before_call=False,
+        directed_jumps=False, handler_before_call=False,
         shifts=_NEW,
     ),
     (3, 13): Release(
         compare_shift=5, compare_bool=16, null_first=False, precall=False, kw_names=False, for_exit_skip=2,
-        directed_jumps=False, to_bool=True, handler_before_call=True,
+        directed_jumps=False, handler_before_call=True,
         shifts=_NEW,
     ),
 }  # fmt: skip

@@ -17,13 +17,13 @@ from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
 from kiln.capture.calls import (
     CALLERS,
     HANDLERS,
+    POLICIES,
     Args,
     Kwargs,
     foreign,
     handles,
     leaf,
     native,
-    numpy_function,
     unknown,
 )
 from kiln.capture.fake_arrays import FakeArray
@@ -164,7 +164,7 @@ DTYPES: set[Any] = {
 }
 for _dtype in (numpy.dtype, *DTYPES):
     READERS[_dtype], MAKERS[_dtype] = read_scalar, Rebuilder.constant
-CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = CALLERS[numpy_function] = call_array_function
+CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = POLICIES["array"] = call_array_function
 for _space in (numpy, numpy.linalg, numpy.fft):
     for _name, _function in vars(_space).items():
         if isinstance(_function, (types.BuiltinFunctionType, types.FunctionType)) and _name not in IMPURE:

@@ -118,24 +118,10 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     special = BY_CODE.get(id(function.__code__))
     if special is not None:
         return special(m, function, args, kwargs)
-    policy = purity.python_policy(function)
-    if policy == "leaf":
-        return leaf(m, function, args, kwargs)
-    if policy == "native":
-        return native(m, function, args, kwargs)
-    if policy == "own":
-        return own(function, args, kwargs)
-    if policy == "array":
-        return CALLERS[numpy_function](m, function, args, kwargs, mode)
-    if policy == "dropped":
-        return None
-    if policy == "break":
-        if args and type(args[0]) is random.Random and m.source(args[0]) is None:
-            return native(m, function, args, kwargs)
-        name = f"{function.__module__}.{function.__qualname__}"
-        raise Break("side-effect", f"{name} has effects outside the graph",
-                    "move the call out of the compiled function")  # fmt: skip
-    return m.inline(function, args, kwargs, mode)
+    caller = POLICIES.get(purity.python_policy(function))
+    if caller is None:
+        return m.inline(function, args, kwargs, mode)
+    return caller(m, function, args, kwargs, mode)
 
 
 def call_wrapped(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -161,7 +147,7 @@ BY_CODE: dict[int, Callable[..., Any]] = {
 }
 
 
-def own(function: Any, args: Args, kwargs: Kwargs) -> Any:
+def call_own(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """A method of the interpreter's own iterators: what it raises beyond the end of iteration is our bug."""
     try:
         return function(*args, **kwargs)
@@ -169,8 +155,17 @@ def own(function: Any, args: Args, kwargs: Kwargs) -> Any:
         raise UserError(e) from None
 
 
-class numpy_function:  # noqa: N801
-    """The key under which CALLERS has the way numpy's Python functions are called."""
+def call_world(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A function that talks to the world; a generator of random numbers made here is no part of that."""
+    if args and type(args[0]) is random.Random and m.source(args[0]) is None:
+        return native(m, function, args, kwargs)
+    name = f"{function.__module__}.{function.__qualname__}"
+    raise Break("side-effect", f"{name} has effects outside the graph",
+                "move the call out of the compiled function")  # fmt: skip
+
+
+def call_leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    return leaf(m, function, args, kwargs)
 
 
 def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -426,13 +421,9 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
         target = getattr(torch.Tensor, function.__name__)
         handler, given = HANDLERS.get(id(target)), (owner, *args)
         return leaf(m, target, given, kwargs) if handler is None else handler(m, given, kwargs)
-    policy = purity.builtin_policy(function)
-    if policy == "leaf":
-        return leaf(m, function, args, kwargs)
-    if policy == "effect":
-        return m.native(m.recorder.effect, function, args, kwargs)
-    if policy == "native":
-        return native(m, function, args, kwargs)
+    caller = POLICIES.get(purity.builtin_policy(function))
+    if caller is not None:
+        return caller(m, function, args, kwargs, mode)
     if owner is not None and not isinstance(owner, types.ModuleType):
         return call_native_method(m, function, owner, function.__name__, args, kwargs)
     raise unknown(function)
@@ -580,8 +571,17 @@ CALLERS: dict[type, Callable[..., Any]] = {
     staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
     # A function that is compiled already is inlined as if it were not.
     _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),
-    torch._ops.OpOverload: lambda m, function, args, kwargs, mode: leaf(m, function, args, kwargs),
-    torch._ops.OpOverloadPacket: lambda m, function, args, kwargs, mode: leaf(m, function, args, kwargs),
+    torch._ops.OpOverload: call_leaf,
+    torch._ops.OpOverloadPacket: call_leaf,
+}
+#: By what `purity` says of functions; others are inlined, or not known.
+POLICIES: dict[str, Callable[..., Any]] = {
+    "leaf": call_leaf,
+    "native": lambda m, function, args, kwargs, mode: native(m, function, args, kwargs),
+    "effect": lambda m, function, args, kwargs, mode: m.native(m.recorder.effect, function, args, kwargs),
+    "own": call_own,
+    "break": call_world,
+    "dropped": lambda m, function, args, kwargs, mode: None,
 }
 CALLER_BASES: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (torch.nn.Module, call_module),

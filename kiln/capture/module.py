@@ -30,20 +30,34 @@ class CapturedGraph(Graph):
         """A new node at the place of insertion."""
         if self._owning_module is not None:
             return super().create_node(op, target, args, kwargs, name, type_expr)
-        if name is None:
-            key = target if op == "call_method" else id(target)
-            name = self._labels.get(key)
-            if name is None:
-                name = self._target_to_str(target)
-                if op == "call_function" or op == "call_method":  # which the node keeps alive
-                    self._labels[key] = name
-        name = self._graph_namespace.create_name(name, None)
+        space = self._graph_namespace
+        name = self._named(op, target) if name is None else space.create_name(name, None)
         node = Node(self, name, op, target, args or (), kwargs or {}, type_expr)
-        self._graph_namespace.associate_name_with_obj(name, node)
+        space._obj_to_name[node] = name
         self._insert(node)
         self._find_nodes_lookup_table.insert(node)
         self._len += 1
         return node
+
+
+    def _named(self, op: str, target: Any) -> str:
+        """A name for a node of this target, as fx gives it: the target's, with the next free number."""
+        space, key = self._graph_namespace, target if op == "call_method" else id(target)
+        label = self._labels.get(key)
+        if label is None:
+            # What is small letters is as it stands, and most attributes are.
+            small = op == "get_attr" and target.islower()
+            label = target if small else self._target_to_str(target)
+            first = space.create_name(label, None)
+            if first.startswith(label) and op.startswith("call") and not label.rpartition("_")[2].isdigit():
+                self._labels[key] = label  # which fx counts by; the node keeps the target alive
+            return first
+        used, number = space._used_names, space._base_count[label] + 1
+        while (name := f"{label}_{number}") in used:
+            number += 1
+        used.add(name)
+        space._base_count[label] = number
+        return name
 
 
 class CapturedModule(GraphModule):

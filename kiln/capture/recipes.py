@@ -32,6 +32,7 @@ from kiln.check.guards import (
     TypeIs,
 )
 from kiln.check.torch_guards import facts
+from kiln.check.tree import STEPS, Moved, Pattern
 from kiln.ops.fake import FakeTensor, fake_like
 
 if TYPE_CHECKING:
@@ -81,8 +82,10 @@ class Recipe:
     tensors: dict[int, FakeTensor] = field(default_factory=dict)  # by place
     facts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     others: set[int] = field(default_factory=set)  # ids of modules that it did not reach through its own
-    shared: list[Guard | Source] = field(default_factory=list)
+    shared: list[Guard | Moved | Source] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    pattern: Pattern = Pattern((), ())
+    moving: frozenset[int] = frozenset()  # the checks that a copy has in its pattern
 
 
 Recipe.NONE = Recipe()
@@ -110,10 +113,13 @@ class _Reader:
         for event in self.world.events[slice(*call.events)]:
             if isinstance(event, Source):
                 self._known(event)
-            elif (key := event.key()) not in seen:
-                seen.add(key)
-                self._guard(event)
+                continue
+            for guard in event.guards() if isinstance(event, Moved) else (event,):
+                if (key := guard.key()) not in seen:
+                    seen.add(key)
+                    self._guard(guard)
         self._confirm(call)
+        self._write_pattern()
 
     def _module(self, module: torch.nn.Module, found: int) -> None:
         source = Const(module)
@@ -194,6 +200,20 @@ class _Reader:
         recipe.nodes = nodes
 
 
+    def _write_pattern(self) -> None:
+        """Note which checks a copy has by their numbers alone: those of one path that C walks by itself."""
+        recipe, steps, walked = self.recipe, [], []
+        for place in recipe.places:
+            step = None if isinstance(place.source, Const) else place.source
+            assert step is None or isinstance(step, Step)
+            walked.append(step is None or type(step) in STEPS and walked[place.base])
+            steps.append((step, place.base))
+        recipe.pattern = Pattern(steps, [(guard, at[0], guard.emit()) for guard, at in recipe.checks])
+        recipe.moving = frozenset(
+            [i for i, (_, at) in enumerate(recipe.checks) if len(at) == 1 and walked[at[0]]]
+        )
+
+
 def tensor_facts(real: torch.Tensor) -> tuple[Any, ...]:
     """All that a fake of a parameter or buffer shows of it."""
     return type(real), *facts(real), real.storage_offset(), real.is_leaf
@@ -209,45 +229,59 @@ class Match:
         self.m, self.world, self.recipe = m, m.world, recipe
         self.module = module
         self.values: list[Any] = []
-        self.sources: list[Source] = []
         self.shared: list[bool] = []
+        self.roots: dict[int, Source] = {}  # where paths begin: at modules
         self.new: dict[int, int] = {}  # id of what stands in the place of something -> id of that
         self.old: dict[int, int] = {}
+        self._sources: dict[int, Source] = {}
         try:
-            for place in recipe.places:
-                self._find(place)
-            for guard, places in recipe.checks:
-                self._compare(guard, places)
+            for number, place in enumerate(recipe.places):
+                value, shared = self._find(number, place)
+                self.values.append(value)
+                self.shared.append(shared)
+            #: Which checks speak of nothing that this module has of its own.
+            self.same = [all(at < 0 or self.shared[at] for at in places) for _, places in recipe.checks]
+            for same, (guard, places) in zip(self.same, recipe.checks, strict=True):
+                if not same:
+                    self._compare(guard, places)
         except Exception:
             raise Differs from None
 
-    def _find(self, place: Place) -> None:
-        """What is at a place of this module."""
+    def _find(self, number: int, place: Place) -> tuple[Any, bool]:
+        """What is at a place of this module, and whether it is what the other has there."""
         base, world = place.base, self.world
-        if isinstance(place.source, Const):
+        step: Any = place.source
+        if type(step) is Const:
             value = self.module if base < 0 else self.values[base]
-            shared = value is place.value
-            known = world.source(value)
-            source: Source = known or Const(value, str(self.sources[base]))
-            if not shared:
-                space = value.__dict__
-                alike = type(value) is type(place.value) and type(source) is Const
-                if not alike or id(value) in self.recipe.others:
-                    raise Differs
-                if any(space.get(name) is not None for name in CALLED_OTHERWISE):
-                    raise Differs
-                self._paired(place.value, value)
-        elif self.shared[base]:
-            value, source, shared = place.value, place.source, True
-        else:
-            step: Any = place.source
-            value, source = step.of(self.values[base]), step.after(self.sources[base])
-            shared = value is place.value and type(value) not in CONSTANTS and world.source(value) is not None
-            if world.unstable and str(source) in world.unstable:
+            source = self.roots[number] = world.source(value) or Const(value, str(self.source(base)))
+            if value is place.value:
+                return value, True
+            space = value.__dict__
+            alike = type(value) is type(place.value) and type(source) is Const
+            if not alike or id(value) in self.recipe.others:
                 raise Differs
-        self.values.append(value)
-        self.sources.append(source)
-        self.shared.append(shared)
+            if any(space.get(name) is not None for name in CALLED_OTHERWISE):
+                raise Differs
+            self._paired(place.value, value)
+            return value, False
+        if self.shared[base]:
+            return place.value, True
+        value = step.of(self.values[base])
+        if world.unstable and str(self.source(number)) in world.unstable:
+            raise Differs
+        return value, (
+            value is place.value and type(value) not in CONSTANTS and world.source(value) is not None
+        )
+
+    def source(self, place: int) -> Source:
+        """The path to what is at a place."""
+        found = self.roots.get(place) or self._sources.get(place)
+        if found is None:
+            known = self.recipe.places[place]
+            step: Any = known.source
+            shared = known.base < len(self.shared) and self.shared[known.base]
+            found = self._sources[place] = step if shared else step.after(self.source(known.base))
+        return found
 
     def _paired(self, old: Any, new: Any) -> None:
         """Objects are told apart by identity: two of one are two of the other."""
@@ -257,14 +291,8 @@ class Match:
         if id(new) in self.world.instance or id(getattr(new, "__dict__", None)) in self.world.shadow_of:
             raise Differs
 
-    def _same(self, places: tuple[int, ...]) -> bool:
-        """Whether a guard speaks of nothing that this module has of its own."""
-        return all(at < 0 or self.shared[at] for at in places)
-
     def _compare(self, guard: Guard, places: tuple[int, ...]) -> None:
         place = places[0]
-        if self._same(places):
-            return
         if type(guard) is SameObject and min(places) < 0:
             at = max(places)
             if self.values[at] is not self.recipe.places[at].value:
@@ -290,24 +318,40 @@ class Match:
         for place, shared in enumerate(self.shared):
             base = recipe.places[place].base
             if shared and base >= 0 and not self.shared[base]:
-                world.outside(self.values[place], self.sources[place])
+                world.outside(self.values[place], self.source(place))
         others = dict(zip(map(id, call.tensors), tensors, strict=True))
-        for guard, places in recipe.checks:
-            if self._same(places):
+        for source in self.roots.values():
+            if type(source) is Const and world.source(source.value) is None:
+                world.pinned.add(id(source.value))
+                world.remember(source.value, source)
+        chosen: list[int] = []
+        values: dict[int, Any] = {}
+        for number, (guard, places) in enumerate(recipe.checks):
+            place = places[0]
+            if self.same[number]:
                 world.events.append(guard)
-            elif len(places) > 1:
+                continue
+            if len(places) > 1:
                 sources = [
-                    self.sources[at] if at >= 0 else guard.sources[i]  # type: ignore[attr-defined]
+                    self.source(at) if at >= 0 else guard.sources[i]  # type: ignore[attr-defined]
                     for i, at in enumerate(places)
                 ]
                 world.guard(SameObject(*sources) if type(guard) is SameObject else Distinct(sources))
-            elif type(guard) is Is and places[0] in recipe.tensors:
-                fake = world.outside(self.values[places[0]], self.sources[places[0]])
-                others[id(recipe.tensors[places[0]])] = fake
+                continue
+            if type(guard) is Is and place in recipe.tensors:
+                facts = recipe.facts[place][:-2]
+                values[number] = self.values[place]
+                fake = world.parameter(values[number], self.source(place), facts)
+                others[id(recipe.tensors[place])] = fake
             elif type(guard) is Is and isinstance(guard.value, torch.nn.Module):
-                world.outside(self.values[places[0]], self.sources[places[0]])
+                values[number] = self.values[place]
+            if number in recipe.moving:
+                chosen.append(number)
+            elif number in values:
+                world.guard(Is(self.source(place), values[number]))
             else:
-                world.guard(guard.at(self.sources[places[0]]))
+                world.guard(guard.at(self.source(place)))
+        world.guard(Moved(recipe.pattern, self.roots, chosen, values))
         world.events += recipe.shared
         paths = {}
         if self.m.recorder.within is not None:

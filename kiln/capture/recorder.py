@@ -108,7 +108,7 @@ class Mark:
 
 
 class _Images(dict[Node, Node]):
-    """What stands in a copy for each node; one that was not copied stands for itself, or its tensor's other."""
+    """What stands in a copy for each node: itself, or the node of another tensor, where it is not copied."""
 
     def __init__(self, recorder: Recorder, others: dict[int, FakeTensor]) -> None:
         self._recorder, self._others = recorder, others
@@ -511,18 +511,15 @@ class Recorder:
         """
         copies = _Images(self, others)
         image, block = copies.__getitem__, object()
-        traces: dict[str, str] = {}
         before, now = where
         here, within = self.where, self.within
         try:
             for node in nodes:
                 meta = node.meta
                 trace, path = meta["stack_trace"], meta.get("module", "")
-                there = traces.get(trace)
-                if there is None:
-                    there = now + trace[len(before) :] if trace.startswith(before) else trace
-                    traces[trace] = there
-                self.where = partial(str, there)
+                if before != now and trace.startswith(before):
+                    trace = now + trace[len(before) :]
+                self.where = partial(str, trace)
                 if within is not None:
                     self.within = partial(str, paths.get(path, path))
                 if node.op == "get_attr":

@@ -21,7 +21,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -65,7 +65,7 @@ from kiln.check.guards import (
 )
 from kiln.check.shapes import AnyNumber, Read, ShapedMatch
 from kiln.check.torch_guards import TensorMatch
-from kiln.check.tree import GuardSet
+from kiln.check.tree import GuardSet, Moved
 
 BUILTINS = vars(builtins)
 CONSTANTS = frozenset({
@@ -140,7 +140,8 @@ class World:
         self.recorder = recorder
         self.varying = varying or Varying(STATIC)
         self.guards = GuardSet()
-        self.events: list[Guard | Source] = []  # guards as they came, and paths to what was known by them
+        #: Guards as they came, and paths to what was known by them.
+        self.events: list[Guard | Moved | Source] = []
         self.writes = 0  # how often something was written, or something read that had been
         self.unstable = unstable
         self.sources: dict[int, Source] = {}
@@ -171,7 +172,7 @@ class World:
 
     # ------------------------------------------------------------------ reading
 
-    def guard(self, guard: Guard) -> None:
+    def guard(self, guard: Guard | Moved) -> None:
         self.events.append(guard)
         frames = self.machine.frames if self.machine is not None else ()
         self.guards.add(guard, (frames[-1].code, frames[-1].index) if frames else None)
@@ -319,6 +320,14 @@ class World:
             else:
                 self.guard(match)
             fake = self.recorder.input(value, source, as_attr)
+        return self.known_tensor(fake, value, source)
+
+    def parameter(self, value: torch.Tensor, source: Source, facts: Sequence[Any]) -> Any:
+        """A tensor of these facts that a pinned module owns; that it is this one is guarded elsewhere."""
+        self.owned_matches.append(TensorMatch(source, *facts))
+        return self.known_tensor(self.recorder.input(value, source, True), value, source)
+
+    def known_tensor(self, fake: Any, value: torch.Tensor, source: Source) -> Any:
         self.tensors[id(value)] = (fake, source)
         self.reals[id(fake)] = value
         self.sources[id(fake)] = source

@@ -2,41 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kiln import _hook
-from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source
-from kiln.check.guards import Guard
+from kiln.base.dataclass import dataclass
+from kiln.base.source import Arg, Attr, CellContents, ClosureCell, Const, DictAttr, Global, Item, Source, Step
+from kiln.check.guards import Guard, Is
 
 Node = tuple[int, int, Any]
 Check = tuple[int, tuple[int, ...], Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """Guards over paths, each a step from an earlier one or a root, with what C is told of each guard."""
+
+    steps: Sequence[tuple[Step | None, int]]
+    checks: Sequence[tuple[Guard, int, tuple[int, Any]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moved:
+    """The guards of a pattern over other roots, written one by one where somebody asks for them.
+
+    `roots` are paths by their places, `chosen` the numbers of the guards. Those of `values` are `Is` guards,
+    of another object.
+    """
+
+    pattern: Pattern
+    roots: Mapping[int, Source]
+    chosen: Sequence[int]
+    values: Mapping[int, Any]
+
+    def key(self) -> object:
+        return self
+
+    def guards(self) -> list[Guard]:
+        sources: dict[int, Source] = dict(self.roots)
+
+        def source(place: int) -> Source:
+            if place not in sources:
+                step, base = self.pattern.steps[place]
+                assert step is not None
+                sources[place] = step.after(source(base))
+            return sources[place]
+
+        found = []
+        for number in self.chosen:
+            guard, place, _ = self.pattern.checks[number]
+            there = source(place)
+            found.append(Is(there, self.values[number]) if number in self.values else guard.at(there))
+        return found
+
+    def build(self, tree: _Tree) -> None:
+        """Put the checks into a tree, in the order of the guards."""
+        steps, checks, values = self.pattern.steps, self.pattern.checks, self.values
+        known: dict[int, int] = {place: tree.node(source) for place, source in self.roots.items()}
+        spot = _Spot(tree)
+
+        def number(place: int) -> int:
+            found = known.get(place)
+            if found is None:
+                step, base = steps[place]
+                found = known[place] = STEPS[type(step)](tree, step, number(base))
+            return found
+
+        for i in self.chosen:
+            guard, place, (kind, operand) = checks[i]
+            spot.number = number(place)
+            tree.checks.append((kind, guard.nodes(spot), values.get(i, operand)))
 
 
 class GuardSet:
     """An ordered set of guards."""
 
     def __init__(self) -> None:
-        self._guards: dict[object, Guard] = {}
-        self.places: dict[Guard, Any] = {}
-        """Where in the program the read stood that asked for a guard."""
+        self._guards: dict[object, Guard | Moved] = {}
+        self._places: dict[Any, Any] = {}
+        self._written: tuple[Guard, ...] | None = None
 
-    def add(self, guard: Guard, at: Any = None) -> None:
+    def add(self, guard: Guard | Moved, at: Any = None) -> None:
+        """Add a guard, with the place in the program of the read that asks for it."""
         if self._guards.setdefault(guard.key(), guard) is guard and at is not None:
-            self.places[guard] = at
+            self._places[guard] = at
+        self._written = None
 
     @property
     def guards(self) -> tuple[Guard, ...]:
-        return tuple(self._guards.values())
+        """All, in order."""
+        if self._written is None:
+            found: list[Guard] = []
+            for guard in self._guards.values():
+                if isinstance(guard, Moved):
+                    each, at = guard.guards(), self._places.get(guard)
+                    self._places.update(dict.fromkeys(each, at))
+                    found += each
+                else:
+                    found.append(guard)
+            self._written = tuple(found)
+        return self._written
+
+    def place(self, guard: Guard) -> Any:
+        """Where in the program the read stood that asked for one of `guards`."""
+        return self._places.get(guard)
 
     def __len__(self) -> int:
-        return len(self._guards)
+        return len(self.guards)
 
     def build(self, settled: bool = False) -> _hook.Guards:
         """The guards in C; settled ones trust tensors in dicts as long as no dict has changed."""
         tree = _Tree()
         for guard in self._guards.values():
-            tree.check(guard)
+            if isinstance(guard, Moved):
+                guard.build(tree)
+            else:
+                tree.check(guard)
         return _hook.Guards(tree.nodes, tree.checks, settled)
 
 
@@ -51,8 +132,12 @@ class _Tree:
     def node(self, source: Source) -> int:
         known = self._known.get(source)
         if known is None:
-            make = _FETCH.get(type(source))
-            known = make(self, source) if make else self._put(-1, _hook.FETCH_CALL, source.fetch, source)
+            step = STEPS.get(type(source))
+            if step is not None:
+                known = step(self, source, self.node(source.base))  # type: ignore[attr-defined]
+            else:
+                make = _ROOTS.get(type(source))
+                known = make(self, source) if make else self._put(-1, _hook.FETCH_CALL, source.fetch, source)
             self._known[source] = known
         return known
 
@@ -64,28 +149,43 @@ class _Tree:
         return known
 
     def instance_dict(self, base: Source) -> int:
-        parent = self.node(base)
+        return self.dict_of(self.node(base))
+
+    def dict_of(self, parent: int) -> int:
         return self._put(parent, _hook.FETCH_DICT, None, ("dict", parent))
 
-    def _in_dict(self, parent: int, name: Any) -> int:
-        return self._put(parent, _hook.FETCH_KEY, name, ("key", parent, type(name), name))
-
-    def _closure(self, parent: int, index: int) -> int:
-        return self._put(parent, _hook.FETCH_CLOSURE, index, ("closure", parent, index))
+    def step(self, kind: int, parent: int, operand: Any) -> int:
+        return self._put(parent, kind, operand, (kind, parent, type(operand), operand))
 
     def check(self, guard: Guard) -> None:
         kind, operand = guard.emit()
         self.checks.append((kind, guard.nodes(self), operand))
 
 
-#: How the node of a path is made; others are fetched by a call.
-_FETCH: dict[type, Callable[[_Tree, Any], int]] = {
+class _Spot:
+    """The tree to a guard whose one path is a node already."""
+
+    def __init__(self, tree: _Tree) -> None:
+        self.tree, self.number = tree, -1
+
+    def node(self, source: Source) -> int:
+        return self.number
+
+    def instance_dict(self, base: Source) -> int:
+        return self.tree.dict_of(self.number)
+
+
+#: How the node of a step from a node is made.
+STEPS: dict[type, Callable[[_Tree, Any, int], int]] = {
+    Attr: lambda t, s, n: t.step(_hook.FETCH_ATTR, n, s.name),
+    DictAttr: lambda t, s, n: t.step(_hook.FETCH_KEY, t.dict_of(n), s.name),
+    Item: lambda t, s, n: t.step(_hook.FETCH_ITEM, n, s.key),
+    CellContents: lambda t, s, n: t.step(_hook.FETCH_CELL, n, None),
+    ClosureCell: lambda t, s, n: t.step(_hook.FETCH_CLOSURE, n, s.index),
+}
+#: How the node of a path's beginning is made; others are fetched by a call.
+_ROOTS: dict[type, Callable[[_Tree, Any], int]] = {
     Arg: lambda t, s: t._put(-1, _hook.FETCH_ARG, s.index, s),
     Const: lambda t, s: t._put(-1, _hook.FETCH_CONST, s.value, s),
-    Attr: lambda t, s: t._put(t.node(s.base), _hook.FETCH_ATTR, s.name, s),
-    DictAttr: lambda t, s: t._in_dict(t.instance_dict(s.base), s.name),
-    Item: lambda t, s: t._put(t.node(s.base), _hook.FETCH_ITEM, s.key, s),
-    CellContents: lambda t, s: t._put(t.node(s.base), _hook.FETCH_CELL, None, s),
-    ClosureCell: lambda t, s: t._closure(t.node(s.base), s.index),
     Global: lambda t, s: t.node(Item(s.namespace, s.name)),
 }

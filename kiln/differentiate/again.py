@@ -71,7 +71,7 @@ class Replay:
             p._version if isinstance(p, torch.Tensor) and not p.is_inference() else 0 for p in primals
         ]
         if self.random:
-            ctx.random = [_random_state(device) for device in self.devices]
+            ctx.random = [_home(device).get_rng_state() for device in self.devices]
 
     def forget(self, ctx: Any) -> None:
         """Let go of what was kept."""
@@ -170,8 +170,8 @@ class Replay:
                 stack.enter_context(torch.autocast(device, dtype, enabled))
             if self.random:
                 for device, state in zip(self.devices, ctx.random, strict=True):
-                    stack.callback(_set_random_state, device, _random_state(device))
-                    _set_random_state(device, state)
+                    stack.callback(_home(device).set_rng_state, _home(device).get_rng_state())
+                    _home(device).set_rng_state(state)
             if self.draws:
                 stack.enter_context(Again(self.joint.random, self.draws))
             yield
@@ -194,15 +194,6 @@ def _devices(graph: Graph) -> list[str]:
     return sorted({"cpu", *(spec.device.type for spec in specs)} - {"meta"})
 
 
-def _random_state(device: str) -> torch.Tensor:
-    if device == "cpu":
-        return torch.get_rng_state()
-    state: torch.Tensor = getattr(torch, device).get_rng_state()
-    return state
-
-
-def _set_random_state(device: str, state: torch.Tensor) -> None:
-    if device == "cpu":
-        torch.set_rng_state(state)
-    else:
-        getattr(torch, device).set_rng_state(state)
+def _home(device: str) -> Any:
+    """Where torch has the state of a device's random numbers."""
+    return torch if device == "cpu" else getattr(torch, device)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, retarget
-from kiln.differentiate.functionalise import renewed
 from kiln.differentiate.writes import FORMS
 from kiln.ops.layout import is_dense
 from kiln.ops.meta import SEEDED
@@ -55,15 +54,9 @@ def clean(graph: Graph, results: Results) -> None:
     replaced: dict[Node, Node] = {}
     seen: dict[Any, Node] = {}
     kept: list[Node] = []
-
-    def now(node: Node) -> Node:
-        return replaced.get(node, node)
-
     for node in graph.nodes:
         if replaced:
-            node.args = renewed(node.args, now)
-            if node.kwargs:
-                node.kwargs = renewed(node.kwargs, now)
+            node.args, node.kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)
         if node.op in SAME and node.spec == node.args[0].spec:
             replaced[node] = node.args[0]
             continue

@@ -34,11 +34,8 @@ _switch = torch._C._set_grad_enabled
 def _keys() -> Any:
     keys = torch._C.DispatchKey
     found = torch._C.DispatchKeySet(keys.ADInplaceOrView)
-    for name in (
-        "AutogradFunctionality",
-        "AutogradOther",
-        *(n for n in dir(keys) if n.startswith("Autocast")),
-    ):
+    casts = [name for name in dir(keys) if name.startswith("Autocast")]
+    for name in ("AutogradFunctionality", "AutogradOther", *casts):
         found = found.add(getattr(keys, name))
     return found
 

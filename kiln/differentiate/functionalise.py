@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr, hinted
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped, retarget
 from kiln.differentiate.joint import Step
 from kiln.differentiate.undo import UNDO
 from kiln.differentiate.writes import FORMS, HIDDEN, Cloned, Form
@@ -232,14 +232,10 @@ class Functionaliser:
     def _keep(self, node: Node) -> Node:
         """Add a node that neither writes nor views, reading present values."""
         if self._dirty:
-            args = renewed(node.args, self.value)
-            kwargs = renewed(node.kwargs, self.value) if node.kwargs else node.kwargs
-            if args is not node.args or kwargs is not node.kwargs:
-                copy = Node(
-                    node.op, args, kwargs, node.spec, node.name, node.where, node.backward, node.region
-                )
+            now = {read: self.value(read) for read in node.inputs()}
+            if any(new is not read for read, new in now.items()):
+                copy = self._moved[node] = node.over(retarget(node.args, now), retarget(node.kwargs, now))
                 self.graph.nodes.append(copy)
-                self._moved[node] = copy
                 return copy
         self.graph.nodes.append(node)
         return node
@@ -380,32 +376,6 @@ class Functionaliser:
         own = TensorSpec(spec.shape, spec.stride, value.spec.dtype, value.spec.device)
         empty = self.emit(aten.new_empty_strided.default, (value, shape, stride), {}, own)
         return self.emit(aten.copy.default, (empty, value), {}, empty.spec)
-
-
-def renewed(value: Any, now: Callable[[Node], Node]) -> Any:
-    """A nest with `now` of its nodes; the nest itself where none differs."""
-    kind = type(value)
-    if kind is Node:
-        return now(value)
-    if kind is tuple or kind is list:
-        changed = False
-        items: list[Any] = []
-        for item in value:
-            inner = type(item)
-            if inner is Node:
-                new = now(item)
-            elif inner is list or inner is tuple:
-                new = renewed(item, now)
-            else:
-                items.append(item)
-                continue
-            changed = changed or new is not item
-            items.append(new)
-        return kind(items) if changed else value
-    if kind is dict:
-        named = {key: renewed(item, now) for key, item in value.items()}
-        return named if any(named[key] is not value[key] for key in value) else value
-    return value
 
 
 def overlaps(spec: TensorSpec) -> bool:

@@ -50,13 +50,9 @@ class Parts:
         """For each value, the one whose memory it shows."""
         bases = {node: node for node in self.graph.inputs}
         for node in self.graph.nodes:
-            source = node.args[0] if node.args else None
-            if type(source) is list or type(source) is tuple:
-                source = None
-            if type(source) is Node and (kind(node.op).view or part_of_views(node)):
-                bases[node] = bases[source]
-            else:
-                bases[node] = node
+            source: Any = node.args[0] if node.args else None
+            shows = type(source) is Node and (kind(node.op).view or part_of_views(node))
+            bases[node] = bases[source] if shows else node
         return bases
 
     def split(self, kept: Sequence[Node]) -> Halves:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -101,14 +100,9 @@ class Plan(Parts):
         if budget == 1.0:
             return default
         allowed = budget * sum(map(self._bytes, default))
-        costly = sorted(
-            (
-                n
-                for n in self.forward
-                if not kind(n.op).cheap and not kind(n.op).random and not kind(n.op).acts
-            ),
-            key=lambda node: work(node) / max(1, nbytes(node.spec)),
-        )
+        kinds = ((node, kind(node.op)) for node in self.forward)
+        costly = [node for node, known in kinds if not (known.cheap or known.random or known.acts)]
+        costly.sort(key=lambda node: work(node) / max(1, nbytes(node.spec)))
         low, high = 0, len(costly)
         best = self._cut(frozenset(costly), free=True)
         while low < high:
@@ -125,34 +119,24 @@ class Plan(Parts):
 
         With `free`, inputs and results may be saved also where eager would not keep them.
         """
-        index: dict[Node, int] = {}
-        order: list[Node] = []
+        order = list(self.wanted)
+        index = {node: place for place, node in enumerate(order)}
         reads: list[list[int]] = []
         given: list[int] = []
-        stack = list(self.wanted)
-        for node in stack:
-            index[node] = len(order)
-            order.append(node)
-        place = 0
-        while place < len(order):
-            node = order[place]
-            if self._again(node, again):
-                inputs = list(dict.fromkeys(node.inputs()))
-                for read in inputs:
-                    if read not in index:
-                        index[read] = len(order)
-                        order.append(read)
-                reads.append([index[read] for read in inputs])
-            else:
+        for place, node in enumerate(order):  # which grows by what they read
+            if not self._again(node, again):
                 given.append(place)
                 reads.append([])
-            place += 1
-        keep = cheapest(self._prices(order, free), reads, given, range(len(stack)))
-        return sorted((n for n, kept in zip(order, keep) if kept), key=self._place())
-
-    def _place(self) -> Any:
+                continue
+            inputs = dict.fromkeys(node.inputs())
+            for read in inputs:
+                if read not in index:
+                    index[read] = len(order)
+                    order.append(read)
+            reads.append([index[read] for read in inputs])
+        keep = cheapest(self._prices(order, free), reads, given, range(len(self.wanted)))
         places = {node: i for i, node in enumerate((*self.primals, *self.forward))}
-        return places.__getitem__
+        return sorted((n for n, kept in zip(order, keep) if kept), key=places.__getitem__)
 
     def _again(self, node: Node, again: frozenset[Node]) -> bool:
         """Whether a value may be computed again."""

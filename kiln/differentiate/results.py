@@ -44,14 +44,13 @@ class Results:
         self._refuse_state(leaves)
         fresh = self._fresh(leaves, places)
         self._mutations()
-        bases = self._bases(leaves, places)
         made: dict[int, Output] = {}
         for leaf in leaves:
             if not is_fake(leaf):
                 self.outputs.append(Constant(expr_of(leaf)))
                 continue
             if id(leaf) not in made:
-                made[id(leaf)] = self._output(leaf, places[id(leaf)], fresh, bases)
+                made[id(leaf)] = self._output(leaf, places[id(leaf)], fresh)
             self.outputs.append(made[id(leaf)])
 
     def add(self, place: Place, fake: FakeTensor, differentiable: bool) -> int:
@@ -132,22 +131,6 @@ class Results:
             index = self.add(place, fake, with_grad)
             self.mutated.append(Mutation(i, index, with_grad, not place.memory.seen))
 
-    def _bases(self, leaves: list[Any], places: dict[int, Place]) -> dict[Memory, int]:
-        """The results for memories that several outputs view and none of them owns."""
-        bases: dict[Memory, int] = {}
-        for leaf in leaves:
-            if not is_fake(leaf):
-                continue
-            place = places[id(leaf)]
-            memory = place.memory
-            if memory in self._origins:
-                continue
-            if memory not in bases:
-                root = self.functional.fake(memory.root)
-                known = next((i for i, fake in enumerate(self.fakes) if fake is root and i in self.own), None)
-                bases[memory] = -1 if known is None else known
-        return bases
-
     def _refuse_history(self, leaf: FakeTensor, place: Place) -> None:
         """Break for a view that was made a leaf, and for one that has another history than its base.
 
@@ -164,9 +147,7 @@ class Results:
             why = "an output was detached from a tensor that is seen outside, and written with gradients"
             raise Break("output-view", why, "return a copy of it")
 
-    def _output(
-        self, leaf: FakeTensor, place: Place, fresh: dict[int, int], bases: dict[Memory, int]
-    ) -> Output:
+    def _output(self, leaf: FakeTensor, place: Place, fresh: dict[int, int]) -> Output:
         if id(leaf) in fresh:
             return Fresh(fresh[id(leaf)], leaf.grad_fn is not None)
         memory = place.memory
@@ -183,11 +164,11 @@ class Results:
         if leaf.requires_grad and root.grad_fn is None:
             why = "an output that requires grad views a tensor that does not"
             raise Break("output-view", why, "return a copy of it")
-        if bases.get(memory, -1) < 0:
-            bases[memory] = index = self.add(memory.root, root, False)
+        index = next((i for i, fake in enumerate(self.fakes) if fake is root and i in self.own), -1)
+        if index < 0:
+            index = self.add(memory.root, root, False)
             self.own.add(index)
             self._turn(index, root)
-        index = bases[memory]
         if leaf.requires_grad and index not in self.tangents:
             self.tangents.append(index)
         return View(index, place.steps(), leaf.grad_fn is not None, leaf.requires_grad)

@@ -19,9 +19,6 @@ from kiln.ops.levels import BINARY, TERNARY, UNARY, name_of
 Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 """Gives the element of a node at coordinates; where the boolean term does not hold nothing may be read."""
 
-#: Comparisons and tests: their operands have another dtype than their result.
-TESTS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "isnan"})
-
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
 #: Functions for which eager takes a number in the dtype of the tensor beside it, half types too.

@@ -164,9 +164,9 @@ class Columns(Values):
         return here, shuffled(here, [count - 1] * count)
 
     def scanned(self, fold: Fold, value: Value) -> Value:
-        """A running fold along the lanes of a vector: in each register by itself, then with those before it."""
+        """A running fold along lanes: in each register by itself, then with those before it."""
         combine, count = FOLDS[fold.kind][2], value.type.width
-        if count * fold.dtype.itemsize > self.width * 4:
+        if count > 2 and count * fold.dtype.itemsize > self.width * 4:
             low, high = (self.scanned(fold, lanes(value, start, count // 2)) for start in (0, count // 2))
             high = combine(shuffled(low, [count // 2 - 1] * (count // 2)), high)
             return shuffled(low, range(count), high)

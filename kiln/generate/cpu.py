@@ -31,6 +31,11 @@ class Host:
         """Whether elements here and there are read faster one by one than by one instruction."""
         return self.name.startswith("znver")
 
+    @property
+    def halves_vectors(self) -> bool:
+        """Whether vectors of 64 bytes go through the processor in two halves."""
+        return self.name == "znver4"
+
 
 @functools.cache
 def host() -> Host:

@@ -79,6 +79,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             self.all_tasks()
             self.streams = []
             fn.start(usual)
+        if self.crossing is None and self.in_halves():
+            self.width //= 2
         self.all_tasks()
 
     def all_tasks(self) -> None:

@@ -10,18 +10,19 @@ import torch
 
 from kiln._launch import Plan
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import Expr
+from kiln.base.expressions import Expr, hinted
 from kiln.base.graph import TensorSpec
 from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Program
 from kiln.generate.device import Function, Started, generate
 from kiln.generate.nvptx import WAITING
 from kiln.launch.cuda import Store, context, loaded
-from kiln.launch.memory import Lodging
+from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import set_up
 from kiln.launch.plan import Planner
 from kiln.launch.products import Template
 
+APART = 1 << 20  # bytes of a value that may have memory of its own
 LINE = 256  # bytes at whose multiples values start: what libraries take for granted of their own memory
 CUDA = 1  # torch's number for the type of device
 UNUSED, FIRST_NUMBER = -1, -2  # as in _launch.h
@@ -56,7 +57,10 @@ class OnDevice:
 
 
 class DevicePlanner(Planner):
-    """The plan of a program on a GPU in the making."""
+    """The plan of a program on a GPU in the making.
+
+    Where values may lie `apart`, large ones of a backward pass are not in the arena.
+    """
 
     def __init__(
         self,
@@ -64,8 +68,12 @@ class DevicePlanner(Planner):
         compiled: Sequence[OnDevice],
         device: tuple[int, int, int],
         early: bool = False,
+        apart: bool = False,
     ) -> None:
         super().__init__(program, compiled, device)
+        if apart and any(node.backward for node in program.graph.nodes):
+            # What was saved for them goes while gradients are made: their memory is taken bit by bit.
+            self.lodgers = {node for node in self.lodgers if hinted(size_of(node.spec)) < APART}
         self.early = early  # whether kernels are started before those before them have ended
         self.unfailing = True  # a fault ends the device's program
         tables = [start.nests for one in compiled for start in one.starts if start.table]
@@ -98,8 +106,10 @@ def capability(device: torch.device) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def plan_on(program: Program, device: torch.device, store: Store | None = None) -> Plan:
-    """The plan of a program whose tensors are on a GPU."""
+def plan_on(
+    program: Program, device: torch.device, store: Store | None = None, apart: bool = False
+) -> Plan:
+    """The plan of a program whose tensors are on a GPU; see `DevicePlanner` for `apart`."""
     index, architecture = device.index or 0, capability(device)
 
     def find(functions: Sequence[Function]) -> dict[Function, int]:
@@ -114,4 +124,4 @@ def plan_on(program: Program, device: torch.device, store: Store | None = None) 
     for kernel, starts in zip(program.kernels, made.starts, strict=True):
         chosen = [templates[kernel]] if isinstance(kernel, Template) else starts
         kernels.append(OnDevice(kernel, chosen, handles, find, clusters=new))
-    return DevicePlanner(program, kernels, (CUDA, index, context(index)), early=new).plan()
+    return DevicePlanner(program, kernels, (CUDA, index, context(index)), new, apart).plan()

@@ -64,7 +64,7 @@ class Recording:
     """A graph of one plan for inputs that lie in these places; see `Recorded`."""
 
     def __init__(
-        self, plan: Plan, values: list[Any], moving: bytes, shown: int, device: int, stream: int
+        self, plan: Plan, values: list[Any], moving: bytes, shown: int, device: int, stream: int, copies: bool
     ) -> None:
         side, self.scratch = shared(device, stream, plan.bytes(values))
         self.places = [i for i, moves in enumerate(moving) if moves]
@@ -85,7 +85,9 @@ class Recording:
         theirs = {key(v) for i, v in enumerate(given) if isinstance(v, torch.Tensor) and not moving[i]}
         made = [(k, out) for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
         mine = [(k, out) for k, out in made if key(out) not in theirs]
-        self.copied = [k for k, out in mine if k < shown or shown < 0 and out.nbytes <= SMALL]
+        seen = [(k, out) for k, out in mine if k < shown or shown < 0]
+        self.copied = [k for k, out in seen if copies or out.nbytes <= SMALL]
+        self.kept = {key(out) for k, out in seen if k < shown and k not in self.copied}
         watched = {key(out): None for k, out in mine if k not in self.copied}
         watched.update({key(buffer): None for buffer in self.buffers})
         if len({key(self.outputs[k]) for k in self.copied}) < len(self.copied):
@@ -117,6 +119,10 @@ class Recording:
         """Whether somebody holds what was lent."""
         return any(_count(place) != count for place, count in self.watched)
 
+    def is_kept(self) -> bool:
+        """Whether somebody holds a result of a pass with gradients: then he may do so in each call."""
+        return any(place in self.kept and _count(place) != count for place, count in self.watched)
+
     def replay(self, values: list[Any]) -> Sequence[Any]:
         if self.buffers:
             torch._foreach_copy_(self.buffers, [values[i] for i in self.places])
@@ -145,7 +151,7 @@ class Recorded:
     def __init__(self, plan: Plan, device: int, written: frozenset[int] = frozenset()) -> None:
         self.plan, self.device, self.written = plan, device, written
         self.symbols = plan.owner.settled.symbols
-        self.shown = -1
+        self.shown, self.copies = -1, False
         self.known: dict[Any, list[Recording]] = {}
         self.calls, self.made = 0, 0
         self.moving, self.last, self.from_others = b"", b"", set[int]()
@@ -163,7 +169,10 @@ class Recorded:
             place = (stream, addresses(values, self.moving), self.sizes(values) if self.symbols else None)
             found = self.known.get(place)
             recording = next((one for one in found if not one.rests()), None) if found is not None else None
-            if recording is None and (found is None or len(found) < AT_ONCE):
+            if recording is None and found is not None and any(one.is_kept() for one in found):
+                self.copies = True
+                self.known.clear()  # the next ones give copies
+            elif recording is None and (found is None or len(found) < AT_ONCE):
                 recording = self.recording(values, place)
             if recording is not None:
                 outputs = recording.replay(values)
@@ -208,7 +217,7 @@ class Recorded:
             self.moving = moving
             place = (place[0], addresses(values, moving), place[2])
         try:
-            made = Recording(self.plan, values, moving, self.shown, self.device, place[0])
+            made = Recording(self.plan, values, moving, self.shown, self.device, place[0], self.copies)
         except RuntimeError as error:
             self.stop(str(error).partition("\n")[0])
             return None

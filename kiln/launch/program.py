@@ -77,7 +77,7 @@ def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dum
     if settings.tunes:
         program = with_templates(program, device, disk(settings.cache_bytes), dump.title)
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
-        plan = plan_on(program, device, disk(settings.cache_bytes))
+        plan = plan_on(program, device, disk(settings.cache_bytes), apart=not settings.records)
     plan.title = dump.title
     dump.show("plan", "plan", "txt", lambda: str(plan))
     places = {node: i for i, node in enumerate(program.graph.inputs)}

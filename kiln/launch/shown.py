@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec, argument
 from kiln.ops.levels import name_of
 
 
@@ -49,8 +49,8 @@ def _expand(node: Node, base: TensorSpec, shape: tuple[Any, ...]) -> Strided | N
 
 
 def _slice(node: Node, base: TensorSpec, shape: tuple[Any, ...]) -> Strided | None:
-    dim, start, _, step = _given(node, 1, ("dim", 0), ("start", None), ("end", None), ("step", 1))
-    dim %= len(base.shape)
+    dim, step = argument(node, 1, "dim", 0) % len(base.shape), argument(node, 4, "step", 1)
+    start = argument(node, 2, "start")
     start = 0 if start is None else start
     size = base.shape[dim]
     if type(start) is not int or type(step) is not int or (start != 0 and type(size) is not int):
@@ -114,13 +114,6 @@ def ordered(shape: Sequence[Any]) -> tuple[Any, ...]:
         stride.append(step)
         step = step * n
     return tuple(reversed(stride))
-
-
-def _given(node: Node, first: int, *names: tuple[str, Any]) -> list[Any]:
-    return [
-        node.args[first + i] if len(node.args) > first + i else node.kwargs.get(name, default)
-        for i, (name, default) in enumerate(names)
-    ]
 
 
 RULES: dict[str, Callable[[Node, TensorSpec, tuple[Any, ...]], Strided | None]] = {

@@ -27,7 +27,7 @@ def check(i, reference, decoded):
     )  # fmt: skip
     assert i.line == reference.positions.lineno
     if i.op in dis.hasjrel:
-        assert i.value == decoded.index_at(reference.argval)
+        assert i.value == decoded._units[reference.argval >> 1]
     elif i.op in RESOLVED and i.name != "KW_NAMES":
         assert same(i.value, reference.argval) or i.value != i.value
 
@@ -38,7 +38,7 @@ def test_same_as_dis(library):
         listed = [r for r in dis.get_instructions(code) if r.opname not in ("CACHE", "EXTENDED_ARG")]
         assert len(decoded) == len(listed)
         for index, (i, reference) in enumerate(zip(decoded.instructions, listed, strict=True)):
-            assert i.index == index == decoded.index_at(i.offset)
+            assert i.index == index == decoded._units[i.offset >> 1]
             check(i, reference, decoded)
 
 
@@ -48,7 +48,7 @@ def test_handlers_same_as_dis(library):
         expected = {}
         for entry in dis._parse_exception_table(code):
             for offset in range(entry.start, entry.end, 2):
-                expected[offset] = (decoded.index_at(entry.target), entry.depth, entry.lasti)
+                expected[offset] = (decoded._units[entry.target >> 1], entry.depth, entry.lasti)
         for i in decoded.instructions:
             assert decoded.handler(i.index) == expected.get(i.offset)
 

@@ -8,7 +8,7 @@ from types import CodeType
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import decode
 from kiln.bytecode.resume import Slot, resume_places
-from kiln.bytecode.versions import COMPARISONS, HERE, OPERATORS
+from kiln.bytecode.versions import COMPARISONS, HERE, OPERATORS, REAL
 
 
 class Writer(Emitter):
@@ -52,7 +52,7 @@ class Writer(Emitter):
 
     def jump_if(self, label: Label, truth: bool) -> None:
         """value -> go on at the label if the value is true (or false)."""
-        if HERE.to_bool:
+        if "TO_BOOL" in REAL:
             self.raw("TO_BOOL")
         self.jump_on("POP_JUMP_IF_TRUE" if truth else "POP_JUMP_IF_FALSE", label)
 

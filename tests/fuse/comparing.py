@@ -14,16 +14,11 @@ from typing import Any
 
 import torch
 
-from tests.fuse.disturbing import Disturbing
+from tests.fuse.disturbing import Disturbing, Gapped
 from tests.fuse.programs import EXACT, PLAIN, Program
 
 #: Times what rounding moved eager's own results by, in up to 24 draws.
 SLACK = 4.0
-
-
-def gapped(x: Any) -> Any:
-    """The same values apart in memory: eager's loops over vectors and over single elements are not the same at NaN."""
-    return torch.stack([x, x], -1)[..., 0] if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
 @dataclass
@@ -82,8 +77,8 @@ def compare(program: Program, compiled: Callable[..., Any]) -> Ran:
     assert eager.shared == mine.shared, f"share memory: {mine.shared}, eager {eager.shared}"
     others: list[Ran] = []
     for draws in (0, 3, 8, 24):  # rounding errors are compared with the largest of as many, so few of them say little
-        others += [run(program, program.function(PLAIN, gapped), PLAIN)] if draws == 3 else []
-        others += [run(program, program.function(PLAIN), PLAIN, within=Disturbing(seed)) for seed in range(len(others), draws)]
+        modes = [Disturbing(seed) if seed else Gapped() for seed in range(len(others), draws)]
+        others += [run(program, program.function(PLAIN), PLAIN, within=mode) for mode in modes]
         try:
             same(program, eager, mine, exact, others)
             break

@@ -8,7 +8,9 @@ places of their own dtype, forward and backward. Sums are off by a part of what 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +27,9 @@ SELECTS = re.compile(
     r"|unfold_backward|as_strided.*|index_put_?)"
 )
 SUMS = ("sum", "nansum", "mean", "cumsum")
+#: Ops that add up, whose rounding grows with the number of elements; of the first ones no result is exact but by chance.
+NORMS = re.compile("norm|var|std|softmax|logsumexp|conv|pool|attention")
+ADDS = re.compile(f"{NORMS.pattern}|sum|mean|mm|mv|dot|prod|loss|entropy|linear|trapez")
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -32,7 +37,46 @@ def unit(dtype: torch.dtype) -> float:
     return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
-class Disturbing(TorchDispatchMode):
+def again(func: Any, args: Any, kwargs: Any, change: Callable[[Any], Any]) -> Any:
+    """The op of changed inputs, or None where those are no inputs for it."""
+    if func._schema.is_mutable:
+        args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+    try:
+        return func(*tree_map(change, args), **{k: v if k == "dtype" else change(v) for k, v in kwargs.items()})
+    except Exception:
+        return None
+
+
+class Ops(TorchDispatchMode):
+    """Runs each op in its own way, forward and backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled():  # ops made of others come as they are there
+            with self:
+                results = func.decompose(*args, **kwargs or {})
+            if results is not NotImplemented:
+                return results
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class Gapped(Ops):
+    """Gives each op its inputs apart in memory: eager's loops over vectors and over single elements are not the same at NaN."""
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        results = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if floats(x)]
+        if not func._schema.is_mutable and rounds(func, "", given):
+            apart = again(func, args, kwargs, lambda x: torch.stack([x, x], -1)[..., 0] if floats(x) else x)
+            for result, other in zip(listed(results), listed(apart), strict=False):
+                if floats(result) and floats(other):
+                    result.copy_(other)
+        return results
+
+
+class Disturbing(Ops):
     """Rounds the result of each op otherwise."""
 
     def __init__(self, seed: int) -> None:
@@ -43,32 +87,32 @@ class Disturbing(TorchDispatchMode):
         """Whole numbers from -most to most for each element."""
         return torch.randint(-most, most + 1, x.shape, generator=self.generator).to(x)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name.partition("::")[2]
         given = [x for x in tree_leaves((args, kwargs)) if floats(x)]
         wide = None
         if rounds(func, name, given):
-            wide = given[0] if name == "_to_copy" else self.again(func, args, kwargs, lambda x: x.double() if floats(x) else x)
-        moved = self.again(func, args, kwargs, self.moved) if wide is not None else None
+            wide = given[0] if name == "_to_copy" else again(func, args, kwargs, lambda x: x.double() if floats(x) else x)
+        moved = again(func, args, kwargs, self.moved) if wide is not None else None
         results = func(*args, **kwargs)
         if wide is None or moved is None:
             return results
-        more = self.again(func, args, kwargs, lambda x: x.double().abs() if floats(x) else x) if name in SUMS else None
+        many = math.sqrt(max(x.numel() for x in given)) / 16 if ADDS.search(name) else 0.0
+        offset = self.offset(func, name, args, kwargs, results) * unit(given[0].dtype)
         for i, result in enumerate(listed(results)):
             if floats(result) and result.numel():
-                room = torch.zeros_like(result, dtype=torch.float64) if more is None else unit(given[0].dtype) / 4 * listed(more)[i].to(torch.float64)
-                result.copy_(self.rounded(result, listed(wide)[i].double(), listed(moved)[i].double(), room))
+                off = listed(moved)[i].double()
+                off = off + (offset if i == 0 else 0) * self.places(off if name in SUMS else off.new_zeros(()), 2) * (1 + many)
+                result.copy_(self.rounded(result, listed(wide)[i].double(), off, many, NORMS.search(name) is None))
         return results
 
-    def again(self, func: Any, args: Any, kwargs: Any, change: Any) -> Any:
-        """The op of changed inputs, or None where those are no inputs for it."""
-        if func._schema.is_mutable:  # what it writes, and the rest of its inputs, are the same but for their dtype
-            args, kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
-        try:
-            return func(*tree_map(change, args), **{k: v if k == "dtype" else change(v) for k, v in kwargs.items()})
-        except Exception:
-            return None
+    def offset(self, func: Any, name: str, args: Any, kwargs: Any, results: Any) -> torch.Tensor:
+        """The terms that were added up, and means in units of what they are divided by: equal elements then have no norm of zero."""
+        if name in SUMS:
+            return again(func, args, kwargs, lambda x: x.double().abs() if floats(x) else x).double() / 4
+        if re.fullmatch("native_.*norm", name) and results[1].numel():
+            return (results[1].double().abs() * results[2].double()).max().nan_to_num(0.0, 0.0, 0.0)
+        return torch.zeros((), dtype=torch.float64)
 
     def moved(self, x: Any) -> Any:
         if not floats(x):
@@ -76,13 +120,12 @@ class Disturbing(TorchDispatchMode):
         x = x.float() if x.dtype.itemsize == 2 else x
         return x * (1 + self.places(x, 1) * torch.finfo(x.dtype).eps)
 
-    def rounded(self, result: torch.Tensor, wide: torch.Tensor, moved: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    def rounded(self, result: torch.Tensor, wide: torch.Tensor, off: torch.Tensor, many: float, exactly: bool) -> torch.Tensor:
         values = result.double()
-        off = moved * (1 + self.places(moved, 1 if result.dtype.itemsize == 2 else 2) * torch.finfo(result.dtype).eps)
-        off = off + room * self.places(moved, 2)
+        relative = self.places(off, 1 if result.dtype.itemsize == 2 else 2) * torch.finfo(result.dtype).eps
+        off = off * (1 + relative + self.places(off, 2) * unit(result.dtype) * many)
         exact = (values * 2**20).frac() == 0 if result.dtype == torch.float64 else values == wide
-        stays = exact | ~values.isfinite() | ~off.isfinite()
-        return torch.where(stays, values, off).to(result.dtype)
+        return torch.where(exact & exactly | ~values.isfinite() | ~off.isfinite(), values, off).to(result.dtype)
 
 
 def floats(x: Any) -> bool:

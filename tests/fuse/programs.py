@@ -194,14 +194,9 @@ class Program:
         body = "".join(f"    {line}\n" for line in self.lines)
         return f"def program({arguments}):\n{body}    return {', '.join(self.outputs)},\n"
 
-    def function(
-        self, dtypes: dict[str, torch.dtype], change: Callable[..., Any] | None = None, device: str | None = None
-    ) -> Callable[..., Any]:
-        """The program as a function; `change` is applied to the result of each line."""
+    def function(self, dtypes: dict[str, torch.dtype], device: str | None = None) -> Callable[..., Any]:
         text = self.text() if device == "cpu" else placed(self.text())
-        if change is not None:
-            text = re.sub(r"^(    (v\d+) = .*)$", r"\1; \2 = change(\2)", text, flags=re.MULTILINE)
-        space: dict[str, Any] = {"torch": torch, "F": F, "change": change, **PLACED, **dtypes}
+        space: dict[str, Any] = {"torch": torch, "F": F, **PLACED, **dtypes}
         exec(compile(text, "<random program>", "exec"), space)
         function: Callable[..., Any] = space["program"]
         return function

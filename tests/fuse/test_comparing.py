@@ -77,3 +77,9 @@ OTHERWISE: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_other_rounding_is_fine(name: str, dtype: str) -> None:
     judged([Input((3, 100), dtype, "plain", False, True, 7), Input((1, 100), dtype, "plain", False, True, 8)], *OTHERWISE[name])
+
+
+def test_a_value_that_was_written_through_another_is_compared() -> None:
+    program = Program([Input((1,), "f32", "plain", False, True, 7)], ["v0 = a0 - 1", "v1 = v0.expand((2,))", "v0[:1].fill_(2)", "v2 = v1 * 1"], ["v2"])
+    with pytest.raises(AssertionError):
+        compare(program, replace(program, lines=[*program.lines[:-1], "v2 = v1 * 1.25"]).function(PLAIN))

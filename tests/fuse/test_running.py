@@ -11,7 +11,7 @@ from kiln.fuse.split import GRIDS
 from kiln.ops.record import recorded
 from tests.fuse.test_kernels import calls_of, check, rand
 
-SHAPES = [((1,), 0), ((17,), 0), ((5, 1), 1), ((5, 1), 0), ((33, 20), 0), ((33, 20), 1), ((2, 300, 3), 1), ((4, 5, 200), 2)]
+SHAPES = [((1,), 0), ((2,), 0), ((3,), 0), ((17,), 0), ((5, 1), 1), ((5, 1), 0), ((33, 20), 0), ((33, 20), 1), ((2, 300, 3), 1), ((4, 5, 200), 2)]
 
 
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)

@@ -37,6 +37,8 @@ class Start:
 class Driver:
     """The entry points of the driver; `starts` is what was started, `error` what it answers."""
 
+    apart = False
+
     def __init__(self):
         self.starts, self.functions, self.contexts, self.error = [], {}, [CONTEXT], 0
         kinds = {
@@ -121,7 +123,7 @@ class Driver:
                 }
 
             kernels.append(OnDevice(kernel, starts, self.handles(starts, fixed), find))
-        return DevicePlanner(program, kernels, (0, 0, CONTEXT)).plan()
+        return DevicePlanner(program, kernels, (0, 0, CONTEXT), apart=self.apart).plan()
 
 
 @contextmanager

@@ -180,6 +180,30 @@ def test_a_training_step(gpu):
     assert sum(backward.moving) == 2, backward.moving  # the batch and the gradient that comes in
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["dropped", "held"])
+def test_large_results_of_training_are_lent_until_somebody_keeps_one(gpu, held, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    g, kept = kiln.compile(model, fullgraph=True), []
+    for x in [torch.randn(5, 8) for _ in range(9)]:
+        model.zero_grad()
+        model(x).square().mean().backward()
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        out = g(x)
+        out.square().mean().backward()
+        for mine, theirs in zip(model.parameters(), grads, strict=True):
+            torch.testing.assert_close(mine.grad, theirs)
+        if held:
+            kept.append((x, out.detach()))
+        del out
+    for x, out in kept:
+        torch.testing.assert_close(out, model(x).detach())
+    forward = gpu.runs[0]
+    (recording,) = [one for found in forward.known.values() for one in found]
+    assert (forward.copies, forward.made, len(recording.copied)) == ((True, 2, 1) if held else (False, 1, 0))
+
+
 def test_two_forwards_before_their_backwards(gpu):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
     g = kiln.compile(model, fullgraph=True)

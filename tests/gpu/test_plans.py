@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import kiln
 from kiln._launch import Plan, addresses, aliases
+from kiln.launch import device
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
 
@@ -60,6 +61,26 @@ def test_training():
     assert driver.starts
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_large_values_of_a_backward_pass_have_memory_of_their_own(apart, monkeypatch):
+    """What was saved goes while gradients are made: one arena for all of them would be taken before."""
+    monkeypatch.setattr(device, "APART", 512)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 4))
+    x = torch.randn(5, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    kiln.reset()
+    plans = []
+    with pretended() as driver:
+        driver.apart, make = apart, driver.plan
+        monkeypatch.setattr(driver, "plan", lambda *given: plans.append(make(*given)) or plans[-1])
+        compiled = kiln.compile(model, fullgraph=True)
+        got = torch.autograd.grad(compiled(x).square().sum(), list(model.parameters()))
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    _, backward = plans
+    assert any(one.size >= 512 for one in backward.owner.lodgings) != apart
 
 
 def test_what_is_not_aligned_has_functions_of_its_own():
