@@ -91,9 +91,9 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
-def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
-    """An argument of a node, given by place or by name; `default` where it is not given."""
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
+def argument(call: Any, place: int, name: str, default: Any = None) -> Any:
+    """What a node or another call has at a place or by a name; `default` where it is not given."""
+    return call.args[place] if len(call.args) > place else call.kwargs.get(name, default)
 
 
 RESERVED = frozenset((*keyword.kwlist, *dir(builtins)))

@@ -90,18 +90,13 @@ def deepest(rows: Sequence[Row], before: Sequence[int]) -> int:
     return most
 
 
-def is_jump(op: int) -> bool:
-    """Whether the instruction has a jump target."""
-    return op in JUMPS
-
-
 def landing(code: CodeType, index: int) -> int:
     """The first instruction from `index` on that does more than pass control on."""
     instructions = decode(code).instructions
     seen: set[int] = set()
     while instructions[index].name in _PASSING and index not in seen:
         seen.add(index)
-        index = instructions[index].value if is_jump(instructions[index].op) else index + 1
+        index = instructions[index].value if instructions[index].op in JUMPS else index + 1
     return index
 
 
@@ -128,7 +123,7 @@ def reachable(code: CodeType, starts: Iterable[int]) -> set[int]:
         while at not in seen:
             seen.add(at)
             i = instructions[at]
-            if is_jump(i.op):
+            if i.op in JUMPS:
                 pending.append(i.value)
             handler = decoded.handler(at)
             if handler is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from types import CodeType
 
 from kiln.bytecode.decode import Code, decode
-from kiln.bytecode.flow import is_jump, reachable
-from kiln.bytecode.versions import REAL, TERMINATORS
+from kiln.bytecode.flow import reachable
+from kiln.bytecode.versions import JUMPS, REAL, TERMINATORS
 
 READ, WRITE, CLEAR = "read", "write", "clear"
 
@@ -64,7 +64,7 @@ def _before(decoded: Code, index: int, running: Iterable[int], checked: bool) ->
         for at in order:
             i = decoded.instructions[at]
             after = 0 if i.op in TERMINATORS else before.get(at + 1, 0)
-            if is_jump(i.op):
+            if i.op in JUMPS:
                 after |= before.get(i.value, 0)
             found = reads[at] | after & ~writes[at]
             handler = decoded.handler(at)

@@ -22,9 +22,9 @@ from kiln.base.errors import Bug, Skip
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.body import CELL_USERS, Body, make_cell
 from kiln.bytecode.decode import Code, decode
-from kiln.bytecode.flow import is_jump, reachable, stack_depths, stack_effect
+from kiln.bytecode.flow import reachable, stack_depths, stack_effect
 from kiln.bytecode.live import needed
-from kiln.bytecode.versions import HERE, REAL, TERMINATORS
+from kiln.bytecode.versions import HERE, JUMPS, REAL, TERMINATORS
 
 
 class Slot(Enum):
@@ -171,7 +171,7 @@ def _after(decoded: Code, index: int, last: int, fall: Epilogue | None, jump: Ep
     final = decoded.instructions[last]
     if fall is None and final.op not in TERMINATORS:
         starts.append(last + 1)
-    if jump is None and is_jump(final.op):
+    if jump is None and final.op in JUMPS:
         starts.append(final.value)
     handlers = (decoded.handler(at) for at in range(index, last + 1))
     starts.extend(handler.target for handler in handlers if handler is not None)
@@ -195,9 +195,11 @@ class _Builder:
         self.depth = len(stack) if depth is None else depth
         self.code, self.stack, self.locals = code, tuple(stack), tuple(locals)
         self.index, self.running, self.replace = index, running, replace
-        self.names = _Temporaries({*locals, *taken})
+        taken = {*locals, *taken}
+        most = range(code.co_stacksize + len(taken))
+        self.names = [name for k in most if (name := f"__stack{k}") not in taken]
         carried = sum(slot in (VALUE, HANDLED) for slot in self.stack)
-        self.parameters = [*(self.names[k] for k in range(carried)), *self.locals]
+        self.parameters = [*self.names[:carried], *self.locals]
         if replace is not None:
             self.parameters += replace.parameters
         self.e = Emitter(tuple(dict.fromkeys((*self.parameters, *decode(code).locals))))
@@ -261,10 +263,10 @@ class _Builder:
             return
         for at in range(self.index, last + 1):
             self.body.settle(at)
-            self.body.emit(at, {final.value: arm} if is_jump(final.op) else {})
+            self.body.emit(at, {final.value: arm} if final.op in JUMPS else {})
         if final.op not in TERMINATORS:
             self._leave(fall, last + 1, depth + stack_effect(final.op, final.arg))
-        if is_jump(final.op):
+        if final.op in JUMPS:
             self.e.place(arm)
             self._arrive(
                 final.value, final.name == "FOR_ITER", jump, depth + stack_effect(final.op, final.arg, True)
@@ -312,7 +314,7 @@ class _Builder:
                 at -= 1
                 self._put_away(slot, self.names[at])
         e.callee(epilogue.callable)
-        for name in (*(self.names[k] for k in range(carried)), *epilogue.locals):
+        for name in (*self.names[:carried], *epilogue.locals):
             e.take(name)
         e.end_call(carried + len(epilogue.locals))
         e.ret()
@@ -334,20 +336,3 @@ class _Builder:
             code.co_name, code.co_filename, code.co_firstlineno, len(self.parameters), self.parameters,
             code.co_flags & ~(CO_VARARGS | CO_VARKEYWORDS), qualname=code.co_qualname,
         )  # fmt: skip
-
-
-class _Temporaries:
-    """Names for values of the stack, none of them among the names taken."""
-
-    def __init__(self, taken: set[str]) -> None:
-        self._taken = taken
-        self._names: list[str] = []
-        self._next = 0
-
-    def __getitem__(self, at: int) -> str:
-        while len(self._names) <= at:
-            name = f"__stack{self._next}"
-            self._next += 1
-            if name not in self._taken:
-                self._names.append(name)
-        return self._names[at]

@@ -365,13 +365,12 @@ def to_tensor(m: Machine, array: FakeArray, function: Any, args: Args, kwargs: K
     return m.torch_call(torch.Tensor.to, (made, wanted), {})
 
 
-def make_fake(r: Rebuilder, value: FakeArray) -> None:
-    r.call(to_scalar if isinstance(value.like, numpy.generic) else to_array, value.tensor)
-
-
 def make_method(r: Rebuilder, value: ArrayMethod) -> None:
     r.push(value.array)
     r.e.attr(value.name)
 
 
-MAKERS[FakeArray], MAKERS[ArrayMethod] = make_fake, make_method
+MAKERS[ArrayMethod] = make_method
+MAKERS[FakeArray] = lambda r, value: r.call(
+    to_scalar if isinstance(value.like, numpy.generic) else to_array, value.tensor
+)

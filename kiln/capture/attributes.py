@@ -152,13 +152,9 @@ def load_from_module(m: Machine, module: torch.nn.Module, name: str) -> Any:
                     return world.outside(real[name], Item(DictAttr(source, table), name))
                 continue
             space = shadow.copy
-            if not shadow.full:
-                found = world.item(space, name)
-                if found is not MISSING:
-                    return m.view(found)
-                continue
-        if name in space:
-            return m.view(space[name])
+        found = world.item(space, name)
+        if found is not MISSING or name in space:
+            return m.view(space[name] if found is MISSING else found)
     lacks(m, module, name)
     world.absent(module, name)
     return m.native(missing, module, name)
@@ -172,7 +168,7 @@ def lacks(m: Machine, module: torch.nn.Module, name: str) -> None:
     source, space = m.source(module), module.__dict__
     for table in TABLES:
         if source is not None and table in space and id(space[table]) not in m.world.shadow_of:
-            m.world.lacks(DictAttr(source, table), name)
+            m.world.guard(Contains(DictAttr(source, table), name, False))
 
 
 def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = "opaque") -> Any:
@@ -294,7 +290,7 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
         hook = space.get("__getattr__")
         if isinstance(hook, types.FunctionType) and not (module.__name__ or "").startswith("torch"):
             return m.call(m.world.constant(hook), (name,))
-        m.world.lacks(Const(space, module.__name__), name)
+        m.world.guard(Contains(Const(space, module.__name__), name, False))
         return class_value(m, m.native(getattr, module, name), module, name)
     value = space[name]
     overlay = m.world.spaces.get(id(space))

@@ -23,7 +23,7 @@ from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, 
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
 from kiln.capture.frame import Frame, UserError
 from kiln.capture.identity import Address
-from kiln.capture.iterators import Generator, Mapped, stop_iteration
+from kiln.capture.iterators import Generator, Iterating, Mapped, stop_iteration
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.variables import first_read
 from kiln.capture.world import MISSING, nested
@@ -136,18 +136,17 @@ def flat(kinds: Any) -> list[Any]:
 
 def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
     if wanted in LEGACY:
-        return value.dtype is LEGACY[wanted] and value.device.type == "cpu"
+        return value.dtype is wanted.dtype and value.device.type == "cpu"
     if isinstance(wanted, type) and type(wanted) in (type, abc_meta):
         return issubclass(kind, wanted)
     return isinstance(value, wanted) or isinstance(wanted, type) and issubclass(kind, wanted)
 
 
 abc_meta = type(collections.abc.Sized)
-LEGACY = {getattr(torch, f"{name}Tensor"): dtype for name, dtype in (
-    ("Float", torch.float32), ("Double", torch.float64), ("Half", torch.float16), ("Long", torch.int64),
-    ("Int", torch.int32), ("Short", torch.int16), ("Char", torch.int8), ("Byte", torch.uint8),
-    ("Bool", torch.bool), ("BFloat16", torch.bfloat16),
-)}  # fmt: skip
+LEGACY = frozenset(
+    getattr(torch, f"{name}Tensor")
+    for name in "Float Double Half Long Int Short Char Byte Bool BFloat16".split()
+)
 
 
 SEEN_AS: dict[type, type] = {Generator: types.GeneratorType, Address: int, **symbolic.SEEN_AS}
@@ -399,14 +398,11 @@ def items_of(m: Machine, value: Any) -> Any:
     return Stepper(m, m.iterate(value))
 
 
-class Stepper:
+class Stepper(Iterating):
     """A native iterator over an iterator of the program."""
 
     def __init__(self, machine: Machine, inner: Any) -> None:
         self.machine, self.inner = machine, inner
-
-    def __iter__(self) -> Stepper:
-        return self
 
     def __next__(self) -> Any:
         value = self.machine.next(self.inner)

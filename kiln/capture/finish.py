@@ -16,7 +16,7 @@ from kiln.base.errors import Break
 from kiln.bytecode import decompile, versions
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
-from kiln.bytecode.flow import is_jump, landing, reachable
+from kiln.bytecode.flow import landing, reachable
 from kiln.bytecode.resume import VALUE, Epilogue, Replace, Slot, continue_code, resume_places
 from kiln.capture import expected, nested, runtime, state
 from kiln.capture.frame import Frame, Restart
@@ -210,7 +210,7 @@ class Finisher:
         if last:
             kept = frame.before
             replace, inner = None, None
-            jumping = is_jump(instruction.op)
+            jumping = instruction.op in versions.JUMPS
             ends = instruction.op in versions.TERMINATORS and not jumping
             falls = None if ends else self.epilogue(frame, instruction, False)
             jumps = self.epilogue(frame, instruction, True) if jumping else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from kiln.capture import attributes
 from kiln.capture.frame import Frame, UserError, Yielded
@@ -17,7 +17,14 @@ def stop_iteration(result: Any) -> StopIteration:
     return StopIteration() if result is None else StopIteration(result)
 
 
-class Generator:
+class Iterating:
+    """An iterator of the interpreter's own."""
+
+    def __iter__(self) -> Self:
+        return self
+
+
+class Generator(Iterating):
     """A generator of the program, suspended in the interpreter; native code may iterate over it."""
 
     def __init__(self, machine: Machine, frame: Frame) -> None:
@@ -26,9 +33,6 @@ class Generator:
         frame.mode = "opaque"
         machine.generators[id(frame)] = self.safe
         machine.world.keep.append(frame)
-
-    def __iter__(self) -> Generator:
-        return self
 
     def __del__(self) -> None:
         if self.started and not self.done and not self.machine.ended:
@@ -103,14 +107,11 @@ class Generator:
         self.done = True
 
 
-class Indexed:
+class Indexed(Iterating):
     """The old iteration protocol: `__getitem__` with 0, 1, 2, … until IndexError."""
 
     def __init__(self, machine: Machine, value: Any) -> None:
         self.machine, self.value, self.at = machine, value, 0
-
-    def __iter__(self) -> Indexed:
-        return self
 
     def __next__(self) -> Any:
         method = attributes.type_lookup(self.machine, type(self.value), "__getitem__")
@@ -124,14 +125,11 @@ class Indexed:
         return item
 
 
-class Mapped:
+class Mapped(Iterating):
     """`map` or `filter` over iterators of the program."""
 
     def __init__(self, machine: Machine, kind: Any, function: Any, iterators: list[Any]) -> None:
         self.machine, self.kind, self.function, self.iterators = machine, kind, function, iterators
-
-    def __iter__(self) -> Mapped:
-        return self
 
     def __next__(self) -> Any:
         m = self.machine

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from kiln.base import arithmetic as ar
 from kiln.base import conditions
-from kiln.base.expressions import CALLS, Condition, Expr
+from kiln.base.expressions import CALLS, INFIX, Condition, Expr
 from kiln.ops.symint import SYMBOLIC as SYMBOLIC
 from kiln.ops.symint import expr_of, specialised, wrap
 
@@ -37,9 +36,6 @@ ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "==": conditions.eq, "!=": conditions.ne, "<": conditions.lt, "<=": conditions.le, ">": conditions.gt,
     ">=": conditions.ge,
-}  # fmt: skip
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "/": operator.truediv, "//": operator.floordiv, "%": operator.mod,
 }  # fmt: skip
 EXTREMES = {max: ar.maximum, min: ar.minimum}
 #: Functions of one number that stay symbolic, by what they are called in expressions.
@@ -100,7 +96,7 @@ def arithmetic(sign: str, a: Any, b: Any) -> Any:
     if sign in ("**", "<<", ">>"):
         right = number(concrete(b))  # its sign says whether an int or a float comes out, or an error
     if sign in ("/", "//", "%") and decide(conditions.eq(right, 0)):
-        return OPERATORS[sign](concrete(a), concrete(b))  # raises
+        return INFIX[sign][1](concrete(a), concrete(b))  # raises
     return wrap(ARITHMETIC[sign](left, right))
 
 

@@ -348,14 +348,11 @@ def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
     raise Break("script", why, "compile the Python function instead")
 
 
-def call_script_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """A function compiled by TorchScript: one node."""
-    return leaf(m, Named(function, function.name, function), args, kwargs)
-
-
 for _kind in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule, torch.jit.TopLevelTracedModule):
     CALLERS[_kind] = call_script
-CALLERS[torch.jit.ScriptFunction] = call_script_function
+CALLERS[torch.jit.ScriptFunction] = lambda m, f, args, kwargs, mode: leaf(
+    m, Named(f, f.name, f), args, kwargs
+)
 
 
 def reads_switch(read: Any, write: Any) -> None:

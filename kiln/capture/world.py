@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import copy as copying
 import datetime
 import decimal
 import enum
@@ -347,7 +348,7 @@ class World:
     def container(self, value: Any, source: Source) -> Any:
         """A mutable container: its shadow, empty-handed until somebody looks inside."""
         self.guard(TypeIs(source, type(value)))
-        shadow = Shadow(value, SHADOWS[type(value)](value), source)
+        shadow = Shadow(value, copying.copy(value), source)
         return self.adopt(shadow)
 
     def adopt(self, shadow: Shadow) -> Any:
@@ -704,10 +705,6 @@ class World:
         text = f"had no value in its slot {name!r}"
         self.guard(Custom(source, lambda value: not hasattr(value, name), text))
 
-    def lacks(self, source: Source, name: str) -> None:
-        """A dict at this path does not have the key."""
-        self.guard(Contains(source, name, False))
-
     def write_tensor_slot(self, tensor: Any, name: str, value: Any) -> None:
         """Hold back an attribute write on a tensor, from outside or made here."""
         self.writes += 1
@@ -788,11 +785,9 @@ def value_of(value: Any) -> Any:
 
 Reader = Callable[[World, Any, Source], Any]
 
-SHADOWS: dict[type, Callable[[Any], Any]] = {
-    list: list, dict: dict, set: set, collections.OrderedDict: collections.OrderedDict,
-    collections.defaultdict: lambda d: collections.defaultdict(d.default_factory, d),
-    collections.deque: lambda d: collections.deque(d, d.maxlen), collections.Counter: collections.Counter,
-}  # fmt: skip
+SHADOWED = (
+    list, dict, set, collections.OrderedDict, collections.defaultdict, collections.deque, collections.Counter,
+)  # fmt: skip
 
 READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
@@ -801,7 +796,7 @@ READERS: dict[type, Reader] = {
     frozenset: World.frozen_set, types.MappingProxyType: World.proxy, weakref.ProxyType: World.weak_proxy,
     weakref.CallableProxyType: World.weak_proxy, types.MethodWrapperType: World.native_method,
     weakref.ref: World.pin,
-    **dict.fromkeys(SHADOWS, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
+    **dict.fromkeys(SHADOWED, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
 }  # fmt: skip
 
 READER_BASES: tuple[tuple[Any, Reader], ...] = (

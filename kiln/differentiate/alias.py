@@ -8,16 +8,13 @@ from typing import Any
 import torch
 
 from kiln.differentiate.joint import Layout, Storage
+from kiln.ops.meta import reach
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte and the byte after the last that a tensor can reach in its storage."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    if not tensor.numel():
-        return start, start
-    reach = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
-    return start, start + (reach + 1) * size
+    return tensor.storage_offset() * size, reach(tensor) * size
 
 
 def overlapping(values: Sequence[Any]) -> list[list[int]]:

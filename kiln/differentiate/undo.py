@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec, argument
 from kiln.differentiate.joint import Step
 from kiln.ops.table import aten
 
@@ -29,19 +29,15 @@ def undoes(*ops: Any) -> Callable[[Undo], Undo]:
     return declare
 
 
-def argument(step: Step, place: int, name: str, default: Any = None) -> Any:
-    """An argument of a view op, after the tensor, by position or name."""
-    return step.args[place] if place < len(step.args) else step.kwargs.get(name, default)
-
-
 @undoes(aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default)
 def _same(f: Functionaliser, base: Node, new: Node, step: Step, spec: TensorSpec) -> Node:
     return new
 
 
 @undoes(aten.view.default, aten._reshape_alias.default, aten.squeeze.default, aten.squeeze.dim,
-        aten.squeeze.dims, aten.unsqueeze.default)  # fmt: skip
+        aten.squeeze.dims, aten.unsqueeze.default, aten.expand.default)  # fmt: skip
 def _reshaped(f: Functionaliser, base: Node, new: Node, step: Step, spec: TensorSpec) -> Node:
+    """Only an expansion that repeats nothing can be written."""
     return f.reshaped(new, spec.shape)
 
 
@@ -110,12 +106,6 @@ def _unfolded(f: Functionaliser, base: Node, new: Node, step: Step, spec: Tensor
     view = f.take(base, step, spec).spec
     place = list(view.shape), list(view.stride), view.offset
     return f.scattered(aten.as_strided_scatter.default, base, new, *place)
-
-
-@undoes(aten.expand.default)
-def _expanded(f: Functionaliser, base: Node, new: Node, step: Step, spec: TensorSpec) -> Node:
-    """Only an expansion that repeats nothing can be written."""
-    return f.reshaped(new, spec.shape)
 
 
 @undoes(aten.view.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -83,7 +83,7 @@ def is_plain(value: Term) -> bool:
     return not any(isinstance(t, Fold) or isinstance(t, Load) and (t.places or t.valid) for t in found)
 
 
-def is_call(term: Any, op: str) -> bool:
+def is_call(term: Any, op: str) -> TypeGuard[Apply]:
     return isinstance(term, Apply) and term.op == op
 
 

@@ -238,7 +238,8 @@ def atan_64(x: Value, terms: Sequence[float] = _ATAN) -> Value:
     """The angle of a tangent, to as many digits as the polynomial has."""
     a = absolute(x)
     far, middle = a > 2.414213562373095, a > 0.41421356237309503
-    reduced = far.where(-1.0 / a, middle.where((a - 1.0) / (a + 1.0), a))
+    above, below = far.where(-1.0, middle.where(a - 1.0, a)), far.where(a, middle.where(a + 1.0, 1.0))
+    reduced = above / below
     base = far.where(math.pi / 2, middle.where(x.like(math.pi / 4), 0.0))
     return with_sign(base + _near_zero(reduced, terms), x)
 
@@ -249,8 +250,12 @@ def atan2_64(y: Value, x: Value, terms: Sequence[float] = _ATAN) -> Value:
     ax, ay = both_infinite.where(1.0, ax), both_infinite.where(1.0, ay)
     steep = ay > ax
     low, high = steep.where(ax, ay), steep.where(ay, ax)
-    ratio = high.compare("eq", 0.0).where(0.0, low / high)
-    angle = atan_64(ratio, terms)
+    half = (high > 1.0).where(x.like(0.5), 1.0)  # so that no sum is infinite
+    low, high = low * half, high * half
+    middle = low > high * 0.41421356237309503
+    ratio = middle.where(low - high, low) / middle.where(low + high, high)
+    angle = middle.where(x.like(math.pi / 4), 0.0) + _near_zero(ratio, terms)
+    angle = high.compare("eq", 0.0).where(0.0, angle)
     angle = steep.where(math.pi / 2 - angle, angle)
     angle = sign_bit(x).where(math.pi - angle, angle)
     return (is_nan(x) | is_nan(y)).where(math.nan, with_sign(angle, y))

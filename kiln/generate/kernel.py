@@ -36,7 +36,7 @@ from kiln.generate.lanes import (
 from kiln.generate.llvm import Value
 from kiln.generate.moments import Moments
 from kiln.generate.online import Online
-from kiln.generate.pieces import borders, decided
+from kiln.generate.pieces import FEW, borders, decided
 from kiln.generate.rows import Rows
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import forgetful
@@ -248,7 +248,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
 
         for lanes in dict.fromkeys((self.width if folds else factor * self.width, self.width, 1)):
             count = high - low if isinstance(high, int) and isinstance(low, int) else None
-            if lanes == 1 < self.width and self.masks:
+            single = bool(self.decided) and count is not None and count <= FEW
+            if lanes == 1 < self.width and self.masks and not single:
                 return fn.loop(start, end, self.width, values, partial(self.rest, turn, end))
             if count is not None and count < lanes:
                 continue

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeGuard
 
 import torch
 
+from kiln.fuse.moments import is_call
 from kiln.fuse.nest import Apply, Const, Fold, Load, Store, Term
 from kiln.generate.functions import absolute
 from kiln.generate.llvm import F64
@@ -40,9 +40,9 @@ class Moments(Values):
     def pass_for_moments(self, total: Fold, squares: Fold) -> None:
         """The loops of both folds."""
         element, power = _widened(total), _widened(squares)
-        assert element is not None and _is(power, "mul")
+        assert element is not None and is_call(power, "mul")
         distance = power.args[0]
-        assert _is(distance, "sub")
+        assert is_call(distance, "sub")
         self.push()
         for axis in self.nest.reduced:
             self.variables[axis.variable] = self.index(axis.low)
@@ -67,22 +67,22 @@ class Moments(Values):
 def _are_moments(total: Fold, squares: Fold) -> bool:
     """Whether folds are the sum of elements of f32 and that of squares of their distances from its share."""
     element, power = _widened(total), _widened(squares)
-    if not isinstance(element, Load) or not _is(power, "mul") or power.args[0] is not power.args[1]:
+    if not isinstance(element, Load) or not is_call(power, "mul") or power.args[0] is not power.args[1]:
         return False
     distance = power.args[0]
-    if not _is(distance, "sub") or distance.args[0] is not element or not _is(distance.args[1], "convert"):
+    if (
+        not is_call(distance, "sub")
+        or distance.args[0] is not element
+        or not is_call(distance.args[1], "convert")
+    ):
         return False
     mean = distance.args[1].args[0]
-    return _is(mean, "div") and mean.args[0] is total and isinstance(mean.args[1], Const)
+    return is_call(mean, "div") and mean.args[0] is total and isinstance(mean.args[1], Const)
 
 
 def _widened(fold: Fold) -> Term | None:
     """The f32 that is summed in double; None for other folds."""
     value = fold.value
-    if fold.kind != "sum" or fold.dtype is not torch.float64 or not _is(value, "convert"):
+    if fold.kind != "sum" or fold.dtype is not torch.float64 or not is_call(value, "convert"):
         return None
     return value.args[0] if value.args[0].dtype is torch.float32 else None
-
-
-def _is(term: Term | None, op: str) -> TypeGuard[Apply]:
-    return isinstance(term, Apply) and term.op == op

@@ -10,6 +10,8 @@ from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
 
 #: Pieces of one loop at most, and of one whose body has few terms: it is written once for each.
 MOST, MOST_OF_SHORT, SHORT = 4, 9, 64
+#: Turns of a piece that are taken one by one.
+FEW = 2
 ALL, ANY = ("bitwise_and", False), ("bitwise_or", True)
 
 
@@ -26,8 +28,10 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     # Whole vectors around the borders, in which conditions are not decided; most of the loop is outside.
     vectors = {b // shortest * shortest for b in inside}
     around = {place for v in vectors for place in (v, v + shortest) if 0 < place < axis.size}
-    few = len(around) < MOST and 2 * len(vectors) * shortest <= axis.size
-    return sorted(around) if few else []
+    if len(around) < MOST and 2 * len(vectors) * shortest <= axis.size:
+        return sorted(around)
+    long_or_few = all(b - a >= shortest or b - a <= FEW for a, b in pairwise(edges))
+    return inside if len(inside) < MOST and long_or_few else []
 
 
 def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:

@@ -96,7 +96,7 @@ class Streams(Values):
         return whole and self.factor([f.value for f in folds], 2) > 1
 
     def in_halves(self) -> bool:
-        """Whether a nest without folds goes by half lines, which come faster from memory.
+        """Whether a nest that reads more than it writes goes by half lines, which come faster from memory.
 
         Nothing is lost where the processor takes whole ones in halves anyway.
         """
@@ -104,9 +104,12 @@ class Streams(Values):
         if vector is None or nest.reduced or self.width * 4 != LINE or not host().halves_vectors:
             return False
         roots = [s.value for s in nest.stores]
-        places = [t for t in terms(roots) if isinstance(t, Load)] + [*nest.stores]
-        whole = all(p.buffer.dtype.itemsize == 4 for p in places)
-        return whole and self.factor(roots, 2) > 1
+        loads = [t for t in terms(roots) if isinstance(t, Load)]
+        if any(b.dtype.itemsize != 4 for b in [t.buffer for t in loads] + [s.buffer for s in nest.stores]):
+            return False
+        variables = {a.variable for a in nest.axes}
+        read = {t.buffer for t in loads if isinstance(t.index, Expr) and variables <= t.index.symbols()}
+        return len(read) > len(nest.stores) and self.factor(roots, 2) > 1
 
     def slow_stream(self) -> bool:
         """Whether elementary functions take longer than memory does where code is emitted."""

@@ -277,10 +277,8 @@ def _split(x: Tensor, part: int, dim: int = 0) -> Any:
         return NotImplemented
     dim = wrap_dim(dim, x.dim())
     extent = x.shape[dim]
-    if not extent:
-        return NotImplemented
-    # How many parts there are is known to the program, whatever their size.
-    count = int((extent + part - 1) // part)
+    # How many parts there are is known to the program, whatever their size; nothing has one.
+    count = int((extent + part - 1) // part) if extent else 1
     assume(extent > part * (count - 1))
     return _cut(x, [*[part] * (count - 1), extent - part * (count - 1)], dim)
 

@@ -13,9 +13,9 @@ from types import CellType, FunctionType
 from typing import Any
 
 from kiln.bytecode.decode import Instruction, decode
-from kiln.bytecode.flow import is_jump, stack_effect
+from kiln.bytecode.flow import stack_effect
 from kiln.bytecode.resume import HANDLED, LASTI, NULL, VALUE, Epilogue, Slot, continue_code
-from kiln.bytecode.versions import HERE, TERMINATORS
+from kiln.bytecode.versions import HERE, JUMPS, TERMINATORS
 from tests.bytecode.writer import resume_code
 
 LIMIT = 20_000
@@ -132,7 +132,7 @@ class Stepper:
         if i.name == "FOR_ITER":
             slots = state.slots[:-1]
             jump = Epilogue(partial(arrive, i.value + HERE.for_exit_skip, slots, names), slots, names)
-        elif is_jump(i.op):
+        elif i.op in JUMPS:
             slots = _slots_after(i, state.slots, stack_effect(i.op, i.arg, True))
             jump = Epilogue(partial(arrive, i.value, slots, names), slots, names)
         return fall, jump

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kiln.bytecode.decode import decode
-from kiln.bytecode.flow import is_jump, landing, stack_depths
+from kiln.bytecode.flow import landing, stack_depths
 from kiln.bytecode.resume import VALUE
-from kiln.bytecode.versions import HERE, TERMINATORS
+from kiln.bytecode.versions import HERE, JUMPS, TERMINATORS
 from kiln.capture.shape import after, operands
 from tests.bytecode.samples import SAMPLES
 
@@ -25,7 +25,7 @@ def test_the_shape_fits_the_place_where_control_goes(code):
         if fallen is not None and i.op not in TERMINATORS:
             assert len(fallen) == depths[i.index + 1], i
             assert 0 <= operands(i) <= len(before), i
-        if is_jump(i.op):
+        if i.op in JUMPS:
             target = i.value + (HERE.for_exit_skip if i.name == "FOR_ITER" else 0)
             jumped = after(before, i, jump=True)
             assert jumped is None or len(jumped) == depths[target], i
@@ -51,7 +51,7 @@ def test_landing_passes_over_nothing_that_acts(code):
     for i in instructions:
         at = landing(code, i.index)
         assert landing(code, at) == at
-        assert not (instructions[at].op in TERMINATORS and is_jump(instructions[at].op))
+        assert not (instructions[at].op in TERMINATORS and instructions[at].op in JUMPS)
         if depths[i.index] >= 0:
             assert depths[at] == depths[i.index]
 

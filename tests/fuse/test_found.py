@@ -99,6 +99,10 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "windows that are filled": ([plain(33, 1, 5, 1, grad=True)], ["v0 = a0.unfold(0, 7, 3).index_fill(0, torch.tensor([0, 8]), 2)"]),
     "a step function of two layouts": ([plain(4, 17, 64, 1, layout="transposed")], ["v0 = torch.heaviside(a0.topk(1, -4)[0], a0.trunc())"]),
     "a running maximum of nothing": ([plain(0, 3, grad=True)], ["v0 = (a0 * 2).cummax(-1)[0]"]),
+    "a gradient in single precision of doubles": ([plain(64, dtype="f64", grad=True)], ["v0 = a0.float().cumsum(0).sin()"]),
+    "a gradient of one number that cancels": ([plain(33, 100, grad=True), plain(1, 1, grad=True)],
+                                              ["v0 = (a1 * a1 + a0).flip(1).cumsum(1)", "v1 = torch.copysign(a1, v0)"]),
+    "a norm of equal elements": ([plain(1, 16, 3, 33)], ["a0.select(0, 0).fill_(1)", "v0 = F.group_norm(F.mish(a0), 1).mean()"]),
     "a mean of infinities": ([replace(plain(4, 7, 5), special=True)], ["v0 = torch.var_mean(a0.clamp(min=0.25), 1)[1]"]),
 }  # fmt: skip
 
@@ -135,6 +139,7 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
 #: The same in other modes.
 IN_MODES: dict[str, tuple[str, list[Input], list[str]]] = {
     "one of several, in inference mode": ("inference", [plain(5)], ["v0 = F.one_hot(torch.arange(4), 5) + a0"]),
+    "the one part of nothing, in inference mode": ("inference", [plain(0)], ["v0 = a0.split(2, 0)[0]"]),
     "a part without grad mode": ("no_grad", [plain(3, 4, grad=True)], ["v0 = a0 * 2", "v1 = a0[1:]"]),
     "memory of an argument that requires grad": ("no_grad", [plain(8, 4, layout="transposed", grad=True)], ["a0.as_strided((2,), (1,)).sub_(1)", "v0 = a0 + 1"]),
 }  # fmt: skip

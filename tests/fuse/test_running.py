@@ -58,6 +58,19 @@ def test_largest_and_smallest_so_far(dtype):
         check(lambda a, d=dim: tuple(a.cummin(d)), x.to(dtype), kernels=1, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_lanes_know_those_before_them_alone(dtype):
+    """Rows of all lengths around those of vectors, each with an infinity and a NaN further on than the last."""
+    for length in (*range(1, 36), 63, 65):
+        x = rand(length + 1, length).mul(5).round()
+        if dtype.is_floating_point:
+            x[range(length), range(length)] = torch.inf
+            x[range(1, length), range(1, length)] = torch.nan
+            x[-1] = -0.0
+        check(lambda a: a.cumsum(-1), x.to(dtype), kernels=1, rtol=0, atol=0)
+        check(lambda a: a.cumprod(-1), x.sign().to(dtype), kernels=1, rtol=0, atol=0)
+
+
 def test_empty_tensors_and_numbers_are_eagers():
     check(lambda a: a.cumsum(0), torch.empty(0, 4), calls=("cumsum",))
     check(lambda a: a.cumsum(0) + 1, torch.tensor(2.0))

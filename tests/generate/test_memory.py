@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kiln
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import fuse
@@ -191,6 +192,9 @@ def test_the_next_row_is_asked_for(monkeypatch):
         check(f, *given, kernels=1)
     for f in (lambda a: a * 2 + 1, lambda a: F.layer_norm(a, (1024,)), lambda a: F.softmax(a[:, :128], -1)):
         assert "llvm.prefetch" not in Emitter(nest_of(f, x), 16).fn.text(), "processors do it themselves"
+    text = Emitter(nest_of(slow[0][0], x), 16).fn.text()
+    asked, stored = text.index("llvm.prefetch"), text.index("!nontemporal")
+    assert asked < stored and "br i1" in text[asked:stored], "while exponentials are computed, not beside stores"
 
 
 # Other forms
@@ -243,6 +247,26 @@ def test_rows_from_memory_are_read_in_half_lines(monkeypatch):
     for other in (lambda a: a.exp().sum(-1), lambda a: a.softmax(-1), lambda a: a.cumsum(-1)):
         assert Emitter(nest_of(other, x), 16).width == 16
     assert Emitter(nest_of(lambda a: a.sum(-1), rand(5, 1000)), 16).width == 16
+
+
+@wide
+@pytest.mark.parametrize("size", [1, 7, 16, 40, 1003])
+def test_updates_go_in_half_lines_where_vectors_go_in_halves(monkeypatch, size):
+    p, g = rand(3, size), rand(3, size)
+    p[0, 0], g[-1, -1] = torch.inf, torch.nan
+
+    def step(a, b):
+        return a.add_(b, alpha=-0.5)
+
+    for halves in (True, False):
+        monkeypatch.setattr(cpu.Host, "halves_vectors", halves)
+        if size == 1003:
+            assert Emitter(nest_of(lambda a, b: a - b * 0.5, p, g), 16).width == (8 if halves else 16)
+            assert Emitter(nest_of(lambda a: a * 0.5, p), 16).width == 16, "whole lines are written without reading"
+        kiln.reset()
+        got = p.clone()
+        kiln.compile(step, fullgraph=True)(got, g)
+        torch.testing.assert_close(got, step(p.clone(), g), rtol=0, atol=1e-6, equal_nan=True)
 
 
 def test_folds_of_few_long_rows_are_not_cut():

@@ -42,12 +42,12 @@ def elsewhere(graph):
 
 
 @contextmanager
-def two_sides(monkeypatch):
+def two_sides(monkeypatch, moved=elsewhere):
     """A GPU without one: its memory is the CPU's, and a driver runs the loops."""
     with pretended() as driver, monkeypatch.context() as patch:
         patch.setitem(programs.TARGETS, "cuda", programs.TARGETS["cpu"])
         patch.setitem(programs.TARGETS, "cpu", (programs.WAYS["usual"], programs.on_cpu))
-        patch.setattr(programs, "determined", elsewhere)
+        patch.setattr(programs, "determined", moved)
         patch.setattr(sides, "brought", lambda values, numbers, device: list(values))
         yield driver
 
@@ -107,8 +107,7 @@ def test_more_than_numbers_goes_over_where_it_is_asked_to(monkeypatch):
     assert [part.device.type for part in parts] == ["cuda", "cpu"]
     assert [[node.name for node in part.moved] for part in parts] == [["n", "x"], [made.name]]
     given = [torch.randn(6, 5), torch.tensor(2.0), torch.randn(6, 5)]
-    with two_sides(monkeypatch) as driver:
-        monkeypatch.setattr(programs, "determined", lambda graph: graph)
+    with two_sides(monkeypatch, lambda graph: graph) as driver:
         got = compile_graph(graph)(list(given))
     assert driver.starts and got[1] is given[0] and got[2] is None
     torch.testing.assert_close(got[0], torch.maximum(given[0], given[2]) * 2 + 2)

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-@opcode("TO_BOOL")
-def to_bool(m: Machine, f: Frame, i: Instruction) -> Any:
-    if type(f.stack[-1]) is not FakeTensor:
-        f.stack[-1] = m.truth(f.stack[-1])
-
-
 def compare(m: Machine, f: Frame, i: Instruction, a: Any, b: Any) -> Any:
     result = operators.compare(m, i.value, a, b, "opaque" if i.flag else "push")
     return m.truth(result) if i.flag else result
@@ -39,6 +33,7 @@ def unary(m: Machine, f: Frame, i: Instruction, value: Any) -> Any:
 computes(1, {
     "UNARY_NEGATIVE": unary, "UNARY_POSITIVE": unary, "UNARY_INVERT": unary,
     "UNARY_NOT": lambda m, f, i, value: not m.truth(value),
+    "TO_BOOL": lambda m, f, i, value: value if type(value) is FakeTensor else m.truth(value),
     "GET_ITER": lambda m, f, i, value: m.iterate(value),
     "GET_YIELD_FROM_ITER": lambda m, f, i, value: m.iterate(value),
 })  # fmt: skip
@@ -155,11 +150,6 @@ def sequence(m: Machine, value: Any) -> list[Any]:
 
 
 # ---------------------------------------------------------------------- generators
-
-
-@opcode("RETURN_GENERATOR")
-def return_generator(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(None)
 
 
 @opcode("YIELD_VALUE")

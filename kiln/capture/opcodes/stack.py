@@ -154,11 +154,6 @@ def load_global(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack.append(NULL)
 
 
-@opcode("DELETE_NAME")
-def delete_name(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.locals.pop(i.value, None)
-
-
 @opcode("DELETE_GLOBAL")
 def delete_global(m: Machine, f: Frame, i: Instruction) -> Any:
     if m.world.read_global(f.globals, i.value) in (MISSING, DELETED):
@@ -208,12 +203,14 @@ def return_const(m: Machine, f: Frame, i: Instruction) -> Any:
 
 computes(0, {
     "PUSH_NULL": lambda m, f, i: NULL,
+    "RETURN_GENERATOR": lambda m, f, i: None,
     "COPY": lambda m, f, i: f.stack[-i.arg],
     "LOAD_CLOSURE": lambda m, f, i: f.cells[i.value],
     "LOAD_DEREF": load_deref,
     "LOAD_CLASSDEREF": load_deref,
     "LOAD_NAME": lambda m, f, i: f.locals[i.value] if i.value in f.locals else find_global(m, f, i.value),
 })  # fmt: skip
+consumes(0, {"DELETE_NAME": lambda m, f, i: f.locals.pop(i.value, None)})
 consumes(1, {
     "POP_TOP": lambda m, f, i, value: None,
     "END_FOR": lambda m, f, i, value: None,
