@@ -64,7 +64,7 @@ set_torch(PyObject *module, PyObject *args)
         (void **)&torch.dim, (void **)&torch.dtype, (void **)&torch.empty, (void **)&torch.from_memory, (void **)&torch.view,
         (void **)&torch.copy, (void **)&torch.clone, (void **)&torch.destroy, (void **)&torch.wrap,
         (void **)&torch.parallel, (void **)&torch.max_threads, (void **)&torch.thread_number,
-        (void **)&torch.team_size, (void **)&torch.defined,
+        (void **)&torch.team_size, (void **)&torch.defined, (void **)&torch.hide, (void **)&torch.show,
     };
     Py_ssize_t count = sizeof(fields) / sizeof(*fields);
     if (PyTuple_GET_SIZE(args) != count + 2)

@@ -19,6 +19,11 @@ typedef int32_t (*Native)(W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, W, 
                           double, double, double, double, double, double);
 #undef W
 
+/* An object of torch's that takes two words. */
+typedef struct {
+    uint64_t words[4];
+} Hidden;
+
 /* Found by launch/native.py in torch's own libraries. */
 typedef struct {
     int32_t (*data_pointer)(Tensor, void **);
@@ -44,6 +49,8 @@ typedef struct {
     PyTypeObject *type;  /* torch.Tensor */
     int ready;
     int32_t (*defined)(Tensor, bool *);
+    void (*hide)(Hidden *, uint64_t keys); /* ops of this thread leave parts of calls out, up to `show` */
+    void (*show)(Hidden *);
 } Torch;
 
 extern Torch torch;
@@ -180,7 +187,8 @@ typedef struct {
     int steps_count, lodged_count, outputs_count, symbols_count, inputs, slots, arena;
     double grain;
     Device device;
-    char pure; /* no step calls an eager kernel */
+    char pure; /* no step calls an eager kernel, or what those leave out is hidden from them */
+    unsigned long long hidden;
 } Plan;
 
 extern PyTypeObject PlanType, LayoutType;

@@ -17,6 +17,7 @@ class Plan:
     title: str | None
     failing: Any
     pure: bool
+    hidden: int
     def __new__(
         cls,
         steps: tuple[tuple[Any, ...], ...],

@@ -337,7 +337,8 @@ static PyMemberDef plan_members[] = {
     {"owner", T_OBJECT, offsetof(Plan, owner), READONLY, "what it was made of"},
     {"title", T_OBJECT, offsetof(Plan, title), 0, "what its graph is called"},
     {"failing", T_OBJECT, offsetof(Plan, failing), 0, "failing(step, error): told of the exception of a step; or None"},
-    {"pure", T_BOOL, offsetof(Plan, pure), READONLY, "whether it calls kernels of its own alone"},
+    {"pure", T_BOOL, offsetof(Plan, pure), 0, "whether it hides from eager kernels what they leave out, or calls none"},
+    {"hidden", T_ULONGLONG, offsetof(Plan, hidden), 0, "the keys that are hidden from its steps"},
     {NULL},
 };
 

@@ -268,6 +268,9 @@ plan_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
     Tensor *own = NULL;
     PyObject *result = NULL;
     PyObject *end = begin(plan, -1);
+    Hidden hidden;
+    if (plan->hidden)
+        torch.hide(&hidden, plan->hidden);
     int going = run.layout != NULL && (!plan->device.context || !grid_enter(&run)) && !borrow(&run, &own);
     for (int i = 0; going && i < plan->steps_count; i++) {
         const Step *step = &plan->steps[i];
@@ -286,6 +289,8 @@ plan_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
             } else
                 PyTuple_SET_ITEM(result, i, output);
         }
+    if (plan->hidden)
+        torch.show(&hidden);
     if (end != NULL)
         finish(end);
     /* The destructors of values may run code of Python's, which may not see an exception that is on its way. */

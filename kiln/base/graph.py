@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -181,6 +182,10 @@ class Graph:
                 users[read].append(node)
         return users
 
+    def read(self) -> set[Node]:
+        """What some node reads."""
+        return set().union(*[node.inputs() for node in self.nodes])
+
     def drop_unused(self, keep: Callable[[Node], bool] = lambda node: False) -> None:
         """Remove the nodes that no output needs; `keep` saves those that matter for what they do."""
         needed = set(nodes_in(self.outputs))
@@ -240,8 +245,13 @@ def label(op: Any) -> str:
     if isinstance(op, str):
         return op
     if isinstance(op, torch._ops.OpOverload):
-        return str(op._schema.name.split("::")[-1])
+        return _overload_label(op)
     return str(getattr(op, "__name__", type(op).__name__))
+
+
+@cache
+def _overload_label(op: torch._ops.OpOverload) -> str:
+    return str(op._schema.name.split("::")[-1])
 
 
 def show(value: Any) -> str:
@@ -310,8 +320,7 @@ def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], An
     """The graph, changed in place, with other nodes where `instead` gives some and the value of theirs."""
     replaced: dict[Node, Any] = {}
     nodes: list[Node] = []
-    read = {one for node in graph.nodes for one in node.inputs()}
-    unread = {node for node in graph.nodes if node not in read}
+    unread = set(graph.nodes) - graph.read()
     for node in graph.nodes:
         if not replaced.keys().isdisjoint(node.inputs()):
             node.args, node.kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)

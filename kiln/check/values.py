@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Final
+
+import torch
+
+FEW = 8  # elements of a tensor that is printed
 
 
 class _Missing:
@@ -58,11 +63,29 @@ def lookup(cls: type, name: str) -> Any:
     return MISSING
 
 
+class Words(str):
+    """A text that stands for a value."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def brief(value: Any, limit: int) -> Any:
+    """What is printed of a value: no more elements than texts are shown of, and no tensor's numbers."""
+    if type(value) in (list, tuple):
+        return type(value)([brief(one, limit) for one in value[:limit]])
+    if isinstance(value, dict):
+        keys = islice(keys_of(value), limit)
+        return {brief(key, limit): brief(dict.__getitem__(value, key), limit) for key in keys}
+    if isinstance(value, torch.Tensor) and value.numel() > FEW:
+        return Words(f"a tensor of shape {tuple(value.shape)}")
+    return value
+
+
 def show(value: Any, limit: int = 60) -> str:
     """A short text of a value for a recompile reason."""
-    if type(value) in (list, tuple):  # of hundreds of tensors those are printed whose text is shown
-        value = value[: limit // 3 + 1]
     try:
+        value = brief(value, limit // 3 + 1)
         text = f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else repr(value)
     except Exception:  # the program's own code
         text = f"a {type(value).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,19 +44,20 @@ class Replay:
             if not m.hidden and (m.with_grad or graph.inputs[m.primal] in needed)
         ]
 
-    def _outputs(self) -> list[tuple[str, int]]:
-        """For each tangent, where the replayed graph has its value: an output, its base, a mutated input."""
-        found: list[tuple[str, int]] = []
+    def _outputs(self) -> list[Callable[..., torch.Tensor]]:
+        """For each tangent, its value of the replayed graph's outputs, or their bases, and mutated inputs."""
+        found: list[Callable[..., torch.Tensor]] = []
         for index in self.joint.tangents:
-            for place, output in enumerate(self.joint.outputs):
+            for at, output in enumerate(self.joint.outputs):
                 if isinstance(output, Fresh) and output.index == index:
-                    found.append(("output", place))
+                    found.append(lambda outputs, inputs, at=at: outputs[at])
                     break
                 if isinstance(output, View) and type(output.base) is int and output.base == index:
-                    found.append(("base", place))
+                    found.append(lambda outputs, inputs, at=at: _base(outputs[at]))
                     break
             else:
-                found.append(("written", next(m.primal for m in self.joint.mutated if m.index == index)))
+                at = next(m.primal for m in self.joint.mutated if m.index == index)
+                found.append(lambda outputs, inputs, at=at: inputs[at])
         return found
 
     # What a call keeps
@@ -98,8 +99,7 @@ class Replay:
         with torch.enable_grad(), self._state(ctx):
             stand_ins = self._stand_ins(ctx.primals)
             outputs = self._run(stand_ins)
-            places = [at for k, at in enumerate(self.outputs) if present >> k & 1]
-            results = [self._value(kind_of, place, outputs, stand_ins) for kind_of, place in places]
+            results = [get(outputs, stand_ins) for k, get in enumerate(self.outputs) if present >> k & 1]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
             outs, given = [r for r, _ in pairs], [t for _, t in pairs]
@@ -154,14 +154,6 @@ class Replay:
         _pair(self.joint.nest, out, flat)
         return flat
 
-    def _value(
-        self, kind_of: str, place: int, outputs: Sequence[Any], stand_ins: Sequence[Any]
-    ) -> torch.Tensor:
-        if kind_of == "written":
-            return stand_ins[place]  # type: ignore[no-any-return]
-        value: torch.Tensor = outputs[place]
-        return value if kind_of == "output" or value._base is None else value._base
-
     @contextlib.contextmanager
     def _state(self, ctx: Any) -> Iterator[None]:
         """Torch's random numbers and autocast as they were in the forward, for a while."""
@@ -192,6 +184,10 @@ def _pair(nest: Any, value: Any, flat: list[Any]) -> None:
 def _devices(graph: Graph) -> list[str]:
     specs = [n.spec for n in (*graph.inputs, *nodes_in(graph.outputs)) if isinstance(n.spec, TensorSpec)]
     return sorted({"cpu", *(spec.device.type for spec in specs)} - {"meta"})
+
+
+def _base(value: torch.Tensor) -> torch.Tensor:
+    return value if value._base is None else value._base
 
 
 def _home(device: str) -> Any:

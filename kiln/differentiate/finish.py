@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import mapped
+from kiln.base.keys import below
 from kiln.differentiate.joint import (
     Attribute,
     Constant,
@@ -29,20 +29,6 @@ Sizes: TypeAlias = Callable[[Args], Mapping[Symbol, Any]]
 Finish: TypeAlias = Callable[[Results, Args], Any]
 
 _switch = torch._C._set_grad_enabled
-
-
-def _keys() -> Any:
-    keys = torch._C.DispatchKey
-    found = torch._C.DispatchKeySet(keys.ADInplaceOrView)
-    casts = [name for name in dir(keys) if name.startswith("Autocast")]
-    for name in ("AutogradFunctionality", "AutogradOther", *casts):
-        found = found.add(getattr(keys, name))
-    return found
-
-
-# What a graph of aten ops needs no more: autograd's and autocast's part is in the graph already. Without them
-# no op records a history, tracks views, counts versions or converts its arguments once more.
-below = partial(torch._C._ExcludeDispatchKeyGuard, _keys())
 
 
 def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
@@ -161,12 +147,8 @@ def _write(
     origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
 
     def write(results: Results, args: Args) -> None:
-        before = torch.is_grad_enabled()
-        _switch(True)
-        try:
+        with torch.enable_grad():
             origin(args).copy_(results[index])
-        finally:
-            _switch(before)
 
     return write
 

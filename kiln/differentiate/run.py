@@ -190,13 +190,5 @@ def _opaque(graph: Graph) -> bool:
 
 def _inference(joint: Joint, forward: Run) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
     """Runs a graph without a backward half."""
-    if _opaque(joint.graph):
-
-        def open_run(primals: tuple[Any, ...]) -> Sequence[Any]:
-            with torch.no_grad():
-                return forward(list(primals))
-
-        return open_run
-
-    run = entered(forward)
+    run = torch.no_grad()(forward) if _opaque(joint.graph) else entered(forward)
     return lambda primals: run(list(primals))

@@ -14,8 +14,9 @@ from kiln.base.begun import Begun, begin
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.fx import bindings
 from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.base.keys import below
 from kiln.differentiate.again import Replay
-from kiln.differentiate.finish import below, resolved
+from kiln.differentiate.finish import resolved
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.prune import Pruned, pruned, uses
@@ -81,9 +82,7 @@ def training(
             if _grad_enabled():
                 saving.check(ctx, present)
                 return replay.gradients(ctx, present, given)
-            values = saving.load(ctx, present)
-            values += ctx.numbers
-            values += given
+            values = [*saving.load(ctx, present), *ctx.numbers, *given]
             del given
             free = not _keeps_graph() and saving.release(ctx, present)
             plain = [grads[i] for i in joint.tangents if grads[i] is not None]

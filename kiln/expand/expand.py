@@ -53,8 +53,7 @@ class Expander:
         out = Graph()
         values: dict[Node, Any] = {}
         kept: set[Node] = set()
-        read = {leaf for node in graph.nodes for leaf in node.inputs()}
-        read.update(nodes_in(graph.outputs))
+        read = graph.read() | set(nodes_in(graph.outputs))
         for node in graph.inputs:
             values[node] = made = out.input(node.name, node.spec, node.backward)
             made.where, made.region = node.where, node.region

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,11 +64,15 @@ def is_pure(node: Node) -> bool:
         return isinstance(node.args[0], torch.Tensor) and can_watch(node.args[0])
     if op is operator.getitem or op in PURE:
         return True
+    return _computes(op) and not _is_symbolic((node.args, node.kwargs))
+
+
+@cache
+def _computes(op: Any) -> bool:
     if not isinstance(op, torch._ops.OpOverload) or op._schema.is_mutable or not op._schema.returns:
         return False
-    if torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "mkldnn"):
-        return False
-    return not _is_symbolic((node.args, tuple(node.kwargs.values()))) and op._schema.name not in UNSET
+    drawn = torch.Tag.nondeterministic_seeded in op.tags
+    return not drawn and op.namespace in ("aten", "mkldnn") and op._schema.name not in UNSET
 
 
 #: Ops whose results are not set, or that ask for data.
@@ -89,14 +94,19 @@ def kept_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:
     kept: set[Node] = set(fixed)
     shown = _shown(graph)
     for node in graph.nodes:
-        if node in shown or any(read not in kept for read in node.inputs()) or not is_pure(node):
+        reads = node.inputs()
+        if not kept.issuperset(reads) or node in shown or not is_pure(node):
             continue
-        below = sources[node] = frozenset().union(*[sources[read] for read in node.inputs()])
-        limit = max(SMALL, TIMES * sum(nbytes(read.spec) for read in below))
+        below = sources[node] = frozenset().union(*[sources[read] for read in reads])
         # What a layer takes packed stands for what was kept already.
-        if is_view(node) or node.op in PURE or nbytes(node.spec) <= limit:
+        if is_view(node) or node.op in PURE or nbytes(node.spec) <= limit_of(below):
             kept.add(node)
     return kept
+
+
+def limit_of(sources: Collection[Node]) -> int:
+    """The bytes that a value made of these may take."""
+    return max(SMALL, TIMES * sum([nbytes(node.spec) for node in sources]))
 
 
 def _wanted(graph: Graph, kept: set[Node]) -> list[Node]:
@@ -142,7 +152,7 @@ def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], kept: set[Nod
     once.nodes = [node for node in graph.nodes if node in kept]
     once.outputs = tuple(wanted)
     once.drop_unused()
-    used = {read for node in once.nodes for read in node.inputs()}
+    used = once.read()
     held = tuple(i for i, node in enumerate(graph.inputs) if node in used)
     once.inputs = [graph.inputs[i] for i in held]
     rest = Graph()
@@ -154,16 +164,15 @@ def _split(graph: Graph, fixed: set[Node], wanted: Sequence[Node], kept: set[Nod
     for node in graph.nodes:
         if node in replaced:
             continue
-        if node.op is CONSTANT or not any(read in replaced for read in node.inputs()):
+        if node.op is CONSTANT or replaced.keys().isdisjoint(node.inputs()):
             rest.nodes.append(node)
             continue
         args, kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)
         replaced[node] = rest.add(node.over(args, kwargs))
     rest.outputs = retarget(graph.outputs, replaced)
-    users = graph.users()
-    acting = {replaced.get(node, node) for node in graph.nodes if not users[node] and node not in kept}
+    acting = {replaced.get(node, node) for node in set(graph.nodes) - graph.read() - kept}
     rest.drop_unused(keep=acting.__contains__)
-    needed = {read for node in rest.nodes for read in node.inputs()} | set(nodes_in(rest.outputs))
+    needed = rest.read() | set(nodes_in(rest.outputs))
     plain = rest.inputs[: len(graph.inputs)]
     given = tuple(i for i, node in enumerate(plain) if node in needed or node not in fixed)
     rest.inputs = [*(plain[i] for i in given), *rest.inputs[len(graph.inputs) :]]

@@ -32,10 +32,11 @@ def packed(graph: Graph, known: Collection[Node]) -> Graph:
     if not anchors:
         return graph
     outputs = set(nodes_in(graph.outputs))
-    matcher = Matcher(graph.users(), outputs, known, set())
+    users = graph.users()
+    matcher = Matcher(users, outputs, known, set())
     made: dict[Node, Maker] = {}
     covered: set[Node] = set()
-    for node, item in pools(graph, outputs):
+    for node, item in pools(graph, users, outputs):
         made[item] = pooling(node, item)
         covered.add(node)
     for node, form in anchors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from kiln.ops.table import aten
 WINDOW = 25
 
 
-def pools(graph: Graph, outputs: set[Node]) -> Iterator[tuple[Node, Node]]:
+def pools(
+    graph: Graph, users: Mapping[Node, list[Node]], outputs: set[Node]
+) -> Iterator[tuple[Node, Node]]:
     """The poolings of a graph whose places nobody reads, each with the node of its values."""
-    users = graph.users()
     for node in graph.nodes:
         if node.op is aten.max_pool2d_with_indices.default and node not in outputs:
             read = users[node]

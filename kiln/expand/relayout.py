@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, retarget
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import is_contiguous, is_dense
 from kiln.ops.levels import name_of
@@ -48,14 +48,14 @@ class Relayout:
         for node in self.old.inputs:
             self.values[node] = self.graph.input(node.name, node.spec, node.backward)
         kept: set[Any] = set()
-        users = self.old.users()
+        read = self.old.read()
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             for node in self.old.nodes:
                 if node in self.made:
                     self.values[node] = self.made[node](self)
                 elif node not in self.covered:
                     self.values[node] = made = self.follow(node)
-                    if not users[node] and type(made) is Node:
+                    if node not in read and type(made) is Node:
                         kept.add(made)
             self.graph.outputs = mapped(self.old.outputs, self.finished)
         # What nobody read before stays: whether it matters is not ours to say.
@@ -72,8 +72,10 @@ class Relayout:
         """What stands for a node whose inputs may lie otherwise now."""
         if node.op is operator.getitem and type(self.values[node.args[0]]) is not Node:
             return self.values[node.args[0]][node.args[1]]
-        if node.op is CONSTANT or all(self.same(read) for read in node.inputs()):
-            return self.copy(node, self.value)
+        if node.op is CONSTANT or all(map(self.same, node.inputs())):
+            args = node.args if node.op is CONSTANT else retarget(node.args, self.values)
+            kwargs = retarget(node.kwargs, self.values) if node.kwargs else {}
+            return self.graph.add(node.over(args, kwargs, self.graph.name(node.name)))
         if not follows(node):
             def plain(leaf: Any) -> Any:
                 if type(leaf) is not Node or self.contiguous(leaf):
@@ -99,9 +101,7 @@ class Relayout:
 
     def copy(self, node: Node, value: Callable[[Any], Any]) -> Node:
         """The node itself, over other values."""
-        args, kwargs = node.args, node.kwargs
-        if node.op is not CONSTANT:
-            args, kwargs = mapped(args, value), mapped(kwargs, value)
+        args, kwargs = mapped(node.args, value), mapped(node.kwargs, value)
         return self.graph.add(node.over(args, kwargs, self.graph.name(node.name)))
 
     def again(self, node: Node, value: Callable[[Any], Any]) -> Any:

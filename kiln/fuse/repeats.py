@@ -77,29 +77,39 @@ def marks_of(graph: Graph) -> list[int]:
     """A number for each node, equal only for nodes that do the same to values of the same types."""
     outputs = set(nodes_in(graph.outputs))
     known: dict[Any, int] = {}
+    types: dict[int, tuple[Any, Any]] = {}
+
+    def form(value: Any) -> Any:
+        """A stand-in for arguments: equal where they mean the same, but for which nodes are read."""
+        kind = type(value)
+        if kind is Node:
+            return type_of(value.spec)
+        if kind is tuple or kind is list:
+            return (kind, *[form(item) for item in value])
+        if kind is dict:
+            return tuple([(key, form(item)) for key, item in value.items()])
+        if kind is float:
+            return kind, repr(value)
+        return (kind, value) if kind is int or kind is bool else value
+
+    def type_of(spec: Any) -> Any:
+        """A number for a type: nodes that were copied share theirs, and a hash of one takes long."""
+        found = types.get(id(spec))
+        if found is None:
+            made = form(spec)
+            found = types[id(spec)] = known.setdefault((None, made), len(known)), spec
+        return found[0]
+
     marks = []
     for node in graph.nodes:
-        args = type(node.args[0]) if node.op is CONSTANT else _form(node.args)
-        key: Any = (node.op, args, _form(node.kwargs), _form(node.spec), node in outputs)
         try:
+            args = type(node.args[0]) if node.op is CONSTANT else form(node.args)
+            kwargs = form(node.kwargs) if node.kwargs else ()
+            key = node.op, args, kwargs, type_of(node.spec), node in outputs
             marks.append(known.setdefault(key, len(known)))
         except TypeError:  # an argument without a hash is like no other
             marks.append(known.setdefault(object(), len(known)))
     return marks
-
-
-def _form(value: Any) -> Any:
-    """A stand-in for arguments and types: equal where they mean the same, but for which nodes are read."""
-    kind = type(value)
-    if kind is Node:
-        return _form(value.spec)
-    if kind is tuple or kind is list:
-        return (kind, *[_form(item) for item in value])
-    if kind is dict:
-        return tuple([(key, _form(item)) for key, item in value.items()])
-    if kind is float:
-        return kind, repr(value)
-    return (kind, value) if kind is int or kind is bool else value
 
 
 def blocks_of(graph: Graph) -> Blocks | None:

@@ -27,6 +27,9 @@ WRAPS = (
 )
 #: A tensor's version; takes the address of the tensor.
 VERSION = "_ZNK2at10TensorBase8_versionEv"
+#: What hides keys from the ops of a thread, and what shows them again: an object is made and ended.
+HIDE = "_ZN3c104impl23ExcludeDispatchKeyGuardC1ENS_14DispatchKeySetE"
+SHOW = "_ZN3c104impl23ExcludeDispatchKeyGuardD1Ev"
 POOL = ("GOMP_parallel", "omp_get_max_threads", "omp_get_thread_num", "omp_get_num_threads")
 
 #: Machines on which one call of many words and numbers serves for all C functions; see `_launch.h`.
@@ -60,8 +63,15 @@ def set_up() -> None:
     pool = [0] * len(POOL) if threads is None else [address(threads, name) for name in POOL]
     found = [address(host, name) for name in FUNCTIONS]
     defined = address(host, "aoti_torch_is_defined")
-    _launch.set_torch(offset, torch.Tensor, *found, address(python, wrap), *pool, defined)
+    hiding = [address(host, name) for name in (HIDE, SHOW)] if hides() else [0, 0]
+    _launch.set_torch(offset, torch.Tensor, *found, address(python, wrap), *pool, defined, *hiding)
     _held.set_torch(offset, found[0], address(host, VERSION) if hasattr(host, VERSION) else 0)
+
+
+@functools.cache
+def hides() -> bool:
+    """Whether plans can hide keys from the ops that they call."""
+    return CALLS_ANY and all(hasattr(library(), name) for name in (HIDE, SHOW))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from kiln._launch import Plan
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
+from kiln.base.keys import HIDDEN
 from kiln.fuse.nest import Buffer, Kernel, Nest, terms
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
@@ -21,9 +22,9 @@ from kiln.generate.cpu import Code
 from kiln.launch.events import Event, Events, events_of, last_uses, lodgers, native_reads
 from kiln.launch.inplace import heirs, never_fails
 from kiln.launch.memory import Lodging, size_of
-from kiln.launch.native import dtype_code, function, set_up
+from kiln.launch.native import dtype_code, function, hides, set_up
 from kiln.launch.numbers import Numbers, Settled
-from kiln.launch.shims import LASTING, lasting, words_of, work_of_call
+from kiln.launch.shims import LASTING, lasting, signature, words_of, work_of_call
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
@@ -54,6 +55,9 @@ def linked(made: Description, code: Code | None, device: tuple[int, int, int] = 
         settled.function(), replace(made, code=code), GRAIN, device,
     )  # fmt: skip
     plan.failing = made.sources
+    called = [step[1] for step in made.steps if LINKED[step[0]] is with_function]
+    if called and hides() and all(isinstance(op, torch._ops.OpOverload) for op in called):
+        plan.hidden, plan.pure = HIDDEN.raw_repr(), True
     return plan
 
 
@@ -322,8 +326,7 @@ class Planner:
         else:
             results, packed = self.results(node)
             self.fresh.update(event.makes)
-            made = enumerate(node.op._schema.returns)
-            words = (*words, *[("q" if str(one.type) == "int" else "r", i) for i, one in made])
+            words = (*words, *signature(node.op)[1])
         work = work_of_call(node)
         self.steps.append(("call", op, arguments, names, results, packed, shim.name, words, work, ()))
 

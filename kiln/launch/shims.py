@@ -117,17 +117,24 @@ def words_of(
 ) -> tuple[Word, ...] | None:
     """The words that a node's arguments are, without its result; None where one has no such form."""
     made: list[Word] = []
-    arguments = node.op._schema.arguments
-    for i, argument in enumerate(arguments):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-        make = MAKERS.get(_kind(argument))
+    arguments, results = signature(node.op)
+    for i, (name, default, make) in enumerate(arguments):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
         words = make(value, ref, numbers) if make is not None else None
         if words is None:
             return None
         made += words
-    refs = sum(len(word[1]) for word in made if word[0] in "hol")
-    count = len(made) + len(node.op._schema.returns)
-    return tuple(made) if count <= WORDS and refs <= HELD else None
+    refs = sum([len(word[1]) for word in made if word[0] in "hol"])
+    return tuple(made) if len(made) + len(results) <= WORDS and refs <= HELD else None
+
+
+@functools.cache
+def signature(op: Any) -> tuple[tuple[tuple[str, Any, Any], ...], tuple[Word, ...]]:
+    """The arguments of an op by name, default and what makes words of them; the words of its results."""
+    schema = op._schema
+    arguments = [(one.name, one.default_value, MAKERS.get(_kind(one))) for one in schema.arguments]
+    results = [("q" if str(one.type) == "int" else "r", i) for i, one in enumerate(schema.returns)]
+    return tuple(arguments), tuple(results)
 
 
 KINDS = {

@@ -26,6 +26,7 @@ from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
 CPU = torch.device("cpu")
+LINE = 16  # bytes at whose multiples kernels want to find what they read
 #: Arithmetic of numbers that is done again on the other side.
 ARITHMETIC = frozenset("add sub rsub mul div neg reciprocal sqrt rsqrt pow".split())
 #: Nodes that read a number which is computed again: what many read would connect them.
@@ -243,12 +244,13 @@ def runs_of_numbers(part: Part) -> list[int]:
 
 
 def brought(values: list[Any], numbers: Sequence[int], device: torch.device) -> list[Any]:
-    """Values on another device; runs of numbers go together.
+    """Values on another device; runs of numbers go together, each at a multiple of 16 bytes.
 
     The GPU need not be waited for: the driver has taken what it copies when the call returns.
     """
     made: list[Any] = []
     for count in numbers:
         packed = torch.stack(values[len(made) : len(made) + count])
-        made += packed.to(device, non_blocking=device.type != "cpu").unbind()
+        rows = packed.unsqueeze(1).expand(-1, max(LINE // packed.element_size(), 1)).contiguous()
+        made += rows.to(device, non_blocking=device.type != "cpu").select(1, 0).unbind()
     return made + [value.to(device) for value in values[len(made) :]]

@@ -15,6 +15,7 @@ What holds for all elementwise primitives at level `prims`:
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 #: Elementwise functions of one tensor.
@@ -85,8 +86,12 @@ LEVELS = ("aten", "core", "prims")
 
 def name_of(overload: Any) -> str:
     """The name of the op that an overload belongs to, without its namespace; other callables have none."""
-    schema = getattr(overload, "_schema", None)
-    return schema.name.removeprefix("aten::") if schema is not None else ""
+    return _overload_name(overload) if hasattr(overload, "_schema") else ""
+
+
+@cache
+def _overload_name(overload: Any) -> str:
+    return str(overload._schema.name.removeprefix("aten::"))
 
 
 def level_of(overload: Any) -> str:

@@ -1,7 +1,7 @@
 """How far rounding alone may move the results of a program, measured by running it with every op rounded otherwise.
 
-Results that an op has exactly, as its float64 form shows (there: few binary places), stay as they are: what jumps is drawn
-for such values alone.
+What an op has exactly, as its float64 form shows (there: few binary places), stays as it is in the forward: what jumps is
+drawn for such values alone.
 Others are computed from inputs off by one place of float32 or wider, in which kernels compute, and are then off by a few
 places of their own dtype, forward and backward. Sums are off by a part of what the absolute values of their terms add up to.
 """
@@ -98,12 +98,14 @@ class Disturbing(Ops):
         if wide is None or moved is None:
             return results
         many = math.sqrt(max(x.numel() for x in given)) / 16 if ADDS.search(name) else 0.0
+        # Gradients decide nothing: that one of them is exact is chance.
+        exactly = NORMS.search(name) is None and torch._C._current_graph_task_id() == -1
         offset = self.offset(func, name, args, kwargs, results) * unit(given[0].dtype)
         for i, result in enumerate(listed(results)):
             if floats(result) and result.numel():
                 off = listed(moved)[i].double()
                 off = off + (offset if i == 0 else 0) * self.places(off if name in SUMS else off.new_zeros(()), 2) * (1 + many)
-                result.copy_(self.rounded(result, listed(wide)[i].double(), off, many, NORMS.search(name) is None))
+                result.copy_(self.rounded(result, listed(wide)[i].double(), off, many, exactly))
         return results
 
     def offset(self, func: Any, name: str, args: Any, kwargs: Any, results: Any) -> torch.Tensor:
