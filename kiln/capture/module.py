@@ -39,16 +39,15 @@ class CapturedGraph(Graph):
         self._len += 1
         return node
 
-
     def _named(self, op: str, target: Any) -> str:
         """A name for a node of this target, as fx gives it: the target's, with the next free number."""
         space, key = self._graph_namespace, target if op == "call_method" else id(target)
         label = self._labels.get(key)
         if label is None:
             # What is small letters is as it stands, and most attributes are.
-            small = op == "get_attr" and target.islower()
+            small = op == "get_attr" and target.islower() and not target.startswith("__")
             label = target if small else self._target_to_str(target)
-            first = space.create_name(label, None)
+            first = str(space.create_name(label, None))
             if first.startswith(label) and op.startswith("call") and not label.rpartition("_")[2].isdigit():
                 self._labels[key] = label  # which fx counts by; the node keeps the target alive
             return first

@@ -199,10 +199,10 @@ class _Reader:
             raise Differs
         recipe.nodes = nodes
 
-
     def _write_pattern(self) -> None:
         """Note which checks a copy has by their numbers alone: those of one path that C walks by itself."""
-        recipe, steps, walked = self.recipe, [], []
+        recipe, walked = self.recipe, list[bool]()
+        steps: list[tuple[Step | None, int]] = []
         for place in recipe.places:
             step = None if isinstance(place.source, Const) else place.source
             assert step is None or isinstance(step, Step)

@@ -20,9 +20,7 @@ from kiln.ops.table import aten
 WINDOW = 25
 
 
-def pools(
-    graph: Graph, users: Mapping[Node, list[Node]], outputs: set[Node]
-) -> Iterator[tuple[Node, Node]]:
+def pools(graph: Graph, users: Mapping[Node, list[Node]], outputs: set[Node]) -> Iterator[tuple[Node, Node]]:
     """The poolings of a graph whose places nobody reads, each with the node of its values."""
     for node in graph.nodes:
         if node.op is aten.max_pool2d_with_indices.default and node not in outputs:

@@ -77,6 +77,7 @@ class Relayout:
             kwargs = retarget(node.kwargs, self.values) if node.kwargs else {}
             return self.graph.add(node.over(args, kwargs, self.graph.name(node.name)))
         if not follows(node):
+
             def plain(leaf: Any) -> Any:
                 if type(leaf) is not Node or self.contiguous(leaf):
                     return self.value(leaf)
@@ -172,5 +173,3 @@ def follows(node: Node) -> bool:
     if not isinstance(op, torch._ops.OpOverload) or op is aten.view.dtype:
         return False
     return torch.Tag.pointwise in op.tags or op.namespace == "aten" and name_of(op) in FOLLOW
-
-

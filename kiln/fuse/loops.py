@@ -33,7 +33,14 @@ def _var_mean(
     divisor = count - (1 if correction is None else correction)
     spread = aten.sum.dim_IntList(centred * centred, dims, True) / float(max(divisor, 0))
     if count > 1:  # an infinity makes eager's running mean NaN
-        mean = torch.where(torch.isnan(spread), spread, mean)
+        lost = torch.isnan(spread)
+        if correction != 0 and x.device.type == "cpu":  # unless it comes last; norms ask for 0, and are NaN
+            last = x
+            for d in dims:
+                last = last.narrow(d, x.shape[d] - 1, 1)
+            others = aten.sum.dim_IntList(torch.where(x.abs() < math.inf, 0.0, 1.0), dims, True)
+            lost = lost & ~(torch.isinf(last) & (others == 1.0))
+        mean = torch.where(lost, spread, mean)
     if not keepdim:
         kept = [n for d, n in enumerate(x.shape) if d not in dims]
         spread, mean = spread.reshape(kept), mean.reshape(kept)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kiln.base.errors import Break, Bug
 from kiln.base.source import Arg, Attr, DictAttr, Item
+from kiln.capture.module import CapturedGraph
 from kiln.capture.nodes import identifier
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import FakeTensor
@@ -338,3 +339,28 @@ def test_requires_grad_is_recorded() -> None:
     r, (a,) = recording(torch.randn(3))
     b = r.call(torch.Tensor.requires_grad_, (r.call(torch.Tensor.detach, (a,)),))
     assert targets(r) == ["detach", "requires_grad_"] and b.requires_grad and b.is_leaf
+
+
+def test_nodes_are_named_as_fx_names_them() -> None:
+    """Names are counted by the graph itself, which a node that fx adds later must fit."""
+
+    def log_2(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    mine, theirs = CapturedGraph(), torch.fx.Graph()
+    calls: list[tuple[str, object]] = [
+        ("call_function", torch.add), ("call_method", "add"), ("call_function", torch.add), ("get_attr", "add"),
+        ("call_method", "float"), ("call_method", "float"), ("call_method", "__add__"), ("call_method", "newOnes"),
+        ("call_function", log_2), ("call_function", torch.log), ("call_function", log_2),
+        ("call_function", torch.log), ("call_method", "log"), ("get_attr", "self_a_weight"), ("get_attr", "w_1"),
+        ("get_attr", "w"), ("get_attr", "w"), ("get_attr", "Wide_Name"), ("get_attr", "class"), ("get_attr", "__own__"),
+        ("call_function", F.conv2d), ("call_function", F.conv2d), ("call_method", "add"),
+    ]  # fmt: skip
+    for graph in (mine, theirs):
+        graph.placeholder("add_1")
+        for op, target in calls * 2:
+            graph.create_node(op, target, ())
+    assert [node.name for node in mine.nodes] == [node.name for node in theirs.nodes]
+    for op, target in calls:
+        torch.fx.Graph.create_node(mine, op, target, ())
+    assert len({node.name for node in mine.nodes}) == len(mine.nodes)

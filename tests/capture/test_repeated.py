@@ -13,6 +13,7 @@ from torch import nn
 import kiln
 from kiln.base import records
 from kiln.capture import repeated
+from kiln.check.tree import Moved
 from tests.support import t
 
 SEEN: list[torch.Tensor] = []
@@ -247,6 +248,26 @@ def test_copies_are_guarded(copies, name):
         torch.manual_seed(3)
         AFTERWARDS[name](changed.layers[2])
     torch.testing.assert_close(outcome(model, X, compiled), outcome(twin, X, twin))
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_guards_of_copies_are_written_when_one_fails(copies, monkeypatch, name):
+    """Copies check the guards of the first layer over their own paths; no guard object is made for that."""
+    written: list[Moved] = []
+    real = Moved.guards
+    monkeypatch.setattr(Moved, "guards", lambda self: written.append(self) or real(self))
+    model = stack(count=6).eval()
+    compiled = kiln.compile(model, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), model(X))
+    assert len(copies) >= 4 and not written
+    AFTERWARDS[name](model.layers[4])
+    with records.collect() as seen:
+        compiled(X)
+    assert len(written) == len(set(map(id, written)))
+    (found,) = seen.recompiles
+    assert found.reasons[0].startswith("self.layers.4")
+    assert found.failures[0].place is not None
 
 
 class Counting(Block):

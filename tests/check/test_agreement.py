@@ -8,9 +8,9 @@ import random
 import pytest
 
 from kiln import _hook
-from kiln.base.source import Arg, Const
-from kiln.check.guards import Is, TypeIs
-from kiln.check.tree import GuardSet
+from kiln.base.source import Arg, Const, DictAttr, Item
+from kiln.check.guards import Absent, Contains, Equals, Is, Length, TypeIs
+from kiln.check.tree import GuardSet, Moved, Pattern
 from tests.check import world
 
 
@@ -170,3 +170,59 @@ def test_calls_without_keywords_leave_the_epoch_alone():
     for _ in range(5):
         region(1)
     assert _hook.dict_epoch() == before
+
+
+class Part:
+    """What a path leads through: attributes, a dict and a list."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.names, self.items, self.inner = n, {"a": n}, [n, n], object()
+
+
+def test_guards_moved_to_other_roots():
+    """A pattern over another root is checked in C as its guards are, written one by one."""
+    first, second = Part(3), Part(3)
+    root = Const(first, "first")
+    paths = [
+        None,
+        DictAttr(root, "n"),
+        DictAttr(root, "names"),
+        DictAttr(root, "items"),
+        DictAttr(root, "inner"),
+    ]
+    steps = [(path, 0 if path else -1) for path in paths]
+    steps.append((Item(paths[2], "a"), 2))
+    steps.append((Item(paths[3], 1), 3))
+    sources = [root, *paths[1:], steps[5][0], steps[6][0]]
+    kinds = [
+        (TypeIs(root, Part), 0), (Absent(root, "late"), 0), (Equals(sources[1], 3), 1), (Length(sources[3], 2), 3),
+        (Is(sources[4], first.inner), 4), (Contains(sources[2], "a", True), 2), (Equals(sources[5], 3), 5),
+        (Equals(sources[6], 3), 6),
+    ]  # fmt: skip
+    pattern = Pattern(steps, [(guard, place, guard.emit()) for guard, place in kinds])
+    guards = GuardSet()
+    guards.add(TypeIs(Arg(0, "x"), int))
+    moved = Moved(pattern, {0: Const(second, "second")}, [0, 1, 2, 3, 4, 5, 7], {4: second.inner})
+    guards.add(moved, "here")
+    built = guards.build()
+    assert [str(guard.source).partition(".")[0] for guard in guards.guards] == ["x"] + ["second"] * 7
+    assert guards.place(guards.guards[1]) == "here" and len(guards) == 8
+
+    def changed(change, back):
+        change()
+        assert not agree(guards, built, (1,))
+        back()
+        assert agree(guards, built, (1,))
+
+    assert agree(guards, built, (1,))
+    first.n = first.items[1] = 7  # the first object is none of theirs
+    assert agree(guards, built, (1,)) and not agree(guards, built, ("x",))
+    second.names["a"] = 4  # not among the chosen ones
+    assert agree(guards, built, (1,))
+    inner = second.inner
+    changed(lambda: setattr(second, "n", 4), lambda: setattr(second, "n", 3))
+    changed(lambda: setattr(second, "late", 4), lambda: delattr(second, "late"))
+    changed(lambda: second.items.append(3), second.items.pop)
+    changed(lambda: second.items.__setitem__(1, 5), lambda: second.items.__setitem__(1, 3))
+    changed(lambda: setattr(second, "inner", first.inner), lambda: setattr(second, "inner", inner))
+    changed(second.names.clear, lambda: second.names.update(a=1))

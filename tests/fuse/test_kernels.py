@@ -141,3 +141,16 @@ def test_diagonals_strides_and_slices_that_are_replaced():
     check(lambda a: torch.slice_scatter(a * 2, a[:, 1:5:2] + 1, 1, 1, 5, 2) * 3, x, kernels=1)
     check(lambda a: torch.slice_scatter(a * 2, a[:, -3:] + 1, 1, -3) * 3, x, kernels=1)
     check(lambda a: torch.select_scatter(a * 2, a[:, 0] + 1, 1, -3) * 3, x, kernels=1)
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((40, 17), 1), ((40, 17), 0), ((6, 5, 7), (0, 2)), ((33,), 0)])
+def test_an_infinity_last_in_its_row_is_its_mean(shape, dims):
+    """Eager's running mean is NaN from the element after an infinity on."""
+    ends = [n - 1 for n in shape]
+    for places in ([ends], [ends, [0] * len(shape)], [[0] * len(shape)], [[max(n - 2, 0) for n in shape]]):
+        for value in (torch.inf, -torch.inf, torch.nan):
+            x = rand(*shape)
+            for place in places:
+                x[tuple(place)] = value
+            check(lambda a: torch.var_mean(a, dims), x, kernels=1, calls=("view", "view"))
+            check(lambda a: F.layer_norm(a, shape[-1:]), x)

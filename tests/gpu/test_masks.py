@@ -70,6 +70,8 @@ def test_masks(make, hidden, monkeypatch):
     monkeypatch.setattr(masks, "DEVICES", {"cpu"})
     monkeypatch.setattr(masks, "functional", SimpleNamespace(scaled_dot_product_attention=attention))
     kiln.reset()
-    got = kiln.compile(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=make(q)), fullgraph=True)(Q)
+    got = kiln.compile(lambda q: F.scaled_dot_product_attention(q, q, q, attn_mask=make(q)), fullgraph=True)(
+        Q
+    )
     assert found == [(hidden is not None, hidden == "later")]
     torch.testing.assert_close(got, expected)

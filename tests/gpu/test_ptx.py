@@ -98,7 +98,9 @@ def test_rows_that_cannot_be_copied_at_once_are_put_into_shared_memory_by_thread
     text = device_of(lambda a: a.softmax(-1), x, aligned=False, clusters=False).text
     assert "cp.async" not in text and count(r"st\.shared\.v4", text) == 13
     odd = device_of(lambda a: a.softmax(-1), torch.empty(256, 20001, dtype=HALF), clusters=False)
-    assert odd.starts[0][0].function.shared == 40016 and count(r"st\.shared\.b16", odd.text) == 4 + 40 % 16 // 2
+    assert (
+        odd.starts[0][0].function.shared == 40016 and count(r"st\.shared\.b16", odd.text) == 4 + 40 % 16 // 2
+    )
 
 
 def test_what_a_norm_reads_once_is_not_kept():

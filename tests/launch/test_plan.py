@@ -56,6 +56,23 @@ plan: 5 steps, 4 slots, arena of 256 bytes
     assert plan.pure and plan.hidden, "what eager kernels leave out is hidden from them"
 
 
+def test_what_is_hidden_from_eager_kernels_is_shown_again():
+    def records():
+        return (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+    f = kiln.compile(lambda a, i: a.flip(0).index_put((i,), a[:1]) @ a, fullgraph=True)
+    a = rand(4, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(f(a, torch.tensor([1])), a.flip(0).index_put((torch.tensor([1]),), a[:1]) @ a)
+    assert records()
+    with torch.no_grad(), pytest.raises(IndexError):
+        f(a, torch.tensor([9]))
+    assert records(), "also after an error"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert kiln.compile(lambda x: x @ x, fullgraph=True)(a).dtype is torch.bfloat16
+    assert records()
+
+
 def test_kernels_alone_are_pure():
     plan = check(lambda a, b: torch.relu(a + b) * 2.0, rand(64), rand(64))
     assert plan.pure and steps(plan) == ["make", "launch"]
