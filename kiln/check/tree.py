@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import field
 from typing import Any
 
 from kiln import _hook
@@ -20,6 +21,28 @@ class Pattern:
 
     steps: Sequence[tuple[Step | None, int]]
     checks: Sequence[tuple[Guard, int, tuple[int, Any]]]
+    trees: dict[Any, _Tree] = field(default_factory=dict)
+    """For roots and chosen guards their tree, of which the roots are the first nodes."""
+
+    def tree(self, roots: Iterable[int], chosen: Sequence[int]) -> _Tree:
+        key = tuple(roots), tuple(chosen)
+        known = self.trees.get(key)
+        if known is None:
+            known = self.trees[key] = _Tree()
+            numbers = {place: known.step(-1, -1, place) for place in roots}
+            spot = _Spot(known)
+
+            def number(place: int) -> int:
+                if place not in numbers:
+                    step, base = self.steps[place]
+                    numbers[place] = STEPS[type(step)](known, step, number(base))
+                return numbers[place]
+
+            for i in chosen:
+                guard, place, (kind, operand) = self.checks[i]
+                spot.number = number(place)
+                known.checks.append((kind, guard.nodes(spot), operand))
+        return known
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,21 +80,13 @@ class Moved:
 
     def build(self, tree: _Tree) -> None:
         """Put the checks into a tree, in the order of the guards."""
-        steps, checks, values = self.pattern.steps, self.pattern.checks, self.values
-        known: dict[int, int] = {place: tree.node(source) for place, source in self.roots.items()}
-        spot = _Spot(tree)
-
-        def number(place: int) -> int:
-            found = known.get(place)
-            if found is None:
-                step, base = steps[place]
-                found = known[place] = STEPS[type(step)](tree, step, number(base))
-            return found
-
-        for i in self.chosen:
-            guard, place, (kind, operand) = checks[i]
-            spot.number = number(place)
-            tree.checks.append((kind, guard.nodes(spot), values.get(i, operand)))
+        pattern = self.pattern.tree(self.roots, self.chosen)
+        numbers = [tree.node(source) for source in self.roots.values()]
+        for parent, kind, operand in pattern.nodes[len(numbers) :]:
+            numbers.append(tree.step(kind, numbers[parent], operand))
+        for i, (kind, reads, operand) in zip(self.chosen, pattern.checks, strict=True):
+            (read,) = reads
+            tree.checks.append((kind, (numbers[read],), self.values.get(i, operand)))
 
 
 class GuardSet:
@@ -152,7 +167,7 @@ class _Tree:
         return self.dict_of(self.node(base))
 
     def dict_of(self, parent: int) -> int:
-        return self._put(parent, _hook.FETCH_DICT, None, ("dict", parent))
+        return self.step(_hook.FETCH_DICT, parent, None)
 
     def step(self, kind: int, parent: int, operand: Any) -> int:
         return self._put(parent, kind, operand, (kind, parent, type(operand), operand))

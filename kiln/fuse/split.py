@@ -93,14 +93,12 @@ def along_memory(nest: Nest) -> Axis:
 
 MANY = 1 << 60
 #: Cores with long vectors.
-CORES = Cuts(
-    part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True
-)
+CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True)
 #: Hundreds of processors, each with thousands of threads.
 GRIDS = Cuts(
     part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True,
     at_once=True, anew=32, together=1 << 17,
-)
+)  # fmt: skip
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
 #: Long parts are of whole vectors.
@@ -137,7 +135,8 @@ def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     if nest.volume() < 2 * FEWEST * results(nest):  # parts would leave nearly as much as there is
         return None
     if cuts.tasks(nest) >= cuts.few and nest.volume() // cuts.tasks(nest) <= cuts.together:
-        if along_memory(nest).reduced and any(s.phase > 0 and not s.kept for s in nest.stores):
+        again = any(f.phase > 0 for f in nest.folds()) or any(s.phase > 0 and not s.kept for s in nest.stores)
+        if again and along_memory(nest).reduced:
             return None
     if any(f.running or f.place is not None and f.phase == 0 for f in nest.folds()):
         return None

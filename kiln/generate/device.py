@@ -17,8 +17,8 @@ from kiln.generate.ptx_strips import StripEmitter
 from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, most_entries, of_any_length
 from kiln.generate.values import NAME
 
-#: The least version of PTX whose blocks arrive at a barrier of their cluster without waiting for memory.
-CLUSTERS_VERSION = 80
+#: The least version of PTX whose blocks put words into each other's memory and count their bytes.
+CLUSTERS_VERSION = 81
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -24,9 +24,8 @@ LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
 CLUSTER = 8  # blocks that share a row
-SUMMED = 2  # turns along a row of threads that keep the sums of columns
+SUMMED = 3  # turns along a row of threads that keep the sums of columns
 STAGES = 2  # rows that are read ahead there
-TEAMS = 8  # of a block, that wait for nobody but their own threads
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
@@ -171,11 +170,6 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
     turns = -(-chunks // team)
-    if team == LARGEST and all(s.kept for s in nest.stores) and largest_and_sum(nest) is not None:
-        team = BLOCK
-        while team < LARGEST and rows * team < BUSY // 2:
-            team *= 2
-        return Grid(vector, width, 1, team, True)  # one reading does for all
     shared, looped = 0, BLOCK if chunks <= BLOCK * MANY else LOOPED
     if known and chunks > BLOCK * most:  # in registers, few blocks would fit a processor
         shared = sum(kept.bytes for kept in read_again(nest).values())
@@ -183,10 +177,16 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
         while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
             members *= 2
         each = -(-chunks // (LOOPED * members))
-        if shared and clusters and 1 < members <= CLUSTER and each <= WRITTEN:
+        loops = read_once(nest) and rows * LOOPED * members > 2 * BUSY  # do as well, where rows are many
+        if shared and clusters and 1 < members <= CLUSTER and each <= WRITTEN and not loops:
             shared = sum(kept.bytes for kept in read_again(nest, each * LOOPED * width).values())
             return Grid(vector, width, 1, LOOPED, True, each, shared, members=members)
         shared = shared if shared <= SHARED - FOLDING else 0
+    if not shared and team == LARGEST and read_once(nest):
+        team = BLOCK
+        while team < LARGEST and rows * team < BUSY // 2:
+            team *= 2
+        return Grid(vector, width, 1, team, True)
     if shared:
         team = LARGEST if rows <= BUSY // LARGEST else looped
         turns = -(-chunks // team)
@@ -200,7 +200,7 @@ def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A block for each strip of rows: its teams take rows in turn, threads keep the sums of their columns."""
     team = min(max(power_of_two(-(-reduced_extent(nest) // (SUMMED * width))), WARP), LOOPED)
     turns = -(-reduced_extent(nest) // (team * width))
-    grid = Grid(vector, width, min(LOOPED // team, TEAMS), team, True, turns)
+    grid = Grid(vector, width, LOOPED // team, team, True, turns)
     size = sum(row.bytes for row in rows_ahead(nest, grid).values())
     stages = min((SHARED - FOLDING) // size, STAGES) if size else 0
     return replace(grid, shared=size * stages if stages > 1 else 0)
@@ -227,13 +227,16 @@ class Again:
 
 
 def read_again(nest: Nest, part: int = 0) -> dict[tuple[Any, ...], Again]:
-    """The loads along a row, or a part of it, that several phases read, by what tells them apart."""
+    """The loads along a row, or a part of it, that several phases read, by what tells them apart.
+
+    Of a row that is read once for the largest value and the sum of powers, all: copies come at once.
+    """
     at_once = largest_and_sum(nest) is not None
     found: dict[tuple[Any, ...], Again] = {}
     place = 0
     for key, phases in phases_of(nest).items():
         read = {0 if at_once and phase == 1 else phase for phase in phases}
-        if len(read) > 1:
+        if len(read) > 1 or read_once(nest):
             size = -(-(part or reduced_extent(nest)) * int(key[2].itemsize) // WIDEST) * WIDEST
             found[key] = Again(min(read), place, size)
             place += size
@@ -289,6 +292,11 @@ def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
         return None
     relative = less.args[0] is largest.value and less.args[1] is largest
     return (largest, total) if relative else None
+
+
+def read_once(nest: Nest) -> bool:
+    """Whether nothing is stored but what follows from the largest value and the sum of powers."""
+    return all(store.kept for store in nest.stores) and largest_and_sum(nest) is not None
 
 
 def row_bytes(nest: Nest, vector: Axis | None, width: int) -> int:

@@ -19,7 +19,7 @@ from kiln.generate.grid import (
     turns,
 )
 from kiln.generate.lanes import across_lanes, combined
-from kiln.generate.llvm import I32, I64, VOID, Value
+from kiln.generate.llvm import I32, I64, Value
 from kiln.generate.nvptx import NEXT, WAIT
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
@@ -217,7 +217,7 @@ class GridEmitter(Online):
         """Threads of a team on one row, or on one group of columns."""
         grid = self.grid
         if grid.members > 1:
-            self.fn.call("llvm.nvvm.barrier.cluster.arrive.relaxed", VOID)
+            self.begin_together()
             self.mine = self.number(self.block & grid.members - 1, grid.team, self.thread)
             active = None
             self.place(self.outer(), (self.unsigned(self.block) / grid.members).to(I64))

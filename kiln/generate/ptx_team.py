@@ -13,6 +13,18 @@ from kiln.generate.ptx_values import DeviceValues
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import NAME
 
+PAIR = 2  # blocks that meet at the barrier of their cluster; more of them wait for bytes
+#: A word is put into the memory of a block of the cluster, whose barrier counts its bytes.
+PUT = (
+    "{{ .reg .b32 there, counts;"
+    " mapa.shared::cluster.u32 there, $0, $2; mapa.shared::cluster.u32 counts, $1, $2;"
+    " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b{bits} [there], $3, [counts]; }}"
+)
+#: All bytes that a barrier expects have arrived.
+ARRIVED = (
+    "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], 0;"
+    " @!done bra again; }"
+)
 Turn: TypeAlias = "tuple[Value, Value | None]"
 """A place in a row, and whether it is there."""
 
@@ -32,7 +44,8 @@ class Team(DeviceValues):
         self.numbered: Value | None = None
         self.other: Value | None = None  # 1 in every other turn of a loop: threads may still read the last
         self.turn = 0  # the one being emitted, of those written out
-        self.met = False  # whether the blocks of a row know that all of them have begun
+        self.barriers: list[Value] = []  # that count the bytes of other blocks, one for each exchange
+        self.exchanges = 0  # between blocks, so far
 
     def place(self, axes: Sequence[Axis], rest: Value) -> None:
         """Let loop variables have their values in turn `rest` of their loops."""
@@ -125,15 +138,13 @@ class Team(DeviceValues):
         """Copy what a thread reads here to a place in the block's memory, while the thread goes on."""
         fn = self.fn
         source = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
-        base = Value(fn, f"ptrtoint (ptr addrspace(3) @{NAME}_row to i32)", I32)
-        target = base + at
         cached = "cg" if size == WIDEST else "ca"
-        text = f'"cp.async.{cached}.shared.global [$0], [$1], {size};", "r,l,~{{memory}}"'
-        fn.do(f"call void asm sideeffect {text}(i32 {target.text}, ptr {source.text})")
+        target = self.address_of(f"@{NAME}_row") + at
+        self.do(f"cp.async.{cached}.shared.global [$0], [$1], {size};", target, source)
 
     def commit(self) -> None:
         """What was copied since the last time is waited for at once."""
-        self.fn.do('call void asm sideeffect "cp.async.commit_group;", "~{memory}"()')
+        self.do("cp.async.commit_group;")
 
     def wait_for(self, turns: int) -> None:
         """Wait until the first turns of the row are there."""
@@ -141,7 +152,7 @@ class Team(DeviceValues):
 
     def wait_but(self, left: int) -> None:
         """Wait for all copies but the last."""
-        self.fn.do(f'call void asm sideeffect "cp.async.wait_group {left};", "~{{memory}}"()')
+        self.do(f"cp.async.wait_group {left};")
 
     def exchanged(self, values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
         """What the threads of a team have, folded into one; every thread has it, the order is always one."""
@@ -168,19 +179,27 @@ class Team(DeviceValues):
 
     def from_thread(self, value: Value, distance: int) -> Value:
         """The value that the thread has whose number differs in one bit."""
-        fn, kind = self.fn, value.type
+        fn, kind, word = self.fn, value.type, self.as_word(value)
         if kind.bits == 64:
-            whole = self.unsigned(value.bits(I64) if kind.is_float else value)
-            low, high = (self.from_thread(part.to(I32), distance) for part in (whole, whole >> 32))
-            joined = self.unsigned(low).to(I64) | self.unsigned(high).to(I64) << 32
-            return joined.bits(kind) if kind.is_float else joined
+            low, high = (self.from_thread(part.to(I32), distance) for part in (word, word >> 32))
+            moved = self.unsigned(low).to(I64) | self.unsigned(high).to(I64) << 32
+        else:
+            all_threads, far, clamp = (fn.constant(n, I32) for n in (-1, distance, WARP - 1))
+            moved = fn.call("llvm.nvvm.shfl.sync.bfly.i32", I32, all_threads, word, far, clamp)
+        return self.of_word(moved, kind)
+
+    def as_word(self, value: Value) -> Value:
+        """The bits of a value in a word of 32 or 64."""
+        kind = value.type
         if kind.bits < 32:
-            moved = self.from_thread(self.unsigned(value).to(I32), distance)
-            return moved.to(kind) if kind.kind != "i1" else moved.to_mask()
-        all_threads, far, clamp = (fn.constant(n, I32) for n in (-1, distance, WARP - 1))
-        bits = value.bits(I32) if kind.is_float else value
-        moved = fn.call("llvm.nvvm.shfl.sync.bfly.i32", I32, all_threads, bits, far, clamp)
-        return moved.bits(kind) if kind.is_float else moved
+            return self.unsigned(value).to(I32)
+        return self.unsigned(value.bits(I64 if kind.bits == 64 else I32) if kind.is_float else value)
+
+    def of_word(self, word: Value, kind: Type) -> Value:
+        """The value that a word has the bits of."""
+        if kind.kind == "i1":
+            return word.to_mask()
+        return word.bits(kind) if kind.is_float else word.to(kind)
 
     def between_warps(
         self, values: list[Value], combine: Callable[..., list[Value]], warps: int
@@ -203,25 +222,63 @@ class Team(DeviceValues):
         self, values: list[Value], combine: Callable[..., list[Value]], warps: int
     ) -> list[Value]:
         """Every warp puts what it has into the memory of all blocks of its row."""
-        fn, members = self.fn, self.grid.members
-        thread = self.unsigned(self.thread)
-        lane = (thread & WARP - 1).to(I64)
-        memory = [self.shared_memory(v.type, warps * members) for v in values]
-        if not self.met:
+        fn, total = self.fn, warps * self.grid.members
+        words = [self.as_word(v) for v in values]
+        memory = [self.declared(w.type, total) for w in words]
+        if not self.exchanges:
             fn.call("llvm.nvvm.barrier.cluster.wait", VOID)
-        self.met = True
-        with self.branch(lane < members):
-            for m, v in zip(memory, values, strict=True):
-                place = fn.at(m, self.mine >> WARP.bit_length() - 1, v.type)
-                fn.store(v, fn.call("llvm.nvvm.mapa", PTR, place, lane.to(I32)))
+        lane, warp = self.unsigned(self.thread & WARP - 1), (self.mine >> WARP.bit_length() - 1).to(I32)
+        put = self.put_and_meet if self.grid.members <= PAIR else self.put_and_count
+        put(words, memory, lane, warp)
+        self.exchanges += 1
+        many = min(total, WARP)
+        place = self.unsigned(self.thread & many - 1).to(I64)
+        found: list[Value] = []
+        for first in range(0, total, many):
+            at = [fn.at(self.generic(m), place + first, w.type) for m, w in zip(memory, words, strict=True)]
+            here = [fn.load(a, w.type) for a, w in zip(at, words, strict=True)]
+            here = [self.of_word(w, v.type) for w, v in zip(here, values, strict=True)]
+            found = combine(found, here) if found else here
+        return self.shuffled(found, combine, many)
+
+    def put_and_meet(self, words: list[Value], memory: list[str], lane: Value, warp: Value) -> None:
+        """Put words into the memory of all blocks, and wait until all of them have."""
+        fn = self.fn
+        with self.branch(lane < self.grid.members):
+            for m, w in zip(memory, words, strict=True):
+                place = fn.at(self.generic(m), self.unsigned(warp).to(I64), w.type)
+                fn.store(w, fn.call("llvm.nvvm.mapa", PTR, place, lane))
         fn.call("llvm.nvvm.barrier.cluster.arrive", VOID)
         fn.call("llvm.nvvm.barrier.cluster.wait", VOID)
-        found: list[Value] = []
-        for first in range(0, warps * members, WARP):
-            at = [fn.at(m, lane + first, v.type) for m, v in zip(memory, values, strict=True)]
-            here = [fn.load(a, v.type) for a, v in zip(at, values, strict=True)]
-            found = combine(found, here) if found else here
-        return self.shuffled(found, combine, WARP)
+
+    def put_and_count(self, words: list[Value], memory: list[str], lane: Value, warp: Value) -> None:
+        """Put words into the memory of all blocks, and wait for the bytes of theirs alone."""
+        barrier, sizes = self.barriers[self.exchanges], [w.type.bits // 8 for w in words]
+        expected = self.grid.members * self.grid.team // WARP * sum(sizes)
+        with self.branch(self.thread.compare("eq", 0)):
+            self.do(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {expected};", barrier)
+        with self.branch(lane < self.grid.members):
+            for m, w, size in zip(memory, words, sizes, strict=True):
+                self.do(PUT.format(bits=8 * size), self.address_of(m) + warp * size, barrier, lane, w)
+        self.do(ARRIVED, barrier)
+
+    def begin_together(self) -> None:
+        """Say that this block has begun, and its barriers for what others put into its memory are there."""
+        if self.grid.members > PAIR:
+            many = len({fold.phase for fold in self.nest.folds()})
+            first = self.address_of(self.declared(I64, many))
+            self.barriers = [first + 8 * i for i in range(many)]
+            with self.branch(self.thread.compare("eq", 0)):
+                for barrier in self.barriers:
+                    self.do("mbarrier.init.shared::cta.b64 [$0], 1;", barrier)
+                self.do("fence.mbarrier_init.release.cluster;")
+        self.fn.call("llvm.nvvm.barrier.cluster.arrive.relaxed", VOID)
+
+    def do(self, text: str, *operands: Value) -> None:
+        """An instruction of the machine that LLVM has no name for."""
+        kinds = ["l" if operand.type.bits == 64 else "r" for operand in operands]
+        given = ", ".join(f"{operand.type} {operand.text}" for operand in operands)
+        self.fn.do(f'call void asm sideeffect "{text}", "{",".join([*kinds, "~{memory}"])}"({given})')
 
     def through_memory(
         self, values: list[Value], combine: Callable[..., list[Value]], team: int
@@ -264,12 +321,24 @@ class Team(DeviceValues):
 
     def shared_memory(self, kind: Type, count: int) -> Value:
         """Memory of the block for this many values."""
+        return self.generic(self.declared(kind, count))
+
+    def declared(self, kind: Type, count: int) -> str:
+        """The name of memory of the block for this many values."""
         stored = I8 if kind.kind == "i1" else kind
         name = f"@{NAME}_shared{self.shared}"
         self.shared += 1
         kind_of_memory = f"internal addrspace(3) global [{count} x {stored}]"
         self.module.memory.append(f"{name} = {kind_of_memory} poison, align 16")
+        return name
+
+    def generic(self, name: str) -> Value:
+        """A pointer to memory of the block."""
         return Value(self.fn, f"addrspacecast (ptr addrspace(3) {name} to ptr)", PTR)
+
+    def address_of(self, name: str) -> Value:
+        """Where something is in the memory of the block."""
+        return Value(self.fn, f"ptrtoint (ptr addrspace(3) {name} to i32)", I32)
 
     def barrier(self) -> None:
         """Wait for the threads of the block, or of the team where that has a number of its own."""

@@ -112,13 +112,21 @@ FOLDS = {
         lambda a, w, b: F.layer_norm(a, (32768,), w, b),
         *(normal(20, 32768), normal(32768), normal(32768)),
     ),
+    **{
+        f"losses of {rows} rows of {n}": (
+            lambda a, i: F.cross_entropy(a.float(), i, reduction="none"),
+            *(normal(rows, n), whole(n, rows)),
+        )
+        for rows, n in ((150, 50304), (40, 128256), (400, 20000))
+    },
+    "spread of few long rows": (lambda a: a.var(-1), normal(40, 128256)),
     "gradient of softmax": (softmax_gradient, normal(140, 50304), normal(140, 50304)),
     **{
         f"gradients of norms over {n}": (
             norm_gradients,
             *(normal(rows, n), normal(rows, n), normal(rows, 1), positive(rows, 1), normal(n)),
         )
-        for rows, n in ((1100, 4096), (8600, 300), (4300, 777), (1200, 8192))
+        for rows, n in ((1100, 4096), (8600, 300), (4300, 768), (4300, 777), (1200, 8192))
     },
     "sum of all": (lambda a: a.sum(), normal(1234, 567)),
     "mean of all": (lambda a: a.mean(), normal(4096, 1024)),

@@ -117,7 +117,9 @@ def test_neighbouring_blocks_share_long_rows():
     assert (start.threads, start.blocks, start.function.shared) == (512, 4 * 256, 8 * 512 * 16)
     # Each copies its part once, and puts what it folded into the memory of all.
     assert ".reqnctapercluster 4" in text and count(r"cp\.async\.cg", text) == 8 and "ld.global" not in text
-    assert count("mapa", text) == 2 and count(r"barrier\.cluster\.wait", text) == 2 and "bar.sync" not in text
+    # The largest and the sum go to all blocks at once, which wait for their bytes and for nothing else.
+    assert count(r"st\.async\S*\.b32", text) == 2 and count(r"expect_tx\S* _, \S+ 512;", text) == 1
+    assert count(r"barrier\.cluster\.wait", text) == 1 and "bar.sync" not in text
     few = grid_of(lambda a: a.softmax(-1), torch.empty(16, 50304).to(HALF))
     assert (few.members, few.turns) == (8, 2)  # in one stage
 
@@ -130,6 +132,40 @@ def test_turns_that_are_written_out_cover_a_row(f, rows, clusters):
         grid = grid_of(f, torch.empty(rows, columns), clusters=clusters)
         if grid.along and grid.turns and grid.vector.size == columns:
             assert grid.turns * grid.team * grid.members * grid.width >= columns
+
+
+def test_few_long_rows_are_folded_in_one_stage():
+    """Neighbouring blocks share them, where the second fold needs the first."""
+    x = torch.empty(64, 128256, dtype=HALF)
+    (start,) = device_of(lambda a: a.var(-1), x).starts[0]
+    assert (start.threads, start.blocks) == (512, 4 * 64)
+    (sums,) = kernels_of(lambda a: a.sum(-1), x)
+    assert len(sums.stages) == 2  # one fold is cut into parts
+
+
+def test_a_pair_of_blocks_meets_at_its_barrier():
+    def gradient(grad, y):
+        return torch.ops.aten._softmax_backward_data(grad, y, -1, HALF)
+
+    x = torch.empty(300, 50304, dtype=HALF)
+    text = device_of(gradient, x, x.clone()).text
+    assert ".reqnctapercluster 2" in text and "mbarrier" not in text
+    assert count(r"barrier\.cluster\.wait", text) == 2
+
+
+def test_short_rows_with_sums_of_columns_take_a_warp():
+    """24 elements a thread; all warps of all blocks go along the rows side by side, and wait for nobody."""
+
+    def gradients(grad, x, mean, scale, w):
+        return torch.ops.aten.native_layer_norm_backward(grad, x, [768], mean, scale, w, w, [True] * 3)
+
+    x, each = torch.empty(43690, 768, dtype=HALF), torch.rand(43690, 1)
+    made = device_of(gradients, x, x.clone(), each, each.clone(), torch.empty(768, dtype=HALF))
+    first, text = made.starts[0][0], made.text.split(".entry")[1]
+    assert (first.blocks, first.threads, first.function.shared) == (132, 512, 2 * 2 * 16 * 768 * 2)
+    loop = text.partition("wait_group 1")[2].partition("wait_group 0")[0]
+    assert "bar.sync" not in loop and count(r"shfl\.sync", loop) == 10
+    assert count(r"add\.\S+\s+%rd\d+, %rd\d+, 2112;", text)  # the next row of a warp
 
 
 def test_gradients_of_norms_read_rows_once():
@@ -164,11 +200,15 @@ def test_the_largest_and_the_sum_of_longer_rows_come_of_one_reading():
 
     x, places = torch.empty(256, 50304, dtype=HALF), torch.zeros(256, dtype=torch.int64)
     grid = grid_of(losses, x, places)
-    assert (grid.team, grid.turns) == (512, 0)
-    assert grid_of(losses, torch.empty(600, 50304, dtype=HALF), places[:1].expand(600)).team == 256
-    text = device_of(losses, x, places).text
+    assert (grid.team, grid.turns, grid.shared) == (512, 13, 50304 * 2)
+    text = device_of(losses, x, places).text  # all copies begin first, each is read once
+    assert count(r"cp\.async\.cg", text) == 13 == count(r"ld\.shared\.v4", text)
+    x = torch.empty(600, 128256, dtype=HALF)
+    grid = grid_of(losses, x, places[:1].expand(600))
+    assert (grid.team, grid.turns, grid.shared) == (256, 0, 0)
+    text = device_of(losses, x, places[:1].expand(600)).text
     # Four turns at once and those that are left; the power of what the largest grew by is one for them all.
-    assert count(r"ld\.global\.nc\.v4", text) == 5 and count(r"ex2\.approx", text) <= 5 * 8 + 2 + 2 * 10
+    assert count(r"ld\.global\.nc\.v4", text) <= 8 and count(r"ex2\.approx", text) <= 8 * 8 + 2 + 2 * 10
 
 
 def test_a_thread_reads_twice_where_there_is_much_to_compute_for_little():
