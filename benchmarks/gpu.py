@@ -32,6 +32,10 @@ def cross_entropy(x, i):
     return functional.cross_entropy(x.float(), i)
 
 
+def losses(x, i):
+    return functional.cross_entropy(x.float(), i, reduction="none")
+
+
 class Gradient:
     """A function, and its gradient for its first argument."""
 
@@ -86,6 +90,8 @@ KERNELS = {
     "sum of columns bf16": (lambda x: x.sum(0), 768, 1, torch.bfloat16, ()),
     "sum of all f32": (lambda x: x.sum(), 4096, 1, torch.float32, ()),
     "cross entropy 50304 bf16": (cross_entropy, 50304, 1, torch.bfloat16, ("places",)),
+    "losses 32000 bf16": (losses, 32000, 1, torch.bfloat16, ("places",)),
+    "losses 128256 bf16": (losses, 128256, 1, torch.bfloat16, ("places",)),
     # The logits are the caller's, who may write to them: a copy is kept for the gradient.
     "the same with its gradient": (Gradient(cross_entropy), 50304, 4, torch.bfloat16, ("places",)),
     "transpose f32": (lambda x: x.t().contiguous(), 4096, 2, torch.float32, ()),
@@ -93,6 +99,7 @@ KERNELS = {
     "softmax gradient 1024 bf16": (softmax_gradient, 1024, 3, torch.bfloat16, ("same",)),
     "softmax gradient 50304 bf16": (softmax_gradient, 50304, 3, torch.bfloat16, ("same",)),
     "layer norm gradients 4096 bf16": (layer_norm_gradients, 4096, 3, torch.bfloat16, ("same", "each", "each", "row")),
+    "layer norm gradients 1024 bf16": (layer_norm_gradients, 1024, 3, torch.bfloat16, ("same", "each", "each", "row")),
     "layer norm gradients 768 bf16": (layer_norm_gradients, 768, 3, torch.bfloat16, ("same", "each", "each", "row")),
     "adam f32": (adam, 4096, 7, torch.float32, ("same",) * 3),
 }  # fmt: skip

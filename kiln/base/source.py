@@ -123,8 +123,9 @@ class Item(Step):
         return self._hash
 
     def __str__(self) -> str:
-        text = repr(self.key)
-        return f"{self.base}[{text if len(text) <= 60 else type(self.key).__name__}]"
+        # The text of a tensor is long, and a GPU gives it number by number.
+        text = "" if hasattr(self.key, "data_ptr") else repr(self.key)
+        return f"{self.base}[{text if 0 < len(text) <= 60 else type(self.key).__name__}]"
 
 
 @dataclass(frozen=True, slots=True)

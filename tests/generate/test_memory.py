@@ -12,6 +12,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import fuse
 from kiln.generate import cpu, streams
 from kiln.generate.kernel import Emitter
+from kiln.generate.pieces import borders
 from kiln.generate.softmax import forgetful, pair
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
@@ -267,6 +268,18 @@ def test_updates_go_in_half_lines_where_vectors_go_in_halves(monkeypatch, size):
         got = p.clone()
         kiln.compile(step, fullgraph=True)(got, g)
         torch.testing.assert_close(got, step(p.clone(), g), rtol=0, atol=1e-6, equal_nan=True)
+
+
+@wide
+def test_single_elements_at_borders_are_taken_one_by_one():
+    for width in (3, 15, 17, 18, 31, 32, 33, 56, 90):
+        x = rand(3, 2, 4, width)
+        x[0, 0, 0, -1], x[1, 1, 1, 0] = torch.inf, torch.nan
+        for sides in ((1, 1, 1, 1), (2, 1, 0, 0), (0, 2, 2, 0)):
+            for mode in ("reflect", "replicate", "circular"):
+                check(lambda a, s=sides, m=mode: F.pad(a * 2, s, mode=m), x, rtol=0, atol=0)
+    nest = nest_of(lambda a: F.pad(a, (1, 1, 0, 0), mode="reflect"), rand(2, 2, 4, 56))
+    assert borders(nest, Emitter(nest, 16).vector, 16) == [1, 57]
 
 
 def test_folds_of_few_long_rows_are_not_cut():
