@@ -28,7 +28,7 @@ SELECTS = re.compile(
 )
 SUMS = ("sum", "nansum", "mean", "cumsum")
 #: Ops that add up, whose rounding grows with the number of elements; of the first ones no result is exact but by chance.
-NORMS = re.compile("norm|var|std|softmax|logsumexp|conv|pool|attention")
+NORMS = re.compile("norm|var|std|softmax|logsumexp|conv|pool|attention|upsample_.*linear")
 ADDS = re.compile(f"{NORMS.pattern}|sum|mean|mm|mv|dot|prod|loss|entropy|linear|trapez")
 
 

@@ -86,7 +86,7 @@ ROWS: list[tuple[int, tuple[str, ...]]] = [
 ]  # fmt: skip
 DRAWN = [line for weight, lines in ROWS for line in lines for _ in range(weight * 12 // len(lines) + 1)]
 #: Lines whose results are rounded: one that eager happens to have exactly, a difference of equal ones, may come otherwise.
-ROUNDED = {*ROWS[1][1], *(line for _, lines in ROWS for line in lines if re.search("soft|norm|var|std|log|lu\\(|cosine|entropy|kl_div|pool|sigmoid|lerp|conv", line))}
+ROUNDED = {*ROWS[1][1], *(line for _, lines in ROWS for line in lines if re.search("soft|norm|var|std|log|lu\\(|cosine|entropy|kl_div|pool|sigmoid|lerp|conv|linear'", line))}
 #: Lines whose results hold an extent twice, or are as many tensors: of long ones no memory holds them.
 SQUARES = re.compile(r"unbind|split\(|diag_embed|None, :\]|@|mm\(|matmul|linear\(|einsum|eye\(|ones\(\{len\}, |attention")
 IN_PLACE = re.compile(r"^\w+(\[.*\])?(\.\w+\([^)]*\))?(\[[^]]*\])? (\+)?= |^\w+.*\.\w+_\(")

@@ -56,6 +56,12 @@ def test_a_narrower_type_is_found(line: str, dtype: str, narrow: str) -> None:
         judged([Input((3, 100), dtype, "plain", False, False, 7)], line, f"({line}).to({narrow}).to({dtype})")
 
 
+@pytest.mark.parametrize(("line", "other"), [("a0.floor()", "a0.ceil()"), ("a0 > 0.25", "a0 >= 0.25"), ("a0.argmax(-1)", "a0.argmax(-1) * 0"), ("a0.long()", "a0.floor().long()")])
+def test_other_jumps_are_found(line: str, other: str) -> None:
+    with pytest.raises(AssertionError):
+        judged([Input((3, 100), "f32", "plain", False, False, 7)], line, other)
+
+
 @pytest.mark.parametrize("line", ["torch.where(a0 > 0, a0, 0)", "a0.nan_to_num(0, posinf=torch.inf).relu()", "a0.relu().clamp(max=1e4)"])
 def test_numbers_in_place_of_special_ones_are_found(line: str) -> None:
     with pytest.raises(AssertionError):
