@@ -24,8 +24,9 @@ LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
 CLUSTER = 8  # blocks that share a row
-SUMMED = 3  # turns along a row of threads that keep the sums of columns
+SUMMED = 2  # turns along a row of threads that keep the sums of columns
 STAGES = 2  # rows that are read ahead there
+TEAMS = 8  # of a block, that wait for nobody but their own threads
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
@@ -200,7 +201,7 @@ def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A block for each strip of rows: its teams take rows in turn, threads keep the sums of their columns."""
     team = min(max(power_of_two(-(-reduced_extent(nest) // (SUMMED * width))), WARP), LOOPED)
     turns = -(-reduced_extent(nest) // (team * width))
-    grid = Grid(vector, width, LOOPED // team, team, True, turns)
+    grid = Grid(vector, width, min(LOOPED // team, TEAMS), team, True, turns)
     size = sum(row.bytes for row in rows_ahead(nest, grid).values())
     stages = min((SHARED - FOLDING) // size, STAGES) if size else 0
     return replace(grid, shared=size * stages if stages > 1 else 0)

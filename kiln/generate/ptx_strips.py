@@ -12,9 +12,6 @@ from kiln.generate.llvm import I8, I32, I64, Type, Value
 from kiln.generate.ptx import GridEmitter
 from kiln.generate.scalar import TYPES
 
-#: Elements of a thread whose weights fit its registers in f32, beside its sums.
-KNOWN = 16
-
 
 class StripEmitter(GridEmitter):
     """Writes a nest over rows in parts; what it adds to columns is stored once a part.
@@ -46,12 +43,10 @@ class StripEmitter(GridEmitter):
         self.mine = self.unsigned(self.thread & grid.team - 1).to(I64)
         team = self.unsigned(self.thread) / grid.team
         self.numbered = team + 1
-        strip, strips = self.unsigned(self.block).to(I64), self.count()
-        if grid.rows > 1:  # all blocks go along the rows together: what they read at a time lies side by side
-            first, step, end = strip + team.to(I64) * strips, strips * grid.rows, fn.constant(row.size, I64)
-        else:
-            first, step, end = strip * part.rows, 1, (strip + 1) * part.rows
-            end = (end < row.size).where(end, row.size)
+        strip = self.unsigned(self.block).to(I64)
+        begin = strip * part.rows
+        first, end = begin + team.to(I64), begin + part.rows
+        end = (end < row.size).where(end, row.size)
         loads = {key_of(t): t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)}
         plain = [t for t in loads.values() if t.valid is None and not t.places]
         own = [t for t in plain if isinstance(t.index, Expr) and row.variable in t.index.symbols()]
@@ -60,10 +55,10 @@ class StripEmitter(GridEmitter):
         depth = grid.shared // self.stage if copied else 1
 
         def at(place: Value) -> None:
-            self.variables[row.variable] = (place < end).where(place, strip)
+            self.variables[row.variable] = (place < end).where(place, begin)
 
         for stage in range(depth if copied else 0):
-            at(first + stage * step)
+            at(first + stage * grid.rows)
             self.copy_row(copied, fn.constant(stage * self.stage, I32))
         fixed = self.read_ahead = self.rows_read([t for t in plain if t not in own and t not in copied])
         at(first)
@@ -74,9 +69,9 @@ class StripEmitter(GridEmitter):
 
         def body(place: Value, carried: list[Value]) -> list[Value]:
             sums, here = carried[: len(places)], carried[len(places) :]
-            number = (self.unsigned((place - first).to(I32)) / step).to(I64)
+            number = self.unsigned((place - first) / grid.rows)
             self.push()
-            at(place + step)
+            at(place + grid.rows)
             following = self.rows_read(own)
             self.pop()
             self.push()
@@ -92,13 +87,13 @@ class StripEmitter(GridEmitter):
             self.pop()
             if copied:
                 self.push()
-                at(place + depth * step)
+                at(place + depth * grid.rows)
                 self.copy_row(copied, self.slot)
                 self.pop()
             self.slot = None
             return [*self.sums.values(), *following.values()]
 
-        totals = fn.loop(first, end, step, [*[zero] * len(places), *ahead.values()], body)
+        totals = fn.loop(first, end, grid.rows, [*[zero] * len(places), *ahead.values()], body)
         if copied:
             self.wait_but(0)
         self.numbered = None
@@ -184,24 +179,8 @@ class StripEmitter(GridEmitter):
             kept = self.fn.at(base, place, I8)
             return self.fn.emit(f"load {memory}, ptr {kept.text}, align {align}", memory)
         found = self.read_ahead.get((key_of(term), self.turn))
-        if found is not None:
-            return self.unknown(found) if self.grid.turns * self.grid.width > KNOWN else found
-        self.raw = found = super().read(term, memory, address, many)
+        self.raw = found = super().read(term, memory, address, many) if found is None else found
         return found
-
-    def unknown(self, value: Value) -> Value:
-        """The same bits, of which LLVM knows nothing: it keeps them, and not the wider ones that follow."""
-        fn, kind = self.fn, value.type
-        words = kind.width * kind.bits // 32
-        if words < 2 or words * 32 != kind.width * kind.bits:
-            return value
-        wide = I32.wide(words)
-        bits = fn.emit(f"bitcast {kind} {value.text} to {wide}", wide)
-        for word in range(words):
-            old = fn.emit(f"extractelement {wide} {bits.text}, i64 {word}", I32)
-            new = fn.emit(f'call i32 asm sideeffect "", "=r,0"(i32 {old.text})', I32)
-            bits = fn.emit(f"insertelement {wide} {bits.text}, i32 {new.text}, i64 {word}", wide)
-        return fn.emit(f"bitcast {wide} {bits.text} to {kind}", kind)
 
     def store(self, store: Store) -> None:
         if not store.adds:

@@ -54,9 +54,7 @@ class DeviceValues(Values):
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.now = 0  # the phase being emitted
         self.again = read_again(nest, self.grid.part) if self.grid.shared and nest.part is None else {}
-        # Whether threads hold what they read of a row; of a copy, where no other team works while they wait.
-        alone = nest.part is not None and self.grid.rows == 1
-        self.held = bool(self.grid.turns) and (alone or not self.grid.shared)
+        self.held = bool(self.grid.turns) and not self.again  # whether threads hold what they read of a row
         self.fetched = False  # whether they are on their way before the first phase
         if self.grid.shared:
             self.module.memory.append(f"@{NAME}_row = external addrspace(3) global [0 x i8], align 16")

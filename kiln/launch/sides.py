@@ -116,9 +116,14 @@ def has_side(node: Node) -> bool:
     mine = {spec.device for spec in tensors((node.spec,))}
     others = [n for n in node.inputs() if isinstance(n.spec, TensorSpec) and n.spec.device not in mine]
     return len(mine) == 1 and all(
-        one.spec.shape == () or node.op in MOVES and is_dense(one.spec.shape, one.spec.stride)
-        for one in others
+        one.spec.shape == () or node.op in MOVES and fills_memory(one.spec) for one in others
     )
+
+
+def fills_memory(spec: TensorSpec) -> bool:
+    """Whether it is known that elements fill one block of memory: sizes that vary may leave gaps."""
+    known = all(type(number) is int for number in (*spec.shape, *spec.stride))
+    return known and is_dense(spec.shape, spec.stride)
 
 
 def with_numbers_again(graph: Graph, device: torch.device) -> None:

@@ -136,6 +136,7 @@ def values(where: str, eager: torch.Tensor, mine: torch.Tensor, exact: torch.Ten
     info = torch.finfo(eager.dtype)
     # The type's own rounding, of one op for halves, which are computed in float32, and less than the numbers that are next to zero.
     places, tiny = (1 if eager.dtype.itemsize == 2 else 4) * info.eps, max(4 * info.smallest_normal * info.eps, 1e-37)
+    nearest = exact.to(eager.dtype).double()
     eager, mine = eager.double(), mine.double()
     exact = torch.where(exact.isfinite() | ~eager.isfinite(), exact, eager)  # what float64 overflows where eager does not
     spread = torch.zeros_like(eager)
@@ -144,7 +145,7 @@ def values(where: str, eager: torch.Tensor, mine: torch.Tensor, exact: torch.Ten
         spread = torch.maximum(spread, torch.where(far.isfinite(), far, 0.0))
     allowed = (SLACK if noise else 2.0) * spread + places * exact.abs() + tiny
     fine = ((mine - exact).abs() <= allowed) & exact.isfinite()
-    for other in (eager, *noise):
+    for other in (eager, nearest, *noise):
         fine |= ~other.isfinite() & ((mine == other) | (mine.isnan() & other.isnan()))
     if not fine.all():
         off = torch.where(fine, 0.0, (mine - exact).abs() / allowed)

@@ -153,21 +153,6 @@ def test_a_pair_of_blocks_meets_at_its_barrier():
     assert count(r"barrier\.cluster\.wait", text) == 2
 
 
-def test_short_rows_with_sums_of_columns_take_a_warp():
-    """24 elements a thread; all warps of all blocks go along the rows side by side, and wait for nobody."""
-
-    def gradients(grad, x, mean, scale, w):
-        return torch.ops.aten.native_layer_norm_backward(grad, x, [768], mean, scale, w, w, [True] * 3)
-
-    x, each = torch.empty(43690, 768, dtype=HALF), torch.rand(43690, 1)
-    made = device_of(gradients, x, x.clone(), each, each.clone(), torch.empty(768, dtype=HALF))
-    first, text = made.starts[0][0], made.text.split(".entry")[1]
-    assert (first.blocks, first.threads, first.function.shared) == (132, 512, 2 * 2 * 16 * 768 * 2)
-    loop = text.partition("wait_group 1")[2].partition("wait_group 0")[0]
-    assert "bar.sync" not in loop and count(r"shfl\.sync", loop) == 10
-    assert count(r"add\.\S+\s+%rd\d+, %rd\d+, 2112;", text)  # the next row of a warp
-
-
 def test_gradients_of_norms_read_rows_once():
     def gradients(grad, x, mean, scale, w):
         return torch.ops.aten.native_layer_norm_backward(grad, x, [4096], mean, scale, w, w, [True] * 3)

@@ -9,6 +9,7 @@ from torch import nn, optim
 
 import kiln
 from kiln.base.graph import CONSTANT, Graph, TensorSpec, mapped
+from kiln.base.symbols import Scope
 from kiln.launch import program as programs
 from kiln.launch import sides
 from kiln.launch.program import compile_graph
@@ -135,6 +136,17 @@ def test_graphs_that_cannot_be_parted_run_op_by_op(monkeypatch):
         got = compile_graph(recorded(f, x, index))([x, index])
     assert not driver.starts
     torch.testing.assert_close(tuple(got), f(x, index))
+
+
+def test_data_of_sizes_that_vary_is_not_known_to_fill_memory():
+    """As in `x[1:] = 0.5` over other sizes: the number comes spread over them, without memory of its own."""
+    graph, n = Graph(), Scope().symbol(6, "x.size(0)")
+    x = graph.input("x", TensorSpec((n, 5), (5, 1), torch.float32, GPU))
+    number = graph.input("number", of())
+    spread = TensorSpec((n, 5), (0, 0), torch.float32, sides.CPU)
+    wide = graph.call(aten.expand.default, (number, (n, 5)), spec=spread)
+    graph.outputs = (graph.call(aten.copy.default, (x, wide), spec=x.spec),)
+    assert sides.parted(graph) is None
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
