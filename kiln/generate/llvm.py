@@ -245,8 +245,18 @@ class Value:
             return self._truncated(wide)
         if here.kind == "i1" and wide.is_float:
             return self.where(Value(self.fn, literal(1, wide), wide), 0)
+        if here.kind == "i1" and wide.bits == wide.width == 16 and not self.fn.module.saturates:
+            return self.fn.emit(f"zext {here} {self._hidden().text} to {wide}", wide)
         return self.fn.emit(f"{_conversion(here, wide)} {here} {self.text} to {wide}", wide)
 
+    def _hidden(self) -> Value:
+        """This mask of 16 lanes, of which LLVM does not know what it was made by.
+
+        Joined to a comparison of what was bf16, it would find no instruction on x86 for a result of 16 bits.
+        """
+        bits = self.fn.emit(f"bitcast {self.type} {self.text} to i16", I16)
+        bits = self.fn.emit(f'call i16 asm "", "=r,0"(i16 {bits.text})', I16)
+        return self.fn.emit(f"bitcast i16 {bits.text} to {self.type}", self.type)
 
     def _truncated(self, wide: Type) -> Value:
         """This float without its fraction: the smallest integer where it fits none, as processors give it.

@@ -106,7 +106,7 @@ class Disturbing(Ops):
         for i, result in enumerate(listed(results)):
             if floats(result) and result.numel():
                 off = listed(moved)[i].double()
-                off = off + (offset if i == 0 else 0) * self.places(off if offset.dim() or offset.item() == 1 else off.new_zeros(()), 2) * (1 + many)
+                off = off + (offset if i == 0 else 0) * self.places(off.new_zeros(()) if name.startswith("native") else off, 2) * (1 + many)
                 result.copy_(self.rounded(result, listed(wide)[i].double(), off, many, exactly))
         return results
 

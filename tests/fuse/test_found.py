@@ -25,6 +25,8 @@ def plain(*shape: int, dtype: str = "f32", layout: str = "plain", grad: bool = F
 #: Lines over inputs a0, a1, …; the last line is returned.
 PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "cat of what is empty": ([plain(64, 0), plain(0)], ["v0 = torch.cat([a1.flatten(), a0.flatten()])"]),
+    "a comparison of halves as 16 bits": ([plain(17, 40, dtype="bf16")], ["v0 = (a0 == 0).to(torch.int16)"]),
+    "which halves are no numbers, as 16 bits": ([plain(3, 50, dtype="bf16")], ["v0 = (a0 / (a0 - a0)).isnan().to(torch.int16) * 3"]),
     "flip without dimensions": ([plain()], ["v0 = a0.flip(0)", "v1 = torch.exp2(torch.lerp(v0, a0, 0.25).reshape(1, 1))"]),
     "variance of one number": ([plain(17, 33)], ["v0 = torch.var_mean(a0.amax(), 0)[1]"]),
     "copysign of halves, from double": ([plain(5, 17, dtype="f16")], ["v0 = a0.cos().tanh()"]),
