@@ -98,8 +98,9 @@ class Disturbing(Ops):
         if wide is None or moved is None:
             return results
         many = math.sqrt(max(x.numel() for x in given)) / 16 if ADDS.search(name) else 0.0
-        if given[0].dtype == torch.float64 and re.match("var|std", name):
-            many *= 16 * many  # eager's running mean has no wider type: exact arithmetic showed n / 14 places
+        if given[0].dtype == torch.float64 and re.match("var|std|_softmax", name):
+            # Eager's sums have no wider type: exact arithmetic showed n / 14 places for 8,000 elements.
+            many = max(many, 16 * many * many)
         # Gradients decide nothing: that one of them is exact is chance.
         exactly = NORMS.search(name) is None and torch._C._current_graph_task_id() == -1
         offset = self.offset(func, name, args, kwargs, results) * unit(given[0].dtype)
