@@ -153,6 +153,12 @@ class Graph:
         self.nodes.append(node)
         return node
 
+    def copy(self, node: Node, known: dict[Node, Any]) -> Node:
+        """Add what a node of another graph does, over what stands here for the values that it reads."""
+        args = node.args if node.op is CONSTANT else retarget(node.args, known)
+        kwargs = retarget(node.kwargs, known) if node.kwargs else {}
+        return self.add(node.over(args, kwargs, self.name(node.name)))
+
     def name(self, wanted: str) -> str:
         """A name not used in this graph, made of `wanted`."""
         text = identifier(wanted)
@@ -296,8 +302,7 @@ def copied(graph: Graph) -> Graph:
     for node in graph.inputs:
         known[node] = made.input(node.name, node.spec, node.backward)
     for node in graph.nodes:
-        args = node.args if node.op is CONSTANT else retarget(node.args, known)
-        known[node] = made.add(node.over(args, retarget(node.kwargs, known), made.name(node.name)))
+        known[node] = made.copy(node, known)
     made.outputs, made.overwrites = retarget(graph.outputs, known), graph.overwrites
     return made
 

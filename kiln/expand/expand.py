@@ -63,7 +63,7 @@ class Expander:
                 continue
             template = self.template(node) if node.op is not CONSTANT else None
             if template is None:
-                values[node] = copied = _copy(out, node, values)
+                values[node] = copied = out.copy(node, values)
                 if node not in read:
                     kept.add(copied)
             else:
@@ -144,13 +144,6 @@ def _record(function: Expansion, node: Node) -> Graph | None:
     recording.graph.outputs = (fitted,)
     recording.graph.drop_unused()
     return recording.graph
-
-
-def _copy(graph: Graph, node: Node, values: dict[Node, Any]) -> Node:
-    args, kwargs = node.args, node.kwargs
-    if node.op is not CONSTANT:
-        args, kwargs = retarget(args, values), retarget(kwargs, values)
-    return graph.add(node.over(args, kwargs, graph.name(node.name)))
 
 
 def _inline(graph: Graph, template: Graph, node: Node, values: dict[Node, Any]) -> Any:

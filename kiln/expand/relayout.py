@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, retarget
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import is_contiguous, is_dense
 from kiln.ops.levels import name_of
@@ -73,9 +73,7 @@ class Relayout:
         if node.op is operator.getitem and type(self.values[node.args[0]]) is not Node:
             return self.values[node.args[0]][node.args[1]]
         if node.op is CONSTANT or all(map(self.same, node.inputs())):
-            args = node.args if node.op is CONSTANT else retarget(node.args, self.values)
-            kwargs = retarget(node.kwargs, self.values) if node.kwargs else {}
-            return self.graph.add(node.over(args, kwargs, self.graph.name(node.name)))
+            return self.graph.copy(node, self.values)
         if not follows(node):
 
             def plain(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec, argument
 from kiln.launch.native import function
 
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
@@ -119,7 +119,7 @@ def words_of(
     made: list[Word] = []
     arguments, results = signature(node.op)
     for i, (name, default, make) in enumerate(arguments):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(name, default)
+        value = argument(node, i, name, default)
         words = make(value, ref, numbers) if make is not None else None
         if words is None:
             return None

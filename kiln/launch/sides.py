@@ -62,9 +62,7 @@ class Part:
 
     def add(self, node: Node) -> None:
         known: dict[Node, Any] = {one: self.read(one) for one in node.inputs()}
-        args = node.args if node.op is CONSTANT else retarget(node.args, known)
-        made = node.over(args, retarget(node.kwargs, known), self.graph.name(node.name))
-        self.known[node] = self.graph.add(made)
+        self.known[node] = self.graph.copy(node, known)
 
     def finish(self, needed: set[Node], sizes: Sequence[Node]) -> None:
         """Say what the graph takes and gives; `sizes` are inputs whose sizes it may speak of."""

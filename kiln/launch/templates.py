@@ -99,9 +99,9 @@ def found(program: Program) -> list[Site]:
     readers: dict[Node, list[Step]] = {}
     makers: dict[Node, Step] = {}
     for step in program.steps:
-        for node in step.node.inputs() if isinstance(step, Call) else step.reads.values():
+        for node in operands_of(step):
             readers.setdefault(node, []).append(step)
-        makers.update(dict.fromkeys([step.node] if isinstance(step, Call) else step.writes.values(), step))
+        makers.update(dict.fromkeys(results(step), step))
     shown = set(nodes_in(program.graph.outputs))
 
     def only_reader(node: Node) -> Step | None:
