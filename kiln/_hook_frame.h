@@ -301,19 +301,19 @@ static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
 {
     /* While `tracing`, the interpreter calls an audit hook, a tracer or a profiler: no part of the program. */
     if (depth > 0 && paused == 0 && tstate->tracing == 0 && !throwflag && evaluating != frame) {
-        CodeState *state = code_state((PyCodeObject *)FRAME_CODE(frame), false);
-        if (state != NULL && state->alone) {
-            paused++;
-            PyObject *result = evaluated(tstate, frame, throwflag);
-            paused--;
-            return result;
-        }
         if (left_alone != NULL && FRAME_FUNCTION(frame) == left_alone)
             left_alone = NULL;
         else {
             paused++; /* the callback, and whoever is told of its errors, run as they are */
             divert(frame);
             paused--;
+        }
+        CodeState *state = code_state((PyCodeObject *)FRAME_CODE(frame), false);
+        if (state != NULL && state->alone) {
+            paused++;
+            PyObject *result = evaluated(tstate, frame, throwflag);
+            paused--;
+            return result;
         }
     }
     return evaluated(tstate, frame, throwflag);

@@ -118,6 +118,7 @@ def compiled(
     """
     try:
         refuse_effects(module)
+        refuse_wrappers(module, examples)
         name = str(module.meta.get("name", ""))
         with records.timed("differentiate", name):
             joint = trace(module, list(examples))
@@ -171,6 +172,14 @@ def refuse_effects(module: fx.GraphModule) -> None:
             name = getattr(node.target, "__name__", "")
             if name in LOST or (name, *node.args) in LOST:
                 raise Break("global-state", f"the graph calls {name}", "call it outside the graph")
+
+
+def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:
+    """Raise Break for a graph over tensors made of others: what their classes do is not in it."""
+    held = [getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr")]
+    for value in (*examples, *held):
+        if hasattr(value, "__tensor_flatten__"):
+            raise Break("tensor-subclass", f"the graph computes with a {type(value).__name__}", "")
 
 
 def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from kiln.capture import state
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
            os.path.dirname(os.__file__) + os.sep, "<")  # fmt: skip
+# What compiles kernels does so while the program runs, too, by means (LLVM, Triton) that are Python code.
+STAGES = tuple([os.path.join(HERE, stage) + os.sep for stage in ("expand", "fuse", "generate", "launch")])
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
 current = threading.local()  # .family: whose options frames are captured with
 
@@ -25,6 +27,11 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
     """Say how the frame hook finds the region of a function."""
 
     def found(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
+        code = function.__code__
+        if code.co_name == "__del__" or code.co_filename.startswith(STAGES):
+            # Objects die when the collector finds them, anybody's: what they do then is not the program.
+            _hook.leave_alone(code)
+            return None
         machine = getattr(current, "machine", None)
         if machine is not None:
             return interpreted(machine, function)

@@ -7,8 +7,9 @@ import functools
 import os
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import llvmlite
@@ -126,16 +127,32 @@ def machine_code(text: str) -> bytes:
 
 def assembly(text: str) -> str:
     """The functions of a module in the processor's language."""
-    machine = _machine()
-    return str(machine.emit_assembly(_optimised(text, machine)))
+    return _generated(text, binary=False).decode()
 
 
 def object_file(text: str) -> bytes:
     """An object file with the functions of a module; modules may be compiled at the same time."""
+    return _generated(text, binary=True)
+
+
+def _generated(text: str, binary: bool) -> bytes:
     machine = _machine()
-    parsed = _optimised(text, machine)
+    with module(text) as parsed:
+        _optimise(parsed, machine)
+        return emitted(parsed, machine, binary)
+
+
+@contextmanager
+def module(text: str) -> Iterator[Any]:
+    """A module in a context of its own, which go in this order; a collector would not keep to it."""
+    with llvm.create_context() as context, llvm.parse_assembly(text, context) as parsed:
+        yield parsed
+
+
+def emitted(parsed: Any, machine: Any, binary: bool) -> bytes:
+    """What a target's code generator makes of a module with a context of its own: an object file, or text."""
     with ffi.OutputString() as error:
-        made = _at_once("LLVMPY_TargetMachineEmitToMemory")(machine, parsed, 1, error)
+        made = at_once("LLVMPY_TargetMachineEmitToMemory")(machine, parsed, int(binary), error)
         if not made:
             raise RuntimeError(str(error))
     try:
@@ -153,34 +170,33 @@ def _cores() -> int:
 
 
 @functools.cache
-def _workers() -> ThreadPoolExecutor:
+def workers() -> ThreadPoolExecutor:
+    """The threads that compile."""
     return ThreadPoolExecutor(_cores(), "kiln")
 
 
-os.register_at_fork(after_in_child=lambda: _workers.cache_clear())
+os.register_at_fork(after_in_child=lambda: workers.cache_clear())
 
 
 def compiling(text: str) -> list[Future[bytes]]:
     """The object files of a module, which other threads make meanwhile."""
     parts = parts_of(text, min(len(text) // SHARE + 1, _cores()))
-    return [_workers().submit(object_file, part) for part in parts]
+    return [workers().submit(object_file, part) for part in parts]
 
 
-def _optimised(text: str, machine: Any) -> Any:
-    """A module as LLVM's passes leave it."""
-    parsed = llvm.parse_assembly(text, llvm.create_context())
+def _optimise(parsed: Any, machine: Any) -> None:
+    """Let LLVM's passes work on a module."""
     parsed.triple = llvm.get_default_triple()
     tuning = llvm.create_pipeline_tuning_options(speed_level=SIMPLIFIED)
     tuning.loop_vectorization = tuning.slp_vectorization = False
-    builder = llvm.create_pass_builder(machine, tuning)
-    passes = builder.getFunctionPassManager()
-    for function in parsed.functions:
-        if not function.is_declaration:
-            _at_once("LLVMPY_RunNewFunctionPassManager")(passes, function, builder)
-    return parsed
+    with llvm.create_pass_builder(machine, tuning) as builder:
+        passes = builder.getFunctionPassManager()
+        for function in parsed.functions:
+            if not function.is_declaration:
+                at_once("LLVMPY_RunNewFunctionPassManager")(passes, function, builder)
 
 
-def _at_once(name: str) -> Any:
+def at_once(name: str) -> Any:
     """A function of LLVM's without llvmlite's lock: what works on a context of its own needs none."""
     locked = getattr(ffi.lib, name)
     return getattr(locked, "_cfn", locked)

@@ -9,6 +9,8 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
+from kiln.generate.cpu import at_once, emitted, module
+
 TRIPLE = "nvptx64-nvidia-cuda"
 #: The language version by the architecture: the first one that knows it, and what drivers have long had.
 #: From 80 on LLVM adds pairs of 16 bits at once, half of them undefined; sums of such came out wrong.
@@ -44,23 +46,25 @@ def machine(capability: tuple[int, int], least: int = 0) -> Any:
 
 
 def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9, 0), least: int = 0) -> str:
-    """PTX, of a language version not less than `least`, for a module of kernels with these many threads."""
+    """PTX, of a language version not less than `least`, for a module of kernels with these many threads.
+
+    Modules may be compiled at the same time.
+    """
     marks = [f'!{i} = !{{ptr @{name}, !"maxntidx", i32 {n}}}' for i, (name, n) in enumerate(threads.items())]
     marks.append(f"!nvvm.annotations = !{{{', '.join(f'!{i}' for i in range(len(threads)))}}}")
     made = machine(capability, least)
     if capability < WAITING:
         text = text.replace(WAIT, "").replace(NEXT, "")
-    parsed = llvm.parse_assembly("\n".join([f'target triple = "{TRIPLE}"', text, *marks]))
-    parsed.verify()
-    unknown = sorted(
-        f.name for f in parsed.functions
-        if f.is_declaration and not f.name.startswith("llvm.") and f.name != "__assertfail"
-    )  # fmt: skip
-    if unknown:
-        raise Unsupported(f"functions that the GPU has not: {', '.join(unknown)}")
-    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
-    tuning.loop_vectorization = tuning.slp_vectorization = False
-    builder = llvm.create_pass_builder(made, tuning)
-    builder.getModulePassManager().run(parsed, builder)
-    del builder  # before the module and the machine, which what its passes found out speaks of
-    return str(made.emit_assembly(parsed))
+    with module("\n".join([f'target triple = "{TRIPLE}"', text, *marks])) as parsed:
+        parsed.verify()
+        unknown = sorted(
+            f.name for f in parsed.functions
+            if f.is_declaration and not f.name.startswith("llvm.") and f.name != "__assertfail"
+        )  # fmt: skip
+        if unknown:
+            raise Unsupported(f"functions that the GPU has not: {', '.join(unknown)}")
+        tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+        tuning.loop_vectorization = tuning.slp_vectorization = False
+        with llvm.create_pass_builder(made, tuning) as builder:
+            at_once("LLVMPY_RunNewModulePassManager")(builder.getModulePassManager(), parsed, builder)
+        return emitted(parsed, made, binary=False).decode()

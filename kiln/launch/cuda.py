@@ -5,16 +5,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from kiln import _launch
+from kiln.generate.cpu import workers
 from kiln.generate.device import Function
 from kiln.generate.nvptx import depends_on
 from kiln.launch.native import address, library
@@ -29,7 +29,6 @@ FUNCTIONS = (
     "cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorString",
     "cuLaunchKernelEx",
 )  # fmt: skip
-THREADS = min(os.cpu_count() or 1, 8)
 
 
 class Store(Protocol):
@@ -133,34 +132,48 @@ def version() -> int:
 
 _loaded: dict[tuple[int, str], int] = {}
 """The functions that are loaded, by device and key of their code."""
-_lock = threading.Lock()
+_making: dict[tuple[int, str], Future[bytes]] = {}
+"""The code that other threads are at."""
+_lock = threading.RLock()
 
 
-def loaded(
+def loading(
     functions: Sequence[Function], device: int, capability: tuple[int, int], store: Store | None = None
-) -> dict[Function, int]:
-    """The handles of functions on a device; code comes from memory, from disk, or from LLVM and the driver.
+) -> Callable[[], dict[Function, int]]:
+    """What waits for the handles of functions on a device, which other threads compile meanwhile.
 
-    LLVM works on one module at a time, the driver meanwhile on those that are done.
+    Their code comes from memory, from disk, or from LLVM and the driver.
     """
     target = f"{depends_on()}, sm_{capability[0]}{capability[1]}, driver {version()}"
-    keys = {f: hashlib.sha256(f"{target}, {f.threads}\n{f.text}".encode()).hexdigest() for f in functions}
-    with _lock, ThreadPoolExecutor(THREADS) as workers:
-        making: dict[Function, Any] = {}
+    texts = {f: f"{target}, {f.threads}\n{f.text}".encode() for f in functions}
+    keys = {one: (device, hashlib.sha256(text).hexdigest()) for one, text in texts.items()}
+    coming: dict[Function, Future[bytes]] = {}
+    with _lock:
         for one, key in keys.items():
-            if (device, key) in _loaded:
+            if key in _loaded:
                 continue
-            kept = getattr(one, "binary", b"") or (store.get(key) if store is not None else None)
-            if kept is None:
-                making[one] = workers.submit(_compiled, one.ptx(capability), key, device, store)
-            else:
-                _loaded[device, key] = load(kept, one, device)
-        for one, code in making.items():
-            _loaded[device, keys[one]] = load(code.result(), one, device)
-        return {one: _loaded[device, key] for one, key in keys.items()}
+            if key not in _making:
+                _making[key] = workers().submit(_code, one, capability, *key, store)
+            coming[one] = _making[key]
+
+    def finish() -> dict[Function, int]:
+        with _lock:
+            for one, code in coming.items():
+                _making.pop(keys[one], None)
+                if keys[one] not in _loaded:
+                    _loaded[keys[one]] = load(code.result(), one, device)
+            return {one: _loaded[key] for one, key in keys.items()}
+
+    return finish
 
 
-def _compiled(text: str, key: str, device: int, store: Store | None) -> bytes:
+def _code(
+    function: Function, capability: tuple[int, int], device: int, key: str, store: Store | None
+) -> bytes:
+    kept = getattr(function, "binary", b"") or (store.get(key) if store is not None else None)
+    if kept:
+        return kept
+    text = function.ptx(capability)
     code = text.encode() + b"\0"  # which the driver's loader takes too
     with suppress(DriverError):
         code = machine_code(text, device)

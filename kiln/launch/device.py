@@ -16,7 +16,7 @@ from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Program
 from kiln.generate.device import Function, Started, generate
 from kiln.generate.nvptx import WAITING
-from kiln.launch.cuda import Store, context, loaded
+from kiln.launch.cuda import Store, context, loading
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import set_up
 from kiln.launch.plan import Planner
@@ -108,20 +108,29 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def plan_on(
     program: Program, device: torch.device, store: Store | None = None, apart: bool = False
-) -> Plan:
-    """The plan of a program whose tensors are on a GPU; see `DevicePlanner` for `apart`."""
+) -> Callable[[], Plan]:
+    """What gives the plan of a program on a GPU, once other threads have compiled its kernels.
+
+    See `DevicePlanner` for `apart`.
+    """
     index, architecture = device.index or 0, capability(device)
 
     def find(functions: Sequence[Function]) -> dict[Function, int]:
-        return loaded(functions, index, architecture, store)
+        return loading(functions, index, architecture, store)()
 
     set_up()
     new = architecture >= WAITING
     made = generate(program.kernels, clusters=new)
     templates = {k: k.started() for k in dict.fromkeys(program.kernels) if isinstance(k, Template)}
-    handles = find([*made.functions, *[start.function for start in templates.values()]])
-    kernels: list[OnDevice] = []
-    for kernel, starts in zip(program.kernels, made.starts, strict=True):
-        chosen = [templates[kernel]] if isinstance(kernel, Template) else starts
-        kernels.append(OnDevice(kernel, chosen, handles, find, clusters=new))
-    return DevicePlanner(program, kernels, (CUDA, index, context(index)), new, apart).plan()
+    functions = [*made.functions, *[start.function for start in templates.values()]]
+    coming = loading(functions, index, architecture, store)
+
+    def finish() -> Plan:
+        handles = coming()
+        kernels: list[OnDevice] = []
+        for kernel, starts in zip(program.kernels, made.starts, strict=True):
+            chosen = [templates[kernel]] if isinstance(kernel, Template) else starts
+            kernels.append(OnDevice(kernel, chosen, handles, find, clusters=new))
+        return DevicePlanner(program, kernels, (CUDA, index, context(index)), new, apart).plan()
+
+    return finish

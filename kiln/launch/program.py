@@ -77,13 +77,18 @@ def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dum
     if settings.tunes:
         program = with_templates(program, device, disk(settings.cache_bytes), dump.title)
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
-        plan = plan_on(program, device, disk(settings.cache_bytes), apart=not settings.records)
-    plan.title = dump.title
-    dump.show("plan", "plan", "txt", lambda: str(plan))
-    places = {node: i for i, node in enumerate(program.graph.inputs)}
-    written = frozenset(places[node] for node in program.overwrites.values())
-    run = Recorded(plan, device.index or 0, written) if settings.records and can_record(program) else plan
-    return Begun(lambda: run)
+        planned = plan_on(program, device, disk(settings.cache_bytes), apart=not settings.records)
+
+    def finish() -> Run:
+        plan = planned()
+        plan.title = dump.title
+        dump.show("plan", "plan", "txt", lambda: str(plan))
+        places = {node: i for i, node in enumerate(program.graph.inputs)}
+        written = frozenset(places[node] for node in program.overwrites.values())
+        recorded = settings.records and can_record(program)
+        return Recorded(plan, device.index or 0, written) if recorded else plan
+
+    return Begun(finish, is_done=False)
 
 
 def revised(dump: Dump, text: str) -> str:

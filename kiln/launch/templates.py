@@ -226,13 +226,13 @@ def fastest(site: Site, device: torch.device) -> str:
     values = [example(node.spec) for node in usual.graph.inputs]
     for value in values:
         value.normal_()
-    runs: dict[str, Run] = {USUAL: plan_on(usual, device)}
+    runs: dict[str, Run] = {USUAL: plan_on(usual, device)()}
     for name, (form, tile) in site.named().items():
         try:
             rest = [step for step in site.steps if step not in form.covers]
             at = 0 if form.covers[0] is site.steps[0] else len(rest)
             rest.insert(at, form.step(tile, architecture))
-            runs[name] = plan_on(alone(site, rest), device)
+            runs[name] = plan_on(alone(site, rest), device)()
             runs[name](list(values))
         except Exception as error:  # a tile that does not fit
             runs.pop(name, None)

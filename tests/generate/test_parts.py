@@ -40,7 +40,7 @@ def test_functions_that_call_each_other_stay_together(count):
     found = [names(part) for part in parts]
     assert len(parts) == min(count, 2) and sum(map(len, found)) == 6
     assert {"nest0", "nest1", "entry0", "entry1"} <= found[0] and all("@llvm.fabs" in part for part in parts)
-    made = cpu.load(cpu.joined([part.result() for part in map(cpu._workers().submit, [cpu.object_file] * 2, parts)]))
+    made = cpu.load(cpu.joined([part.result() for part in map(cpu.workers().submit, [cpu.object_file] * 2, parts)]))
     assert {name: called(made, name) for name in VALUES} == VALUES and made.address("entry9") == 0
 
 

@@ -178,7 +178,7 @@ def no_gpu(monkeypatch):
     """Plans that do nothing, and times by the order of what is timed."""
     monkeypatch.setattr(templates, "triton", lambda: "installed")
     monkeypatch.setattr(templates, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(templates, "plan_on", lambda program, device: lambda values: program)
+    monkeypatch.setattr(templates, "plan_on", lambda program, device: lambda: lambda values: program)
     monkeypatch.setattr(products, "compiled", lambda *_: Function("kiln_product", "ptx", 128, 4096))
     times = [2.0, 1.0, 1.5, 3.0]
     asked = []

@@ -75,6 +75,27 @@ def test_none_marks_the_code_until_it_is_forgotten():
         assert callback.asked.count("plain") == 2
 
 
+def test_what_the_callback_leaves_alone_is_so_from_its_first_frame_on():
+    def inner():
+        return 1
+
+    def outer():
+        return inner()
+
+    with hooked(tag, inner) as callback:
+        regions = callback.regions
+
+        class Answers(dict):
+            def get(self, function):
+                if function is outer:
+                    _hook.leave_alone(outer.__code__)
+                return regions.get(function)
+
+        callback.regions = Answers()
+        assert [outer(), inner(), outer()] == [1, ("region", "inner"), 1]
+        assert callback.asked.count("outer") == 1
+
+
 def test_other_answers_leave_the_frame_alone_this_time():
     def plain():
         return 1

@@ -1,0 +1,84 @@
+"""Kernels are compiled by other threads, each once, also where several programs have it; no GPU is needed."""
+
+import threading
+
+import pytest
+import torch
+
+from kiln.generate.device import Function, generate
+from kiln.generate.nvptx import Unsupported
+from kiln.launch import cuda
+
+from .emitted import kernels_of
+from .programs import FOLDS, POINTWISE
+
+NAMES = ["add", "broadcast", "layer norm", "softmax of 1000", "columns"]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """What the driver was given: PTX by device, and the names of loaded functions."""
+    compiled, names = [], []
+
+    def machine_code(text, device):
+        compiled.append(text)
+        return text.encode()
+
+    def load(code, function, device):
+        assert function.name.encode() in code
+        names.append(function.name)
+        return len(names)
+
+    monkeypatch.setattr(cuda, "machine_code", machine_code)
+    monkeypatch.setattr(cuda, "load", load)
+    monkeypatch.setattr(cuda, "version", lambda: 13000)
+    monkeypatch.setattr(cuda, "_loaded", {})
+    monkeypatch.setattr(cuda, "_making", {})
+    return compiled, names
+
+
+def functions_of(names):
+    programs = {**POINTWISE, **FOLDS}
+    made = []
+    for name in names:
+        f, *makers = programs[name]
+        made += generate(kernels_of(f, *[make("cpu", torch.float32) for make in makers])).functions
+    return made
+
+
+def test_each_function_is_compiled_once(driver):
+    compiled, names = driver
+    functions = functions_of(NAMES)
+    first = cuda.loading(functions[:4], 0, (9, 0))
+    second = cuda.loading(functions[2:], 0, (9, 0))
+    handles = second() | first()
+    assert len(handles) == len(functions) == len(set(handles.values())) == len(names)
+    assert sorted(compiled) == sorted(f.ptx((9, 0)) for f in functions)
+    assert cuda.loading(functions, 0, (9, 0))() == handles and len(compiled) == len(functions)
+    assert not cuda._making
+
+
+def test_what_cannot_be_compiled_is_raised_where_it_is_waited_for(driver):
+    text = "declare float @unknown(float)\ndefine ptx_kernel void @k(ptr %p) {\n  ret void\n}"
+    for _ in range(2):
+        coming = cuda.loading([Function("k", text, 32)], 0, (9, 0))
+        with pytest.raises(Unsupported, match="unknown"):
+            coming()
+
+
+def test_threads_load_at_once(driver):
+    functions, found, wanted = functions_of(NAMES), [], {}
+    wanted = {f: f.ptx((9, 0)) for f in functions}
+
+    def work(device):
+        for _ in range(3):
+            handles = cuda.loading(functions, device, (9, 0))()
+            found.append(handles.keys() == wanted.keys())
+            cuda._loaded.clear()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 18 and set(driver[0]) == set(wanted.values())
