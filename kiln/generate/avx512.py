@@ -67,14 +67,18 @@ ROUNDER = 1.5 * 2.0**19  # adding it rounds to sixteenths, in the low bits
 
 def exp_below(x: Value) -> Value:
     """The exponential of f32 up to 89: a short polynomial times a sixteenth power of two looked up."""
-    if x.type.width % LANES:
-        return functions.exp_by_polynomial(x)
-    x = functions.at_least(x, -104.0)
+    return functions.exp_by_polynomial(x) if x.type.width % LANES else exp_over(x, -104.0)
+
+
+def exp_over(x: Value, least: Value | float, whole: Value | None = None) -> Value:
+    """e^x over two to the power of a whole number; that of `least` for what is less, which is 0 then."""
+    x = functions.at_least(x, least)
     rounded = fma(x, 1 / functions.LN2, ROUNDER)
     n = rounded - ROUNDER
     r = fma(n, -functions.LN2_LOW_32, fma(n, -functions.LN2_HIGH_32, x))
     power = _looked_up(_POWERS, rounded.bits(I32))
-    return scaled(fma(power * r, functions.polynomial(r, (1.0, *_EXP)), power), n)
+    exponent = n if whole is None else rounded - (whole + ROUNDER)
+    return scaled(fma(power * r, functions.polynomial(r, (1.0, *_EXP)), power), exponent)
 
 
 def scaled(x: Value, n: Value) -> Value:

@@ -29,7 +29,7 @@ class Host:
 
     @property
     def reads_lanes_faster(self) -> bool:
-        """Whether elements here and there are read faster one by one than by one instruction."""
+        """Whether elements here and there in the nearest caches are read faster one by one than at once."""
         return self.name.startswith("znver")
 
     @property

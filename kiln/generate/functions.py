@@ -93,7 +93,7 @@ def at_most(x: Value, bound: float) -> Value:
     return (x > bound).where(bound, x)
 
 
-def at_least(x: Value, bound: float) -> Value:
+def at_least(x: Value, bound: Value | float) -> Value:
     """The larger; a NaN stays one."""
     return (x < bound).where(bound, x)
 

@@ -322,6 +322,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         """Two folds, one after the other, that go in one pass, and what emits it."""
         if self.masks and (found := self.online()) is not None:
             return found, self.pass_over
+        if self.masks and (found := self.over_powers()) is not None:
+            return found, self.pass_over_powers
         return self.moments(), self.pass_for_moments
 
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:

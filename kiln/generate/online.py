@@ -2,35 +2,46 @@
 
 The lanes carry the largest value met so far and sums in terms of it. A block of vectors in which some value
 is larger, which is rare after the first ones, scales the sums anew.
+
+Where the exponentials are kept for a later phase, and only their shares of the sum are asked for, they are
+taken over a power of two near the largest of a few vectors. Rows that have values far above those, or far
+from 0, are gone over again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kiln.base.expressions import hinted
 from kiln.fuse.nest import Fold
-from kiln.generate import functions
+from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
-from kiln.generate.llvm import F32, I1, Value
+from kiln.generate.llvm import F32, I1, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.softmax import forgetful, pair
+from kiln.generate.softmax import forgetful, pair, shares
 from kiln.generate.values import Values
 
 #: Vectors of a block.
 VECTORS = 8
-#: Elements of a row for which bringing lanes together does not count.
-LONG = 1024
+#: Elements of a row for which bringing lanes together does not count; of one that is kept.
+LONG, LONG_KEPT = 1024, 512
+#: Vectors of a block whose exponentials are kept, and vectors that are looked at before.
+KEPT, SAMPLES = 4, 4
+#: How far above the largest of those a row may be, and how far from 0 they.
+ABOVE, FAR = 60.0, 1024.0
 #: What lanes carry before their first value: less than any but -inf.
 LOWEST = -3.4028234663852886e38
 
-_sum = FOLDS["sum"][2]
+_sum, _top = FOLDS["sum"][2], FOLDS["top"][2]
 
 
 class Online(Values):
     """Emits such pairs for rows in vectors whose lanes can be left out."""
+
+    fetch_next: Callable[[], None]
 
     def online(self) -> tuple[Fold, Fold] | None:
         """The pair of folds that goes in one pass, if the nest has one."""
@@ -39,6 +50,14 @@ class Online(Values):
             return None
         found = pair(self.nest)
         return None if found is None or id(found[1].value) in self.kept_rows else found
+
+    def over_powers(self) -> tuple[Fold, Fold] | None:
+        """The pair whose exponentials are kept, over a power of two, if the nest has one."""
+        axis = self.vector
+        if axis is None or self.nest.reduced != (axis,) or self.width != avx512.LANES or axis.low != 0:
+            return None
+        found = shares(self.nest) if hinted(axis.size) >= LONG_KEPT else None
+        return found if found is not None and id(found[1].value) in self.kept_rows else None
 
     def pass_over(self, top: Fold, total: Fold) -> None:
         """The loops of both folds."""
@@ -81,13 +100,68 @@ class Online(Values):
         added = _tree([functions.exp_below(v - now) for v in values], _sum)
         return [now, rest + added]
 
-    def element(self, top: Fold, place: Value, end: Value | None) -> Value:
-        """The values at a vector's places; -inf where none is."""
+    def pass_over_powers(self, top: Fold, total: Fold) -> None:
+        """The loops of both folds, and the exponentials beside the row."""
+        fn, width = self.fn, self.width
+        assert self.vector is not None
+        end, apart = self.index(self.vector.size), hinted(self.vector.size) // width // SAMPLES * width
+        looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
+        near = _within(_tree(looked_at, _top))
+        whole = fma(near, 1 / functions.LN2, functions.ROUNDER_32) - functions.ROUNDER_32
+        # e^-106 is 0 times any power of two below 2.
+        least, shift = (near - 106.0).splat(width), whole.splat(width)
+
+        def usual(x: Value) -> Value:
+            return avx512.exp_over(x, least, shift)
+
+        start = [fn.constant(-math.inf, F32.wide(width)), fn.constant(0.0, F32.wide(width))]
+        most, sums = self.kept_powers(top, total, end, start, usual)
+        largest, before = _within(most), fn.block
+        fine = (largest - near <= ABOVE) & (functions.absolute(near) <= FAR)
+        again, done = fn.label("again"), fn.label("done")
+        fn.branch(fine, done, again)
+        fn.start(again)
+        below = largest.splat(width)
+        _, others = self.kept_powers(top, total, end, start, lambda x: functions.exp_below(x - below))
+        after = fn.block
+        fn.jump(done)
+        fn.start(done)
+        result = fn.phi(sums.type)
+        result.arrive(sums, before)
+        result.arrive(others, after)
+        self.layers[-1][id(top)] = largest
+        self.layers[-1][id(total)] = across_lanes([result], lambda a, b: [_sum(a[0], b[0])])[0]
+
+    def kept_powers(
+        self, top: Fold, total: Fold, end: Value, start: list[Value], power: Callable[[Value], Value]
+    ) -> list[Value]:
+        """The largest and the sums of a row's lanes, while their exponentials are stored."""
+        fn, width = self.fn, self.width
+        _, memory = self.kept_rows[id(total.value)]
+
+        def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
+            most, sums = held
+            places = [i + k * width for k in range(count)]
+            values = [self.element(top, place, last, ahead=last is None) for place in places]
+            powers = [power(value) for value in values]
+            for place, found in zip(places, powers, strict=True):
+                fn.store(found, fn.at(memory, place, F32))
+            return [_top(most, _tree(values, _top)), sums + _tree(powers, _sum)]
+
+        step = KEPT * width
+        whole = end / step * step
+        held = fn.loop(0, whole, step, start, partial(some, KEPT, None))
+        return fn.loop(whole, end, width, held, partial(some, 1, end))
+
+    def element(self, top: Fold, place: Value, end: Value | None, ahead: bool = False) -> Value:
+        """The values at a vector's places; -inf where none is. With `ahead`, the next row is asked for."""
         assert self.vector is not None
         self.push()
         self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, self.width
         if end is not None:
             self.live = (place.splat(self.width) + self.ramp(self.width)) < end
+        if ahead:
+            self.fetch_next()
         value = self.value(top.value)
         value = value if value.type.width > 1 else value.splat(self.width)
         if self.live is not None:
@@ -95,6 +169,11 @@ class Online(Values):
         self.live, self.lanes = None, outside
         self.pop()
         return value
+
+
+def _within(values: Value) -> Value:
+    """The largest of the lanes."""
+    return across_lanes([values], lambda a, b: [_top(a[0], b[0])])[0]
 
 
 def _tree(values: list[Value], combine: Any) -> Value:

@@ -99,10 +99,14 @@ class Reads:
             value = fn.call(name, memory, address, align, wanted, fn.constant(0, memory))
         return shuffled(value, chosen).to(compute_type(stored))
 
-    def gathered(self, base: Value, places: Value, stored: Type, mask: Value | None) -> Value:
+    def gathered(
+        self, base: Value, places: Value, stored: Type, mask: Value | None, far: bool = False
+    ) -> Value:
+        """Elements here and there; `far` ones, which the nearest caches may not have, at once."""
         fn, held, lanes = self.fn, compute_type(stored), places.type.width
         memory = I8_OF["i1"] if stored.kind == "i1" else stored
-        if mask is None and stored.kind != "i1" and host().reads_lanes_faster:
+        one_by_one = host().reads_lanes_faster and not (far and stored.bits >= 32)
+        if mask is None and stored.kind != "i1" and one_by_one:
             return self.one_by_one(base, places, stored).to(held)
         pointers = fn.emit(
             f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)

@@ -11,7 +11,7 @@ from kiln.generate.scalar import TYPES
 from kiln.generate.values import Values
 
 #: Elements of rows that are kept on the stack, where a later phase needs them again, of all values together.
-LONGEST_KEPT = 16384
+LONGEST_KEPT = 32768
 
 
 class Rows(Values):

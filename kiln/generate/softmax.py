@@ -35,6 +35,26 @@ def forgetful(nest: Nest) -> Fold | None:
     return None if any(s.value is top or _less(s.value, top) for s in nest.stores) else top
 
 
+def shares(nest: Nest) -> tuple[Fold, Fold] | None:
+    """The pair where all that is asked for are the exponentials' shares of their sum.
+
+    They are the same below any number in place of the largest.
+    """
+    found = pair(nest)
+    if found is None:
+        return None
+    top, total = found
+    power = total.value
+    (difference,) = children(power)
+    users: dict[int, Term | None] = {id(top): difference, id(difference): power, id(power): total}
+    users[id(total)] = None
+    for term in terms(s.value for s in nest.stores):
+        share = isinstance(term, Apply) and term.op == "div" and normalised(term)
+        if not share and any(users.get(id(child), term) is not term for child in children(term)):
+            return None
+    return None if any(id(s.value) in users for s in nest.stores) else found
+
+
 def _less(term: Term, top: Fold) -> bool:
     """Whether a term is something less this value."""
     return isinstance(term, Apply) and term.op == "sub" and term.args[1] is top and term.args[0] is not top

@@ -28,6 +28,8 @@ LINE = 64
 USUAL_CACHE = 32 << 20
 #: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself.
 SHORTEST, LONGEST = 512, 1 << 17
+#: Bytes of a nest that the nearest caches do not hold.
+FAR = 1 << 20
 
 
 @functools.cache
@@ -138,7 +140,7 @@ class Streams(Values):
         That is so between the phases of a row, and for places that are computed.
         """
         outer = self.outer()
-        if not self.streams or not outer or self.lanes != self.width or self.live is not None:
+        if not outer or self.lanes != self.width or self.live is not None or not self.goes_far():
             return
         fn, axis = self.fn, outer[-1]
         here = self.variables[axis.variable]
@@ -148,11 +150,13 @@ class Streams(Values):
         for load in self.fetched(axis):
             for place in load.places:
                 self.variables[place.symbol] = self.lane_or_value(place.term)
-            address = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
+            first = self.index(load.index)
             read, data = fn.constant(0, I32), fn.constant(1, I32)
             # Into the second cache where rows are gone over again: the nearest has this one.
             near = fn.constant(2 if self.nest.reduced else 3, I32)
-            fn.call("llvm.prefetch.p0", VOID, address, read, near, data)
+            for lane in range(0, self.width, LINE // load.dtype.itemsize):
+                address = fn.at(self.pointers[load.buffer], first + lane, TYPES[load.dtype])
+                fn.call("llvm.prefetch.p0", VOID, address, read, near, data)
         self.variables[axis.variable] = here
         self.layers, self.indices = known
 
@@ -171,8 +175,7 @@ class Streams(Values):
         """
         nest, vector = self.nest, self.vector
         assert vector is not None
-        row = math.prod([hinted(a.size) for a in nest.axes if a.reduced or a is vector])
-        if not SHORTEST <= row <= LONGEST:
+        if self.row_length() > LONGEST:
             return []
         slow = self.slow_stream()
         roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
@@ -187,6 +190,12 @@ class Streams(Values):
             if 1 in linear and (load.places or axis.variable in load.index.symbols()):
                 found.append(load)
         return found
+
+    def goes_far(self) -> bool:
+        return self.row_length() >= SHORTEST and moved(self.nest) >= FAR
+
+    def row_length(self) -> int:
+        return math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
 
     def finish_streams(self) -> None:
         """Let what was stored be seen before anything that comes after."""

@@ -187,6 +187,10 @@ class Values(Reads):
         near = ((distance >= 0) & (distance < self.lanes)).where(distance, self.lanes).to(I32)
         return self.ramp(self.lanes, I32).compare(term.op, near.splat(self.lanes))
 
+    def goes_far(self) -> bool:
+        """Whether rows of some length come from further than the nearest caches."""
+        return False
+
     def load(self, term: Load) -> Value:
         address = self.pointers[term.buffer]
         stored = TYPES[term.dtype]
@@ -210,7 +214,8 @@ class Values(Reads):
         times = self.repeats(term.index)
         if times:
             return self.repeated(address, self.index(term.index), stored, times, mask)
-        return self.gathered(address, self.lanes_of(term.index), stored, mask)
+        far = bool(term.places) and self.goes_far()
+        return self.gathered(address, self.lanes_of(term.index), stored, mask, far)
 
     def store(self, store: Store) -> None:
         fn = self.fn

@@ -44,6 +44,33 @@ def test_the_largest_and_the_sum_of_exponentials_are_one_pass():
     assert Emitter(short, 16).online() is None, "its exponentials are kept beside the row"
 
 
+@wide
+def test_exponentials_that_are_kept_are_taken_over_a_power_of_two():
+    def over_powers(function, length):
+        return Emitter(nest_of(function, rand(5, length)), 16).over_powers()
+
+    assert over_powers(lambda a: F.softmax(a * 2, -1) - 1, 1500) is not None
+    assert over_powers(lambda a: F.softmax(a, -1), 100) is None
+    assert over_powers(lambda a: F.softmax(a, -1), 100_000) is None
+    assert over_powers(lambda a: (F.softmax(a, -1), a.amax(-1)), 1500) is None
+    assert over_powers(lambda a: (F.softmax(a, -1), a.logsumexp(-1)), 1500) is None
+    assert over_powers(lambda a: (F.softmax(a, -1), (a - a.amax(-1, True)).exp() * 2), 1500) is None
+
+
+@pytest.mark.parametrize("length", [512, 1000, 1500, 8191, 32768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_whose_largest_is_not_among_the_first_ones_looked_at(length, dtype):
+    x = rand(10, length) * 5
+    x[0, 100], x[1, -1], x[2, 20] = 70, 200, 1e30  # far above the others
+    x[3] += 1000
+    x[4] -= 3000
+    x[5], x[5, 99] = -math.inf, 3
+    x[6, ::3] = -math.inf
+    x[7, -2], x[8, 17] = math.nan, math.inf
+    x[9] = torch.arange(length)
+    check(lambda a: F.softmax(a, -1), x.to(dtype), kernels=1)
+
+
 @pytest.mark.parametrize("length", [1024, 1031, 2181, 4096 + 128, 30522])
 def test_rows_with_edges(length):
     x = rand(8, length) * 5
