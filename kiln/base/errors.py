@@ -63,5 +63,9 @@ class Bug(KilnError):
     """An internal fault: the frame runs eagerly, or the error is raised under fullgraph and KILN_STRICT=1."""
 
 
+class Uneven(KilnError):
+    """Layers that look alike are not: all of them must be gone through."""
+
+
 class RecompileError(KilnError):
     """A recompile was needed while the stance forbids it."""

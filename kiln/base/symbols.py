@@ -40,6 +40,7 @@ from kiln.base.arithmetic import (
 )
 from kiln.base.conditions import all_of, any_of, eq, ge, gt, le, lt, ne, negate, zero
 from kiln.base.dataclass import dataclass
+from kiln.base.errors import Break
 from kiln.base.expressions import (
     FLOORDIV,
     MAX,
@@ -80,6 +81,8 @@ class Scope:
 
     def __init__(self, place: Callable[[], Any] | None = None) -> None:
         self.symbols: list[Symbol] = []
+        #: Those of them that stand for what the graph reads from tensors: their hints mean nothing.
+        self.open: set[Symbol] = set()
         self.records: list[Record] = []
         self.place = place
         #: Interned expressions, and the results of operations on them.
@@ -144,6 +147,10 @@ class Scope:
             return bool(question)
         answer = self.known(question)
         if answer is None:
+            if self.is_open(question):
+                names = ", ".join(sorted(symbol.name for symbol in self.open & question.symbols()))
+                why = f"the program asks whether {question}, with {names} the item of a tensor"
+                raise Break("data-dependent", why, "say it before with torch._check, or keep it a tensor")
             answer = question.hint
             holds = self._simple_condition(question)
             fact = self._narrowed(holds if answer else negate(holds))
@@ -152,6 +159,10 @@ class Scope:
             self.records.append(Record(fact, where))
             self.learn(fact)
         return answer
+
+    def is_open(self, question: Condition | Expr) -> bool:
+        """Whether numbers are in question that only a graph will have."""
+        return bool(self.open) and not self.open.isdisjoint(question.symbols())
 
     def _narrowed(self, fact: Truth) -> Condition:
         """A fact as it is recorded: another value than an end of the range means a narrower range."""
@@ -172,6 +183,9 @@ class Scope:
             simple = self.simplify(value)
             if not isinstance(simple, Expr):
                 return simple
+        if self.is_open(value):
+            why = f"the program needs the value of {value}, the item of a tensor"
+            raise Break("data-dependent", why, "keep it a tensor, or move it out of the compiled function")
         self.decide(eq(value, value.hint), where)
         return value.hint
 

@@ -15,6 +15,7 @@ from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import symbolic
 from kiln.capture.frame import UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
+from kiln.capture.wrappers import PLAIN_TYPES
 from kiln.check.guards import Absent, Contains, Length
 from kiln.ops.fake import FakeTensor
 
@@ -320,6 +321,13 @@ def load_from_super(m: Machine, value: Any, name: str) -> Any:
     raise UserError(AttributeError(f"'super' object has no attribute '{name}'"))
 
 
+class Above:
+    """`super()` of a tensor of a subclass."""
+
+    def __init__(self, this: type, owner: FakeTensor) -> None:
+        self.__thisclass__, self.__self__, self.__self_class__ = this, owner, tensor_type(owner)
+
+
 def super_from_class(m: Machine, found: Any, start: type, name: str) -> Any:
     if isinstance(found, types.BuiltinFunctionType):
         return found
@@ -353,6 +361,10 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     pending = world.read_slot(value, name) if world.instance else MISSING
     if pending is not MISSING and pending is not DELETED:
         return pending
+    if value.real_type not in PLAIN_TYPES:
+        special: Any = SUBCLASSES["load"](m, value, name)
+        if special is not MISSING:
+            return special
     if name == "__class__":
         return world.constant(tensor_type(value))
     if name == "__dict__":
@@ -394,11 +406,13 @@ def load_own(m: Machine, value: FakeTensor, name: str) -> Any:
     raise UserError(AttributeError(f"'{tensor_type(value).__name__}' object has no attribute '{name}'"))
 
 
+#: Attributes of tensors of subclasses, filled by `subclasses`.
+SUBCLASSES: dict[str, Any] = {}
 ALIASES = {"_grad": "grad"}
 #: Facts that no guard on a tensor has.
 UNCOVERED = frozenset({"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"})
 RECORDED = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
-FAKE_SLOTS = frozenset({"real_type", "_is_param", "meta_twin"})
+FAKE_SLOTS = frozenset({"real_type", "_is_param", "wrapped"})
 
 
 def tensor_type(value: FakeTensor) -> type:
@@ -420,6 +434,7 @@ LOADERS: dict[type, Any] = {
     FakeTensor: load_from_tensor,
     types.ModuleType: load_from_python_module,
     super: load_from_super,
+    Above: load_from_super,
     types.CellType: load_from_cell,
     types.MethodType: load_from_method,
 }
@@ -505,6 +520,8 @@ BUFFER_HOOKS = torch.nn.modules.module._global_buffer_registration_hooks
 
 def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None:
     name = ALIASES.get(name, name)
+    if value.real_type not in PLAIN_TYPES and SUBCLASSES["store"](m, value, name, item):
+        return
     if name == "requires_grad" and type(item) is bool and m.source(value) is None:
         m.torch_call(torch.Tensor.requires_grad_, (value, item), {})
         return

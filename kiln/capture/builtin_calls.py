@@ -168,7 +168,7 @@ def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(super)
 def super_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if args:
-        return m.native(super, *args)
+        return above(m, *args)
     frame = m.frames[-1]
     if not frame.code.code.co_argcount:
         raise UserError(RuntimeError("super(): no arguments"))
@@ -180,7 +180,13 @@ def super_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         raise UserError(RuntimeError("super(): __class__ cell not found"))
     if owner is MISSING:
         raise UserError(RuntimeError("super(): arg[0] deleted"))
-    return m.native(super, cls, owner)
+    return above(m, cls, owner)
+
+
+def above(m: Machine, *args: Any) -> Any:
+    """`super(...)`, of a tensor too that a fake stands for."""
+    tensor = len(args) == 2 and type(args[1]) is FakeTensor
+    return m.native(*((attributes.Above, args[0], args[1]) if tensor else (super, *args)))
 
 
 def variable(m: Machine, frame: Frame, name: str) -> Any:

@@ -173,13 +173,21 @@ def leaf(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     for value in (*args, *kwargs.values()):
         m.world.touch_deep(value)
     for value in nested((*args, *kwargs.values())):
-        if type(value) not in PLAIN_ARGUMENTS and foreign(m, value):
+        if type(value) in PLAIN_ARGUMENTS:
+            continue
+        if hasattr(type(value), "__torch_function__") and not isinstance(value, torch.Tensor):
+            result = SUBCLASSED["intercept"](m, function, args, kwargs)
+            if result is not MISSING:
+                return result
+        if foreign(m, value):
             raise Break("foreign-object",
                         f"a {type(value).__name__} from outside is an argument of a torch call",
                         "pass tensors and Python constants")  # fmt: skip
     return m.torch_call(function, args, kwargs)
 
 
+#: How tensors of subclasses are made, and what they make of torch calls; filled by `subclasses`.
+SUBCLASSED: dict[str, Any] = {}
 PLAIN_ARGUMENTS = frozenset({*CONSTANTS, FakeTensor, list, tuple, dict})
 
 
@@ -383,7 +391,11 @@ def call_class(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str) -> 
 def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
     """type.__call__ for the user's classes."""
     if issubclass(cls, torch.Tensor) and cls is not torch.Tensor:
-        raise Break("tensor-subclass", f"a {cls.__name__} is made", "make it outside the compiled function")
+        return SUBCLASSED["made"](m, cls, args, kwargs)
+    if hasattr(cls, "__del__"):
+        # It may be made again after a break, or never be needed; a file must be closed once all the same.
+        why = f"a {cls.__name__} is made, whose __del__ is to run once"
+        raise Break("finalizer", why, "make it outside the compiled function")
     maker = attributes.type_lookup(m, cls, "__new__")
     if getattr(cls, "__abstractmethods__", None):
         return m.native(cls, *args, **kwargs)

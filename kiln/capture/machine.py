@@ -23,6 +23,7 @@ from kiln.capture import (
     open_numbers,
     operators,
     purity,
+    subclasses,
     symbolic,
     torch_calls,
     transforms,
@@ -67,6 +68,9 @@ class Machine:
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
         self.ended = False
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
+        self.numbers = False  # whether numbers of tensors are symbols of the graph
+        #: How many blocks without the hooks of tensor subclasses the program has entered.
+        self.aside = int(not torch._C._is_torch_function_enabled())
         self.muted = 0  # blocks around the program's warnings that it has entered
         self.devices: list[torch.device] = []  # default devices that the program has entered
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
@@ -252,6 +256,10 @@ class Machine:
 
     def torch_call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call that becomes one node of the graph."""
+        if self.recorder.subclassed:
+            found = subclasses.intercept(self, function, args, kwargs)
+            if found is not MISSING:
+                return found
         if self.devices and function in _device_constructors() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.devices[-1]}
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +12,11 @@ from kiln.base.errors import Break
 from kiln.capture import attributes
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber
+from kiln.capture.frame import UserError
 from kiln.capture.rebuild import MAKERS
+from kiln.capture.torch_calls import Named
 from kiln.ops.fake import FakeTensor
+from kiln.ops.symint import wrap
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -28,11 +33,64 @@ def item(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         raise
 
 
-def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> OpenNumber:
-    """The only number of a tensor, as it is now; `reason` is that of the break where the value is needed."""
+def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
+    """The only number of a tensor, as it is now; `reason` is that of the break where the value is needed.
+
+    Where nothing may break, the number is one that the graph computes with.
+    """
     reason.at = m.frames[-1].place()
     kept = m.torch_call(torch.clone, (m.torch_call(torch.Tensor.detach, (tensor,), {}),), {})
-    return OpenNumber(kind_of(tensor), kept, m.frames[-1].step, reason)
+    kind = kind_of(tensor)
+    if m.numbers and kind in (int, float):
+        symbol = m.world.varying.item(kept, kind)
+        m.recorder.symbol(symbol, "item", kept)
+        return wrap(symbol)
+    return OpenNumber(kind, kept, m.frames[-1].step, reason)
+
+
+@handles(torch.Tensor.tolist)
+def tolist(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The numbers of a short tensor, where nothing may break."""
+    (tensor,) = args
+    if not m.numbers or tensor.dim() > 1 or tensor.numel() > LONGEST:
+        return m.torch_call(torch.Tensor.tolist, args, kwargs)
+    if not tensor.dim():
+        return item(m, args, kwargs)
+    rows = [m.torch_call(torch.Tensor.select, (tensor, 0, i), {}) for i in range(tensor.numel())]
+    return [item(m, (row,), {}) for row in rows]
+
+
+#: How many numbers of a tensor one graph reads at most.
+LONGEST = 64
+
+
+@handles(torch._check_with)
+def check(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """What the program says of numbers: known from then on, and checked where the graph has them."""
+    error, holds, message = args
+    told = holds.node.expr if type(holds) is torch.SymBool else None
+    if told is None or told.op not in HOLDS:
+        if not m.truth(holds):
+            raise UserError(error(check_text(m, message)))
+        return
+    made = Named(functools.partial(unless, error, check_text(m, message), told.op), "check", error)
+    m.recorder.note(made, (wrap(told.args[0]),))
+    told.scope.learn(told)
+
+
+def check_text(m: Machine, message: Any) -> str:
+    """What torch says where such a condition does not hold."""
+    text = "Expected cond to be True, but got False. (Could this error message be improved? If so, please "
+    return f"{text}report an enhancement request to PyTorch.)" if message is None else str(m.call(message))
+
+
+HOLDS = {"==": operator.eq, "!=": operator.ne, "<=": operator.le}
+
+
+def unless(error: type[Exception], text: str, sign: str, value: Any) -> None:
+    """Raise where a number is not as told: equal to zero, unequal, or at most zero."""
+    if not HOLDS[sign](value, 0):
+        raise error(text)
 
 
 def kind_of(tensor: FakeTensor) -> type:

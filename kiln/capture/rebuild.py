@@ -42,6 +42,7 @@ from kiln.capture.iterators import Callback, Generator, Mapped
 from kiln.capture.purity import DICT_VIEWS, OWN_MODULES
 from kiln.capture.varying import quiet
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
+from kiln.capture.wrappers import PLAIN_TYPES, of_class
 from kiln.check.shapes import Read
 from kiln.ops.fake import FakeTensor
 
@@ -163,13 +164,15 @@ class Rebuilder:
             self.e.const(expr)
             return
         varying, symbols = self.world.varying, sorted(expr.symbols(), key=lambda s: s.order)
-        if isinstance(expr, Symbol):
-            self.read(varying.reads[expr])
-            return
-        self.e.callee(quiet(symbols, str(expr)))
+        if not isinstance(expr, Symbol):
+            self.e.callee(quiet(symbols, str(expr)))
         for symbol in symbols:
-            self.read(varying.reads[symbol])
-        self.e.end_call(len(symbols))
+            if symbol in varying.items:
+                self.call(torch.Tensor.item, varying.items[symbol])
+            else:
+                self.read(varying.reads[symbol])
+        if not isinstance(expr, Symbol):
+            self.e.end_call(len(symbols))
 
     def read(self, read: Read) -> None:
         """Emit a load of a size, a stride or a number."""
@@ -192,10 +195,17 @@ class Rebuilder:
             self.call(*self.world.entered[id(value)])
             return
         if isinstance(value, FakeTensor):
+            kind = value.real_type
+            plain = kind in PLAIN_TYPES or value.wrapped is not None
+            if not plain:
+                self.e.callee(of_class)
             self.e.load("__out")
             self.e.const(len(self.outputs))
             self.e.item()
             self.outputs.append(value)
+            if not plain:
+                self.e.const(kind)
+                self.e.end_call(2)
             return
         maker = MAKERS.get(type(value))
         if maker is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,12 +19,13 @@ from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Bug
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import mapped
-from kiln.base.source import Source
+from kiln.base.source import Derived, Source
 from kiln.capture import nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
 from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
+from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
 from kiln.ops.lift import is_symbolic
@@ -35,6 +36,7 @@ _push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-def
 _pop_dispatch = torch._C._pop_torch_dispatch_stack
 _push_function = torch._C._push_on_torch_function_stack
 _pop_function = torch._C._pop_torch_function_stack
+_no_hooks = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class InputInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Number:
-    """Where the value of a symbol comes from: a size or stride of a graph input, or an input of its own."""
+    """Where the value of a symbol comes from: a size or stride of a graph input, an item, or an input."""
 
     what: str
     owner: Any  # the fake, or the source of a Python number
@@ -134,6 +136,8 @@ class Recorder:
         self.within: Callable[[], str] | None = None  # the path of the module at work, for those who listen
         self.fakes: dict[int, FakeTensor] = {}
         self.dispatch = FakeMode()
+        self.subclassed = False  # whether there are tensors of subclasses
+        self.around: Around | None = None  # where tensors made of others are
         LITERALS.reset()
         self._bindings: dict[int, Binding] = {}
         self._alive: list[Any] = []
@@ -169,11 +173,30 @@ class Recorder:
         """
         fake = self.fakes.get(id(real))
         if fake is None:
-            fake = real if isinstance(real, FakeTensor) else fake_like(real, *(shape or ()))
+            kind = type(real)
+            with _no_hooks() if kind not in PLAIN_TYPES else nullcontext():
+                fake = real if isinstance(real, FakeTensor) else fake_like(real, *(shape or ()))
             self.fakes[id(real)] = fake
             self._alive.append(real)
             fake.pinned = True
+            if kind is not FakeTensor and kind not in PLAIN_TYPES:
+                return self._of_class(fake, real, source, as_attr)
             self.bind(fake, _Input(source, real, as_attr))
+        return fake
+
+    def _of_class(
+        self, fake: FakeTensor, real: torch.Tensor, source: Source | None, as_attr: bool
+    ) -> FakeTensor:
+        """An input of a tensor subclass: it itself where it is made of others, else a plain tensor."""
+        self.subclassed = True
+        if is_wrapper(type(real)):
+            if self.around is None:
+                self.around, self.dispatch = Around(), AroundMode()
+            fake.wrapped = faked(real)
+            self.bind(fake, _Input(source, real, as_attr))
+        else:
+            path = None if source is None else Derived(source, plain, "plain")
+            self.bind(fake, _Input(path, plain(real), False))
         return fake
 
     def symbol(self, symbol: Symbol, what: str, owner: Any, dim: int = 0) -> None:
@@ -264,7 +287,8 @@ class Recorder:
                 known = self._placeholder(number.owner, symbol.hint, example)
             else:
                 owner = self.node(number.owner)
-                made = self.graph.create_node("call_method", number.what, (owner, number.dim))
+                args = (owner,) if number.what == "item" else (owner, number.dim)
+                made = self.graph.create_node("call_method", number.what, args)
                 known = self._added(made, example)
             self._numbers[symbol] = known
         return known
@@ -310,7 +334,10 @@ class Recorder:
         self._refuse(func, args)
         args, kwargs = mapped(args, self._faked), mapped(kwargs, self._faked)
         writes = self.dispatch.writes
-        result = self._on_fakes(run, func, args, kwargs)
+        if self.around is None:
+            result = self._on_fakes(run, func, args, kwargs)
+        else:
+            result = self._on_fakes(self.around, run, func, args, kwargs)
         return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
 
     def _on_fakes(self, function: Callable[..., Any], *args: Any) -> Any:

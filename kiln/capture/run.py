@@ -30,6 +30,7 @@ with contextlib.suppress(ModuleNotFoundError):  # numpy may be absent, as for to
 
 ATTEMPTS = 12
 WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction
+NUMBERS_NEEDED = frozenset({"data-dependent", "branch-on-tensor"})
 UNSUPPORTED = 0x20 | 0x80 | 0x200  # generators and coroutines are not captured from the outside
 
 
@@ -48,13 +49,17 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     stop, reason = -1, None
-    literals, copying = Literals(), True
+    literals, copying, numbers = Literals(), True, False
     attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, unstable, in_python,
                       specialises, literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
             with depth.deep() as room:
-                return attempt(stop, reason, room, dynamic, copying)
+                return attempt(stop, reason, room, dynamic, copying, numbers)
+        except Break as e:
+            if not fullgraph or numbers or e.kind not in NUMBERS_NEEDED:
+                raise
+            numbers, stop, reason = True, -1, None  # the graph will have to read them
         except Unsettled as again:
             literals.tried(again.reason)
             stop, reason = -1, None
@@ -106,7 +111,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
                resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
                unstable: frozenset[str], in_python: Callable[[Any], Any], specialises: bool,
                literals: Literals, stop: int, reason: Break | None, room: int, dynamic: Dynamic,
-               copying: bool) -> Captured:  # fmt: skip
+               copying: bool, numbers: bool) -> Captured:  # fmt: skip
     """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
     recorder = Recorder()
     LITERALS.reset(literals.open)
@@ -115,7 +120,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     world.specialises = specialises
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
-    machine.room, machine.copying = room, copying
+    machine.room, machine.copying, machine.numbers = room, copying, numbers
     recorder.where = machine.where
     recorder.within = listener(machine)
     names = slot_names(function.__code__)

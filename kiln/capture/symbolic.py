@@ -100,9 +100,11 @@ def arithmetic(sign: str, a: Any, b: Any) -> Any:
     return wrap(ARITHMETIC[sign](left, right))
 
 
-def compare(sign: str, a: Any, b: Any) -> bool:
-    """`a sign b` of two numbers, decided."""
+def compare(sign: str, a: Any, b: Any) -> Any:
+    """`a sign b` of two numbers, decided where that can be before the graph runs."""
     answer = COMPARISONS[sign](number(a), number(b))
+    if isinstance(answer, Condition) and answer.scope.is_open(answer):
+        return wrap(answer)
     return decide(answer)
 
 
@@ -115,7 +117,7 @@ def truth(value: Any) -> bool:
     """`bool(value)` of a symbolic number."""
     if type(value) is torch.SymBool:
         return bool(value)
-    return compare("!=", value, 0)
+    return decide(conditions.ne(number(value), 0))
 
 
 def negative(value: Any) -> Any:

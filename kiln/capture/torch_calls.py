@@ -42,10 +42,7 @@ def folds(value: Any, *functions: Any) -> None:
 
 folds(True, "compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
 folds(False, "jit.is_scripting", "jit.is_tracing", "_jit_internal.is_scripting", "onnx.is_in_onnx_export",
-      "compiler.is_exporting", "_C._has_torch_function", "_C._has_torch_function_unary",
-      "_C._has_torch_function_variadic", "overrides.has_torch_function",
-      "overrides.has_torch_function_unary", "overrides.has_torch_function_variadic",
-      "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
+      "compiler.is_exporting", "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
 folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
 # Log calls inside compiled code are dropped, as documented.
 folds(False, logging.Logger.isEnabledFor)

@@ -49,6 +49,7 @@ class Varying:
         self.dynamic = dynamic
         self.scope = Scope(place)
         self.reads: dict[Symbol, Read] = {}
+        self.items: dict[Symbol, Any] = {}  # of numbers that the graph reads: the tensor of one element
         self.marked: list[Symbol] = []
         self.numbers = dynamic.mode is True or any(read.what == "value" for read in dynamic.reads)
         self.plain = True  # the sizes of all tensors with symbols may be read as memory
@@ -64,6 +65,14 @@ class Varying:
             self.reads[symbol] = Read(source)
             known = self._numbers[source] = wrap(symbol, self.scope)
         return known
+
+    def item(self, tensor: Any, kind: type) -> Symbol:
+        """The number of a tensor of the graph, of which no more is known than its type."""
+        hint: int | float = 3 if kind is int else 0.5
+        symbol = self.scope.symbol(hint, "a number of a tensor", low=-LIMIT)
+        self.items[symbol] = tensor
+        self.scope.open.add(symbol)
+        return symbol
 
     def _varies(self, value: int | float, source: Source, argument: bool) -> bool:
         mode = self.dynamic.mode

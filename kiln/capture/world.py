@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import collections
+import contextlib
 import copy as copying
 import datetime
 import decimal
@@ -43,7 +44,7 @@ from kiln.base.source import (
     Item,
     Source,
 )
-from kiln.capture import runtime
+from kiln.capture import runtime, wrappers
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
 from kiln.capture.varying import STATIC, Varying
@@ -298,17 +299,24 @@ class World:
 
     def tensor(self, value: torch.Tensor, source: Source) -> Any:
         """A tensor from outside: an input of the graph, or an attribute of it when its owner is pinned."""
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            why = f"{source} is a {type(value).__name__}"
-            raise Break("tensor-subclass", why, "pass plain tensors, or disable the function")
-        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-            what = "nested" if value.is_nested else value.layout
+        kind = type(value)
+        subclass = kind not in wrappers.PLAIN_TYPES
+        wrapper = subclass and wrappers.is_wrapper(kind)
+        if subclass and not wrapper:
+            wrappers.refuse(kind, f"{source} is a {kind.__name__}")
+        with torch._C.DisableTorchFunctionSubclass() if subclass else contextlib.nullcontext():
+            what = wrappers.exotic(value)
+        if what:
             raise Break("tensor-layout", f"{source} is {what}", "only strided tensors are captured")
         as_attr = self.owned(source) and str(source) not in self.unstable
         if as_attr:
             self.guard(Is(source, value))
-        shape = None if as_attr else self.varying.tensor(value, source, not rooted(source))
-        if shape is not None:
+        shape = None if as_attr or wrapper else self.varying.tensor(value, source, not rooted(source))
+        if wrapper:
+            for guard in wrappers.guards_of(value, source):
+                self.guard(guard)
+            fake = self.recorder.input(value, source, as_attr)
+        elif shape is not None:
             self.guard(ShapedMatch.of(source, value, shape.extents, shape.strides))
             fake = self.recorder.input(value, source, False, (shape.size, shape.stride))
             for symbol in shape.symbols:

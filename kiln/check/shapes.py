@@ -254,6 +254,8 @@ def _compare_tensor(guard: Any, now: Any, found: set[Read]) -> None:
     extents, strides = guard.shape, guard.strides
     found.update(Read(guard.source, "size", i) for i, n in enumerate(extents) if isinstance(n, Free))
     found.update(Read(guard.source, "stride", i) for i, n in enumerate(strides or ()) if isinstance(n, Free))
+    if type(now) in (int, float):
+        found.add(Read(guard.source))  # where tensors and numbers come, the next number will be another one
     if not isinstance(now, torch.Tensor) or now.layout is not torch.strided or now.dim() != len(extents):
         return
     for i, (n, size) in enumerate(zip(extents, now.shape, strict=True)):

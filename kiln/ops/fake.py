@@ -60,6 +60,7 @@ class FakeTensor(Tensor):
     `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids to change its shape.
     `value` is the real tensor when the contents are a constant of the program, valid while `_version` is
     `value_version`. `node` is what stands for it in the graph of the recording that it belongs to.
+    `wrapped` is what a tensor made of others consists of: an instance of its class around fakes.
     """
 
     real_type: type = Tensor
@@ -68,6 +69,7 @@ class FakeTensor(Tensor):
     value: Tensor | None = None
     value_version: int = 0
     memory: Any = None
+    wrapped: Any = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -208,7 +208,17 @@ class Node:
             value = conditions.ne(value, 0)
         return bool(value.scope.decide(value)) if isinstance(value, Condition) else bool(value)
 
-    guard_size_oblivious = guard_or_false = guard_or_true = expect_true = bool_ = guard_bool
+    guard_size_oblivious = expect_true = bool_ = guard_bool
+
+    def guard_or_false(self, file: Any = "", line: int = 0, otherwise: bool = False) -> bool:
+        """Whether it holds, where the program goes on either way if only a graph can tell."""
+        value = self._simple()
+        if isinstance(value, (Expr, Condition)) and value.scope.is_open(value):
+            return otherwise
+        return self.guard_bool()
+
+    def guard_or_true(self, file: Any = "", line: int = 0) -> bool:
+        return self.guard_or_false(file, line, otherwise=True)
 
     def statically_known_true(self, file: Any = "", line: int = 0) -> bool:
         value = self.expr

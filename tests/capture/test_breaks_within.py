@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from kiln.base import records
+from kiln.generate.nvptx import ptx
 from tests.support import EAGER, How, kiln, same_as_eager, t
 
 X = t(3, 4)
@@ -463,3 +465,63 @@ def test_the_lookup_of_attributes_in_code_outside_a_graph_is_no_region():
     for new in (3, 4, 5, 3):
         settings = Renamed(new)
         assert torch.equal(compiled(torch.ones(3), settings), f(torch.ones(3), settings))
+
+
+@pytest.mark.skipif(EAGER, reason="looks at regions")
+def test_code_that_compiles_while_the_program_runs_is_no_region():
+    made = []
+
+    @kiln.disable(recursive=False)
+    def outside(x):
+        made.append(ptx("define ptx_kernel void @k(ptr %p) {\n  store i32 1, ptr %p\n  ret void\n}", {"k": 32}))
+        return doubled(x)
+
+    def doubled(x):
+        return x * 2
+
+    def f(x):
+        return outside(x + 1) + 1
+
+    compiled = kiln.compile(f, backend="eager")
+    with records.collect() as seen:
+        for _ in range(3):
+            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 5.0))
+    assert len(set(made)) == 1 and "st.global" in made[0]
+    captured = {one.region.rpartition(".")[2] for one in [*seen.graphs, *seen.breaks]}
+    assert captured == {"f", "doubled"} and len(seen.breaks) == 1
+
+
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("closes", [False, True])
+def test_an_object_with_a_finalizer_is_made_and_goes_once(breaks, closes):
+    events = []
+
+    class File:
+        def __init__(self, n):
+            self.n, self.open = n, True
+            events.append("open")
+
+        def close(self):
+            if self.open:
+                self.open = False
+                events.append(("close", self.n))
+
+        def __del__(self):
+            self.close()
+
+    def f(x):
+        file = File(3)
+        y = x + file.n
+        if breaks:
+            kiln.graph_break()
+        y = y * 2
+        if closes:
+            file.close()
+        return y
+
+    compiled = kiln.compile(f, backend="eager")
+    for _ in range(3):
+        events.clear()
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 8.0))
+        assert events == ["open", ("close", 3)]

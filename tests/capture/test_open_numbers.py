@@ -79,11 +79,6 @@ def test_a_loss_is_returned_beside_its_number():
     assert number == 5.0 and torch.equal(x.grad, torch.tensor([2.0, 4.0]))
 
 
-def multiplied(x):
-    scale = x.max().item()
-    return x / scale + 1
-
-
 def compared(x):
     if x.sum().item() > 0:
         return x + 1
@@ -111,7 +106,7 @@ def called(x):
 
 
 @needs_kiln
-@pytest.mark.parametrize("program", [multiplied, compared, formatted, as_a_size, as_a_key, in_native_code, called],
+@pytest.mark.parametrize("program", [compared, formatted, as_a_size, as_a_key, in_native_code, called],
                          ids=lambda f: f.__name__)  # fmt: skip
 def test_a_number_that_is_looked_at_breaks_where_it_was_read(program):
     x = torch.tensor([1.0, -2.0, 4.0])
@@ -119,6 +114,69 @@ def test_a_number_that_is_looked_at_breaks_where_it_was_read(program):
     with pytest.raises(kiln.Break) as refusal:
         kiln.compile(program, fullgraph=True)(x)
     assert refusal.value.kind == "data-dependent" and ".item()" in refusal.value.at.text
+
+
+def multiplied(x):
+    scale = x.max().item()
+    return x / scale + 1, scale * 2 + 1, x.fill_(scale)
+
+
+def listed(x):
+    return [n * 2 for n in (x > 0).long().tolist()], x.sum().tolist(), torch.tensor([x[0].item(), 2.0])
+
+
+def read_before_a_write(x):
+    first = x[0].item()
+    x.add_(1)
+    return x * first, first - x[0].item()
+
+
+def sized(x):
+    count = (x > 0).sum().item()
+    torch._check(count >= 0)
+    return torch.arange(count), torch.zeros(max(count, 2)).shape
+
+
+def split(x):
+    one, two = (x > 0).long().sum().item(), (~(x > 0)).long().sum().item()
+    torch._check(one >= 0)
+    torch._check(two >= 0)
+    torch._check(one + two == 3)
+    return x.split([one, two])
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("program", [multiplied, listed, read_before_a_write, sized, split], ids=lambda f: f.__name__)
+def test_where_nothing_may_break_the_graph_computes_with_numbers(program, backend):
+    seen = []
+
+    def counting(gm, inputs):
+        seen.append(gm)
+        return kiln.lookup_backend(backend)(gm, inputs)
+
+    same_as_eager(program, torch.tensor([1.0, -2.0, 4.0]))
+    compiled = kiln.compile(program, fullgraph=True, backend=counting)
+    for x in ([1.0, -2.0, 4.0], [3.0, 2.0, 4.5], [-1.0, -2.0, float("inf")], [float("nan"), 1.0, 2.0]):
+        mine, theirs = torch.tensor(x), torch.tensor(x)
+        assert str(compiled(mine)) == str(program(theirs)) and str(mine) == str(theirs)
+    assert len(seen) == 1
+
+
+@needs_kiln
+def test_what_is_said_of_a_number_is_checked():
+    compiled = kiln.compile(sized_as_told, fullgraph=True)
+    assert torch.equal(compiled(torch.tensor(3)), torch.arange(3))
+    for program in (sized_as_told, compiled):
+        with pytest.raises(ValueError, match="not that many"):
+            program(torch.tensor(30))
+
+
+def sized_as_told(x):
+    count = x.item()
+    torch._check(count >= 0)
+    torch._check_value(count < 9, lambda: "not that many")
+    return torch.arange(count)
 
 
 @needs_kiln
