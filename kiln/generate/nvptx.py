@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ WAITING = (9, 0)
 #: A kernel's first words: wait for what was started before, and let what comes after be started.
 WAIT = 'call void asm sideeffect "griddepcontrol.wait;", "~{memory}"()'
 NEXT = 'call void asm sideeffect "griddepcontrol.launch_dependents;", "~{memory}"()'
+#: Names of functions that a module calls and does not have; those of LLVM are instructions.
+DECLARED = re.compile(r"^declare [^@]*@(?!llvm\.)([\w.]+)", re.MULTILINE)
 
 
 class Unsupported(Exception):
@@ -55,14 +58,11 @@ def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9,
     made = machine(capability, least)
     if capability < WAITING:
         text = text.replace(WAIT, "").replace(NEXT, "")
+    unknown = sorted(set(DECLARED.findall(text)) - {"__assertfail"})
+    if unknown:
+        raise Unsupported(f"functions that the GPU has not: {', '.join(unknown)}")
     with module("\n".join([f'target triple = "{TRIPLE}"', text, *marks])) as parsed:
         parsed.verify()
-        unknown = sorted(
-            f.name for f in parsed.functions
-            if f.is_declaration and not f.name.startswith("llvm.") and f.name != "__assertfail"
-        )  # fmt: skip
-        if unknown:
-            raise Unsupported(f"functions that the GPU has not: {', '.join(unknown)}")
         tuning = llvm.create_pipeline_tuning_options(speed_level=2)
         tuning.loop_vectorization = tuning.slp_vectorization = False
         with llvm.create_pass_builder(made, tuning) as builder:

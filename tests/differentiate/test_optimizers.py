@@ -77,3 +77,38 @@ def test_a_function_that_calls_the_step():
     got, log = train(make, step_of)
     torch.testing.assert_close(got, expected, **tolerance)
     check(log)
+
+
+FUSED = {
+    "sgd": lambda p: optim.SGD(p, 0.1, 0.9, fused=True),
+    "adam": lambda p: optim.Adam(p, 0.01, fused=True),
+    "adamw": lambda p: optim.AdamW(p, 0.01, amsgrad=True, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_steps_of_a_scaler(name):
+    """The step undoes the scale, and leaves all as it is where a gradient is infinite."""
+
+    def trained(step_of):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        optimizer = FUSED[name](model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer.step = step_of(optimizer)
+        x = torch.linspace(-1, 1, 40).view(5, 8)
+        for i in range(8):
+            optimizer.zero_grad()
+            scaler.scale(model(x).pow(2).sum() * (float("inf") if i in (2, 5) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        return [*model.parameters(), *state]
+
+    expected = trained(lambda optimizer: optimizer.step)
+    with records.collect() as log:
+        got = trained(lambda optimizer: kiln.compile(optimizer.step))
+    torch.testing.assert_close(got, expected, **CLOSE)
+    assert not log.fallbacks and log.graphs
+    calls = [step.name for plan in log.plans for step in plan.steps if step.kind == "call"]
+    assert not any("fused" in name for name in calls), calls

@@ -209,6 +209,7 @@ def test_small_results_stay_in_the_caches():
 @wide
 def test_the_next_row_is_asked_for(monkeypatch):
     monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    monkeypatch.setattr(streams, "FAR", 1 << 16)
     x, places, rows = rand(40, 1024), torch.randint(0, 1024, (40, 1024)), torch.randint(0, 40, (60,))
     slow = (
         (lambda a: F.softmax(a, -1), x),
@@ -223,6 +224,30 @@ def test_the_next_row_is_asked_for(monkeypatch):
     text = Emitter(nest_of(slow[0][0], x), 16).fn.text()
     asked, stored = text.index("llvm.prefetch"), text.index("!nontemporal")
     assert asked < stored and "br i1" in text[asked:stored], "while exponentials are computed, not beside stores"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("length", [512, 1000, 1041])
+def test_elements_far_away_are_read_at_once(dtype, length, monkeypatch):
+    x, places = (rand(30, length) * 9).to(dtype), torch.randint(0, length, (30, length))
+    places[3], places[4] = length - 1, 0
+
+    def gathered(a, i):
+        return a.gather(1, i)
+
+    def wrapped(a, i):
+        return a[torch.arange(30)[:, None], i]
+
+    near = Emitter(nest_of(gathered, x, places), 16).fn.text()
+    monkeypatch.setattr(streams, "FAR", 1 << 10)
+    text = Emitter(nest_of(gathered, x, places), 16).fn.text()
+    lines = max(dtype.itemsize * 16 // 64, 1)
+    assert text.count("@llvm.prefetch") == lines and "@llvm.prefetch" not in near
+    check(gathered, x, places, kernels=1)
+    check(wrapped, x, places - length, kernels=1)
+    places[7, 5] = -length - 1
+    with pytest.raises(IndexError, match="out of (range|bounds)"):
+        kiln.compile(wrapped, fullgraph=True)(x, places)
 
 
 # Other forms

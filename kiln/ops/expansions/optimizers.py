@@ -100,6 +100,19 @@ def foreach_power(base: Any, exponents: list[Tensor]) -> list[Tensor]:
 # Fused optimizer steps, in their functional forms: the new values of all lists
 
 
+def _scaled_back(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    """Gradients of a loss that was scaled, as those of the loss itself."""
+    return list(grads) if scale is None else [g / scale.reshape(()) for g in grads]
+
+
+def _unless(found: Tensor | None, *lists: tuple[list[Tensor], list[Tensor]]) -> Any:
+    """Lists of new values beside the old ones, which stay where some gradient was `found` to be infinite."""
+    if found is None:
+        return [new for new, _ in lists]
+    stays = found.reshape(()) == 1
+    return [[torch.where(stays, b, a) for a, b in zip(*pair, strict=True)] for pair in lists]
+
+
 def _prepared(grad: Tensor, parameter: Tensor, decay: float, maximize: bool) -> Tensor:
     grad = -grad if maximize else grad
     return grad + parameter * decay if decay else grad
@@ -112,10 +125,11 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
         weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None,
         found_inf: Any = None,
     ) -> Any:  # fmt: skip
-        if grad_scale is not None or found_inf is not None or any(p.dtype in HALF for p in parameters):
+        if any(p.dtype in HALF for p in parameters):
             return NotImplemented
+        plain = _scaled_back(grads, grad_scale)
         new: tuple[list[Tensor], ...] = ([], [], [], [])
-        for i, (p, g, m, v, step) in enumerate(zip(parameters, grads, means, squares, steps, strict=True)):
+        for i, (p, g, m, v, step) in enumerate(zip(parameters, plain, means, squares, steps, strict=True)):
             g = _prepared(g, p, 0 if decoupled else weight_decay, maximize)
             p = p - p * (lr * weight_decay) if decoupled and weight_decay else p
             m = m + (g - m) * (1 - beta1)
@@ -128,8 +142,9 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
             p = p - m * (lr / rise) / spread
             for out, value in zip(new, (p, m, v, highest), strict=True):
                 out.append(value)
-        moved, first, second, tops = new
-        return moved, list(grads), first, second, tops if amsgrad else []
+        old = parameters, means, squares, largest if amsgrad else squares
+        moved, first, second, tops, plain = _unless(found_inf, *zip(new, old, strict=True), (plain, grads))
+        return moved, plain, first, second, tops if amsgrad else []
 
     return run
 
@@ -145,17 +160,20 @@ def sgd(
     momentum: float, lr: Any, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
     grad_scale: Any = None, found_inf: Any = None,
 ) -> Any:  # fmt: skip
-    if grad_scale is not None or found_inf is not None or any(p.dtype in HALF for p in parameters):
+    if any(p.dtype in HALF for p in parameters):
         return NotImplemented
+    plain = _scaled_back(grads, grad_scale)
     moved, kept = [], []
-    for i, (p, g) in enumerate(zip(parameters, grads, strict=True)):
+    for i, (p, g) in enumerate(zip(parameters, plain, strict=True)):
         g = _prepared(g, p, weight_decay, maximize)
         if momentum:
             buffer = g.clone() if is_first_step else buffers[i] * momentum + g * (1 - dampening)
             kept.append(buffer)
             g = g + buffer * momentum if nesterov else buffer
         moved.append(p - g * lr)
-    return moved, list(grads), kept
+    old = buffers if momentum else []
+    moved, plain, kept = _unless(found_inf, (moved, parameters), (plain, grads), (kept, old))
+    return moved, plain, kept
 
 
 assert aten._foreach_add.List in EXPANSIONS, "torch names its ops over lists otherwise"
