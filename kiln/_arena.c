@@ -1,14 +1,14 @@
 /* Memory for intermediate values: blocks that calls borrow and give back. The GIL guards the list.
 
-   Small blocks are kept, and large ones too: the system takes long to map them. Those between come from the C
-   library, which has them at hand for the tensors of others while no call needs them. */
+   Small blocks are kept, and large ones too: the system takes long to map them. Those between are torch's, which has
+   them at hand for the tensors of others while no call needs them. */
 
 #define _GNU_SOURCE
 #include "_launch.h"
 #include <stdlib.h>
 #include <sys/mman.h>
 
-enum { LINE = 64, PAGE = 4096, SHARED = 64 << 10, MAPPED = 4 << 20 };
+enum { LINE = 64, PAGE = 4096, SHARED = 64 << 10, MAPPED = 4 << 20, BYTES = 0 /* torch's number for uint8 */ };
 
 static Block *idle;
 static size_t kept, leased, limit = (size_t)1 << 32;
@@ -18,6 +18,8 @@ block_free(Block *block)
 {
     if (block->size >= MAPPED)
         munmap(block->memory, block->size);
+    else if (block->owner != NULL)
+        torch.destroy(block->owner);
     else
         free(block->memory);
     free(block);
@@ -30,16 +32,21 @@ block_new(size_t size)
     if (block == NULL)
         return NULL;
     size_t page = size >= MAPPED ? PAGE : LINE;
-    *block = (Block){NULL, NULL, (size + page - 1) / page * page, 0};
+    *block = (Block){.size = (size + page - 1) / page * page};
+    int64_t shape = (int64_t)block->size, stride = 1;
     if (block->size >= MAPPED) {
         block->memory = mmap(NULL, block->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (block->memory == MAP_FAILED)
             block->memory = NULL;
         else
             madvise(block->memory, block->size, MADV_HUGEPAGE);
-    } else
+    } else if (block->size < SHARED)
         block->memory = aligned_alloc(LINE, block->size);
+    else if (!torch.empty(1, &shape, &stride, BYTES, 0, 0, &block->owner))
+        torch.data_pointer(block->owner, (void **)&block->memory);
     if (block->memory == NULL) {
+        if (block->owner != NULL)
+            torch.destroy(block->owner);
         free(block);
         return NULL;
     }

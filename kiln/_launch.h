@@ -61,6 +61,7 @@ typedef struct Block {
     char *memory;
     size_t size;
     uint64_t serial;
+    Tensor owner; /* of the memory, where it is torch's */
 } Block;
 
 Block *block_lease(size_t size, uint64_t wanted);

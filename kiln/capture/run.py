@@ -114,7 +114,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
                copying: bool, numbers: bool) -> Captured:  # fmt: skip
     """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
     recorder = Recorder()
-    LITERALS.reset(literals.open)
+    LITERALS.reset(literals.open or numbers)
     varying = Varying(dynamic)
     world = World(recorder, unstable, varying)
     world.specialises = specialises
@@ -147,7 +147,8 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
             ended: Break | None = None
         except Break as e:
             ended = e
-            literals.settle(e)
+            if not numbers:
+                literals.settle(e)
             if e.kind in WHOLE_FRAME and not fullgraph:
                 frames = machine.broken or []
                 if len(frames) <= 1:

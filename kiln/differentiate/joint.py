@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Graph, Node, Spec
+from kiln.base.graph import Graph, Node, Own, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,8 @@ class Joint:
     `apart` are the positions of primals that are written: the joint holds only for calls in which none of
     them overlaps another primal in memory (see `alias.overlapping`); other calls run the captured graph.
     `random` says which random numbers are Kiln's own.
+    `layers`, where it is not empty, says that the graph stands for one of more layers: those between two that
+    it has do the same over attributes of their own, by name.
     """
 
     graph: Graph
@@ -155,6 +157,7 @@ class Joint:
     effects: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     apart: tuple[int, ...] = ()
     random: str = "eager"
+    layers: tuple[Own, ...] = ()
 
     @property
     def differentiates(self) -> bool:

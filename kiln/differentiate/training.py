@@ -29,6 +29,7 @@ Compiler: TypeAlias = Callable[[Graph], Run]
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
+BOXED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def training(
@@ -76,17 +77,21 @@ def training(
                 ctx.mark_non_differentiable(*[out[i] for i in aside])
             return out
 
+        boxed_grads_call = True
+
         @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            present, given = tangents(grads, ctx)
+        def backward(ctx: Any, *given: Any) -> Any:
+            grads = unboxed(given)
+            present, values = tangents(grads, ctx)
             if _grad_enabled():
                 saving.check(ctx, present)
-                return replay.gradients(ctx, present, given)
-            values = [*saving.load(ctx, present), *ctx.numbers, *given]
-            del given
+                return replay.gradients(ctx, present, values)
+            values[:0] = [*saving.load(ctx, present), *ctx.numbers]
             free = not _keeps_graph() and saving.release(ctx, present)
             plain = [grads[i] for i in joint.tangents if grads[i] is not None]
+            del grads
             if trial is None or replay.lost or not trial.wanted(plain):
+                plain.clear()
                 if free:
                     replay.forget(ctx)
                 return tuple(backward.run(values, present))
@@ -99,6 +104,15 @@ def training(
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
     return lambda primals: apply(*primals)
+
+
+def unboxed(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients that autograd hands over: in a list, where it can, so that what is emptied goes when it is used."""
+    if not BOXED:
+        return given
+    grads = tuple(given[0])
+    given[0].clear()
+    return grads
 
 
 def entered(run: Run) -> Run:

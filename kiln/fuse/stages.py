@@ -8,6 +8,8 @@ from kiln.fuse.nest import Buffer, Kernel, Nest
 SMALLER = 8
 #: Elements of a kernel that takes no longer than its launch.
 SHORT = 1 << 15
+#: Elements of a kernel that takes much longer than its launch: before it memory may go that it does not need.
+LARGE = 1 << 18
 #: Nests of one kernel at most.
 MOST = 2000
 
@@ -41,7 +43,7 @@ class Batch:
     def small(self, added: int) -> bool:
         """Whether more stages cost less than another kernel: what is before them or what comes is small."""
         so_far = sum(self.volumes)
-        return added + so_far <= SHORT or added * SMALLER <= so_far or so_far * SMALLER <= added
+        return added + so_far <= SHORT or added * SMALLER <= so_far or so_far * SMALLER <= added < LARGE
 
     def levels(self, nests: list[Nest]) -> list[int]:
         """The stage of each nest: the first one after all that it reads."""

@@ -92,6 +92,12 @@ def scaled(x: Value, n: Value) -> Value:
     return _in_registers(lambda x, n: fn.call(name, x.type, x, n, x, everywhere, rounding), x, n)
 
 
+def add_64(a: Value, b: Value) -> Value:
+    """The sum of doubles by the units that multiply: those that add convert them from and to floats."""
+    nearest = Value(a.fn, "8", I32)
+    return a.fn.call("llvm.x86.avx512.vfmadd.pd.512", a.type, a, a.fn.constant(1.0, a.type), b, nearest)
+
+
 def erf(x: Value) -> Value:
     """To two units in the last place."""
     return area(x * ROOT_TWO) * 2.0 if x.type.width % LANES == 0 else functions.erf(x)
@@ -147,4 +153,4 @@ def _in_registers(function: Callable[..., Value], *values: Value) -> Value:
 
 #: By name, what stands in place of the functions of `kiln.generate.functions`.
 OWN: dict[str, Callable[..., Value]] = {"scaled": scaled, "exp_below": exp_below, "erf": erf, "gelu": gelu,
-                                     "gelu_slope": gelu_slope}  # fmt: skip
+                                     "gelu_slope": gelu_slope, "add_64": add_64}  # fmt: skip

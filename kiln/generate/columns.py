@@ -11,7 +11,7 @@ from kiln.base.expressions import hinted
 from kiln.fuse.nest import Axis, Fold, Term
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import combined, lanes, shuffled
-from kiln.generate.llvm import Type, Value
+from kiln.generate.llvm import F64, Type, Value
 from kiln.generate.scalar import FOLDS, TYPES
 from kiln.generate.values import Values
 
@@ -165,17 +165,26 @@ class Columns(Values):
 
     def scanned(self, fold: Fold, value: Value) -> Value:
         """A running fold along lanes: in each register by itself, then with those before it."""
-        combine, count = FOLDS[fold.kind][2], value.type.width
-        if count > 2 and count * fold.dtype.itemsize > self.width * 4:
-            low, high = (self.scanned(fold, lanes(value, start, count // 2)) for start in (0, count // 2))
-            high = combine(shuffled(low, [count // 2 - 1] * (count // 2)), high)
-            return shuffled(low, range(count), high)
+        combine, total = FOLDS[fold.kind][2], value.type.width
+        count = total
+        while count > 2 and count * fold.dtype.itemsize > self.width * 4:
+            count //= 2
+        parts = [lanes(value, start, count) for start in range(0, total, count)]
+        if fold.kind == "cumsum" and parts[0].type == F64.wide(8):
+            combine = self.module.own.get("add_64", combine)
         (neutral,) = self.neutral(fold, count)
         step = 1
         while step < count:  # the second half of each block with the last of its first half
             last = [i - i % (2 * step) + step - 1 if i & step else count for i in range(count)]
-            value, step = combine(shuffled(value, last, neutral), value), 2 * step
-        return value
+            before = [shuffled(part, last, neutral) for part in parts]
+            parts, step = [combine(*pair) for pair in zip(before, parts, strict=True)], 2 * step
+        while len(parts) > 1:
+            wide = [count - 1] * count
+            for k in range(1, len(parts), 2):
+                parts[k] = combine(shuffled(parts[k - 1], wide), parts[k])
+            parts = [shuffled(a, range(2 * count), b) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            count *= 2
+        return parts[0]
 
     def begin_columns(self, strip: Strip, memory: Memory) -> None:
         folds = self.nest.folds()

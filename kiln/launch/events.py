@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import Symbol
+from kiln.base.expressions import Symbol, hinted
 from kiln.base.fx import bindings
-from kiln.base.graph import CONSTANT, Node, mapped, nodes_in
+from kiln.base.graph import CONSTANT, Node, TensorSpec, mapped, nodes_in
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
+from kiln.launch.memory import Lodging, least, size_of
 from kiln.launch.shims import Shim, shim_of
 from kiln.launch.shown import Strided, strided
 from kiln.ops.aliases import bases_in
@@ -71,6 +72,7 @@ def events_of(program: Program) -> Events:
     made.numbers = {s: node for s, (node, what, _) in bindings(program.graph).items() if not what}
     _find_items(made)
     _list_steps(made)
+    made.listed = outputs_early(made.listed)
     _find_kept(made)
     return made
 
@@ -82,6 +84,40 @@ def _list_steps(made: Events) -> None:
             made.listed.append(Event(tuple(dict.fromkeys(reads)), tuple(step.writes.values()), launch=step))
         elif not (step.node.op is operator.getitem and step.node.args[0] in made.items):
             made.listed.append(_call(made, step.node))
+
+
+def outputs_early(listed: list[Event]) -> list[Event]:
+    """The events with products that the caller alone reads as soon as they can be made.
+
+    The gradient of a weight goes before that of its layer's input, which then may take the memory of what was saved
+    for the former. What other code may do is done when it was to be.
+    """
+    read = {node for event in listed for node in event.reads}
+    order: list[Event] = []
+    places: dict[Node, int] = {}
+    fixed = 0
+    for event in listed:
+        start = len(order)
+        if event.shim is not None and event.shim.writes and event.node not in read:
+            start, views, todo = fixed, set[int](), list(event.reads)
+            while todo:
+                at = places.get(todo.pop(), -1)
+                if at >= 0 and order[at].view is not None:
+                    views.add(at)
+                    todo += order[at].reads
+                else:
+                    start = max(start, at + 1)
+            tail = range(start, len(order))
+            moved = [i for i in tail if i in views]
+            order[start:] = [order[i] for i in (*moved, *[i for i in tail if i not in views])]
+            order.insert(start + len(moved), event)
+        else:
+            order.append(event)
+            if event.launch is None and event.view is None and event.shim is None:
+                fixed = len(order)
+        for i in range(start, len(order)):
+            places.update(dict.fromkeys(order[i].makes, i))
+    return order
 
 
 def _find_items(events: Events) -> None:
@@ -152,6 +188,21 @@ def lodgers(events: Events) -> set[Node]:
         if event.launch is not None or event.shim is not None and event.shim.writes:
             made.update(n for n in event.makes if n not in events.kept and n not in events.owners)
     return made
+
+
+def leaves_more(events: Events, lodged: set[Node], memory: dict[Node, int]) -> bool:
+    """Whether a program leaves more bytes than it needs for a while, or frees others' as it goes.
+
+    An arena for all that it needs would stay beside gradients, values that wait for a backward pass, or a result
+    larger than what is before it: those may take memory that is free again at the last use of large values.
+    """
+    if any(node.backward for node in events.program.graph.nodes):
+        return True
+    made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
+    needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
+    owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}
+    left = [node.spec for node, _ in made if node in owners and isinstance(node.spec, TensorSpec)]
+    return sum([hinted(size_of(spec)) for spec in left]) > least(needed)
 
 
 def _find_kept(events: Events) -> None:

@@ -52,7 +52,7 @@ def arrange(lodgings: Iterable[Lodging]) -> int:
     """Give each an offset, so that what is alive at once lies apart; the bytes of all."""
     listed = list(lodgings)
     total = _in_time(listed)
-    if len(listed) <= FEW and total > _least(listed):
+    if len(listed) <= FEW and total > least(listed):
         before = [one.offset for one in listed]
         by_size = _by_size(listed)
         if by_size < total:
@@ -70,7 +70,7 @@ def _line(lodging: Lodging) -> list[Lodging]:
     return line
 
 
-def _least(lodgings: Sequence[Lodging]) -> int:
+def least(lodgings: Sequence[Lodging]) -> int:
     """The most bytes that are alive at once."""
     changes: dict[int, int] = {}
     for one in lodgings:

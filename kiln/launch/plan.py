@@ -11,7 +11,7 @@ import torch
 
 from kiln._launch import Plan
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import Expr, Symbol
+from kiln.base.expressions import Expr, Symbol, hinted
 from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
 from kiln.base.keys import HIDDEN
 from kiln.fuse.nest import Buffer, Kernel, Nest, terms
@@ -19,7 +19,7 @@ from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
 from kiln.generate.cpu import Code
-from kiln.launch.events import Event, Events, events_of, last_uses, lodgers, native_reads
+from kiln.launch.events import Event, Events, events_of, last_uses, leaves_more, lodgers, native_reads
 from kiln.launch.inplace import heirs, never_fails
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, hides, set_up
@@ -29,6 +29,7 @@ from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
 GRAIN = 60_000.0  # operations worth a thread
+APART = 64 << 10  # bytes of a value that may have memory of its own
 SLOT, PLACE = 0, 1  # as in _launch.h
 
 
@@ -97,6 +98,9 @@ class Planner:
         self.numbers = Numbers()
         self.last, self.memory = last_uses(self.events)
         self.lodgers = lodgers(self.events)
+        self.apart = not device[0] and leaves_more(self.events, self.lodgers, self.memory)
+        if self.apart:
+            self.lodgers = {node for node in self.lodgers if hinted(size_of(node.spec)) < APART}
         self.native = native_reads(self.events)
         self.lodgings: list[Lodging] = []
         self.homes: dict[Node, int | Place] = {}
@@ -183,10 +187,13 @@ class Planner:
             home.lodging.heir, lodging.inherited = lodging, True
             self.homes[node] = Place(lodging)
         elif left is not None and type(home) is int:
+            self.fresh.add(node)
+            if (left.spec.shape, left.spec.stride) != (node.spec.shape, node.spec.stride):
+                self.steps.append(("show", self.slot(node), home, self.form(node.spec), self.numbers.run((0,)), ()))
+                return
             self.homes[node] = home
             del self.homes[left]
             self.names[home] = f"{self.names[home]}={node.name}"
-            self.fresh.add(node)
         elif node in self.lodgers:
             self.homes[node] = Place(self.lodge(node.name, node.spec, self.memory[node]))
         else:
@@ -232,15 +239,24 @@ class Planner:
         self.taken = set()
         for buffer, node in launch.writes.items():
             self.made(node, self.leaving(launch, buffer, node))
-        scratch = {buffer: self.lodge(buffer.name, spec, self.now) for buffer, spec in launch.scratch.items()}
+        scratch = {buffer: self.scratch(buffer.name, spec) for buffer, spec in launch.scratch.items()}
         reads, writes = launch.reads, launch.writes
         buffers = tuple([
-            (PLACE, self.numbers.place(scratch[b])) if b in scratch
-            else self.address(writes[b]) if b in writes else before[reads[b]]
+            scratch[b] if b in scratch else self.address(writes[b]) if b in writes else before[reads[b]]
             for b in compiled.buffers
         ])  # fmt: skip
         self.sources.append(launch)
-        self.steps.append(self.started(compiled, buffers))
+        step = self.started(compiled, buffers)
+        drops = tuple([index for kind, index in scratch.values() if kind == SLOT])
+        self.steps.append((*step[:-1], drops) if drops else step)
+
+    def scratch(self, name: str, spec: TensorSpec) -> tuple[int, int]:
+        """Memory for one step."""
+        if not self.apart or hinted(size_of(spec)) < APART:
+            return PLACE, self.numbers.place(self.lodge(name, spec, self.now))
+        self.names.append(name)
+        self.steps.append(("make", len(self.names) - 1, self.form(spec), ()))
+        return SLOT, len(self.names) - 1
 
     def started(self, compiled: Any, buffers: tuple[Any, ...]) -> tuple[Any, ...]:
         """The step that runs a kernel."""
@@ -288,12 +304,9 @@ class Planner:
         if self.readings(left) != 1:
             return False
         mine, its = left.spec, node.spec
-        if (mine.dtype, mine.shape, mine.stride) != (its.dtype, its.shape, its.stride):
+        if (mine.dtype, size_of(mine)) != (its.dtype, size_of(its)):  # the kernel knows where elements lie
             return False
-        home = self.homes[left]
-        if isinstance(home, Place):
-            return node in self.lodgers
-        return left in self.fresh
+        return node in self.lodgers if isinstance(self.homes[left], Place) else left in self.fresh
 
     def view(self, event: Event) -> None:
         view, node = event.view, event.node

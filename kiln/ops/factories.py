@@ -19,6 +19,7 @@ from kiln.ops.layout import (
     wrap_dim,
 )
 from kiln.ops.meta import full_device
+from kiln.ops.symint import below_zero
 from kiln.ops.table import RULES, aten, declare, rule
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ REAL = frozenset({float, torch.SymFloat})
 
 def _new(size: Any, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
          stride: Any = None) -> Any:  # fmt: skip
-    if layout not in (None, torch.strided) or pin_memory or any(n < 0 for n in size):
+    if layout not in (None, torch.strided) or pin_memory or any(below_zero(n) for n in size):
         return NotImplemented
     place = CPU if device is None else full_device(device)
     return make(size, stride, dtype or torch.get_default_dtype(), place)
@@ -49,7 +50,7 @@ def _range(start: Any, end: Any, step: Any = 1, *, dtype: Any = None, **options:
     bounds = (start, end, step)
     if any(type(v) not in NUMBERS or type(v) is complex for v in bounds) or step == 0:
         return NotImplemented
-    if any(type(v) is float and not isfinite(v) for v in bounds) or (end - start) * step < 0:
+    if any(type(v) is float and not isfinite(v) for v in bounds) or below_zero((end - start) * step):
         return NotImplemented
     if dtype is None:
         dtype = torch.get_default_dtype() if any(type(v) in REAL for v in bounds) else torch.int64

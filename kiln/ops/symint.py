@@ -101,6 +101,14 @@ def assume(truth: Any) -> None:
         truth.node.expr.scope.learn(truth.node.expr)
 
 
+def below_zero(value: Any) -> bool:
+    """Whether a number is negative with which an op raises then: one that only the graph has is not."""
+    if type(value) is SymInt and isinstance(expr := value.node.expr, Expr) and expr.scope.is_open(expr):
+        expr.scope.learn(conditions.ge(expr, 0))
+        return False
+    return bool(value < 0)
+
+
 class Node:
     """What PyTorch asks of the object behind a symbolic number."""
 

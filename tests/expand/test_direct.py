@@ -34,16 +34,18 @@ def adam(rate: Any, **more: Any) -> tuple[Any, ...]:
     return *lists, {"lr": rate, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, **more}
 
 
-def sgd(rate: Any, first: bool, nesterov: bool) -> tuple[Any, ...]:
+def sgd(rate: Any, first: bool, nesterov: bool, **more: Any) -> tuple[Any, ...]:
     return pair(), other(), pair(), {
         "lr": rate, "momentum": 0.9, "weight_decay": 0.1, "dampening": 0.0 if nesterov else 0.2,
-        "nesterov": nesterov, "maximize": False, "is_first_step": first,
+        "nesterov": nesterov, "maximize": False, "is_first_step": first, **more,
     }  # fmt: skip
 
 
 RATE = tensor(0.1, dtype=D)
 PLAIN = {"weight_decay": 0.0, "amsgrad": False, "maximize": False}
 FULL = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
+#: What a scaler of losses gives: its scale, and whether a gradient was infinite.
+SCALED = [{"grad_scale": tensor(4.0), "found_inf": tensor([found])} for found in (0.0, 1.0)] + [{"found_inf": tensor(1.0)}, {"grad_scale": tensor(3.0)}]
 
 #: An overload, positional arguments and, last, a dict of those by name.
 CALLS: list[tuple[Any, Any]] = [
@@ -115,6 +117,9 @@ CALLS: list[tuple[Any, Any]] = [
       for name in ("_fused_adam", "_fused_adamw") for rate in (0.1, RATE) for more in (PLAIN, FULL)],
     *[(aten._fused_sgd.default if rate is not RATE else aten._fused_sgd.tensor_lr, lambda r=rate, f=first, n=nesterov: sgd(r, f, n))
       for rate in (0.1, RATE) for first in (True, False) for nesterov in (True, False)],
+    *[(getattr(aten, name).default, lambda m=more, s=scaled: adam(0.1, **m, **s))
+      for name in ("_fused_adam", "_fused_adamw") for more in (PLAIN, FULL) for scaled in SCALED],
+    *[(aten._fused_sgd.default, lambda f=first, s=scaled: sgd(0.1, f, True, **s)) for first in (True, False) for scaled in SCALED],
     (aten._foreach_norm.Scalar, lambda: (pair(), 2)),
     (aten._foreach_pow.ScalarAndTensor, lambda: (2.0, pair())),
     (aten._foreach_add.Tensor, lambda: (pair(), tensor(2.0, dtype=D), {"alpha": 0.5})),

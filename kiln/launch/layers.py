@@ -1,0 +1,345 @@
+"""Layers in a plan: the steps of one stand for more of them, each over weights of its own.
+
+A graph of few equal layers is compiled, and what its plan does for one of them is done again for the others.
+The steps from where a layer's own weights are first read to where those of the next are must be those that
+follow them, to the place in the arena; then what one period leaves behind is what the next one starts with,
+however many there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+from kiln.base.dataclass import dataclass
+from kiln.base.errors import Uneven
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, Own, ancestors, mapped
+from kiln.expand.freeze import Frozen
+from kiln.launch.sources import Sources
+from kiln.launch.text import Description
+
+#: The kinds of words of a native call that are tensors.
+TENSORS = "hol"
+#: The second and the third of three layers, between which the new ones come.
+SECOND, THIRD = 1, 2
+
+Triple: TypeAlias = "tuple[int, int, int]"
+
+
+# What follows from held tensors
+
+
+def more_held(frozen: Frozen, owns: Sequence[Own]) -> tuple[Frozen, list[Any], list[Triple]]:
+    """A frozen graph whose `once` gives what the layers between take, too, after all that it gave before.
+
+    Also the tensors that `once` takes beside those at `held`, and for what layers have of their own among the
+    inputs of `rest` those of the first three. What is given for the layers between is in this order.
+    """
+    once, given = frozen.once, len(frozen.given)
+    family = {i: (layer, f) for f, own in enumerate(owns) for layer, i in enumerate(own.inputs) if i >= 0}
+    triples = _triples(frozen, family)
+    places = dict(zip(frozen.held, once.inputs, strict=True))
+    made = Graph()
+    made.take_names((*once.inputs, *once.nodes))
+    made.inputs, made.nodes, outputs = list(once.inputs), list(once.nodes), list(once.outputs)
+    tensors: list[Any] = []
+    for turn in range(len(owns[0].between)):
+        known: dict[Node, Any] = {}
+
+        def taken(own: Own, like: Node, turn: int = turn) -> Node:
+            tensors.append(own.between[turn])
+            return made.input("layer", like.spec)
+
+        for own in owns:
+            if (like := places.get(own.inputs[THIRD])) is not None:
+                known[like] = taken(own, like)
+        for node in once.nodes:
+            if node.op is not CONSTANT and not known.keys().isdisjoint(node.inputs()):
+                known[node] = made.copy(node, known)
+        for triple in triples:
+            place = triple[THIRD]
+            if place >= given:
+                outputs.append(known[once.outputs[place - given]])
+            else:
+                own = owns[family[frozen.given[place]][1]]
+                held = places.get(own.inputs[THIRD])
+                outputs.append(known[held] if held is not None else taken(own, frozen.rest.inputs[place]))
+    made.outputs = tuple(outputs)
+    return replace(frozen, once=made.check()), tensors, triples
+
+
+def _triples(frozen: Frozen, family: Mapping[int, tuple[int, int]]) -> list[Triple]:
+    """The inputs of `rest` that three layers have each of its own; `family` says so of the graph's inputs."""
+    once = frozen.once
+    own = {node: family[i] for i, node in zip(frozen.held, once.inputs, strict=True) if i in family}
+    number = _Numbers({node: f for node, (_, f) in own.items()})
+    for node in once.nodes:
+        number.add(node)
+    found: tuple[dict[Any, list[int]], ...] = {}, {}, {}
+    for place, i in enumerate(frozen.given):
+        if i in family:
+            found[family[i][0]].setdefault(("given", family[i][1]), []).append(place)
+    for place, out in enumerate(once.outputs, len(frozen.given)):
+        which = {own[node][0] for node in ancestors([out]) if node in own}
+        if len(which) > 1:
+            raise Uneven
+        for layer in which:
+            found[layer].setdefault(("once", number.of[out]), []).append(place)
+    first, second, third = found
+    if {key: len(places) for key, places in second.items()} != {key: len(p) for key, p in third.items()}:
+        raise Uneven
+    return [
+        triple for key, places in second.items()
+        for triple in zip_longest(first.get(key, ())[: len(places)], places, third[key], fillvalue=-1)
+    ]  # fmt: skip
+
+
+class _Numbers:
+    """A number for each node, the same for those that compute the same of the same place of their layers."""
+
+    def __init__(self, own: Mapping[Node, int]) -> None:
+        self.own = own
+        self.of: dict[Node, int] = {}
+        self._known: dict[Any, int] = {}
+
+    def add(self, node: Node) -> None:
+        key: Any = id(node.op), repr(mapped((node.args, node.kwargs), self._shown))
+        if node.op is CONSTANT:
+            key = CONSTANT, id(node.args[0])
+        self.of[node] = self._known.setdefault(key, len(self._known))
+
+    def _shown(self, leaf: Any) -> Any:
+        if type(leaf) is not Node:
+            return leaf
+        if leaf.op is INPUT:
+            return ("own", self.own[leaf]) if leaf in self.own else ("input", id(leaf))
+        return "node", self.of[leaf]
+
+
+# Steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A step without the slots and places that it names, those in order, and the slots that it frees."""
+
+    form: tuple[Any, ...]
+    slots: list[int]
+    places: list[int]
+    drops: tuple[int, ...]
+
+
+def repeated(made: Description, owns: Sequence[Triple], count: int) -> Description:
+    """A plan with `count` layers more; Uneven where its steps do not repeat.
+
+    `owns` are the inputs that three layers in a row have each of its own, -1 for none. The new layers come
+    between the second and the third, their inputs after those there are, layer by layer, in this order.
+    """
+    if made.settled.fixed is None or count < 1:
+        raise Uneven
+    own = {slot: (f, layer) for f, three in enumerate(owns) for layer, slot in enumerate(three) if slot >= 0}
+    seen = [_seen(step, made) for step in made.steps]
+    used = [{*one.slots, *one.drops} for one in seen]
+    begin, end = (next((i for i, slots in enumerate(used) if any(own.get(slot, (0, -1))[1] == layer
+                                                                 for slot in slots)), -1)
+                  for layer in (SECOND, THIRD))  # fmt: skip
+    last = 2 * end - begin
+    if not 0 <= begin < end < last <= len(seen):
+        raise Uneven
+    fixed = made.inputs + len(made.constants)
+    low, high, top = (max([fixed - 1, *set().union(*used[:i])]) + 1 for i in (begin, end, last))
+    if top - high != high - low:
+        raise Uneven
+    same = _same(seen[begin:end], seen[end:last], own, (fixed, low, high))
+    outputs: list[int] = []
+    _argument(("t", made.outputs), _noted(outputs), _kept)
+    for slot in set(outputs).union(*used[last:]):
+        if fixed <= slot < low and slot not in same or own.get(slot, (0, THIRD))[1] != THIRD:
+            raise Uneven
+    inputs, period = len(owns) * count, high - low
+
+    def turn(number: int) -> Callable[[int], int]:
+        """Where the slots of the second layer are in turn `number`."""
+
+        def moved(slot: int) -> int:
+            if slot in own:
+                f, layer = own[slot]
+                on = layer + number
+                if on <= SECOND or layer == THIRD:
+                    return slot if layer == THIRD else owns[f][on]
+                return made.inputs + (on - THIRD) * len(owns) + f
+            if slot < made.inputs:
+                return slot
+            return slot + inputs + (0 if slot < fixed or slot in same else number * period)
+
+        return moved
+
+    def later(slot: int) -> int:
+        """Where the slots of what follows the new layers are."""
+        if own.get(slot, (0, THIRD))[1] == SECOND:
+            return made.inputs + (count - 1) * len(owns) + own[slot][0]
+        return slot if slot < made.inputs else slot + inputs + (count * period if slot >= low else 0)
+
+    lie = _lying(seen, begin, end, count)
+    steps = [_moved(step, turn(0)) for step in made.steps[:end]]
+    for number in range(1, count + 1):
+        for i in range(begin, end):
+            slots = deque(map(turn(number), (*seen[i].slots, *seen[i].drops)))
+            there = made.steps[i + lie[number % len(lie)]]
+            steps.append(_moved((*there[:-1], seen[i].drops), partial(_next, slots)))
+    steps += [_moved(step, later) for step in made.steps[end:]]
+    names, more = made.names, made.names[low:high] * count
+    kinds = [step[0] for step in made.steps]
+    told = Sources((), ())
+    told.names = _again(made.sources.names, begin, end, count)
+    told.places = _again(made.sources.places, begin, end, count)
+    return replace(
+        made,
+        steps=tuple(steps),
+        outputs=_argument(("t", made.outputs), later, _kept)[1],
+        names=(*names[: made.inputs], *["layer"] * inputs, *names[made.inputs : high], *more, *names[high:]),
+        kernels=_again(made.kernels, kinds[:begin].count("launch"), kinds[:end].count("launch"), count),
+        labels=_again(made.labels, kinds[:begin].count("call"), kinds[:end].count("call"), count),
+        inputs=made.inputs + inputs,
+        sources=told,
+    )
+
+
+def _lying(seen: Sequence[_Seen], begin: int, end: int, count: int) -> tuple[int, ...]:
+    """By how many steps later ones say where in the arena things lie, in even turns and in odd ones.
+
+    What layers hand on may lie at two places in turn. Then it does so in the layer after these two as well,
+    and of an even number of layers the last one finds it where it did.
+    """
+    period = end - begin
+    first, second, third = (seen[i : i + period] for i in (begin, end, end + period))
+    if all(a.places == b.places for a, b in zip(first, second, strict=True)):
+        return (0,)
+    if count % 2 or len(third) < period:
+        raise Uneven
+    if any(a.form != b.form or a.places != b.places for a, b in zip(first, third, strict=True)):
+        raise Uneven
+    return 0, period
+
+
+def _again(listed: tuple[Any, ...], begin: int, end: int, count: int) -> tuple[Any, ...]:
+    return (*listed[:end], *listed[begin:end] * count, *listed[end:])
+
+
+def _same(
+    first: Sequence[_Seen], second: Sequence[_Seen], own: Mapping[int, tuple[int, int]],
+    bounds: tuple[int, int, int],
+) -> set[int]:  # fmt: skip
+    """The slots that both periods name; Uneven where what they name otherwise is not a period apart."""
+    fixed, low, high = bounds
+    same: set[int] = set()
+    apart: dict[int, int] = {}
+    for a, b in zip(first, second, strict=True):
+        if a.form != b.form or len(a.slots) != len(b.slots):
+            raise Uneven
+        for x, y in zip(a.slots, b.slots, strict=True):
+            if x in own or y in own:
+                f, layer = own.get(x, (-1, THIRD))
+                alike = layer < THIRD and own.get(y) == (f, layer + 1)
+                apart[x] = y
+            elif x == y:
+                alike = x < low
+                same.add(x)
+            else:
+                alike = y - x == high - low and max(fixed, 2 * low - high) <= x < high
+                apart[x] = y
+            if not alike:
+                raise Uneven
+    apart |= {slot: slot for slot in same if slot not in apart}
+    for a, b in zip(first, second, strict=True):  # what a step frees is in no order
+        if sorted([apart.get(slot, -1) for slot in a.drops]) != sorted(b.drops):
+            raise Uneven
+    if any(apart[slot] != slot for slot in same):
+        raise Uneven
+    return same
+
+
+def _seen(step: tuple[Any, ...], made: Description) -> _Seen:
+    """A step as it is compared."""
+    assert made.settled.fixed is not None
+    numbers, slots, places = made.settled.fixed[0], list[int](), list[int]()
+
+    def place(kind: str, index: int) -> Any:
+        at, form = (index, None) if kind == "launch" else made.lodged[index]
+        places.append(numbers[at])
+        return form
+
+    form = _moved((*step[:-1], ()), _noted(slots), place)
+    return _Seen(form, slots, places, step[-1])
+
+
+def _noted(slots: list[int]) -> Callable[[int], int]:
+    def note(slot: int) -> int:
+        slots.append(slot)
+        return -1
+
+    return note
+
+
+def _next(slots: deque[int], slot: int) -> int:
+    return slots.popleft()
+
+
+def _kept(kind: str, index: int) -> Any:
+    return index
+
+
+Slot = Callable[[int], int]
+Place = Callable[[str, int], Any]
+
+
+def _moved(step: tuple[Any, ...], slot: Slot, place: Place = _kept) -> tuple[Any, ...]:
+    """The step over other slots, and with what `place` gives for those in the arena."""
+    return (*MOVED[step[0]](step[:-1], slot, place), tuple([slot(one) for one in step[-1]]))
+
+
+def _refs(refs: Iterable[tuple[int, int]], kind: str, slot: Slot, place: Place) -> tuple[Any, ...]:
+    return tuple([(where, place(kind, at) if where else slot(at)) for where, at in refs])
+
+
+def _launch(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
+    kind, stages, buffers, sizes = step
+    return kind, stages, _refs(buffers, kind, slot, place), sizes
+
+
+def _make(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
+    kind, made, form = step
+    return kind, slot(made), form
+
+
+def _show(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
+    kind, made, base, form, ahead = step
+    return kind, slot(made), slot(base), form, ahead
+
+
+def _call(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
+    kind, op, arguments, names, results, packed, native, words, work = step
+    arguments = tuple([_argument(one, slot, place) for one in arguments])
+    results = tuple([(slot(made) if made >= 0 else made, *rest) for made, *rest in results])
+    words = tuple([
+        (word, _refs(value, kind, slot, place)) if word in TENSORS else (word, value) for word, value in words
+    ])  # fmt: skip
+    return kind, op, arguments, names, results, packed, native, words, work
+
+
+MOVED = {"launch": _launch, "make": _make, "show": _show, "call": _call}
+
+
+def _argument(argument: tuple[str, Any], slot: Slot, place: Place) -> tuple[str, Any]:
+    kind, value = argument
+    if kind == "s":
+        return kind, slot(value)
+    if kind == "p":
+        return kind, place("call", value)
+    if kind in "tl":
+        return kind, tuple([_argument(one, slot, place) for one in value])
+    return argument
