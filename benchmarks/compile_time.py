@@ -5,7 +5,8 @@
 A first call is measured from before the import of the compiler to the end of the call (the backward too where
 the model trains); torch and the model are there before. Cold runs find an empty disk cache, warm runs a full
 one. The best of the repeats counts. `--torch` measures torch.compile as well, which takes minutes; `--cpu` takes
-the time of the processor, its children's too, for machines that do other things at the same time. The models
+the time of the processor, its children's too, for machines that do other things at the same time. Of compiling
+alone, import and one later call are taken off. The models
 are those of `models.py` and three of this file.
 """
 
@@ -69,7 +70,7 @@ def spent():
 
 
 def measure(compiler, name, training, clock):
-    """Seconds of the first call, in this process."""
+    """Seconds of the first call, in this process; without the import and what a later call takes."""
     import torch
 
     model, inputs = models.prepared(name, training)
@@ -88,8 +89,14 @@ def measure(compiler, name, training, clock):
         compiled = kiln.compile(model)
     else:
         compiled = torch.compile(model)
+    imported = clock()
     step(compiled)
-    return clock() - started
+    first, later = clock(), []
+    for _ in range(3):
+        before = clock()
+        step(compiled)
+        later.append(clock() - before)
+    return first - started, first - imported - min(later)
 
 
 #: What a new process is told too.
@@ -97,7 +104,7 @@ ARGUMENTS = [argument for argument in sys.argv[1:] if argument == "--cpu"]
 
 
 def fresh(compiler, name, training, cache):
-    """Seconds of the first call in a new process with this folder as cache."""
+    """Seconds of the first call in a new process with this folder as cache, and of its compiling alone."""
     environment = {**os.environ, "KILN_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode
     environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -105,17 +112,17 @@ def fresh(compiler, name, training, cache):
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def both(compiler, name, training, repeat):
-    """The best cold and the best warm first call."""
+    """The best cold and the best warm first call, and the best of compiling alone."""
     cold, warm = [], []
     for _ in range(repeat):
         with tempfile.TemporaryDirectory() as cache:
             cold.append(fresh(compiler, name, training, cache))
             warm.append(fresh(compiler, name, training, cache))
-    return min(cold), min(warm)
+    return *[min(first for first, _ in calls) for calls in (cold, warm)], min(alone for _, alone in cold)
 
 
 def main():
@@ -145,7 +152,8 @@ def main():
         few, many = cold.get(("llama4", training)), cold.get(("llama48", training))
         if few and many:
             mode = "training" if training else "inference"
-            print(f"48 layers to 4, {mode}: {many[0] / few[0]:.2f} cold, {many[1] / few[1]:.2f} warm")
+            print(f"48 layers to 4, {mode}: {many[0] / few[0]:.2f} cold, {many[1] / few[1]:.2f} warm; "
+                  f"compiling alone {few[2]:.2f} and {many[2]:.2f} s: {many[2] / few[2]:.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

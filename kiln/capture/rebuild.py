@@ -16,7 +16,7 @@ import torch
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import Expr, Symbol
+from kiln.base.expressions import Condition, Expr, Symbol
 from kiln.base.source import (
     Arg,
     Attr,
@@ -160,7 +160,7 @@ class Rebuilder:
     def number(self, value: Any) -> None:
         """A symbolic number: computed from the sizes and numbers that it depends on."""
         expr = symbolic.simple(value)
-        if not isinstance(expr, Expr):
+        if not isinstance(expr, (Expr, Condition)):
             self.e.const(expr)
             return
         varying, symbols = self.world.varying, sorted(expr.symbols(), key=lambda s: s.order)

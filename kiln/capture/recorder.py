@@ -190,14 +190,18 @@ class Recorder:
         """An input of a tensor subclass: it itself where it is made of others, else a plain tensor."""
         self.subclassed = True
         if is_wrapper(type(real)):
-            if self.around is None:
-                self.around, self.dispatch = Around(), AroundMode()
-            fake.wrapped = faked(real)
+            fake.wrapped = self.wrap(real, None)
             self.bind(fake, _Input(source, real, as_attr))
         else:
             path = None if source is None else Derived(source, plain, "plain")
             self.bind(fake, _Input(path, plain(real), False))
         return fake
+
+    def wrap(self, real: Any, source: Source | None, **how: Any) -> Any:
+        """An instance of a class made of tensors around fakes, from now on for the calls of this recorder."""
+        if self.around is None:
+            self.around, self.dispatch = Around(), AroundMode()
+        return faked(real, source, **{"part": lambda value, *_: fake_like(value), **how})
 
     def symbol(self, symbol: Symbol, what: str, owner: Any, dim: int = 0) -> None:
         """Say what a symbol is: the "size" or "stride" of a fake, or the "value" at a path."""

@@ -49,17 +49,17 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     stop, reason = -1, None
-    literals, copying, numbers = Literals(), True, False
+    literals, copying = Literals(), True
     attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, unstable, in_python,
                       specialises, literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
             with depth.deep() as room:
-                return attempt(stop, reason, room, dynamic, copying, numbers)
+                return attempt(stop, reason, room, dynamic, copying)
         except Break as e:
-            if not fullgraph or numbers or e.kind not in NUMBERS_NEEDED:
-                raise
-            numbers, stop, reason = True, -1, None  # the graph will have to read them
+            if not fullgraph or literals.numbers is not None or e.kind not in NUMBERS_NEEDED:
+                raise e if e.at is not None else literals.numbers or e from None
+            literals.numbers, stop, reason = e, -1, None
         except Unsettled as again:
             literals.tried(again.reason)
             stop, reason = -1, None
@@ -71,6 +71,12 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
             stop, reason = again.step, again.reason
+        except (KilnError, KeyboardInterrupt, MemoryError):
+            raise
+        except Exception:
+            if literals.numbers is None or options.config.strict:
+                raise
+            raise literals.numbers from None
     raise Skip(f"no place to split {function.__qualname__} was found")
 
 
@@ -80,6 +86,7 @@ class Literals:
     def __init__(self) -> None:
         self.open = True
         self.broke: tuple[str, Any] | None = None
+        self.numbers: Break | None = None  # why the graph has to read numbers of tensors
 
     def tried(self, reason: Break) -> None:
         """Note a break: known contents are tried next; should they break there too, it is as it was."""
@@ -88,7 +95,7 @@ class Literals:
 
     def settle(self, reason: Break) -> None:
         """Raise Unsettled where the other way is to be tried."""
-        if reason.kind not in ("data-dependent", "branch-on-tensor"):
+        if reason.kind not in NUMBERS_NEEDED or self.numbers is not None:
             return
         left = self.open and LITERALS.left and self.broke is None
         if left or not self.open and self.broke == (reason.kind, reason.at):
@@ -111,16 +118,16 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
                resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
                unstable: frozenset[str], in_python: Callable[[Any], Any], specialises: bool,
                literals: Literals, stop: int, reason: Break | None, room: int, dynamic: Dynamic,
-               copying: bool, numbers: bool) -> Captured:  # fmt: skip
+               copying: bool) -> Captured:  # fmt: skip
     """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
     recorder = Recorder()
-    LITERALS.reset(literals.open or numbers)
+    LITERALS.reset(literals.open or literals.numbers is not None)
     varying = Varying(dynamic)
     world = World(recorder, unstable, varying)
     world.specialises = specialises
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
-    machine.room, machine.copying, machine.numbers = room, copying, numbers
+    machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
     recorder.where = machine.where
     recorder.within = listener(machine)
     names = slot_names(function.__code__)
@@ -147,8 +154,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
             ended: Break | None = None
         except Break as e:
             ended = e
-            if not numbers:
-                literals.settle(e)
+            literals.settle(e)
             if e.kind in WHOLE_FRAME and not fullgraph:
                 frames = machine.broken or []
                 if len(frames) <= 1:

@@ -78,11 +78,16 @@ def holds_symbols(value: Any) -> bool:
 
 
 def simple(value: Any) -> Any:
-    """The expression behind a symbolic number, under all that was decided; a plain number where fixed."""
+    """The expression behind a symbolic number, under all that was decided; a plain number where fixed.
+
+    A truth is decided, unless only the graph can tell.
+    """
     expr = expr_of(value)
     if isinstance(expr, Expr):
         return expr.scope.simplify(expr)
-    return decide(expr) if isinstance(expr, Condition) else expr
+    if isinstance(expr, Condition):
+        return expr if expr.scope.is_open(expr) and expr.scope.known(expr) is None else decide(expr)
+    return expr
 
 
 def number(value: Any) -> Any:

@@ -82,9 +82,11 @@ class Varying:
             return math.isfinite(value)
         return mode is True and argument and type(value) is int and value not in (0, 1)
 
-    def tensor(self, value: torch.Tensor, source: Source, argument: bool) -> Shape | None:
+    def tensor(
+        self, value: torch.Tensor, source: Source, argument: bool, marks: dict[int, Any] | None = None
+    ) -> Shape | None:
         """How a tensor from outside varies; None where all its sizes are fixed."""
-        marks = marks_of(value)
+        marks = marks_of(value) if marks is None else marks
         free, loose = self._free(value, source, argument, marks)
         if not free and not loose:
             return None

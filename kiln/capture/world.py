@@ -47,7 +47,7 @@ from kiln.base.source import (
 from kiln.capture import runtime, wrappers
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
-from kiln.capture.varying import STATIC, Varying
+from kiln.capture.varying import STATIC, Shape, Varying, marks_of
 from kiln.check.guards import MISSING as MISSING
 from kiln.check.guards import (
     Absent,
@@ -68,6 +68,7 @@ from kiln.check.guards import (
 from kiln.check.shapes import AnyNumber, Read, ShapedMatch
 from kiln.check.torch_guards import TensorMatch
 from kiln.check.tree import GuardSet, Moved
+from kiln.ops.fake import fake_like
 
 BUILTINS = vars(builtins)
 CONSTANTS = frozenset({
@@ -313,15 +314,11 @@ class World:
             self.guard(Is(source, value))
         shape = None if as_attr or wrapper else self.varying.tensor(value, source, not rooted(source))
         if wrapper:
-            for guard in wrappers.guards_of(value, source):
-                self.guard(guard)
-            fake = self.recorder.input(value, source, as_attr)
+            made = self.recorder.wrap(value, source, part=self.part, guard=self.guard)
+            fake = self.recorder.input(value, source, as_attr, (made.shape, made.stride()))
+            fake.wrapped = made
         elif shape is not None:
-            self.guard(ShapedMatch.of(source, value, shape.extents, shape.strides))
-            fake = self.recorder.input(value, source, False, (shape.size, shape.stride))
-            for symbol in shape.symbols:
-                read = self.varying.reads[symbol]
-                self.recorder.symbol(symbol, read.what, fake, read.dim)
+            fake = self.shaped(value, source, shape)
         else:
             match = TensorMatch.of(source, value)
             if as_attr:
@@ -330,6 +327,24 @@ class World:
                 self.guard(match)
             fake = self.recorder.input(value, source, as_attr)
         return self.known_tensor(fake, value, source)
+
+    def part(self, value: torch.Tensor, source: Source, whole: torch.Tensor) -> Any:
+        """A tensor that another one from outside is made of: what the user said of that holds for it too."""
+        marks = marks_of(whole) if value.shape == whole.shape else marks_of(value)
+        shape = self.varying.tensor(value, source, not rooted(source), marks)
+        if shape is None:
+            self.guard(TensorMatch.of(source, value))
+            return fake_like(value)
+        return self.shaped(value, source, shape)
+
+    def shaped(self, value: torch.Tensor, source: Source, shape: Shape) -> Any:
+        """A tensor some of whose sizes are symbols."""
+        self.guard(ShapedMatch.of(source, value, shape.extents, shape.strides))
+        fake = self.recorder.input(value, source, False, (shape.size, shape.stride))
+        for symbol in shape.symbols:
+            read = self.varying.reads[symbol]
+            self.recorder.symbol(symbol, read.what, fake, read.dim)
+        return fake
 
     def parameter(self, value: torch.Tensor, source: Source, facts: Sequence[Any]) -> Any:
         """A tensor of these facts that a pinned module owns; that it is this one is guarded elsewhere."""

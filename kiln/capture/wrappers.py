@@ -7,7 +7,8 @@ what comes out, and the graph holds the outer tensors alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,12 +16,10 @@ from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
 from kiln.base.source import Attr, Source
-from kiln.check.guards import MISSING, Custom
+from kiln.check.guards import MISSING, Custom, Guard
+from kiln.check.shapes import Free, ShapedMatch
 from kiln.check.torch_guards import TensorMatch
 from kiln.ops.fake import FakeMode, FakeTensor, fake_like
-
-if TYPE_CHECKING:
-    from kiln.check.guards import Guard
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 HINT = "pass plain tensors, or disable the function"
@@ -71,8 +70,8 @@ class Same:
         return bool(context == self.context if known is None else known(self.context, context))
 
 
-def guards_of(value: Any, source: Source) -> list[Guard]:
-    """What must hold of a wrapper for a graph that was captured with it: outside and inside."""
+def same_as(value: Any, source: Source) -> Custom:
+    """The guard on the parts and the facts of a wrapper."""
     names, context = value.__tensor_flatten__()
     same = Same(tuple(names), context)
     try:
@@ -81,22 +80,36 @@ def guards_of(value: Any, source: Source) -> list[Guard]:
     except Exception:
         why = f"what {type(value).__name__} says of {source} cannot be compared"
         raise Break("tensor-subclass", why, HINT) from None
-    found: list[Guard] = [TensorMatch.of(source, value)]
-    found.append(Custom(source, same, f"had the parts {', '.join(names)} and {context}"))
-    for name in names:
-        part, path = getattr(value, name), Attr(source, name)
-        found += guards_of(part, path) if is_wrapper(type(part)) else [TensorMatch.of(path, part)]
-    return found
+    return Custom(source, same, f"had the parts {', '.join(names)} and {context}")
 
 
-def faked(value: Any) -> Any:
-    """An instance of a wrapper's class around fakes."""
+def match_of(value: Any, source: Source, fake: Any) -> TensorMatch:
+    """The guard on the outer layout of a wrapper: it may vary where it does in the one around fakes."""
+    shape, strides = ([Free(0) if type(n) is torch.SymInt else n for n in part]
+                      for part in (fake.shape, fake.stride()))  # fmt: skip
+    if not any(isinstance(n, Free) for n in (*shape, *strides)):
+        return TensorMatch.of(source, value)
+    return ShapedMatch.of(source, value, tuple(shape), tuple(strides))
+
+
+Part: TypeAlias = Callable[[torch.Tensor, Source | None, torch.Tensor], Any]
+"""Makes the fake of a part: of the tensor, its path, and the wrapper that it is part of."""
+
+
+def faked(value: Any, source: Source | None, part: Part, guard: Callable[[Guard], None] | None = None) -> Any:
+    """An instance of a wrapper's class around fakes; `guard` takes what must hold of another one."""
     names, context = value.__tensor_flatten__()
-    parts = {name: getattr(value, name) for name in names}
-    fakes = {name: faked(p) if is_wrapper(type(p)) else fake_like(p) for name, p in parts.items()}
+    fakes = {}
+    for name in names:
+        inner, path = getattr(value, name), None if source is None else Attr(source, name)
+        wrapper = is_wrapper(type(inner))
+        fakes[name] = faked(inner, path, part, guard) if wrapper else part(inner, path, value)
     with _aside():
         size, stride = tuple(value.shape), tuple(value.stride())
     made = type(value).__tensor_unflatten__(fakes, context, size, stride)
+    if guard is not None and source is not None:
+        guard(match_of(value, source, made))
+        guard(same_as(value, source))
     return made.requires_grad_() if value.requires_grad and not made.requires_grad else made
 
 

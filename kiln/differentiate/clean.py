@@ -25,6 +25,8 @@ SAME = frozenset({
 })  # fmt: skip
 #: Ops whose result may lie in the memory of their argument though their schema does not say so.
 GIVES_BACK = frozenset({aten._unsafe_view.default, aten.conj_physical.default})
+#: For ops with a flag, by its place: the places of what they do not read where it is set.
+UNREAD = {aten.native_batch_norm_backward.default: (7, (3, 4))}  # training: the batch has its own statistics
 #: Views that undo themselves.
 SWAPS = frozenset({aten.t.default, aten.transpose.int})
 _NUMBERS = (float, bool, complex)
@@ -60,6 +62,9 @@ def clean(graph: Graph, results: Results) -> None:
         if node.op in SAME and node.spec == node.args[0].spec:
             replaced[node] = node.args[0]
             continue
+        flag, unread = UNREAD.get(node.op, (0, ()))
+        if unread and len(node.args) > flag and node.args[flag] is True:
+            node.args = tuple([None if i in unread else value for i, value in enumerate(node.args)])
         inner = node.args[0] if node.op in SWAPS else None
         if inner is not None and inner.op is node.op and inner.args[1:] == node.args[1:]:
             source = inner.args[0]

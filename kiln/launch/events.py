@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import field
@@ -19,6 +20,9 @@ from kiln.launch.memory import Lodging, least, size_of
 from kiln.launch.shims import Shim, shim_of
 from kiln.launch.shown import Strided, strided
 from kiln.ops.aliases import bases_in
+
+APART = 16 << 10  # bytes of a value that is worth memory of its own
+MUCH = 16 << 20  # bytes that take so long to make that the time for memory is nothing
 
 #: The namespaces whose ops keep nothing of what they are given.
 FORGETFUL = frozenset({"aten", "prims", "mkl", "mkldnn", "onednn", "quantized"})
@@ -190,19 +194,21 @@ def lodgers(events: Events) -> set[Node]:
     return made
 
 
-def leaves_more(events: Events, lodged: set[Node], memory: dict[Node, int]) -> bool:
-    """Whether a program leaves more bytes than it needs for a while, or frees others' as it goes.
+def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> float:
+    """The bytes from which on values have memory of their own, which goes when they do.
 
-    An arena for all that it needs would stay beside gradients, values that wait for a backward pass, or a result
-    larger than what is before it: those may take memory that is free again at the last use of large values.
+    An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a result larger
+    than all before it. Where that is more than the program needs for a while, only little is in the arena.
     """
-    if any(node.backward for node in events.program.graph.nodes):
-        return True
     made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
-    needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
     owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}
-    left = [node.spec for node, _ in made if node in owners and isinstance(node.spec, TensorSpec)]
-    return sum([hinted(size_of(spec)) for spec in left]) > least(needed)
+    specs = [node.spec for node, _ in made if node in owners and isinstance(node.spec, TensorSpec)]
+    left = sum([hinted(size_of(spec)) for spec in specs])
+    if not any(node.backward for node in events.program.graph.nodes):
+        needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
+        if left <= least(needed):
+            return math.inf
+    return APART if left < MUCH else 0
 
 
 def _find_kept(events: Events) -> None:

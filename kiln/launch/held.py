@@ -119,7 +119,9 @@ class Held:
         self.lock = threading.Lock()
         set_up()
         constants = [node.args[0] for node in frozen.once.nodes if node.op is CONSTANT]
-        watched = (*tensors, *constants)
+        read = frozen.once.read()  # what is handed on as it is shows its changes itself
+        used = [tensor for node, tensor in zip(frozen.once.inputs, tensors, strict=True) if node in read]
+        watched = (*used, *constants)
         self.stamp = Watch(watched, tuple(map(extent, watched))).stamp
         self.state: tuple[int, tuple[Any, ...]] = -1, ()
         self.trial: tuple[Graph, Callable[[], Run]] | None = None

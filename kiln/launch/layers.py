@@ -187,8 +187,9 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
     lie = _lying(seen, begin, end, count)
     steps = [_moved(step, turn(0)) for step in made.steps[:end]]
     for number in range(1, count + 1):
+        place = turn(number)
         for i in range(begin, end):
-            slots = deque(map(turn(number), (*seen[i].slots, *seen[i].drops)))
+            slots = deque(map(place, (*seen[i].slots, *seen[i].drops)))
             there = made.steps[i + lie[number % len(lie)]]
             steps.append(_moved((*there[:-1], seen[i].drops), partial(_next, slots)))
     steps += [_moved(step, later) for step in made.steps[end:]]

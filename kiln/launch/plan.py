@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
 from kiln.generate.cpu import Code
-from kiln.launch.events import Event, Events, events_of, last_uses, leaves_more, lodgers, native_reads
+from kiln.launch.events import Event, Events, apart_from, events_of, last_uses, lodgers, native_reads
 from kiln.launch.inplace import heirs, never_fails
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, hides, set_up
@@ -29,7 +30,6 @@ from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
 GRAIN = 60_000.0  # operations worth a thread
-APART = 64 << 10  # bytes of a value that may have memory of its own
 SLOT, PLACE = 0, 1  # as in _launch.h
 
 
@@ -98,9 +98,8 @@ class Planner:
         self.numbers = Numbers()
         self.last, self.memory = last_uses(self.events)
         self.lodgers = lodgers(self.events)
-        self.apart = not device[0] and leaves_more(self.events, self.lodgers, self.memory)
-        if self.apart:
-            self.lodgers = {node for node in self.lodgers if hinted(size_of(node.spec)) < APART}
+        self.apart = math.inf if device[0] else apart_from(self.events, self.lodgers, self.memory)
+        self.lodgers = {node for node in self.lodgers if hinted(size_of(node.spec)) < self.apart}
         self.native = native_reads(self.events)
         self.lodgings: list[Lodging] = []
         self.homes: dict[Node, int | Place] = {}
@@ -252,7 +251,7 @@ class Planner:
 
     def scratch(self, name: str, spec: TensorSpec) -> tuple[int, int]:
         """Memory for one step."""
-        if not self.apart or hinted(size_of(spec)) < APART:
+        if hinted(size_of(spec)) < self.apart:
             return PLACE, self.numbers.place(self.lodge(name, spec, self.now))
         self.names.append(name)
         self.steps.append(("make", len(self.names) - 1, self.form(spec), ()))

@@ -295,6 +295,20 @@ def test_parts_and_facts_of_a_class_made_of_tensors_are_guarded():
         assert len(seen) == count
 
 
+def test_sizes_of_a_class_made_of_tensors_vary():
+    for dynamic, marked, graphs in ((True, False, 1), (None, True, 1), (None, False, 2), (False, False, 3)):
+        seen = []
+        compiled = kiln.compile(lambda x: (x * 2, x.shape[0] + 1, x.a.shape[1], x.mean()), fullgraph=True, dynamic=dynamic,
+                                backend=lambda gm, _, seen=seen: seen.append(gm) or gm)  # fmt: skip
+        for size in ((2, 3), (4, 5), (6, 7)):
+            x = pair(*size)
+            if marked:
+                kiln.mark_dynamic(x, 0)
+                kiln.mark_dynamic(x, 1)
+            assert state(compiled(x)) == state((x * 2, x.shape[0] + 1, x.a.shape[1], x.mean()))
+        assert len(seen) == graphs
+
+
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
 def test_gradients_of_a_class_made_of_tensors(backend):
     mine, theirs = pair(2, 3, grad=True), pair(2, 3, grad=True)

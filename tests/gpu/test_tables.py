@@ -22,9 +22,9 @@ OPTIMIZERS = {
 }
 
 
-def parameters(device="cpu"):
+def parameters(device="cpu", shapes=SHAPES):
     torch.manual_seed(0)
-    made = [nn.Parameter(torch.randn(shape, device=device)) for shape in SHAPES]
+    made = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     for each in made:
         each.grad = torch.randn_like(each)
     return made
@@ -111,3 +111,43 @@ def test_on_a_gpu(name):
         step()
         eager.step()
     torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+FUSED = {
+    "sgd": lambda p: optim.SGD(p, 0.1, 0.9, fused=True),
+    "adam": lambda p: optim.Adam(p, 0.01, amsgrad=True, fused=True),
+    "adamw": lambda p: optim.AdamW(p, 0.01, fused=True),
+}
+
+
+def scaled_steps(make, device, compiled):
+    """Parameters, gradients and state after steps of a scaler that finds infinities in some."""
+    mine = parameters(device, SHAPES[:5])
+    optimizer = make(mine)
+    step = kiln.compile(optimizer.step, fullgraph=True) if compiled else optimizer.step
+    for found in (0.0, 0.0, 1.0, 0.0):
+        optimizer.grad_scale = torch.full((), 4.0, device=device)
+        optimizer.found_inf = torch.full((), found, device=device)
+        for p in mine:
+            p.grad = torch.full_like(p, 3.0) * p.detach()
+        step()
+    return [*mine, *[p.grad for p in mine], *[v for s in optimizer.state.values() for v in s.values() if v is not None]]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_scalers_step_is_three_launches_at_most(name):
+    make = FUSED[name]
+    kiln.reset()
+    with pretended() as driver:
+        got = scaled_steps(make, "cpu", compiled=True)
+        assert len(driver.starts) <= 4 * 3
+    torch.testing.assert_close(got, scaled_steps(make, "cpu", compiled=False), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FUSED)
+def test_a_scalers_step_on_a_gpu(name):
+    make = FUSED[name]
+    kiln.reset()
+    got, expected = (scaled_steps(make, "cuda", compiled) for compiled in (True, False))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

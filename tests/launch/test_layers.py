@@ -261,3 +261,65 @@ def test_what_layers_hand_on_may_lie_at_two_places_in_turn(made, count):
     compiled = kiln.compile(model, fullgraph=True)
     for _ in range(2):
         compare(model, compiled, inputs())
+
+
+class Random(nn.Module):
+    """A few ops drawn by a seed, over what the layer before it gave and weights of its own."""
+
+    def __init__(self, seed, width=12):
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        self.steps = torch.randint(len(OPS), (5,), generator=draw).tolist()
+        self.line, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.gain, self.other = nn.Parameter(torch.rand(width)), nn.Linear(width, width, bias=False)
+        self.register_buffer("shift", torch.rand(width))
+        self.turn = nn.BatchNorm1d(4)
+
+    def forward(self, x, y, table):
+        for number in self.steps:
+            x, y = OPS[number](self, x, y, table)
+        return x, y
+
+
+OPS = [
+    lambda m, x, y, table: (x + m.line(y).relu(), x),
+    lambda m, x, y, table: (m.norm(x) * m.gain, y),
+    lambda m, x, y, table: (x.softmax(-1) + table, y + m.shift),
+    lambda m, x, y, table: (x.transpose(0, 1).contiguous().transpose(0, 1) - y.mean(-1, keepdim=True), y),
+    lambda m, x, y, table: (torch.cat([x[..., 6:], y[..., :6]], -1), m.other(x)),
+    lambda m, x, y, table: (m.turn(x), x * (m.gain.exp() - m.shift)),
+    lambda m, x, y, table: (x, F.scaled_dot_product_attention(x, y, y)),
+    lambda m, x, y, table: (x.sin() * y.amax(1, keepdim=True), y.tanh()),
+    lambda m, x, y, table: (y, x @ m.line.weight.t() + table),
+    lambda m, x, y, table: (x.clone().mul_(0.5) + 0.1, (y * m.shift).sigmoid().cumsum(-1) / 12),
+]  # fmt: skip
+
+
+class Carrying(nn.Module):
+    def __init__(self, seed, count):
+        super().__init__()
+        self.blocks = nn.ModuleList([Random(seed) for _ in range(count)])
+        self.first, self.table = nn.Linear(12, 12), nn.Parameter(torch.rand(12))
+
+    def forward(self, x):
+        x, y = self.first(x), x * 2
+        for block in self.blocks:
+            x, y = block(x, y, self.table)
+        return x, y.sum(1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_layers(made, seed):
+    run_random(seed)
+
+
+def run_random(seed):
+    torch.manual_seed(seed)
+    model = Carrying(seed, 7 + seed % 4).double().eval()
+    compiled = kiln.compile(model, fullgraph=True)
+    for _ in range(2):
+        x = torch.randn(2, 4, 12, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), model(x), equal_nan=True)
+            for parameter in model.parameters():
+                parameter.mul_(0.9)

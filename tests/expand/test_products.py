@@ -1,0 +1,88 @@
+"""Large products of f32 on the CPU are linear layers of oneDNN's: which, and what they give."""
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+from kiln.base.graph import label
+from kiln.expand import products
+from kiln.expand.onednn import available
+from kiln.launch import program
+
+pytestmark = pytest.mark.skipif(not available(), reason="this build of torch has no oneDNN")
+NAMES = ("mm", "addmm", "_linear_pointwise")
+
+
+@pytest.fixture(autouse=True)
+def called(monkeypatch):
+    """The products that graphs call, small ones too."""
+    found = []
+
+    def noted(graph):
+        graph = products.by_onednn(graph)
+        found.extend(label(node.op) for node in graph.nodes if label(node.op) in NAMES)
+        return graph
+
+    monkeypatch.setattr(products, "LEAST", 1 << 12)
+    monkeypatch.setattr(program, "keeping", lambda *_: None)
+    monkeypatch.setattr(program, "by_onednn", noted)
+    return found
+
+
+def compiled(function, **options):
+    return kiln.compile(function, fullgraph=True, options={"freeze": False, "strict": True, **options})
+
+
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("sizes", [(16, 32, 48), (17, 33, 129), (1, 64, 100), (64, 100, 1)])
+def test_products_of_matrices_either_way(turned, sizes, called):
+    rows, summed, columns = sizes
+    a = torch.randn(summed, rows).t() if turned[0] else torch.randn(rows, summed)
+    b = torch.randn(columns, summed).t() if turned[1] else torch.randn(summed, columns)
+    for f, given in ((torch.mm, (a, b)), (torch.addmm, (torch.randn(columns), a, b))):
+        got, expected = compiled(f)(*given), f(*given)
+        assert called.pop() == "_linear_pointwise" and not called
+        assert got.stride() == expected.stride()
+        torch.testing.assert_close(got, expected)
+
+
+def test_what_else_is_eagers(called):
+    def calls(function, *given):
+        torch.testing.assert_close(compiled(function)(*given), function(*given))
+        return called.pop()
+
+    a, b, row = torch.randn(16, 64), torch.randn(64, 32), torch.randn(32)
+    assert calls(torch.mm, a.double(), b.double()) == "mm"
+    assert calls(torch.mm, a.bfloat16(), b.bfloat16()) == "mm"
+    assert calls(torch.mm, a[:, ::2], b[::2]) == "mm"
+    assert calls(torch.mm, a[:1, :4], b[:4, :4]) == "mm", "too small to gain"
+    assert calls(lambda r, x, y: torch.addmm(r, x, y, alpha=2), row, a, b) == "addmm"
+    assert calls(torch.addmm, torch.randn(16, 32), a, b) == "addmm"
+    torch.testing.assert_close(compiled(torch.mm, numerics="eager")(a, b), a @ b, rtol=0, atol=0)
+    assert not called, "it is not looked at"
+
+
+def test_no_copy_is_made_of_large_weights(monkeypatch, called):
+    monkeypatch.setattr(products, "LARGEST", 64 * 32 * 4 - 1)
+    compiled(torch.mm)(torch.randn(16, 64), torch.randn(64, 32))
+    assert called == ["mm"]
+
+
+def test_infinities_and_nan_stay_in_their_rows():
+    a, b = torch.randn(16, 64), torch.randn(64, 32)
+    a[2, 3], a[5, 1] = float("nan"), float("inf")
+    torch.testing.assert_close(compiled(torch.mm)(a, b), a @ b, equal_nan=True)
+
+
+def test_gradients_of_layers(called):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48, bias=False))
+    x, sent = torch.randn(4, 9, 48, requires_grad=True), torch.randn(4, 9, 48)
+    leaves = [x, *layers.parameters()]
+    expected = torch.autograd.grad(layers(x), leaves, sent)
+    got = torch.autograd.grad(compiled(layers)(x), leaves, sent)
+    assert called == ["_linear_pointwise"] * 6
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.stride() == theirs.stride()
+        torch.testing.assert_close(mine, theirs)

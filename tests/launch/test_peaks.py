@@ -1,0 +1,148 @@
+"""The most bytes at once: what torch's allocator gave out and what is kept for intermediate values, beside eager's."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kiln
+from kiln import _launch
+from kiln.launch.events import APART, outputs_early
+
+from .recording import check, planned
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the profiler's
+
+
+def peak(step):
+    """The most bytes at once in a step after two others."""
+    for _ in range(2):
+        step()
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        step()
+    found = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(found, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most + sum(_launch.memory())
+
+
+def peaks(module, x, train):
+    """Eager's and Kiln's peak."""
+    kiln.reset()
+    compiled = kiln.compile(module, fullgraph=True)
+
+    def step(run):
+        if train:
+            module.zero_grad()
+            run(x).square().mean().backward()
+        else:
+            with torch.no_grad():
+                run(x)
+
+    eager = peak(lambda: step(module))
+    return eager, peak(lambda: step(compiled))
+
+
+class Convnext(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.spread = nn.Conv2d(width, width, 7, padding=3, groups=width)
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.norm(self.spread(x).permute(0, 2, 3, 1))
+        return x + self.narrow(F.gelu(self.wide(y))).permute(0, 3, 1, 2)
+
+
+def linears():
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(256, 256), nn.SiLU())]), torch.randn(96, 256)
+
+
+def encoder():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.randn(4, 96, 128)
+
+
+def convolved():
+    torch.manual_seed(0)
+    return nn.Sequential(*[Convnext(32) for _ in range(3)]), torch.randn(1, 32, 48, 48)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "infer"])
+@pytest.mark.parametrize("build", [linears, encoder, convolved])
+def test_no_more_at_once_than_eager(build, train):
+    eager, mine = peaks(*build(), train)
+    assert mine <= eager * 1.002, (eager, mine)  # small values that are kept for the next call
+
+
+def test_what_a_program_leaves_decides_where_its_values_lie():
+    x = torch.randn(64, 64) / 8
+    lasting = check(lambda x: tuple([torch.relu(y := (x @ x)), y @ x, y.t() @ x]), x)
+    passing = check(lambda x: (torch.relu(x @ x) @ x).sum(), x)
+    assert lasting.owner.numbers[-1] == 0 and passing.owner.numbers[-1] == 2 * x.nbytes
+    assert x.nbytes == APART
+
+
+def test_a_result_takes_memory_of_another_shape():
+    """The function is computed where the product lies, in the arena and outside."""
+    x = torch.randn(16, 16)
+    plan = check(lambda x: (torch.relu((x @ x).view(2, 8, 16)) @ x).sum(), x)
+    assert len({one.offset for one in plan.owner.lodgings if one.size == x.nbytes}) == 1
+    image, weight = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    plan = check(lambda x, w: torch.relu(F.conv2d(x, w).view(8, 36)), image, weight)
+    assert [step[0] for step in plan.owner.steps].count("make") == 0
+    check(lambda x: torch.relu((y := x @ x).view(-1)) + y.t().reshape(-1), x)
+    check(lambda x: (torch.relu((y := x @ x).view(8, 32)), y.sum()), x)
+
+
+def test_gradients_of_weights_are_made_first():
+    def backward(grad, x, w):
+        return torch.relu(grad @ w.t()), grad.t() @ x
+
+    plan = planned(backward, *[torch.randn(8, 8) for _ in range(3)])
+    products = [step for step in plan.owner.steps if step[0] == "call"]
+    assert [plan.owner.names[step[7][0][1][0][1]] for step in products][0] == "mm_1"
+    check(backward, *[torch.randn(8, 8) for _ in range(3)])
+    assert outputs_early([]) == []
+
+
+def test_gradients_given_to_a_backward_pass_go_when_they_are_used():
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256)), torch.randn(512, 64)
+    compiled = kiln.compile(module, fullgraph=True)
+    alive = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            made = grad * 2
+            made.__dict__["mark"] = mark = type("Mark", (), {})()
+            alive.append(mark)
+            return made
+
+    for _ in range(2):
+        Watched.apply(compiled(x)).sum().backward()
+        mine = [p.grad.clone() for p in module.parameters()]
+        module.zero_grad()
+        (module(x) * 2).sum().backward()
+        torch.testing.assert_close(mine, [p.grad for p in module.parameters()], rtol=1e-4, atol=1e-3)
+        module.zero_grad()
+    y = compiled(x)
+    loss = y.square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    loss.backward()
+    torch.testing.assert_close(first, [p.grad for p in module.parameters()])
