@@ -335,7 +335,7 @@ class World:
         if shape is None:
             self.guard(TensorMatch.of(source, value))
             return fake_like(value)
-        return self.shaped(value, source, shape)
+        return self.known_tensor(self.shaped(value, source, shape), value, source)
 
     def shaped(self, value: torch.Tensor, source: Source, shape: Shape) -> Any:
         """A tensor some of whose sizes are symbols."""

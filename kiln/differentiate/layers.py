@@ -51,13 +51,15 @@ def layers_of(module: fx.GraphModule) -> Layers | None:
     calls = max(alike.values(), key=lambda calls: len(calls) * len(calls[0]), default=[])
     if len(calls) < FEWEST or len({call[0].meta.get("stack_trace") for call in calls}) > 1:
         return None
+    before = [node.meta["copied"][1] for node in calls[0]]
+    if len(calls) % 2 == 0:  # an even number is left out: what layers hand on may lie at two places in turn
+        before, *calls = calls
     place = {node: (number, i) for number, call in enumerate(calls) for i, node in enumerate(call)}
     if not _in_a_row(module.graph, calls, place):
         return None
     families: dict[tuple[fx.Node, ...], fx.Node] = {}
-    for equals in zip(*calls, strict=True):
-        first = equals[0].meta["copied"][1].all_input_nodes
-        rows = [node.all_input_nodes for node in equals]
+    for equals in zip(before, *calls, strict=True):
+        first, *rows = [node.all_input_nodes for node in equals]
         if len({len(row) for row in (first, *rows)}) > 1:
             return None
         for original, column in zip(first, zip(*rows, strict=True), strict=True):

@@ -1,6 +1,7 @@
 """Large products of f32 on the CPU by oneDNN, which multiplies faster than the library behind `mm`.
 
-Its call is that of a linear layer; weights are read as they lie, and brought into its order in each call.
+Its call is that of a linear layer; weights are read as they lie, and brought into its order in each call. Where
+the rows lie the other way round, as for the gradients of weights, it would need a copy of them: those are eager's.
 """
 
 from __future__ import annotations
@@ -33,23 +34,18 @@ def by_onednn(graph: Graph) -> Graph:
         first = PRODUCTS[node.op]
         bias = node.args[0] if first else None
         rows, columns = node.args[first : first + 2]
-        added = []
         spec: TensorSpec = columns.spec
         turned = TensorSpec(spec.shape[::-1], spec.stride[::-1], spec.dtype, spec.device)
-        if not is_dense(rows.spec):
-            dense = TensorSpec(rows.spec.shape, (rows.spec.shape[1], 1), spec.dtype, spec.device)
-            rows = made(aten.clone.default, (rows,), dense, node)
-            added.append(rows)
         weight = made(aten.permute.default, (columns, [1, 0]), turned, node)
         args = (rows, weight, bias, *NONE.arguments())
         layer = made(torch.ops.mkldnn._linear_pointwise.default, args, node.spec, node)
-        return [*added, weight, layer], layer
+        return [weight, layer], layer
 
     return substituted(graph, instead)
 
 
 def fits(node: Node) -> bool:
-    """Whether a product is large, and of matrices that lie densely, with a bias for all rows if with any."""
+    """Whether a product is large, and of matrices that lie right, with a bias for all rows if with any."""
     first = PRODUCTS[node.op]
     if node.kwargs or len(node.args) != first + 2:
         return False
@@ -66,7 +62,7 @@ def fits(node: Node) -> bool:
         bias = node.args[0].spec
         if bias.shape != (columns,) or bias.stride != (1,) or bias.dtype is not torch.float32:
             return False
-    return is_dense(node.spec) and all(is_dense(one) or is_dense(one, turned=True) for one in (a, b))
+    return is_dense(node.spec) and is_dense(a) and (is_dense(b) or is_dense(b, turned=True))
 
 
 def is_dense(spec: TensorSpec, turned: bool = False) -> bool:

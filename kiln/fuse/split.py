@@ -96,7 +96,7 @@ MANY = 1 << 60
 CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True)
 #: Hundreds of processors, each with thousands of threads.
 GRIDS = Cuts(
-    part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=512, kept_first=True,
+    part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=264, kept_first=True,
     at_once=True, anew=32, together=1 << 17,
 )  # fmt: skip
 #: Parts at least, and the length of a loop that is cut at least.

@@ -55,7 +55,8 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -
         held = Buffer(f"{name}_part{len(scratch)}", torch.float32)
         scratch[held] = TensorSpec((again.size * column.size,), (1,), held.dtype, torch.device("cpu"))
         place = part.variable * column.size + column.variable
-        added.append(Store(held, place, fold.value, max(_phase(fold.value), last), False, adds=True))
+        phase = _phase(fold.value) if cuts.kept_first else max(_phase(fold.value), last)
+        added.append(Store(held, place, fold.value, phase, False, adds=True))
         value = Load(held, again.variable * column.size + along.variable, held.dtype)
         totals[id(original)] = replace(original, value=value)
     plain = [replace(s, phase=max(_phase(s.value), last)) for s in stores if not s.kept]

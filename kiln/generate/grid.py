@@ -24,9 +24,11 @@ LARGEST = 1024  # threads of a block
 LOOPED = 512  # threads of a block whose rows do not fit registers; two run on a processor
 HELD = 32  # elements of a row that a thread holds in registers
 CLUSTER = 8  # blocks that share a row
-SUMMED = 2  # turns along a row of threads that keep the sums of columns
+STRIP = 768  # threads of a block that keep the sums of few columns, 80 registers each
 STAGES = 2  # rows that are read ahead there
-TEAMS = 8  # of a block, that wait for nobody but their own threads
+PROCESSORS = 132  # of a large GPU
+ALONE = 226 << 10  # bytes of shared memory that a block may have where blocks form clusters
+UNEVEN = 1.25  # times what most processors have to do that the last one may have to
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
 FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
@@ -49,6 +51,7 @@ class Grid:
     of its row, where that is known and they are written out, else 0; then what they read stays in registers,
     or, where it takes so many bytes, in `shared` memory.
     `members`: the blocks that share a row, neighbours that exchange what they folded.
+    `beside`: the blocks that a processor is to run at once, where threads take no more registers for it.
     `across`: some memory runs along that axis; blocks take squares of it and the vector axis, and turn them.
     `many`: without reduced axes, how many rows a thread takes. `tail`: the last thread has fewer elements.
     """
@@ -64,6 +67,7 @@ class Grid:
     many: int = 1
     tail: bool = False
     members: int = 1
+    beside: int = 1
 
     @property
     def threads(self) -> int:
@@ -99,9 +103,10 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
         width, rows = (width // 2, rows) if width > 1 else (1, rows // 2)
         blocks *= 2
     team = BLOCK // rows
-    while team < LARGEST // rows and blocks * rows * team < BUSY // 2:
+    turned = reduced_extent(nest)
+    while team < LARGEST // rows and blocks * rows * team < BUSY // 2 and team * WARP // 2 <= turned:
         team *= 2
-    team = max(min(team, power_of_two(reduced_extent(nest)) // 4), 1)
+    team = max(min(team, power_of_two(turned) // 4), 1)
     parts = [compute_type(TYPES[part.dtype]) for fold in nest.folds() for part in fold.parts]
     while team * rows * width * sum(kind.bits // 8 for kind in parts) > STATIC:
         team //= 2
@@ -171,21 +176,21 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
     turns = -(-chunks // team)
-    shared, looped = 0, BLOCK if chunks <= BLOCK * MANY else LOOPED
-    if known and chunks > BLOCK * most:  # in registers, few blocks would fit a processor
+    shared, looped = 0, BLOCK if chunks <= BLOCK * MANY and largest_and_sum(nest) is None else LOOPED
+    once, long = read_once(nest), chunks > BLOCK * most  # in registers, few blocks would fit a processor
+    if known and long and not (once and rows > PROCESSORS and chunks <= LOOPED * MANY):
         shared = sum(kept.bytes for kept in read_again(nest).values())
-        members = power_of_two(-(-shared // (SHARED - FOLDING)))
-        while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
-            members *= 2
-        each = -(-chunks // (LOOPED * members))
-        loops = read_once(nest) and rows * LOOPED * members > 2 * BUSY  # do as well, where rows are many
+        members, threads = shares(nest, shared, chunks)
+        each = -(-chunks // (threads * members))
+        loops = once and rows * LOOPED * members > 2 * BUSY  # do as well, where rows are many
         if shared and clusters and 1 < members <= CLUSTER and each <= WRITTEN and not loops:
-            shared = sum(kept.bytes for kept in read_again(nest, each * LOOPED * width).values())
-            return Grid(vector, width, 1, LOOPED, True, each, shared, members=members)
+            shared = sum(kept.bytes for kept in read_again(nest, each * threads * width).values())
+            beside = max(min(LARGEST // threads, ALONE // (shared + FOLDING)), 2)
+            return Grid(vector, width, 1, threads, True, each, shared, members=members, beside=beside)
         shared = shared if shared <= SHARED - FOLDING else 0
-    if not shared and team == LARGEST and read_once(nest):
+    if not shared and once and long:
         team = BLOCK
-        while team < LARGEST and rows * team < BUSY // 2:
+        while team < LARGEST and rows * team < (BUSY // 2 if chunks >= team * WARP else BUSY // 4):
             team *= 2
         return Grid(vector, width, 1, team, True)
     if shared:
@@ -194,17 +199,40 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
         turns = turns if turns <= WRITTEN else 0
     elif not known or turns > most:
         team, turns = min(team, LOOPED), 0
-    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared)
+    three = team <= BLOCK or largest_and_sum(nest) is not None and 3 * (shared + FOLDING) <= ALONE
+    beside = 1 if not shared or team == LARGEST else 3 if three else 2
+    return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared, beside=beside)
+
+
+def shares(nest: Nest, shared: int, chunks: int) -> tuple[int, int]:
+    """How many blocks share a row that takes so much memory, and the threads of each."""
+    rows = kept_extent(nest)
+    members, alone = (power_of_two(-(-shared // most)) for most in (SHARED - FOLDING, ALONE))
+    if 1 < alone < members and 0.75 * PROCESSORS < rows * alone <= PROCESSORS:
+        return alone, LOOPED
+    busiest = -(-rows // PROCESSORS) * PROCESSORS
+    if members == 1 and chunks > BLOCK * MANY and rows > PROCESSORS and busiest > UNEVEN * rows:
+        return (2, BLOCK) if read_once(nest) else (CLUSTER, BLOCK // 2)
+    if members == CLUSTER // 2 and rows > PROCESSORS and not read_once(nest):
+        return CLUSTER, BLOCK
+    while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
+        members *= 2
+    return members, LOOPED
 
 
 def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A block for each strip of rows: its teams take rows in turn, threads keep the sums of their columns."""
-    team = min(max(power_of_two(-(-reduced_extent(nest) // (SUMMED * width))), WARP), LOOPED)
-    turns = -(-reduced_extent(nest) // (team * width))
-    grid = Grid(vector, width, min(LOOPED // team, TEAMS), team, True, turns)
-    size = sum(row.bytes for row in rows_ahead(nest, grid).values())
-    stages = min((SHARED - FOLDING) // size, STAGES) if size else 0
-    return replace(grid, shared=size * stages if stages > 1 else 0)
+    chunks = -(-reduced_extent(nest) // width)
+    turns = 1 if chunks <= STRIP // 3 else -(-chunks // (2 * LOOPED)) * 2
+    team = -(-chunks // (turns * WARP)) * WARP
+    costly = any(isinstance(t, Apply) and t.op in COSTLY for t in terms(s.value for s in nest.stores))
+    for threads in (LOOPED,) if costly or turns > 1 else (STRIP, LOOPED):
+        grid = Grid(vector, width, max(threads // team, 1), team, True, turns)
+        size = sum(row.bytes for row in rows_ahead(nest, grid).values())
+        stages = min((SHARED - FOLDING) // size, STAGES) if size else 0
+        if stages > 1:
+            return replace(grid, shared=size * stages)
+    return grid
 
 
 def rows_ahead(nest: Nest, grid: Grid) -> dict[tuple[Any, ...], Again]:

@@ -124,6 +124,8 @@ class Value:
         )
         right = left.like(other)
         op = float_op if left.type.is_float else signed if left.type.signed or not unsigned else unsigned
+        if left.type.is_float and self.fn.module.contracts:
+            op += " contract"
         return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", left.type)
 
     def __add__(self, other: Value | Number) -> Value:
@@ -476,6 +478,7 @@ class Module:
         self.functions: list[Function] = []
         self.memory: list[str] = []  # definitions of data
         self.saturates = False  # whether the machine's conversions to integers end at the largest
+        self.contracts = False  # whether products and sums may become one instruction
         self.own: dict[str, Callable[..., Value]] = {}  # elementary functions that the machine does better
         self._declared: dict[str, str] = {}
 

@@ -42,7 +42,8 @@ class GridEmitter(Online):
 
     def emit(self) -> None:
         self.fn.do(WAIT)
-        self.fn.do(NEXT)
+        if not self.grid.shared:  # blocks that take much of a processor would not be spread over all of them
+            self.fn.do(NEXT)
         self.locate()
         sizes = [part for axis in self.nest.axes for part in (axis.size, axis.low) if isinstance(part, Expr)]
         extents = {symbol for size in sizes for symbol in size.symbols()}
@@ -222,7 +223,7 @@ class GridEmitter(Online):
             active = None
             self.place(self.outer(), (self.unsigned(self.block) / grid.members).to(I64))
         elif grid.along:
-            self.mine = self.unsigned(self.thread & grid.team - 1).to(I64)
+            self.mine = (self.unsigned(self.thread) % grid.team).to(I64)
             row = self.number(self.block, grid.rows, self.unsigned(self.thread) / grid.team)
             count = self.count()
             exact = isinstance(count, int) and count % grid.rows == 0
@@ -298,7 +299,7 @@ class GridEmitter(Online):
             with self.only_if(valid):
                 for store in stores:
                     self.store(store)
-            return combined(folds, carried, values)
+            return values if carried is start and valid is None else combined(folds, carried, values)
 
         outside = self.lanes
         self.lanes = grid.width
@@ -309,7 +310,8 @@ class GridEmitter(Online):
         combine = partial(combined, folds)
         if grid.along:
             totals = across_lanes(totals, combine)
-        totals = self.exchanged(totals, combine)
+        neutral = [part for fold in folds for part in self.neutral(fold, 1)]
+        totals = self.exchanged(totals, combine, neutral)
         for fold in folds:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result

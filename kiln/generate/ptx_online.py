@@ -41,7 +41,7 @@ class Online(Team):
         outside, self.lanes = self.lanes, self.grid.width
         top, one = self.row_turns(start, some, AT_ONCE)
         self.lanes = outside
-        top, one = self.exchanged([top, one], both)
+        top, one = self.exchanged([top, one], both, start)
         empty = one.compare("eq", 0.0)  # all are the negative infinity
         self.layers[-1][id(largest)] = empty.where(-math.inf, top)
         self.layers[-1][id(total)] = empty.where(math.nan, one)

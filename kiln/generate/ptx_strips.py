@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Load, Store, terms
-from kiln.generate.functions import compute_type
-from kiln.generate.grid import WIDEST, key_of, rows_ahead
-from kiln.generate.llvm import I8, I32, I64, Type, Value
+from kiln.fuse.nest import Apply, Const, Load, Store, Term, terms
+from kiln.generate.grid import LOOPED, WIDEST, key_of, reduced_extent, rows_ahead
+from kiln.generate.llvm import F32, I8, I32, I64, Type, Value
 from kiln.generate.ptx import GridEmitter
-from kiln.generate.scalar import TYPES
+
+QUAD = 4  # columns that a thread sums at the end
+REGISTERS = 72  # of a thread of a large block, so that blocks of the second stage start beside it
 
 
 class StripEmitter(GridEmitter):
@@ -20,9 +21,11 @@ class StripEmitter(GridEmitter):
     """
 
     def emit(self) -> None:
+        self.module.contracts = True
+        if self.grid.threads > LOOPED:
+            self.fn.attributes += f' "nvvm.maxnreg"="{REGISTERS}"'
         self.read_ahead: dict[Any, Value] = {}  # what was read before it is needed, by its key and turn
         self.raw: Value | None = None  # what was read last
-        self.memory: Value | None = None  # where teams find each other's sums
         self.sums: dict[tuple[Store, int], Value] = {}
         self.kept = rows_ahead(self.nest, self.grid) if self.grid.shared else {}
         self.stage = sum(row.bytes for row in self.kept.values())  # bytes of what is kept of a row
@@ -40,7 +43,7 @@ class StripEmitter(GridEmitter):
     def team(self) -> None:
         fn, grid, (row,), part = self.fn, self.grid, self.nest.kept, self.nest.part
         assert part is not None
-        self.mine = self.unsigned(self.thread & grid.team - 1).to(I64)
+        self.mine = (self.unsigned(self.thread) % grid.team).to(I64)
         team = self.unsigned(self.thread) / grid.team
         self.numbered = team + 1
         strip = self.unsigned(self.block).to(I64)
@@ -54,8 +57,11 @@ class StripEmitter(GridEmitter):
         own = [t for t in own if t not in copied]
         depth = grid.shared // self.stage if copied else 1
 
+        last = self.unsigned((end - 1).to(I32))
+
         def at(place: Value) -> None:
-            self.variables[row.variable] = (place < end).where(place, begin)
+            near = self.unsigned(place.to(I32))
+            self.variables[row.variable] = (near < last).where(near, last).to(I64)
 
         for stage in range(depth if copied else 0):
             at(first + stage * grid.rows)
@@ -65,19 +71,17 @@ class StripEmitter(GridEmitter):
         ahead = self.rows_read(own)
         added = [s for s in self.nest.stores if s.adds]
         places = [(store, turn) for store in added for turn in range(grid.turns)]
-        zero = fn.constant(0.0, compute_type(TYPES[added[0].buffer.dtype]).wide(grid.width))
+        zero = fn.constant(0.0, F32.wide(grid.width))
 
         def body(place: Value, carried: list[Value]) -> list[Value]:
-            sums, here = carried[: len(places)], carried[len(places) :]
-            number = self.unsigned((place - first) / grid.rows)
+            sums, (other, slot, *here) = carried[: len(places)], carried[len(places) :]
             self.push()
             at(place + grid.rows)
             following = self.rows_read(own)
             self.pop()
             self.push()
             self.turns = {}
-            self.other = number & 1
-            self.slot = (number % depth).to(I32) * self.stage
+            self.other, self.slot = other, slot
             self.read_ahead = {**fixed, **dict(zip(ahead, here, strict=True))}
             self.sums = dict(zip(places, sums, strict=True))
             self.variables[row.variable] = place
@@ -91,42 +95,58 @@ class StripEmitter(GridEmitter):
                 self.copy_row(copied, self.slot)
                 self.pop()
             self.slot = None
-            return [*self.sums.values(), *following.values()]
+            after = slot + self.stage
+            after = (after < depth * self.stage).where(after, 0)
+            return [*self.sums.values(), other ^ 1, after, *following.values()]
 
-        totals = fn.loop(first, end, grid.rows, [*[zero] * len(places), *ahead.values()], body)
+        turns = [fn.constant(0, I64), fn.constant(0, I32)]
+        totals = fn.loop(first, end, grid.rows, [*[zero] * len(places), *turns, *ahead.values()], body)
         if copied:
             self.wait_but(0)
         self.numbered = None
         self.variables[part.variable] = strip
-        self.lanes = grid.width
-        for (store, turn), total in zip(places, totals, strict=False):
-            self.push()
-            self.turn = turn
-            place, valid = self.turn_at(turn)
-            self.along_row(place)
-            self.layers[-1][id(store.value)] = self.of_all_teams(total)
-            with self.only_if(team.compare("eq", 0)), self.only_if(valid):
-                super().store(store)
-            self.pop()
+        self.finish([(*place, total) for place, total in zip(places, totals, strict=False)], team)
         self.lanes = 1
 
-    def of_all_teams(self, total: Value) -> Value:
-        """The sum of what the teams of a block have, in their order, for the first of them."""
-        fn, grid, kind = self.fn, self.grid, total.type
+    def finish(self, totals: list[tuple[Store, int, Value]], team: Value) -> None:
+        """Store the sums of what the teams of a block have, in their order; teams share the columns."""
+        fn, grid, kind = self.fn, self.grid, totals[0][2].type
         if grid.rows == 1:
-            return total
-        if self.memory is None:
-            needed = grid.threads * grid.width
-            spare = grid.shared >= needed * kind.bits // 8  # where rows were kept
-            self.memory = self.row_memory() if spare else self.shared_memory(kind.scalar, needed)
-        self.barrier()
+            for store, turn, total in totals:
+                self.store_sum(store, turn, self.mine * grid.width, total)
+            return
+        needed = grid.threads * grid.width
+        at_once = min(grid.shared // (needed * kind.bits // 8), len(totals))  # where rows were kept
+        memory = self.row_memory() if at_once else self.shared_memory(kind.scalar, needed)
         thread = self.unsigned(self.thread).to(I64)
-        self.put_shared(fn.at(self.memory, thread * grid.width, kind), total)
-        self.barrier()
-        for team in range(1, grid.rows):
-            there = (self.mine + team * grid.team) * grid.width
-            total = total + self.from_shared(fn.at(self.memory, there, kind), kind)
-        return total
+        quad = kind.wide(min(grid.width, QUAD))
+        for first in range(0, len(totals), at_once or 1):
+            here = totals[first : first + (at_once or 1)]
+            self.barrier()
+            for number, (_, _, total) in enumerate(here):
+                self.put_shared(fn.at(memory, (thread + number * grid.threads) * grid.width, kind), total)
+            self.barrier()
+            tasks = [(n, part) for n in range(len(here)) for part in range(0, grid.width, quad.width)]
+            for number, (task, part) in enumerate(tasks):
+                with self.branch(team.compare("eq", number % grid.rows)):
+                    column, step = self.mine * quad.width + part * grid.team, grid.team * grid.width
+                    rows = [column + (task * grid.rows + i) * step for i in range(grid.rows)]
+                    total, *others = [self.from_shared(fn.at(memory, row, quad), quad) for row in rows]
+                    for other in others:
+                        total = total + other
+                    self.store_sum(*here[task][:2], column, total)
+
+    def store_sum(self, store: Store, turn: int, column: Value, total: Value) -> None:
+        """Store the sums of some columns, the first of which is this one of those of a turn."""
+        width = self.grid.team * self.grid.width
+        place, size = column + turn * width, reduced_extent(self.nest)
+        self.push()
+        self.lanes = total.type.width
+        self.along_row(place)
+        self.layers[-1][id(store.value)] = total
+        with self.only_if(place < size if (turn + 1) * width > size else None):
+            super().store(store)
+        self.pop()
 
     def rows_read(self, loads: list[Load]) -> dict[Any, Value]:
         """What a thread reads of a row, in all turns."""
@@ -181,6 +201,14 @@ class StripEmitter(GridEmitter):
         found = self.read_ahead.get((key_of(term), self.turn))
         self.raw = found = super().read(term, memory, address, many) if found is None else found
         return found
+
+    def compute(self, term: Term) -> Value:
+        """A value; a quotient by a number, of what a row was folded into, is a product."""
+        if isinstance(term, Apply) and term.op == "div" and self.in_f32(term):
+            above, below = term.args
+            if isinstance(below, Const) and isinstance(below.value, (int, float)) and below.value:
+                return self.value(above) * (1.0 / below.value)
+        return super().compute(term)
 
     def store(self, store: Store) -> None:
         if not store.adds:

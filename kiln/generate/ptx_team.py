@@ -7,12 +7,13 @@ from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from kiln.fuse.nest import Axis, Load, Nest, terms
-from kiln.generate.grid import WARP, WIDEST, key_of, reduced_extent
+from kiln.generate.grid import WARP, WIDEST, key_of, power_of_two, reduced_extent
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.ptx_values import DeviceValues
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import NAME
 
+READ = 8  # places of shared memory that each thread reads itself
 PAIR = 2  # blocks that meet at the barrier of their cluster; more of them wait for bytes
 #: A word is put into the memory of a block of the cluster, whose barrier counts its bytes.
 PUT = (
@@ -154,7 +155,9 @@ class Team(DeviceValues):
         """Wait for all copies but the last."""
         self.do(f"cp.async.wait_group {left};")
 
-    def exchanged(self, values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
+    def exchanged(
+        self, values: list[Value], combine: Callable[..., list[Value]], neutral: list[Value]
+    ) -> list[Value]:
         """What the threads of a team have, folded into one; every thread has it, the order is always one."""
         grid = self.grid
         for load in self.awaited:
@@ -167,8 +170,8 @@ class Team(DeviceValues):
         values = self.shuffled(values, combine, min(grid.team, WARP))
         warps = grid.team // WARP
         if grid.members > 1:
-            return self.between_blocks(values, combine, warps)
-        return values if warps <= 1 else self.between_warps(values, combine, warps)
+            return self.between_blocks(values, combine, neutral, warps)
+        return values if warps <= 1 else self.between_warps(values, combine, neutral, warps)
 
     def shuffled(self, values: list[Value], combine: Callable[..., list[Value]], many: int) -> list[Value]:
         distance = 1
@@ -202,24 +205,53 @@ class Team(DeviceValues):
         return word.bits(kind) if kind.is_float else word.to(kind)
 
     def between_warps(
-        self, values: list[Value], combine: Callable[..., list[Value]], warps: int
+        self, values: list[Value], combine: Callable[..., list[Value]], neutral: list[Value], warps: int
     ) -> list[Value]:
-        thread = self.unsigned(self.thread).to(I64)
+        fn, thread = self.fn, self.unsigned(self.thread).to(I64)
         lane, warp = thread & WARP - 1, thread >> WARP.bit_length() - 1
         total = warps * self.grid.rows
         first = 0 if self.other is None else self.other * total
         memory = [self.shared_memory(v.type, total * (1 if self.other is None else 2)) for v in values]
         with self.branch(lane.compare("eq", 0)):
             for m, v in zip(memory, values, strict=True):
-                self.fn.store(v, self.fn.at(m, warp + first, v.type))
+                fn.store(v, fn.at(m, warp + first, v.type))
         self.barrier()
-        place = warp - self.mine / WARP + (lane & warps - 1) + first
-        at = [self.fn.at(m, place, v.type) for m, v in zip(memory, values, strict=True)]
-        found = [self.fn.load(a, v.type) for a, v in zip(at, values, strict=True)]
-        return self.shuffled(found, combine, warps)
+        first = warp - self.mine / WARP + first
+
+        def at(place: Value | int) -> list[Value]:
+            there = [fn.at(m, first + place, v.type) for m, v in zip(memory, values, strict=True)]
+            return [fn.load(a, v.type) for a, v in zip(there, values, strict=True)]
+
+        return self.all_of(at, warps, combine, neutral)
+
+    def all_of(
+        self,
+        at: Callable[[Value | int], list[Value]],
+        count: int,
+        combine: Callable[..., list[Value]],
+        neutral: list[Value],
+    ) -> list[Value]:
+        """What lies at so many places, folded into one: each thread reads a few, or has them of its warp."""
+        if count <= READ:
+            found = at(0)
+            for number in range(1, count):
+                found = combine(found, at(number))
+            return found
+        many = min(power_of_two(count), WARP)
+        mine, found = self.unsigned(self.thread & many - 1).to(I64), []
+        for first in range(0, count, many):
+            place = mine + first
+            if first + many <= count:
+                here = at(place)
+            else:
+                valid = place < count
+                read = at(valid.where(place, 0))
+                here = [valid.where(v, n) for v, n in zip(read, neutral, strict=True)]
+            found = combine(found, here) if found else here
+        return self.shuffled(found, combine, many)
 
     def between_blocks(
-        self, values: list[Value], combine: Callable[..., list[Value]], warps: int
+        self, values: list[Value], combine: Callable[..., list[Value]], neutral: list[Value], warps: int
     ) -> list[Value]:
         """Every warp puts what it has into the memory of all blocks of its row."""
         fn, total = self.fn, warps * self.grid.members
@@ -227,19 +259,18 @@ class Team(DeviceValues):
         memory = [self.declared(w.type, total) for w in words]
         if not self.exchanges:
             fn.call("llvm.nvvm.barrier.cluster.wait", VOID)
-        lane, warp = self.unsigned(self.thread & WARP - 1), (self.mine >> WARP.bit_length() - 1).to(I32)
+        lane = self.unsigned(self.thread & WARP - 1)
+        warp = (self.mine >> WARP.bit_length() - 1).to(I32)
         put = self.put_and_meet if self.grid.members <= PAIR else self.put_and_count
         put(words, memory, lane, warp)
         self.exchanges += 1
-        many = min(total, WARP)
-        place = self.unsigned(self.thread & many - 1).to(I64)
-        found: list[Value] = []
-        for first in range(0, total, many):
-            at = [fn.at(self.generic(m), place + first, w.type) for m, w in zip(memory, words, strict=True)]
-            here = [fn.load(a, w.type) for a, w in zip(at, words, strict=True)]
-            here = [self.of_word(w, v.type) for w, v in zip(here, values, strict=True)]
-            found = combine(found, here) if found else here
-        return self.shuffled(found, combine, many)
+
+        def at(place: Value | int) -> list[Value]:
+            there = [fn.at(self.generic(m), place, w.type) for m, w in zip(memory, words, strict=True)]
+            here = [fn.load(a, w.type) for a, w in zip(there, words, strict=True)]
+            return [self.of_word(w, v.type) for w, v in zip(here, values, strict=True)]
+
+        return self.all_of(at, total, combine, neutral)
 
     def put_and_meet(self, words: list[Value], memory: list[str], lane: Value, warp: Value) -> None:
         """Put words into the memory of all blocks, and wait until all of them have."""

@@ -10,7 +10,7 @@ from typing import Any
 from kiln.fuse.nest import Apply, Const, Load, Nest, Place, Store, Term
 from kiln.generate.forms import logistic
 from kiln.generate.functions import compute_type
-from kiln.generate.grid import LARGEST, Grid, key_of, laid, read_again, whole
+from kiln.generate.grid import Grid, key_of, laid, read_again, whole
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.ptx_functions import (
@@ -43,12 +43,11 @@ class DeviceValues(Values):
         halves = rounds_to_halves(nest)
         self.module.own = OWN_OF_HALVES if halves else OWN
         self.module.saturates = True
+        self.module.contracts = halves and bool(self.grid.shared)
         self.and_one: dict[str, Callable[[Value], Value]] = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
-        # Where two rows are to be in flight on a processor, each thread may take half of its registers.
-        members = self.grid.members
-        several = self.grid.shared and self.grid.threads < LARGEST and nest.part is None
-        self.fn.attributes = 'nounwind "nvvm.minctasm"="2"' if several else "nounwind"
+        members, beside = self.grid.members, self.grid.beside
+        self.fn.attributes = f'nounwind "nvvm.minctasm"="{beside}"' if beside > 1 else "nounwind"
         if members > 1:
             self.fn.attributes += f' "nvvm.cluster_dim"="{members},1,1"'
         self.conditions: list[Value] = []  # under which what is stored is stored

@@ -22,6 +22,7 @@ from kiln.launch.shown import Strided, strided
 from kiln.ops.aliases import bases_in
 
 APART = 16 << 10  # bytes of a value that is worth memory of its own
+LITTLE = 4  # times that what a program leaves is less than what it needs, so that it counts for little
 MUCH = 16 << 20  # bytes that take so long to make that the time for memory is nothing
 
 #: The namespaces whose ops keep nothing of what they are given.
@@ -197,8 +198,8 @@ def lodgers(events: Events) -> set[Node]:
 def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> float:
     """The bytes from which on values have memory of their own, which goes when they do.
 
-    An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a result larger
-    than all before it. Where that is more than the program needs for a while, only little is in the arena.
+    An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a large result.
+    Where that is not little to what the program needs for a while, only small values are in the arena.
     """
     made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
     owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}
@@ -206,7 +207,7 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     left = sum([hinted(size_of(spec)) for spec in specs])
     if not any(node.backward for node in events.program.graph.nodes):
         needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
-        if left <= least(needed):
+        if left * LITTLE <= least(needed):
             return math.inf
     return APART if left < MUCH else 0
 

@@ -24,6 +24,8 @@ from kiln.launch.text import Description
 
 #: The kinds of words of a native call that are tensors.
 TENSORS = "hol"
+#: What is done for a step before it.
+AHEAD = ("make", "show")
 #: The second and the third of three layers, between which the new ones come.
 SECOND, THIRD = 1, 2
 
@@ -144,9 +146,7 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
     own = {slot: (f, layer) for f, three in enumerate(owns) for layer, slot in enumerate(three) if slot >= 0}
     seen = [_seen(step, made) for step in made.steps]
     used = [{*one.slots, *one.drops} for one in seen]
-    begin, end = (next((i for i, slots in enumerate(used) if any(own.get(slot, (0, -1))[1] == layer
-                                                                 for slot in slots)), -1)
-                  for layer in (SECOND, THIRD))  # fmt: skip
+    begin, end = _begin(seen, used, own, SECOND), _begin(seen, used, own, THIRD)
     last = 2 * end - begin
     if not 0 <= begin < end < last <= len(seen):
         raise Uneven
@@ -154,7 +154,7 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
     low, high, top = (max([fixed - 1, *set().union(*used[:i])]) + 1 for i in (begin, end, last))
     if top - high != high - low:
         raise Uneven
-    same = _same(seen[begin:end], seen[end:last], own, (fixed, low, high))
+    same, handed = _same(seen[begin:end], seen[end:last], own, (fixed, low, high))
     outputs: list[int] = []
     _argument(("t", made.outputs), _noted(outputs), _kept)
     for slot in set(outputs).union(*used[last:]):
@@ -174,7 +174,9 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
                 return made.inputs + (on - THIRD) * len(owns) + f
             if slot < made.inputs:
                 return slot
-            return slot + inputs + (0 if slot < fixed or slot in same else number * period)
+            if number and slot in handed:
+                return handed[slot] + inputs + (number - 1) * period
+            return slot + inputs + (number * period if slot >= low else 0)
 
         return moved
 
@@ -210,19 +212,34 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
     )
 
 
+def _begin(
+    seen: Sequence[_Seen], used: Sequence[set[int]], own: Mapping[int, tuple[int, int]], layer: int
+) -> int:
+    """The first step that names what a layer has of its own, or what is done for it before; -1 for none."""
+    slots = {slot for slot, (_, which) in own.items() if which == layer}
+    begin = next((i for i, one in enumerate(used) if not slots.isdisjoint(one)), 0) - 1
+    while begin >= 0 and seen[begin].form[0] in AHEAD:
+        begin -= 1
+    return begin + 1 if begin >= 0 else -1
+
+
 def _lying(seen: Sequence[_Seen], begin: int, end: int, count: int) -> tuple[int, ...]:
     """By how many steps later ones say where in the arena things lie, in even turns and in odd ones.
 
-    What layers hand on may lie at two places in turn. Then it does so in the layer after these two as well,
-    and of an even number of layers the last one finds it where it did.
+    What layers hand on may lie at two places in turn. Then it does so in the layer before these two, too, or
+    in the one after them, and of an even number of layers the last one finds it where it did.
     """
     period = end - begin
-    first, second, third = (seen[i : i + period] for i in (begin, end, end + period))
-    if all(a.places == b.places for a, b in zip(first, second, strict=True)):
+    listed = [seen[i : i + period] for i in (begin - period, begin, end, end + period) if i >= 0]
+
+    def lie_alike(a: Sequence[_Seen], b: Sequence[_Seen]) -> bool:
+        pairs = zip(a, b, strict=False)
+        return len(a) == len(b) and all(x.form == y.form and x.places == y.places for x, y in pairs)
+
+    *_, first, second, third = listed
+    if lie_alike(first, second):
         return (0,)
-    if count % 2 or len(third) < period:
-        raise Uneven
-    if any(a.form != b.form or a.places != b.places for a, b in zip(first, third, strict=True)):
+    if count % 2 or not (lie_alike(first, third) or len(listed) == 4 and lie_alike(listed[0], second)):
         raise Uneven
     return 0, period
 
@@ -234,8 +251,11 @@ def _again(listed: tuple[Any, ...], begin: int, end: int, count: int) -> tuple[A
 def _same(
     first: Sequence[_Seen], second: Sequence[_Seen], own: Mapping[int, tuple[int, int]],
     bounds: tuple[int, int, int],
-) -> set[int]:  # fmt: skip
-    """The slots that both periods name; Uneven where what they name otherwise is not a period apart."""
+) -> tuple[set[int], dict[int, int]]:  # fmt: skip
+    """The slots that both periods name, and for what the first is handed what it hands on.
+
+    Uneven where what they name otherwise is not a period apart.
+    """
     fixed, low, high = bounds
     same: set[int] = set()
     apart: dict[int, int] = {}
@@ -251,8 +271,9 @@ def _same(
                 alike = x < low
                 same.add(x)
             else:
-                alike = y - x == high - low and max(fixed, 2 * low - high) <= x < high
-                apart[x] = y
+                # What a layer makes, or is handed: for the next one that is what this one made.
+                alike = y - x == high - low if x >= low else fixed <= x and low <= y < high
+                alike = alike and x < high and apart.setdefault(x, y) == y
             if not alike:
                 raise Uneven
     apart |= {slot: slot for slot in same if slot not in apart}
@@ -261,7 +282,7 @@ def _same(
             raise Uneven
     if any(apart[slot] != slot for slot in same):
         raise Uneven
-    return same
+    return same, {x: y for x, y in apart.items() if fixed <= x < low and x != y}
 
 
 def _seen(step: tuple[Any, ...], made: Description) -> _Seen:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.fake import make, similar
+from kiln.ops.fake import in_order, make, similar
 from kiln.ops.layout import (
     FLOATS,
     Mismatch,
@@ -99,7 +99,7 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: A
 
 @rule(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool,
-                momentum: float, eps: float) -> Any:  # fmt: skip
+                momentum: float, eps: float, *, cudnn: bool = False) -> Any:  # fmt: skip
     given = (weight, bias, mean, var)
     dtypes = {t.dtype for t in given if t is not None} or {x.dtype}
     kind = dtypes.pop()
@@ -118,7 +118,8 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training
         x.device.type == "cpu" and suggests_channels_last(x.shape, x.stride())
     )
     last = last and not x.is_contiguous()
-    out = make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
+    own = x.device.type == "cuda" and not cudnn  # the GPU's own kernels keep any order of dimensions
+    out = in_order(x) if own else make(x.shape, channels_last(x.shape) if last else None, x.dtype, x.device)
     stats, kind = (channels if training else 0,), kind if x.device.type == "cpu" else _wide(x.dtype)
     return out, make(stats, None, kind, x.device), make(stats, None, kind, x.device)
 
@@ -142,7 +143,7 @@ def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *rest: 
 
 
 def _by_cudnn(x: Tensor, *rest: Any) -> Any:
-    out = _batch_norm(x, *rest)
+    out = _batch_norm(x, *rest, cudnn=True)
     return out if out is NotImplemented else (*out, make((0,), None, torch.uint8, x.device))
 
 

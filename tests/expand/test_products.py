@@ -34,12 +34,11 @@ def compiled(function, **options):
     return kiln.compile(function, fullgraph=True, options={"freeze": False, "strict": True, **options})
 
 
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("sizes", [(16, 32, 48), (17, 33, 129), (1, 64, 100), (64, 100, 1)])
 def test_products_of_matrices_either_way(turned, sizes, called):
     rows, summed, columns = sizes
-    a = torch.randn(summed, rows).t() if turned[0] else torch.randn(rows, summed)
-    b = torch.randn(columns, summed).t() if turned[1] else torch.randn(summed, columns)
+    a, b = torch.randn(rows, summed), torch.randn(columns, summed).t() if turned else torch.randn(summed, columns)
     for f, given in ((torch.mm, (a, b)), (torch.addmm, (torch.randn(columns), a, b))):
         got, expected = compiled(f)(*given), f(*given)
         assert called.pop() == "_linear_pointwise" and not called
@@ -56,6 +55,7 @@ def test_what_else_is_eagers(called):
     assert calls(torch.mm, a.double(), b.double()) == "mm"
     assert calls(torch.mm, a.bfloat16(), b.bfloat16()) == "mm"
     assert calls(torch.mm, a[:, ::2], b[::2]) == "mm"
+    assert calls(torch.mm, torch.randn(64, 16).t(), b) == "mm", "it would be copied"
     assert calls(torch.mm, a[:1, :4], b[:4, :4]) == "mm", "too small to gain"
     assert calls(lambda r, x, y: torch.addmm(r, x, y, alpha=2), row, a, b) == "addmm"
     assert calls(torch.addmm, torch.randn(16, 32), a, b) == "addmm"
@@ -82,7 +82,7 @@ def test_gradients_of_layers(called):
     leaves = [x, *layers.parameters()]
     expected = torch.autograd.grad(layers(x), leaves, sent)
     got = torch.autograd.grad(compiled(layers)(x), leaves, sent)
-    assert called == ["_linear_pointwise"] * 6
+    assert sorted(called) == ["_linear_pointwise"] * 4 + ["mm"] * 2, "weights' gradients are eager's"
     for mine, theirs in zip(got, expected, strict=True):
         assert mine.stride() == theirs.stride()
         torch.testing.assert_close(mine, theirs)

@@ -105,7 +105,10 @@ FOLDS = {
         f"softmax of {n}": (lambda a: a.softmax(-1), normal(37, n))
         for n in (2, 7, 64, 1000, 1024, 4096, 50304)
     },
-    "softmax of many long rows": (lambda a: a.softmax(-1), normal(130, 50304)),
+    **{
+        f"softmax of {rows} rows of {n}": (lambda a: a.softmax(-1), normal(rows, n))
+        for rows, n in ((130, 50304), (166, 50304), (65, 128256), (140, 128256), (300, 20000))
+    },
     "log softmax of longer rows": (lambda a: a.log_softmax(-1), normal(130, 128256)),
     "norm of long odd rows": (lambda a: F.layer_norm(a, (20001,)), normal(132, 20001)),
     "norm of long rows": (
@@ -117,7 +120,7 @@ FOLDS = {
             lambda a, i: F.cross_entropy(a.float(), i, reduction="none"),
             *(normal(rows, n), whole(n, rows)),
         )
-        for rows, n in ((150, 50304), (40, 128256), (400, 20000))
+        for rows, n in ((150, 50304), (40, 128256), (65, 128256), (400, 20000))
     },
     "spread of few long rows": (lambda a: a.var(-1), normal(40, 128256)),
     "gradient of softmax": (softmax_gradient, normal(140, 50304), normal(140, 50304)),
@@ -126,7 +129,7 @@ FOLDS = {
             norm_gradients,
             *(normal(rows, n), normal(rows, n), normal(rows, 1), positive(rows, 1), normal(n)),
         )
-        for rows, n in ((1100, 4096), (8600, 300), (4300, 768), (4300, 777), (1200, 8192))
+        for rows, n in ((1100, 4096), (15000, 300), (6000, 768), (6000, 777), (1700, 3072), (1200, 8192))
     },
     "sum of all": (lambda a: a.sum(), normal(1234, 567)),
     "mean of all": (lambda a: a.mean(), normal(4096, 1024)),

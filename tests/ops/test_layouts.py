@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kiln.ops import rules  # noqa: F401
-from kiln.ops.fake import FakeMode, fake_like
+from kiln.ops.fake import FakeMode, fake_like, make
 from kiln.ops.table import RULES, aten
 
 Random = random.Random
@@ -399,3 +399,18 @@ def test_gradients_of_normalisation() -> None:
         outer = [values(r, [2, 3, 1, 1], dtype) for _ in range(2)]
         scale = [values(r, inner, dtype) for _ in range(2)]
         check(aten.native_layer_norm_backward.default, (grad, x, inner, *outer, *scale, [True, True, True]))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "expected"),
+    [
+        ((3, 16, 16), (1, 3, 48), (1, 3, 48)),
+        ((4, 1, 2), (1, 4, 4), (1, 4, 4)),
+        ((2, 8, 4, 4), (128, 1, 32, 8), (128, 1, 32, 8)),
+        ((2, 8, 4, 4), (256, 16, 4, 1), (128, 16, 4, 1)),
+    ],
+)
+def test_batch_norms_on_a_gpu_keep_the_order_of_dimensions(size: Any, stride: Any, expected: Any) -> None:
+    x = make(size, stride, torch.float32, torch.device("cuda", 0))
+    out = RULES[aten.native_batch_norm.default](x, None, None, None, None, True, 0.1, 1e-5)
+    assert out[0].stride() == expected and out[1].shape == (size[1],)
