@@ -103,6 +103,9 @@ class StripEmitter(GridEmitter):
         totals = fn.loop(first, end, grid.rows, [*[zero] * len(places), *turns, *ahead.values()], body)
         if copied:
             self.wait_but(0)
+        if grid.rows > 1:  # teams with a row less meet as often: tools that look for races count barriers
+            with self.branch(first + (end - begin - 1) / grid.rows * grid.rows >= end):
+                self.barrier()
         self.numbered = None
         self.variables[part.variable] = strip
         self.finish([(*place, total) for place, total in zip(places, totals, strict=False)], team)

@@ -94,8 +94,8 @@ def _list_steps(made: Events) -> None:
 def outputs_early(listed: list[Event]) -> list[Event]:
     """The events with products that the caller alone reads as soon as they can be made.
 
-    The gradient of a weight goes before that of its layer's input, which then may take the memory of what was saved
-    for the former. What other code may do is done when it was to be.
+    The gradient of a weight goes before that of its layer's input, which then may take the memory of what was
+    saved for the former. What other code may do is done when it was to be.
     """
     read = {node for event in listed for node in event.reads}
     order: list[Event] = []
@@ -198,8 +198,8 @@ def lodgers(events: Events) -> set[Node]:
 def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> float:
     """The bytes from which on values have memory of their own, which goes when they do.
 
-    An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a large result.
-    Where that is not little to what the program needs for a while, only small values are in the arena.
+    An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a large
+    result. Where that is not little to what the program needs for a while, only small values are in the arena.
     """
     made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
     owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}

@@ -157,9 +157,11 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
     same, handed = _same(seen[begin:end], seen[end:last], own, (fixed, low, high))
     outputs: list[int] = []
     _argument(("t", made.outputs), _noted(outputs), _kept)
-    for slot in set(outputs).union(*used[last:]):
-        if fixed <= slot < low and slot not in same or own.get(slot, (0, THIRD))[1] != THIRD:
-            raise Uneven
+    rest = set(outputs).union(*used[last:])
+    if any(fixed <= slot < low and slot not in same for slot in rest):
+        raise Uneven
+    if any(layer != THIRD for slot, (_, layer) in own.items() if slot in rest):
+        raise Uneven
     inputs, period = len(owns) * count, high - low
 
     def turn(number: int) -> Callable[[int], int]:
@@ -182,9 +184,7 @@ def repeated(made: Description, owns: Sequence[Triple], count: int) -> Descripti
 
     def later(slot: int) -> int:
         """Where the slots of what follows the new layers are."""
-        if own.get(slot, (0, THIRD))[1] == SECOND:
-            return made.inputs + (count - 1) * len(owns) + own[slot][0]
-        return slot if slot < made.inputs else slot + inputs + (count * period if slot >= low else 0)
+        return turn(count)(slot) if slot >= low or own.get(slot, (0, THIRD))[1] == SECOND else turn(0)(slot)
 
     lie = _lying(seen, begin, end, count)
     steps = [_moved(step, turn(0)) for step in made.steps[:end]]

@@ -188,7 +188,8 @@ class Planner:
         elif left is not None and type(home) is int:
             self.fresh.add(node)
             if (left.spec.shape, left.spec.stride) != (node.spec.shape, node.spec.stride):
-                self.steps.append(("show", self.slot(node), home, self.form(node.spec), self.numbers.run((0,)), ()))
+                form, ahead = self.form(node.spec), self.numbers.run((0,))
+                self.steps.append(("show", self.slot(node), home, form, ahead, ()))
                 return
             self.homes[node] = home
             del self.homes[left]
