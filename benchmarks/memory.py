@@ -18,6 +18,10 @@ import torch
 
 import kiln._launch
 
+if "resnet18" in models.MODELS:
+    models.MODELS |= {name: models._vision(name) for name in ("vit_b_16", "densenet121", "efficientnet_b0")}
+models.MODELS["lstm"] = lambda: (torch.nn.LSTM(256, 256, 2), {"input": torch.randn(64, 4, 256)})
+
 
 def peak(name: str, phase: str, way: str) -> float:
     """The most megabytes at once in one step of a model."""

@@ -107,7 +107,7 @@ def training(
 
 
 def unboxed(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradients that autograd hands over: in a list where it can, which is emptied, so that they may go."""
+    """The gradients that autograd hands over, in a list where it can: it is emptied, so that they may go."""
     if not BOXED:
         return given
     grads = tuple(given[0])

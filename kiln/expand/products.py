@@ -1,7 +1,8 @@
 """Large products of f32 on the CPU by oneDNN, which multiplies faster than the library behind `mm`.
 
-Its call is that of a linear layer; weights are read as they lie, and brought into its order in each call. Where
-the rows lie the other way round, as for the gradients of weights, it would need a copy of them: those are eager's.
+Its call is that of a linear layer; weights are read as they lie, and brought into its order in each call.
+Where the rows lie the other way round, as for the gradients of weights, it would need a copy of them: those
+are eager's.
 """
 
 from __future__ import annotations

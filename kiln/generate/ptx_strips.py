@@ -56,7 +56,6 @@ class StripEmitter(GridEmitter):
         copied = [t for t in own if self.can_copy(t)]
         own = [t for t in own if t not in copied]
         depth = grid.shared // self.stage if copied else 1
-
         last = self.unsigned((end - 1).to(I32))
 
         def at(place: Value) -> None:

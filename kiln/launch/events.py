@@ -199,7 +199,7 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     """The bytes from which on values have memory of their own, which goes when they do.
 
     An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a large
-    result. Where that is not little to what the program needs for a while, only small values are in the arena.
+    result. Where that is not little to what the program needs for a while, only small values are in it.
     """
     made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
     owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}

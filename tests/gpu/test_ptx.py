@@ -111,6 +111,18 @@ def test_what_a_norm_reads_once_is_not_kept():
     assert count(r"cp\.async\.cg", made.text) == 8 == count(r"ld\.global\.nc\.v4", made.text)  # the weights
 
 
+def test_products_and_sums_are_one_instruction_where_long_rows_of_halves_are_summed():
+    x, w = torch.empty(256, 32768, dtype=HALF), torch.empty(32768, dtype=HALF)
+    text = device_of(lambda a, w, b: F.layer_norm(a, (32768,), w, b), x, w, w.clone()).text
+    assert count(r"fma\.rn\.f32", text) >= 2 * 64
+
+    def largest(a, w):
+        y = a.float() * w + 1.0
+        return y.amax(-1).to(HALF), (y - y.amax(-1, keepdim=True)).to(HALF)
+
+    assert not count(r"fma\.rn\.f32", device_of(largest, x, w).text)  # eager's bits may be asked for
+
+
 def test_neighbouring_blocks_share_long_rows():
     made = device_of(lambda a: a.softmax(-1), torch.empty(256, 128256).to(HALF))
     (start,), text = made.starts[0], made.text
