@@ -31,10 +31,10 @@ def is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
-#: What is looked up on the class of a value by native code, which has a fake.
+#: What is looked up on the class of a value by native code, which has a fake, or asked of the tensor itself.
 NATIVE_LOOKUPS = """
 __len__ __iter__ __bool__ __contains__ __hash__ __getattribute__ __setattr__ __delattr__ __index__ __int__
-__float__ __complex__ __array__ __del__ __torch_dispatch__
+__float__ __complex__ __array__ __del__ __torch_dispatch__ shape stride dtype device layout requires_grad
 """.split()
 
 
