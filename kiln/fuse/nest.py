@@ -243,14 +243,15 @@ def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:
     seen: set[int] = set()
     ordered: list[Term] = []
     for root in roots:
-        _visit(root, seen, ordered)
+        if id(root) not in seen:
+            _visit(root, seen, ordered)
     return ordered
 
 
 def _visit(term: Term, seen: set[int], ordered: list[Term]) -> None:
     # Not a closure: one that calls itself is garbage that only a collection frees.
-    if id(term) not in seen:
-        seen.add(id(term))
-        for child in children(term):
+    seen.add(id(term))
+    for child in term.args if type(term) is Apply else children(term):
+        if id(child) not in seen:
             _visit(child, seen, ordered)
-        ordered.append(term)
+    ordered.append(term)

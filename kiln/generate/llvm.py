@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 from kiln.base.dataclass import dataclass
@@ -31,7 +30,13 @@ class Type:
 
     def wide(self, width: int) -> Type:
         """The vector of `width` such scalars; the scalar for 1."""
-        return replace(self, width=width)
+        if width == self.width:
+            return self
+        key = self.kind, width, self.signed
+        made = _WIDE.get(key)
+        if made is None:
+            made = _WIDE[key] = Type(*key)
+        return made
 
     @property
     def scalar(self) -> Type:
@@ -46,6 +51,8 @@ class Type:
         scalar = _SCALARS[self.kind]
         return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
 
+
+_WIDE: dict[tuple[str, int, bool], Type] = {}  # asked for with each instruction
 
 F64, F32, F16, BF16 = Type("f64"), Type("f32"), Type("f16"), Type("bf16")
 I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
