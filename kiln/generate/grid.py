@@ -224,7 +224,7 @@ def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
     """A block for each strip of rows: its teams take rows in turn, threads keep the sums of their columns."""
     chunks = -(-reduced_extent(nest) // width)
     turns = 1 if chunks <= STRIP // 3 else -(-chunks // (2 * LOOPED)) * 2
-    team = -(-chunks // (turns * WARP)) * WARP
+    team = max(-(-chunks // (turns * WARP)), 1) * WARP
     costly = any(isinstance(t, Apply) and t.op in COSTLY for t in terms(s.value for s in nest.stores))
     for threads in (LOOPED,) if costly or turns > 1 else (STRIP, LOOPED):
         grid = Grid(vector, width, max(threads // team, 1), team, True, turns)
