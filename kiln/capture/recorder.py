@@ -175,6 +175,8 @@ class Recorder:
         if fake is None:
             kind = type(real)
             with _no_hooks() if kind not in PLAIN_TYPES else nullcontext():
+                if shape is None and kind is not FakeTensor and kind not in PLAIN_TYPES:
+                    shape = torch.Tensor.size(real), torch.Tensor.stride(real)  # a class may say otherwise
                 fake = real if isinstance(real, FakeTensor) else fake_like(real, *(shape or ()))
             self.fakes[id(real)] = fake
             self._alive.append(real)

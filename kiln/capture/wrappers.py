@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
@@ -31,15 +32,17 @@ def is_wrapper(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
-#: What is looked up on the class of a value by native code, which has a fake, or asked of the tensor itself.
+#: What is looked up on the class of a value by native code, which has a fake.
 NATIVE_LOOKUPS = """
 __len__ __iter__ __bool__ __contains__ __hash__ __getattribute__ __setattr__ __delattr__ __index__ __int__
-__float__ __complex__ __array__ __del__ __torch_dispatch__ shape stride dtype device layout requires_grad
+__float__ __complex__ __array__ __del__ __torch_dispatch__
 """.split()
 
 
 def refuse(kind: type, what: str) -> None:
-    """Raise Break for a class that does what cannot be followed."""
+    """Raise Break for a class that does what cannot be followed, or whose tensors have no sizes yet."""
+    if issubclass(kind, (UninitializedParameter, UninitializedBuffer)):
+        raise Break("tensor-subclass", f"{what}, which has no size yet", "call the module once before")
     names = [name for name in NATIVE_LOOKUPS if kind not in PLAIN_TYPES and own_of(kind, name) is not MISSING]
     if names:
         raise Break("tensor-subclass", f"{what}, which has a {names[0]} of its own", HINT)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from kiln.base import records
 from tests.support import EAGER, kiln
 
 pytestmark = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
@@ -322,3 +323,32 @@ def test_a_weight_made_of_tensors():
     module.weight = torch.nn.Parameter(pair(2, 3), requires_grad=False)
     x = torch.ones(4, 3)
     assert state(kiln.compile(module, fullgraph=True)(x)) == state(module(x))
+
+
+class Claiming(torch.Tensor):
+    @property
+    def shape(self):
+        return torch.Size([7])
+
+
+def test_sizes_are_the_tensors_whatever_its_class_says_of_its_shape():
+    def f(x):
+        return x * 2, x.sum(0), x.shape
+
+    compiled = kiln.compile(f, fullgraph=True)
+    for size in ((3, 4), (5, 2), (5, 2)):
+        x = torch.randn(size).as_subclass(Claiming)
+        expected, got = f(x), compiled(x)
+        assert got[2] == expected[2] == (7,)
+        for a, b in zip(expected[:2], got[:2], strict=True):
+            assert type(a) is type(b) is Claiming and a.size() == b.size()
+            torch.testing.assert_close(a.as_subclass(torch.Tensor), b.as_subclass(torch.Tensor))
+
+
+def test_parameters_without_a_size_are_left_to_python():
+    module = torch.nn.LazyLinear(3)
+    compiled = kiln.compile(module)
+    with records.collect() as log:
+        out = compiled(torch.randn(2, 5))
+    assert out.shape == (2, 3) and not log.fallbacks
+    assert {b.kind for b in log.breaks} <= {"tensor-subclass"}
