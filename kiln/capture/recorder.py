@@ -173,15 +173,15 @@ class Recorder:
         """
         fake = self.fakes.get(id(real))
         if fake is None:
-            kind = type(real)
-            with _no_hooks() if kind not in PLAIN_TYPES else nullcontext():
-                if shape is None and kind is not FakeTensor and kind not in PLAIN_TYPES:
+            subclass = type(real) is not FakeTensor and type(real) not in PLAIN_TYPES
+            with _no_hooks() if subclass else nullcontext():
+                if subclass and shape is None:
                     shape = torch.Tensor.size(real), torch.Tensor.stride(real)  # a class may say otherwise
                 fake = real if isinstance(real, FakeTensor) else fake_like(real, *(shape or ()))
             self.fakes[id(real)] = fake
             self._alive.append(real)
             fake.pinned = True
-            if kind is not FakeTensor and kind not in PLAIN_TYPES:
+            if subclass:
                 return self._of_class(fake, real, source, as_attr)
             self.bind(fake, _Input(source, real, as_attr))
         return fake

@@ -21,7 +21,8 @@ PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 def by_onednn(graph: Graph) -> Graph:
     """The graph of primitives, changed in place: large products are linear layers of oneDNN's."""
-    if not any(node.op in PRODUCTS and fits(node) for node in graph.nodes) or not available():
+    large = {node for node in graph.nodes if node.op in PRODUCTS and fits(node)}
+    if not large or not available():
         return graph
 
     def made(op: object, args: tuple[object, ...], spec: TensorSpec, like: Node) -> Node:
@@ -30,7 +31,7 @@ def by_onednn(graph: Graph) -> Graph:
         return node
 
     def instead(node: Node) -> tuple[list[Node], Node] | None:
-        if node.op not in PRODUCTS or not fits(node):
+        if node not in large:
             return None
         first = PRODUCTS[node.op]
         bias = node.args[0] if first else None
