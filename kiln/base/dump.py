@@ -12,7 +12,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import field
-from itertools import count
 from pathlib import Path
 
 from kiln.base import log, records
@@ -41,7 +40,8 @@ class Dump:
     name: str = ""
     folder: Path | None = None
     half: str = ""
-    _numbers: count[int] = field(default_factory=count)
+    _shown: list[str] = field(default_factory=list)
+    """The half of each file so far. Halves are compiled side by side, so each counts its own, after those of the whole."""
 
     @property
     def title(self) -> str:
@@ -50,7 +50,7 @@ class Dump:
 
     def of(self, half: str) -> Dump:
         """The dump of a half of the graph: forward, backward or inference."""
-        return Dump(self.name, self.folder, half, self._numbers)
+        return Dump(self.name, self.folder, half, self._shown)
 
     def show(self, topic: str, stage: str, ending: str, write: Callable[[], str]) -> Revision | None:
         """Log a result under a topic, write its file and leave a record, where asked for.
@@ -69,7 +69,8 @@ class Dump:
         if self.folder is None:
             return None
         text = text.rstrip("\n") + "\n"
-        stem = f"{next(self._numbers):02}_{title}"
+        stem = f"{sum(half in ('', self.half) for half in self._shown):02}_{title}"
+        self._shown.append(self.half)
         path, edited = self.folder / f"{stem}.{ending}", self.folder / f"{stem}.edited.{ending}"
         before = path.read_text() if path.exists() else None
         self.folder.mkdir(parents=True, exist_ok=True)
