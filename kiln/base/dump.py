@@ -41,7 +41,7 @@ class Dump:
     folder: Path | None = None
     half: str = ""
     _shown: list[str] = field(default_factory=list)
-    """The half of each file so far. Halves are compiled side by side, so each counts its own, after those of the whole."""
+    """The half of each file so far: halves are compiled side by side, and each counts its own."""
 
     @property
     def title(self) -> str:
