@@ -1,5 +1,6 @@
 /* kiln._hook: regions, guards and the frame hook. Needs a C compiler and Python's headers, nothing else. */
 #include "_hook_frame.h"
+#include "_hook_generator.h"
 
 static PyMethodDef hook_methods[] = {
     {"set_tensor_layout", set_tensor_layout, METH_VARARGS, "Sets where a tensor keeps its properties; without arguments, unsets."},
@@ -19,6 +20,9 @@ static PyMethodDef hook_methods[] = {
     {"then", hook_then, METH_O, "What a miss gives for the region to run on the arguments of the call."},
     {"set_marker", hook_set_marker, METH_O, "Sets marker(region) -> end(), called around runs of regions; or None."},
     {"leave_alone", hook_leave_alone, METH_O, "Frames of this code object are left alone, with all that they call."},
+    {"suspended", hook_suspended, METH_O,
+     "(code, offset, variables and stack) of a suspended generator; () where they cannot be told."},
+    {"finish", hook_finish, METH_O, "Ends a suspended generator without running what it has left to do."},
     {"forget", hook_forget, METH_O, "The callback is asked about this code object again."},
     {NULL},
 };
@@ -54,6 +58,9 @@ PyMODINIT_FUNC PyInit__hook(void)
         PyModule_AddType(module, &Entry_Type) < 0)
         return NULL;
     if (PyType_Ready(&Runner_Type) < 0 || watch_start() < 0 || exchange_start() < 0)
+        return NULL;
+    unbound = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    if (unbound == NULL || PyModule_AddObjectRef(module, "UNBOUND", unbound) < 0)
         return NULL;
     code_state_index = code_extra_index(code_state_free);
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)

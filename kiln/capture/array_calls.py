@@ -44,6 +44,7 @@ from kiln.capture.fake_arrays import (
 from kiln.capture.frame import UserError
 from kiln.capture.rebuild import MAKERS, Rebuilder
 from kiln.capture.world import World, nested
+from kiln.check.guards import TypeIs
 from kiln.ops.fake import FakeTensor
 
 if TYPE_CHECKING:
@@ -119,6 +120,35 @@ def of_outside(world: World, value: Any, source: Source) -> FakeArray:
     return adopt(world, fake, like, known, outside=True)
 
 
+def scalar_outside(world: World, value: Any, source: Source) -> Any:
+    """A scalar from outside that varies: an input of the graph, a symbolic number where torch takes it."""
+    fake = world.recorder.input(tensor_of_scalar(value), Derived(source, tensor_of_scalar, "tensor"))
+    world.guard(TypeIs(source, type(value)))
+    roots = frozenset({Root(source, value)})
+    made = world.stands_for(adopt(world, fake, value, roots), value, source)
+    world.frozen.add(id(made))
+    return made
+
+
+def tensor_of_scalar(value: Any) -> torch.Tensor:
+    return torch.from_numpy(numpy.array(value))
+
+
+def number_of(value: Any) -> Any:
+    """The number that a scalar is for torch."""
+    return value.item()
+
+
+def as_argument(array: FakeArray) -> Any:
+    """What a function of torch takes for an array: a scalar from outside is a number like any other."""
+    (root,) = array.memory.roots if array.memory.roots and len(array.memory.roots) == 1 else (None,)
+    if root is None or root.value is not array.like or not isinstance(array.like, numpy.generic):
+        return contents(array)
+    source, value = Derived(root.source, number_of, "number"), number_of(array.like)
+    world = array.world
+    return world.number(world.varying.number(value, source, True, varies=True), value, source)
+
+
 def adopt(
     world: World, tensor: Any, like: Any, roots: frozenset[Root] | None, outside: bool = False
 ) -> FakeArray:
@@ -152,6 +182,19 @@ def root(like: Any) -> Any:
 
 def apply(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], args: Args, kwargs: Kwargs,
           name: str, writes: bool = False) -> Any:  # fmt: skip
+    """What numpy gives: a node's result, or a constant where tensors do otherwise and scalars are known."""
+    try:
+        return recorded(m, node, function, args, kwargs, name, writes)
+    except Break as e:
+        arrays = [value for value in nested((*args, *kwargs.values())) if type(value) is FakeArray]
+        known = all(array.memory.roots and isinstance(array.like, numpy.generic) for array in arrays)
+        if e.kind != "numpy" or not known or any(type(v) is FakeTensor for v in nested((*args, kwargs))):
+            raise
+        return m.native(function, *stand_ins(args, contents), **stand_ins(kwargs, contents))
+
+
+def recorded(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], args: Args, kwargs: Kwargs,
+             name: str, writes: bool = False) -> Any:  # fmt: skip
     """Run numpy on the stand-ins, record the node, and give its result."""
     if node is None:
         raise refusal(name, "has no counterpart on tensors")
@@ -171,6 +214,8 @@ def apply(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], 
             answer = function(*stand_ins(args), **stand_ins(kwargs))
     except Exception as e:
         raise refusal(name, f"raises {type(e).__name__} on a stand-in: {e}") from None
+    if answer is NotImplemented:
+        return answer
     if not writes:
         for array in arrays:
             if answer is array.like:
@@ -201,7 +246,15 @@ def lower(m: Machine, index: bool, value: Any) -> Any:
     if isinstance(value, numpy.ndarray):
         value.setflags(write=False)
     array = isinstance(value, (numpy.ndarray, numpy.generic))
-    return leaf(m, torch.tensor, (value,), {}) if array else dtype_name(value)
+    return constant_tensor(m, value) if array else dtype_name(value)
+
+
+def constant_tensor(m: Machine, value: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    """The tensor of a constant array or scalar; in a graph's text one element has no dtype of its own."""
+    given = dict(kwargs or {})
+    if value.shape == () and not args and given.get("dtype") is None:
+        given["dtype"] = m.native(tensor_of_scalar, value).dtype
+    return leaf(m, torch.tensor, (value, *args), given)
 
 
 def wrote(m: Machine, target: FakeArray, arrays: list[FakeArray]) -> None:
@@ -273,7 +326,13 @@ def special(array: FakeArray, name: str, *args: Any) -> Any:
         m = array.world.machine
         if isinstance(array.like, numpy.generic) and name.startswith("__i") and name != "__invert__":
             return NotImplemented  # scalars have no operators in place
-        return method(m, array, name, args, {})
+        if isinstance(array.like, numpy.generic) and any(type(value) is FakeTensor for value in args):
+            return getattr(contents(array), name)(*args)
+        given = method(m, array, name, args, {})
+        swapped = f"__r{name[2:]}"
+        if given is NotImplemented and type(args[0]) is FakeArray and swapped in RECORDED:
+            return method(m, args[0], swapped, (array,), {})  # of one class here, of two in numpy
+        return given
     return getattr(contents(array), name)(*args)
 
 
@@ -332,7 +391,9 @@ def iterate(array: FakeArray) -> Any:
     return iter([special(array, "__getitem__", i) for i in range(len(array.like))])
 
 
-RULES.update(special=special, contents=contents, ufunc=call_ufunc, function=call_function)
+RULES.update(
+    special=special, contents=contents, argument=as_argument, ufunc=call_ufunc, function=call_function
+)
 attributes.LOADERS[FakeArray] = load
 CALLERS[ArrayMethod] = call_method
 

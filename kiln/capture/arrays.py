@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -12,7 +13,16 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Source
-from kiln.capture.array_calls import KNOWN, call_function, of_outside, of_tensor, to_tensor
+from kiln.base.symbols import LIMIT
+from kiln.capture.array_calls import (
+    KNOWN,
+    call_function,
+    constant_tensor,
+    of_outside,
+    of_tensor,
+    scalar_outside,
+    to_tensor,
+)
 from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
 from kiln.capture.calls import (
     CALLERS,
@@ -22,7 +32,6 @@ from kiln.capture.calls import (
     Kwargs,
     foreign,
     handles,
-    leaf,
     native,
     unknown,
 )
@@ -120,7 +129,7 @@ def from_numpy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if type(args[0]) is FakeArray:
         return to_tensor(m, args[0], torch.from_numpy, args[1:], kwargs)
     refuse_large(m, args[0])
-    return leaf(m, torch.tensor, (constant_array(args[0]),), {})
+    return constant_tensor(m, constant_array(args[0]))
 
 
 def as_tensor(function: Any) -> Callable[..., Any]:
@@ -129,7 +138,7 @@ def as_tensor(function: Any) -> Callable[..., Any]:
             return to_tensor(m, args[0], function, args[1:], kwargs)
         if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
             refuse_large(m, args[0])
-            return leaf(m, torch.tensor, (constant_array(args[0]), *args[1:]), kwargs)
+            return constant_tensor(m, constant_array(args[0]), args[1:], kwargs)
         return literal_tensor(m, args, kwargs, function)
 
     return handler
@@ -147,6 +156,11 @@ def make_array(r: Rebuilder, value: Any) -> None:
 
 
 def read_scalar(world: World, value: Any, source: Source) -> Any:
+    """A constant; one that has been another before is an input of the graph."""
+    open_number = isinstance(value, (numpy.integer, numpy.floating)) and -LIMIT <= value <= LIMIT
+    if open_number and str(source) in world.unstable and world.varying.dynamic.mode is not False:
+        with contextlib.suppress(TypeError):  # of a dtype that torch lacks
+            return scalar_outside(world, value, source)
     world.guard(Equals(source, value))
     return value
 

@@ -525,6 +525,8 @@ def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None
     if name == "requires_grad" and type(item) is bool and m.source(value) is None:
         m.torch_call(torch.Tensor.requires_grad_, (value, item), {})
         return
+    if name == "data" and exchange_data(m, value, item):
+        return
     if name in ("data", "requires_grad", "names", "real", "imag"):
         raise Break("metadata-mutation", f"{name} of a tensor is assigned", "make a new tensor instead")
     found = mro_lookup(torch.Tensor, name)
@@ -533,6 +535,18 @@ def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None
     if found is not MISSING and name != "grad":
         raise Break("tensor-attribute", f"{name} of a tensor is assigned", "make a new tensor instead")
     m.world.write_tensor_slot(value, name, item)
+
+
+def exchange_data(m: Machine, value: FakeTensor, item: Any) -> bool:
+    """Give a tensor from outside the data that another has now; the real one gets it after the graph."""
+    plain = type(item) is FakeTensor and value.real_type in PLAIN_TYPES and item.real_type in PLAIN_TYPES
+    if not plain or m.source(value) is None or any(type(n) is not int for n in (*value.shape, *item.shape)):
+        return False
+    other = m.torch_call(getattr, (item, "data"), {})
+    m.native(m.recorder.exchange, value, other)
+    m.look_at(history=False)
+    m.world.write_tensor_slot(value, "data", other)
+    return True
 
 
 def delete(m: Machine, value: Any, name: str, mode: str = "opaque") -> None:

@@ -57,7 +57,6 @@ class FakeArray:
     """
 
     __slots__ = ("__weakref__", "like", "memory", "tensor", "world")
-    __hash__: Any = None
 
     def __init__(self, world: Any, tensor: Any, like: Any, memory: Memory) -> None:
         self.world, self.tensor, self.like, self.memory = world, tensor, like, memory
@@ -65,6 +64,9 @@ class FakeArray:
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.like)
+
+    def __hash__(self) -> int:
+        return hash(RULES["contents"](self) if self.like.__hash__ is not None else self.like)
 
     def special(self, name: str, *args: Any) -> Any:
         """What a special method gives: what the rules make of it."""

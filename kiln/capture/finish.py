@@ -9,6 +9,7 @@ from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
@@ -168,6 +169,9 @@ class Finisher:
         for overlay in world.instance.values():
             write = setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute
             calls += overlay_writes(overlay.owner, overlay, write, runtime.delete_attribute)
+            if id(overlay.owner) in self.m.recorder.exchanged:
+                count = overlay.owner._version - self.m.recorder.exchanged[id(overlay.owner)]
+                calls += [(increment_version, (overlay.owner,))] * count
         for overlay in world.spaces.values():
             calls += overlay_writes(Raw(overlay.owner), overlay, dict.__setitem__, runtime.delete_item)
         for overlay in world.cells.values():
@@ -319,6 +323,8 @@ def module_of(target: Any) -> str:
     if isinstance(getattr(target, "__self__", None), type) and target.__name__ == "apply":
         return ""
     module = getattr(target, "__module__", None) or type(target).__module__
+    if module == "captured.builtins":  # a check of the program's, which raises again in Python
+        return "builtins"
     return "" if target is torch.manual_seed else str(module).partition(".")[0]
 
 

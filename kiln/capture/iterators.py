@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
+from kiln.base.errors import Break
 from kiln.capture import attributes
-from kiln.capture.frame import Frame, UserError, Yielded
+from kiln.capture.frame import Frame, Restart, UserError, Yielded
 from kiln.capture.world import MISSING
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
+
+
+MOST_TURNS = 64  # of a generator from outside, which may have no end
 
 
 def stop_iteration(result: Any) -> StopIteration:
@@ -33,9 +38,14 @@ class Generator(Iterating):
         frame.mode = "opaque"
         machine.generators[id(frame)] = self.safe
         machine.world.keep.append(frame)
+        #: For one that stands for a generator from outside: the step that first moved it on, and the turns.
+        self.moved, self.turns = -1, 0
+
+    #: What guards the place of a generator from outside when it is first moved on.
+    settle: Callable[[], None] | None = None
 
     def __del__(self) -> None:
-        if self.started and not self.done and not self.machine.ended:
+        if self.started and not self.done and not self.machine.ended and self.settle is None:
             self.machine.dropped.append(self)
 
     def __next__(self) -> Any:
@@ -53,6 +63,8 @@ class Generator(Iterating):
             if error is not None:
                 raise UserError(error)
             return MISSING
+        if self.settle is not None:
+            self.move(self.settle)
         if not self.started:
             self.started = True
             if error is not None:
@@ -79,6 +91,20 @@ class Generator(Iterating):
             raise
         self.done = True
         return MISSING
+
+    def move(self, settle: Callable[[], None]) -> None:
+        """A generator from outside goes on: what it does is the program's, if it comes to its end."""
+        if self.moved < 0:
+            self.moved = self.machine.generators[id(self.frame)] = self.machine.safe_step()
+            settle()
+        self.turns += 1
+        if self.turns > MOST_TURNS:
+            raise self.left()
+
+    def left(self) -> Restart:
+        """Begin again, and leave a generator from outside to Python, where it does not come to its end."""
+        why = "a generator made outside is advanced and not brought to its end"
+        return Restart(self.moved, Break("foreign-iterator", why, "make it inside, or pass a list"))
 
     def send(self, value: Any) -> Any:
         return self.finish(self.advance(value))

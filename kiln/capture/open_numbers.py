@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kiln.base.conditions import ge
 from kiln.base.errors import Break
+from kiln.base.expressions import Condition
 from kiln.capture import attributes
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber
@@ -46,6 +48,24 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
         m.recorder.symbol(symbol, "item", kept)
         return wrap(symbol)
     return OpenNumber(kind, kept, m.frames[-1].step, reason)
+
+
+def assume_sizes(m: Machine, question: Condition) -> bool | None:
+    """What torch asks of a size that the graph reads: taken to be two or more, as sizes are that vary.
+
+    The graph checks it; where it is not so the frame runs in Python, as after a branch that is expected.
+    """
+    scope, items = m.world.varying.scope, m.world.varying.items
+    symbols = scope.open & question.symbols()
+    tensors = [items[symbol] for symbol in symbols]
+    if not m.recorder.asking or any(s.real for s in symbols) or any(t.device.type != "cpu" for t in tensors):
+        return None
+    for symbol, tensor in zip(symbols, tensors, strict=True):
+        if scope.known(ge(symbol, 2)) is None:
+            m.recorder.expect_size(tensor)
+            scope.learn(ge(symbol, 2))
+            m.expected.append(m.step)
+    return scope.known(question)
 
 
 @handles(torch.Tensor.tolist)

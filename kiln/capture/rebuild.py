@@ -11,6 +11,7 @@ import types
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -310,6 +311,12 @@ class Rebuilder:
         self.push(owner)
         self.e.attr(value.__name__)
 
+    def method(self, value: types.MethodType) -> None:
+        if isinstance(value.__self__, Generator):  # the real one has methods of its own
+            self.native_method(value)
+        else:
+            self.call(types.MethodType, value.__func__, value.__self__)
+
     def function(self, value: types.FunctionType) -> None:
         attributes = dict(value.__dict__)
         cells = value.__closure__
@@ -375,8 +382,8 @@ class Rebuilder:
             return
         index = frame.index - 1 if value.started else None
         kept, names = list(frame.stack), bound(frame, frame.index)
-        code = suspended_code(frame.code.code, index, slots(kept), names)
-        _hook.skip(code)
+        original = frame.code.code
+        code = suspended(original, original.co_filename, index, slots(kept), names)
         function = types.FunctionType(code, frame.globals, frame.function.__name__)
         e = self.e
         e.callee(runtime.advanced(function) if value.started else function)
@@ -421,6 +428,20 @@ class Rebuilder:
         attributes = instance_space(value) or {}
         if attributes or slots:
             self.then(runtime.fill_object, value, dict(attributes), slots)
+
+
+@functools.lru_cache(maxsize=256)
+def suspended(
+    code: types.CodeType, file: str, index: int | None, stack: tuple[Slot, ...], names: tuple[str, ...]
+) -> types.CodeType:
+    """One code object for each place of a generator, so that what goes on after breaks knows it again."""
+    made = suspended_code(code, index, stack, names)
+    _hook.skip(made)
+    REBUILT.add(made)
+    return made
+
+
+REBUILT: WeakSet[types.CodeType] = WeakSet()  # the code of generators that were suspended at breaks
 
 
 def slots(values: list[Any]) -> tuple[Slot, ...]:
@@ -502,7 +523,7 @@ MAKERS: dict[type, Maker] = {
     object: lambda r, value: r.call(object),
     super: lambda r, value: r.call(super, value.__thisclass__, value.__self__),
     torch.Size: lambda r, value: r.call(torch.Size, tuple(value)),
-    types.MethodType: lambda r, value: r.call(types.MethodType, value.__func__, value.__self__),
+    types.MethodType: Rebuilder.method,
     types.MappingProxyType: lambda r, value: r.call(types.MappingProxyType, runtime.proxied(value)),
     random.Random: lambda r, value: r.call(runtime.make_random, Raw(value.getstate())),
     Address: lambda r, value: r.call(value.ask, value.owner),

@@ -27,7 +27,7 @@ from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
-from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
+from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like, make
 from kiln.ops.lift import is_symbolic
 from kiln.ops.resampling import FORMS
 from kiln.ops.symint import SYMBOLIC, expr_of, wrap
@@ -81,7 +81,14 @@ class _Row:
     index: int
 
 
-Binding: TypeAlias = Node | _Input | _Part | _Row
+@dataclass(frozen=True, slots=True)
+class _Exchanged:
+    """A tensor that was given the data of another: the node of that one, without a way for gradients."""
+
+    node: Node
+
+
+Binding: TypeAlias = Node | _Input | _Part | _Row | _Exchanged
 Bound: TypeAlias = tuple[FakeTensor, Binding]
 
 
@@ -151,6 +158,7 @@ class Recorder:
         self._symbols: dict[Symbol, _Number] = {}
         self._numbers: dict[Expr, Node] = {}
         self._start: Node = self.graph._root
+        self.exchanged: dict[int, int] = {}  # how often tensors had been written that were given other data
         self._kept = 0
         self._busy = False
         self._regions: list[int] = []
@@ -225,6 +233,11 @@ class Recorder:
             return binding
         if binding is None:
             raise Bug(f"{fake} was not made by this recorder")
+        if type(binding) is _Exchanged:
+            if fake.requires_grad and torch.is_grad_enabled():
+                why = "a tensor whose data was assigned takes part in a computation with gradients"
+                raise Break("metadata-mutation", why, "assign it before, or use copy_ under torch.no_grad()")
+            return binding.node
         node = self._firsts[id(fake)] = self._materialise(binding, fake)  # type: ignore[arg-type]
         self.bind(fake, node)
         return node
@@ -237,6 +250,13 @@ class Recorder:
             self._alive.append(fake)
         self._changes.append((fake, previous))
         self._bindings[key] = binding
+
+    def exchange(self, fake: FakeTensor, other: FakeTensor) -> None:
+        """`fake.data = other`: from here on a tensor has the memory and the layout of another."""
+        torch.Tensor.data.__set__(fake, other)  # type: ignore[attr-defined]
+        fake.value = None
+        self.exchanged.setdefault(id(fake), fake._version)
+        self.bind(fake, _Exchanged(self.node(other)))
 
     def _materialise(self, binding: _Input | _Part | _Row, fake: FakeTensor) -> Node:
         if isinstance(binding, _Row):
@@ -387,7 +407,7 @@ class Recorder:
             return self.input(value, None, as_attr=True)
         if kind is OpenNumber:
             raise value.needed()
-        return ARRAYS["contents"](value) if kind is FakeArray else value
+        return ARRAYS["argument"](value) if kind is FakeArray else value
 
     def _record(self, func: Any, args: Args, kwargs: Kwargs, result: Any, wrote: bool) -> Any:
         fakes: list[tuple[tuple[Any, ...], torch.Tensor]] = []
@@ -477,6 +497,17 @@ class Recorder:
     def note(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> None:
         """Record that the graph calls `func` here, without calling it now."""
         self._added(self._call(func, args, kwargs))
+
+    def expect_size(self, tensor: FakeTensor) -> None:
+        """Record that the graph raises where the number in a tensor is no size of two or more."""
+        holds = make(tensor.shape, None, torch.bool, tensor.device)
+        self.bind(holds, self._added(self._call(torch.ge, (tensor, 2)), holds))
+        self.note(torch._assert_async, (holds,))
+
+    @property
+    def asking(self) -> bool:
+        """Whether torch is at work on fakes."""
+        return self._busy
 
     @contextmanager
     def region(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
-from kiln.capture import depth, state
+from kiln.capture import depth, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Recalled, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -127,6 +127,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     world.specialises = specialises
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
+    varying.scope.assume = partial(open_numbers.assume_sizes, machine)
     machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
     recorder.where = machine.where
     recorder.within = listener(machine)
@@ -206,7 +207,7 @@ def release(machine: Machine, root: Frame) -> None:
     machine.ended = True
     machine.world.machine = None
     # Tensors with symbolic sizes hold the scope where no collector sees it.
-    machine.world.varying.scope.place = None
+    machine.world.varying.scope.place = machine.world.varying.scope.assume = None
     for frame in (root, *(machine.broken or ())):
         for held in (frame.locals, frame.lazy, frame.stack, frame.before, frame.cells, frame.handled):
             held.clear()

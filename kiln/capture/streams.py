@@ -1,22 +1,30 @@
-"""Native iterators from outside: a copy stands for each, and the real one is moved on after the graph.
+"""Iterators from outside: a copy stands for each, and the real one is moved on after the graph.
 
 A loop that was interrupted by a break hands its iterator to the resume function. Its position is guarded;
 where the position keeps changing, the iterator is left alone and advanced in Python, so that one entry serves
-every turn.
+every turn. A generator that was suspended at a break, such as that of a context manager whose block holds
+the break, is interpreted from where it stands, and ended after the graph; one that does not come to its end
+is left to Python.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.source import Derived, Source
-from kiln.capture.rebuild import REDUCIBLE
+from kiln.bytecode.decode import decode
+from kiln.capture.frame import Frame, Unread
+from kiln.capture.iterators import Generator
+from kiln.capture.rebuild import REBUILT, REDUCIBLE
 from kiln.capture.world import READERS, World
-from kiln.check.guards import Equals, TypeIs
+from kiln.check.guards import Equals, Is, TypeIs
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +127,71 @@ def stream_writes(world: World) -> list[tuple[Any, tuple[Any, ...]]]:
             count = -1 if exhausted(stream.copy) else place(stream.copy) - stream.start
             if count:
                 calls.append((move, (stream.copy, count)))
+    for generator in world.generators:
+        if generator.moved >= 0 and not generator.done:
+            raise generator.left()
+        if generator.moved >= 0:
+            calls.append((_hook.finish, (generator,)))
     return calls
 
 
+@functools.cache
+def suspended(part: int) -> Callable[[Any], Any]:
+    """What gives the code or the place of a generator."""
+    return lambda generator: (_hook.suspended(generator) or (None, None))[part]
+
+
+@functools.cache
+def held(slot: int) -> Callable[[Any], Any]:
+    """What gives a variable of a generator, or a value of its stack."""
+
+    def read(generator: Any) -> Any:
+        _, _, slots = _hook.suspended(generator) or (None, 0, ())
+        return slots[slot] if slot < len(slots) else _hook.UNBOUND
+
+    return read
+
+
+def read_generator(world: World, value: Any, source: Source) -> Any:
+    """The program's view of a generator that a break suspended: one of the interpreter's at its place."""
+    code, offset, slots = _hook.suspended(value) or (None, 0, ())
+    if code not in REBUILT:
+        return world.thing(value, source)
+    decoded = decode(code)
+    names, stack = decoded.locals, range(len(decoded.locals), len(slots))
+    at = next(i for i in decoded.instructions if i.offset == offset)
+    if at.name not in SUSPENDING:
+        at = decoded.instructions[at.index - 1]
+    if at.name not in SUSPENDING or any(slots[i] is _hook.UNBOUND for i in stack):
+        return world.thing(value, source)
+    paths = [Derived(source, held(i), f"slot {i}") for i in range(len(slots))]
+    cells = {name: slots[i] for i, name in enumerate(names) if type(slots[i]) is types.CellType
+             and (name in code.co_cellvars or name in code.co_freevars)}  # fmt: skip
+    closure = tuple(cells[name] for name in code.co_freevars)
+    frame = Frame(types.FunctionType(code, value.gi_frame.f_globals, None, None, closure), {}, cells)
+    for i, name in enumerate(names):
+        if name in cells:
+            world.remember(cells[name], paths[i])
+        elif slots[i] is not _hook.UNBOUND:
+            frame.lazy[name] = (slots[i], paths[i])
+    frame.stack += [Unread(slots[i], paths[i]) for i in stack]
+    frame.unread = bool(stack)
+    frame.index = at.index + SUSPENDING[at.name]
+    made = Generator(world.machine, frame)
+    made.started = bool(SUSPENDING[at.name])
+
+    def settle() -> None:
+        world.writes += 1
+        world.guard(Is(Derived(source, suspended(0), "code"), code))
+        world.guard(Equals(Derived(source, suspended(1), "place"), offset))
+
+    made.settle = settle
+    world.guard(TypeIs(source, types.GeneratorType))
+    world.generators.append(made)
+    return world.stands_for(made, value, source)
+
+
+#: Instructions at which generators stand, and whether they go on behind them.
+SUSPENDING = {"RETURN_GENERATOR": 0, "YIELD_VALUE": 1}
 READERS.update(dict.fromkeys(REDUCIBLE, read_iterator))
+READERS[types.GeneratorType] = read_generator

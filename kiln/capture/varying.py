@@ -55,11 +55,11 @@ class Varying:
         self.plain = True  # the sizes of all tensors with symbols may be read as memory
         self._numbers: dict[Source, Any] = {}
 
-    def number(self, value: int | float, source: Source, argument: bool) -> Any:
+    def number(self, value: int | float, source: Source, argument: bool, varies: bool = False) -> Any:
         """What stands for a number from outside: a symbolic one where it varies, else None."""
         known = self._numbers.get(source)
         if known is None:
-            if not self._varies(value, source, argument):
+            if not varies and not self._varies(value, source, argument):
                 return None
             symbol = self.scope.symbol(value, str(source), low=-LIMIT)
             self.reads[symbol] = Read(source)

@@ -160,6 +160,7 @@ class World:
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.streams: dict[int, Any] = {}  # copies of iterators from outside, by id
         self.owned_streams: set[int] = set()  # those that another one advances
+        self.generators: list[Any] = []  # the interpreter's own that stand for generators from outside
         self.specialises = True  # whether the backend may build on the facts of example inputs
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are

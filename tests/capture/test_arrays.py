@@ -118,3 +118,47 @@ def test_every_kind_of_number(kind):
     a = np.array([0, 1, 1, 0]).astype(kind)
     r = same_as_eager(lambda a: (a + a, a.sum(), a == 1, a.astype(np.complex128), np.stack([a, a])), a)
     pin(r, 1, 0)
+
+
+# ---------------------------------------------------------------------- scalars
+
+
+SCALED = {
+    "times": lambda x, y: x * y,
+    "reflected": lambda x, y: y * x,
+    "keyword": lambda x, y: torch.clamp(x, max=y),
+    "filled": lambda x, y: x.clone().fill_(y),
+    "returned": lambda x, y: (x + 1, y, y + y),
+    "tensor": lambda x, y: torch.as_tensor(y) + x,
+}
+LOOKED_AT = {
+    "branch": lambda x, y: x + 1 if y > 3 else x - 1,
+    "int": lambda x, y: x * int(y),
+    "key": lambda x, y: {y: x}[y] * 2,
+    "mixed": lambda x, y: x * (y * 2 + np.sqrt(y)),
+}
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("name", [*SCALED, *LOOKED_AT])
+def test_a_scalar_that_varies(name, kind):
+    f = {**SCALED, **LOOKED_AT}[name]
+    for x in (torch.rand(3), torch.rand(3, dtype=torch.float64), torch.arange(3)):
+        kiln.reset()
+        compiled = kiln.compile(f, backend="eager", fullgraph=True)
+        with kiln.records() as seen:
+            for i in range(2, 6):
+                torch.testing.assert_close(compiled(x, kind(i)), f(x, kind(i)), rtol=0, atol=0)
+        assert len(seen.graphs) == (2 if name in SCALED else 4)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.array(0.5), np.float32(0.5), np.int8(3)])
+@pytest.mark.parametrize("make", [torch.tensor, torch.as_tensor], ids=lambda f: f.__name__)
+def test_a_tensor_of_one_element_has_the_dtype_of_the_scalar(make, value):
+    def f(x):
+        return make(value), make(value) + x
+
+    for x in (torch.ones(2), torch.arange(2)):
+        got, want = kiln.compile(f, backend="eager", fullgraph=True)(x), f(x)
+        assert [a.dtype for a in got] == [a.dtype for a in want]
+        torch.testing.assert_close(got, want)

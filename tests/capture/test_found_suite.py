@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import operator
 import subprocess
@@ -16,7 +17,7 @@ import numpy
 import pytest
 import torch
 
-from tests.support import EAGER, Watch, kiln, one_graph, program, t
+from tests.support import EAGER, Watch, kiln, one_graph, pin, program, same_as_eager, t
 
 X = t(3)
 LOCAL = threading.local()
@@ -487,3 +488,170 @@ def test_hooks_on_saved_tensors_run_for_real_tensors_only():
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         f(x, y).sum().backward()
     assert len(packed) == 1
+
+
+# ---------------------------------------------------------------------- generators from outside
+
+
+LEFT: list[object] = []
+
+
+@contextlib.contextmanager
+def noted(x, scale):
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    with torch.autocast("cpu", enabled=False):
+        try:
+            yield x * scale
+        except KeyError:
+            LEFT.append("handled")
+        finally:
+            scale += 1
+            torch.set_grad_enabled(before)
+            LEFT.append(scale)
+
+
+def left_after_a_break(x):
+    with noted(x, 3) as y:
+        kiln.graph_break()
+        z = y + 1
+    return z * 2, torch.is_grad_enabled(), LEFT.pop()
+
+
+def raised_after_a_break(x):
+    with noted(x, 3) as y:
+        kiln.graph_break()
+        y = y * 2
+        raise KeyError("k")
+    return y, LEFT.pop(), LEFT.pop()
+
+
+@pytest.mark.parametrize("f", [left_after_a_break, raised_after_a_break], ids=lambda f: f.__name__)
+def test_a_block_of_a_generator_is_left_in_the_graph_after_the_break(f):
+    pin(same_as_eager(f, X), graphs=2, breaks=1)
+    compiled = kiln.compile(f, backend="eager")
+    for n in (3, 4, 5, 5):
+        x = torch.rand(n)
+        (y, *others), (z, *expected) = compiled(x), f(x)
+        assert torch.equal(y, z)
+        assert others == expected
+
+
+def squares(n):
+    for i in range(n):
+        yield i * i + 1
+
+
+def used_up_after_a_break(x):
+    numbers = squares(4)
+    y = x * next(numbers)
+    kiln.graph_break()
+    for n in numbers:
+        y = y * n
+    return y, next(numbers, None)
+
+
+def test_a_generator_is_used_up_after_a_break():
+    pin(same_as_eager(used_up_after_a_break, X), graphs=2, breaks=1)
+
+
+def test_a_generator_that_goes_on_after_a_break_is_left_to_python():
+    def f(x):
+        numbers = squares(4)
+        y = x * next(numbers)
+        kiln.graph_break()
+        return y * next(numbers) + x, numbers
+
+    numbers = kiln.compile(f, backend="eager")(X)[1]
+    assert list(numbers) == [5, 10]
+
+
+@needs_kiln
+def test_a_generator_from_outside_is_left_to_python():
+    def f(x, numbers):
+        return x * next(numbers) + next(numbers)
+
+    numbers, others = squares(9), squares(9)
+    compiled = kiln.compile(f, backend="eager")
+    for _ in range(3):
+        assert torch.equal(compiled(X, numbers), f(X, others))
+    assert next(numbers) == next(others)
+
+
+def test_a_generator_in_a_handler_across_a_break():
+    def handling():
+        try:
+            raise KeyError("k")
+        except KeyError:
+            yield 1
+            yield str(sys.exception())
+
+    def f(x):
+        parts = handling()
+        y = x * next(parts)
+        kiln.graph_break()
+        return y * 2, list(parts)
+
+    same_as_eager(f, X)
+
+
+# ---------------------------------------------------------------------- data
+
+
+def exchanged(x, y):
+    x.data = y
+    y.data = y.data[:2] * 2
+    return x.data.sum(), x.shape, y.shape
+
+
+def exchanged_and_written(x, y):
+    x.data = y
+    x.add_(1)
+    return x
+
+
+def exchanged_without_gradients(x, y):
+    with torch.no_grad():
+        x.data = x.data - y * 0.1
+        return (x * 2).sum()
+
+
+def exchanged_dtype(x, y):
+    x.data = y.to(torch.bfloat16)
+    return x.dtype
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize(
+    "f", [exchanged, exchanged_and_written, exchanged_without_gradients, exchanged_dtype],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_the_data_of_an_argument_is_assigned(f, backend):
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for grad in (False, True):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            grads = grad and f is not exchanged_and_written
+            eager = [torch.rand(3, requires_grad=grads) for _ in range(2)]
+            ours = [a.detach().clone().requires_grad_(grads) for a in eager]
+            want, got = f(*eager), compiled(*ours)
+            assert got == want if type(want) is torch.dtype else torch.testing.assert_close(got, want) is None
+            for a, b in zip(eager, ours, strict=True):
+                torch.testing.assert_close(b, a)
+                assert (a.is_leaf, a.requires_grad) == (b.is_leaf, b.requires_grad)
+            assert eager[0]._version == ours[0]._version
+            assert (eager[0].data_ptr() == eager[1].data_ptr()) == (ours[0].data_ptr() == ours[1].data_ptr())
+
+
+@needs_kiln
+def test_gradients_reach_a_tensor_whose_data_was_assigned():
+    def f(x, y):
+        x.data = y * 3
+        return (x * x).sum()
+
+    x, y = torch.rand(3, requires_grad=True), torch.rand(3)
+    with pytest.raises(kiln.Break, match="whose data was assigned"):
+        kiln.compile(f, backend="eager", fullgraph=True)(x, y)
+    kiln.compile(f, backend="eager")(x, y).backward()
+    assert torch.equal(x.grad, y * 3 * 2)

@@ -362,8 +362,8 @@ def test_mode_is_restored_when_the_exception_leaves(name):
 
 @pytest.mark.parametrize("name", MODES)
 def test_mode_across_a_break(name):
-    # What was entered before a break as a native object or a generator is left in Python: a second break.
-    more = any(k in name for k in ("inference_mode", "device", "deterministic", "default dtype"))
+    # What was entered before a break as a native object is left in Python: a second break.
+    more = any(k in name for k in ("inference_mode", "device"))
     pin(same_as_eager(broken(MODES[name]), G), graphs=2 + more, breaks=1 + more)
 
 
