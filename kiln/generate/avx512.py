@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 
 from kiln.generate import functions
 from kiln.generate.lanes import lanes, shuffled
-from kiln.generate.llvm import F32, I16, I32, Value, fma, literal
+from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma, literal
 
-LANES = 16
+LANES, DOUBLES = 16, 8
+U32 = Type("i32", signed=False)
 ROOT_TWO = math.sqrt(2)
 
 # Odd functions in pieces around n STEP, n = 0 … 15: the coefficients of 1, t, t^2, … for |t| <= STEP / 2, to
@@ -63,22 +65,55 @@ _SLOPE = (
 _EXP = (0.5000162220356067, 0.16666718660599164)
 _POWERS = tuple(2.0 ** (n / LANES) for n in range(LANES))
 ROUNDER = 1.5 * 2.0**19  # adding it rounds to sixteenths, in the low bits
+# a, b, c of e^r = c ((r + a)^2 + b) on |r| <= ln(2)/64
+_NEAR = (1.0000219345092773, 0.9999706745147705, 0.49999636423738636)
+_NEAR_STEPS = 32
+# The bits of c 2^(n/32), less n where it stands in what is added to them
+_NEAR_POWERS = tuple(
+    struct.unpack("<I", struct.pack("<f", _NEAR[2] * 2.0 ** (n / _NEAR_STEPS)))[0] - (n << 18)
+    for n in range(_NEAR_STEPS)
+)
+ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
+#: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
+ROOM = 40
 
 
 def exp_below(x: Value) -> Value:
     """The exponential of f32 up to 89: a short polynomial times a sixteenth power of two looked up."""
-    return functions.exp_by_polynomial(x) if x.type.width % LANES else exp_over(x, -104.0)
-
-
-def exp_over(x: Value, least: Value | float, whole: Value | None = None) -> Value:
-    """e^x over two to the power of a whole number; that of `least` for what is less, which is 0 then."""
-    x = functions.at_least(x, least)
+    if x.type.width % LANES:
+        return functions.exp_by_polynomial(x)
+    x = functions.at_least(x, -104.0)
     rounded = fma(x, 1 / functions.LN2, ROUNDER)
     n = rounded - ROUNDER
     r = fma(n, -functions.LN2_LOW_32, fma(n, -functions.LN2_HIGH_32, x))
     power = _looked_up(_POWERS, rounded.bits(I32))
-    exponent = n if whole is None else rounded - (whole + ROUNDER)
-    return scaled(fma(power * r, functions.polynomial(r, (1.0, *_EXP)), power), exponent)
+    return scaled(fma(power * r, functions.polynomial(r, (1.0, *_EXP)), power), n)
+
+
+def powers_near(whole: Value) -> tuple[Value, Value]:
+    """The tables of `exp_near` for exponentials over 2^(whole - ROOM)."""
+    fn, shift = whole.fn, ((ROOM - whole) << 23).splat(LANES)
+    entries = [f"i32 {bits}" for bits in _NEAR_POWERS]
+    parts = (", ".join(entries[:LANES]), ", ".join(entries[LANES:]))
+    low, high = (Value(fn, f"<{part}>", I32.wide(LANES)) + shift for part in parts)
+    return low, high
+
+
+def reach(x: Value) -> Value:
+    """Bits that grow with x; those of what is no number are above all others."""
+    return fma(x, 1 / functions.LN2, ROUNDER_NEAR).bits(U32)
+
+
+def exp_near(x: Value, tables: tuple[Value, Value]) -> tuple[Value, Value]:
+    """e^x over the power of two of these tables, and how far it reaches.
+
+    Right where it is a normal number: the exponent is added to that of the factor looked up.
+    """
+    bits = reach(x)
+    n, (near, rest, _) = bits.bits(F32) - ROUNDER_NEAR, _NEAR
+    r = fma(n, -functions.LN2_HIGH_32, x) + fma(n, -functions.LN2_LOW_32, near)
+    entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
+    return (entry + (bits << 18)).bits(F32) * fma(r, r, rest), bits
 
 
 def scaled(x: Value, n: Value) -> Value:
@@ -94,8 +129,9 @@ def scaled(x: Value, n: Value) -> Value:
 
 def add_64(a: Value, b: Value) -> Value:
     """The sum of doubles by the units that multiply: those that add convert them from and to floats."""
-    nearest = Value(a.fn, "8", I32)
-    return a.fn.call("llvm.x86.avx512.vfmadd.pd.512", a.type, a, a.fn.constant(1.0, a.type), b, nearest)
+    name, wide, nearest = "llvm.x86.avx512.vfmadd.pd.512", F64.wide(DOUBLES), Value(a.fn, "8", I32)
+    one = a.fn.constant(1.0, wide)
+    return _in_registers(lambda a, b: a.fn.call(name, wide, a, one, b, nearest), a, b)
 
 
 def erf(x: Value) -> Value:
@@ -144,10 +180,10 @@ def _looked_up(table: tuple[float, ...], places: Value) -> Value:
 
 def _in_registers(function: Callable[..., Value], *values: Value) -> Value:
     """A function of single registers on one or two in a row."""
-    width = values[0].type.width
-    if width == LANES:
+    width, whole = values[0].type.width, 512 // values[0].type.bits
+    if width == whole:
         return function(*values)
-    low, high = (function(*[lanes(v, start, LANES) for v in values]) for start in (0, LANES))
+    low, high = (function(*[lanes(v, start, whole) for v in values]) for start in (0, whole))
     return shuffled(low, range(width), high)
 
 

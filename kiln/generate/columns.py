@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
-from kiln.fuse.nest import Axis, Fold, Term
+from kiln.fuse.nest import Apply, Axis, Fold, Term
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import combined, lanes, shuffled
-from kiln.generate.llvm import F64, Type, Value
+from kiln.generate.llvm import F64, Type, Value, fma
 from kiln.generate.scalar import FOLDS, TYPES
 from kiln.generate.values import Values
 
@@ -145,6 +145,9 @@ class Columns(Values):
         results: list[Value] = []
         for fold in folds:
             held = carried[len(results) : len(results) + len(fold.parts)]
+            if fold.kind == "sum" and held[0].type.kind == "f64":
+                results.append(self.added(fold.value, held[0]))
+                continue
             values = [c.like(self.value(part)) for c, part in zip(held, fold.parts, strict=True)]
             if fold.running:
                 here, after = self.ran(fold, held[0], values[0])
@@ -153,6 +156,14 @@ class Columns(Values):
             else:
                 results += combined([fold], held, values)
         return results
+
+    def added(self, term: Term, held: Value) -> Value:
+        """A sum of doubles after a turn, by the units that multiply where others convert floats meanwhile."""
+        if isinstance(term, Apply) and term.op == "mul":
+            a, b = (held.like(self.value(part)) for part in term.args)
+            return fma(a, b, held)
+        value, add = held.like(self.value(term)), self.module.own.get("add_64")
+        return held + value if add is None or held.type.width % 8 else add(held, value)
 
     def ran(self, fold: Fold, held: Value, value: Value) -> tuple[Value, Value]:
         """A running fold in a turn, and what it carries on: in all lanes the same, where lanes run along."""

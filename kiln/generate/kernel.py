@@ -318,6 +318,17 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             if here or inside:
                 self.phase(here, inside)
 
+    def from_line(
+        self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body, *_: Any
+    ) -> list[Value]:
+        """A loop whose one store goes past the caches from where a line begins on."""
+        assert self.uneven is not None
+        first, streams = self.first_line(self.uneven, self.index(high)), self.streams
+        self.streams = []
+        self.along(axis, low, first, carried, body)
+        self.streams = streams
+        return self.along(axis, first, high, carried, body)
+
     def joined(self) -> tuple[tuple[Fold, Fold] | None, Callable[[Fold, Fold], None]]:
         """Two folds, one after the other, that go in one pass, and what emits it."""
         if self.masks and (found := self.online()) is not None:
@@ -386,9 +397,10 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             if across:
                 vector = self.vector
                 assert vector is not None
+                along = self.from_line if self.streams and self.uneven in stores else self.along
                 return blocks(
                     vector, BLOCK * self.width, carried,
-                    lambda low, high, values: self.along(vector, low, high, values, body, folds, factor),
+                    lambda low, high, values: along(vector, low, high, values, body, folds, factor),
                 )  # fmt: skip
             self.push()
             results = body(carried)

@@ -273,8 +273,10 @@ class Value:
         Through i32 for narrow types, whose bits then are the low ones.
         """
         whole = (I64 if wide.bits == 64 else I32).wide(wide.width)
-        if self.fn.module.saturates:
-            return self.fn.emit(f"fptosi {self.type} {self.text} to {whole}", whole).to(wide)
+        if self.fn.module.saturates:  # what is no number is given here: LLVM may know that it is none
+            value = self.fn.emit(f"fptosi {self.type} {self.text} to {whole}", whole)
+            none = -1 << whole.bits - 1 if 64 in (whole.bits, self.type.bits) else 0
+            return self.compare("eq", self).where(value, none).to(wide)
         limit = 2.0 ** (whole.bits - 1)
         fits = self.compare("ge", -limit) & self.compare("lt", limit)
         inside = fits.where(self, 0.0)

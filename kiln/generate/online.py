@@ -19,7 +19,7 @@ from kiln.base.expressions import hinted
 from kiln.fuse.nest import Fold
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
-from kiln.generate.llvm import F32, I1, Value, fma
+from kiln.generate.llvm import F32, I1, I32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
 from kiln.generate.softmax import forgetful, pair, shares
 from kiln.generate.values import Values
@@ -107,49 +107,63 @@ class Online(Values):
         end, apart = self.index(self.vector.size), hinted(self.vector.size) // width // SAMPLES * width
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
         near = _within(_tree(looked_at, _top))
-        whole = fma(near, 1 / functions.LN2, functions.ROUNDER_32) - functions.ROUNDER_32
+        rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
+        tables = avx512.powers_near(rounded.bits(I32) - 0x4B400000)
         # e^-106 is 0 times any power of two below 2.
-        least, shift = (near - 106.0).splat(width), whole.splat(width)
+        least, limit = (near - 106.0).splat(width), avx512.reach(near + ABOVE)
 
-        def usual(x: Value) -> Value:
-            return avx512.exp_over(x, least, shift)
+        def usual(x: Value) -> tuple[Value, Value]:
+            return avx512.exp_near(functions.at_least(x, least), tables)
 
-        start = [fn.constant(-math.inf, F32.wide(width)), fn.constant(0.0, F32.wide(width))]
-        most, sums = self.kept_powers(top, total, end, start, usual)
-        largest, before = _within(most), fn.block
-        fine = (largest - near <= ABOVE) & (functions.absolute(near) <= FAR)
+        sums, reach = self.kept_powers(top, total, end, avx512.U32, usual)
+        before = fn.block
+        fine = (_within(reach) <= limit) & (functions.absolute(near) <= FAR)
         again, done = fn.label("again"), fn.label("done")
         fn.branch(fine, done, again)
         fn.start(again)
-        below = largest.splat(width)
-        _, others = self.kept_powers(top, total, end, start, lambda x: functions.exp_below(x - below))
+        largest = self.largest(top, end)
+
+        def careful(x: Value) -> tuple[Value, Value]:
+            power = functions.exp_below(x - largest)
+            return power, power
+
+        others, _ = self.kept_powers(top, total, end, F32, careful)
         after = fn.block
         fn.jump(done)
         fn.start(done)
         result = fn.phi(sums.type)
         result.arrive(sums, before)
         result.arrive(others, after)
-        self.layers[-1][id(top)] = largest
         self.layers[-1][id(total)] = across_lanes([result], lambda a, b: [_sum(a[0], b[0])])[0]
 
+    def largest(self, top: Fold, end: Value) -> Value:
+        """The largest value of a row, in all lanes."""
+        start = [self.fn.constant(-math.inf, F32.wide(self.width))]
+        (most,) = self.fn.loop(
+            0, end, self.width, start, lambda i, held: [_top(held[0], self.element(top, i, end))]
+        )
+        return _within(most).splat(self.width)
+
     def kept_powers(
-        self, top: Fold, total: Fold, end: Value, start: list[Value], power: Callable[[Value], Value]
+        self, top: Fold, total: Fold, end: Value, kind: Type, power: Callable[[Value], tuple[Value, Value]]
     ) -> list[Value]:
-        """The largest and the sums of a row's lanes, while their exponentials are stored."""
+        """The sums of a row's exponentials, which are stored, and the largest of what comes with each."""
         fn, width = self.fn, self.width
         _, memory = self.kept_rows[id(total.value)]
 
         def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
-            most, sums = held
+            sums, most = held
             places = [i + k * width for k in range(count)]
             values = [self.element(top, place, last, ahead=last is None) for place in places]
-            powers = [power(value) for value in values]
-            for place, found in zip(places, powers, strict=True):
-                fn.store(found, fn.at(memory, place, F32))
-            return [_top(most, _tree(values, _top)), sums + _tree(powers, _sum)]
+            found = [power(value) for value in values]
+            for place, (one, _) in zip(places, found, strict=True):
+                fn.store(one, fn.at(memory, place, F32))
+            powers, reach = (list(parts) for parts in zip(*found, strict=True))
+            return [sums + _tree(powers, _sum), _top(most, _tree(reach, _top))]
 
         step = KEPT * width
         whole = end / step * step
+        start = [fn.constant(0.0, F32.wide(width)), fn.constant(0, kind.wide(width))]
         held = fn.loop(0, whole, step, start, partial(some, KEPT, None))
         return fn.loop(whole, end, width, held, partial(some, 1, end))
 

@@ -102,7 +102,7 @@ class Reads:
     def gathered(
         self, base: Value, places: Value, stored: Type, mask: Value | None, far: bool = False
     ) -> Value:
-        """Elements here and there; `far` ones, which the nearest caches may not have, at once."""
+        """Elements here and there; `far` ones, which the caches may not have, at once."""
         fn, held, lanes = self.fn, compute_type(stored), places.type.width
         memory = I8_OF["i1"] if stored.kind == "i1" else stored
         one_by_one = host().reads_lanes_faster and not (far and stored.bits >= 32)

@@ -11,7 +11,7 @@ from kiln.generate.scalar import TYPES
 from kiln.generate.values import Values
 
 #: Elements of rows that are kept on the stack, where a later phase needs them again, of all values together.
-LONGEST_KEPT = 32768
+LONGEST_KEPT = 65536
 
 
 class Rows(Values):
@@ -36,8 +36,8 @@ class Rows(Values):
         several = {key: min(found) for key, found in phases.items() if len(found) > 1}
         below = {id(t) for key in several for t in row_terms(list(children(costly[key])))}
         wanted = [key for key in several if key not in below]
-        room = -(-axis.size // self.width) * self.width
-        for key in wanted if room * len(wanted) <= LONGEST_KEPT else ():
+        room = axis.size + 2 * self.width  # vectors begin in the row, and may end behind it
+        for key in wanted if axis.size * len(wanted) <= LONGEST_KEPT else ():
             kind = compute_type(TYPES[costly[key].dtype])
             memory = self.fn.at_entry(f"alloca [{room} x {kind}], align 64")
             self.kept_rows[key] = (several[key], memory)

@@ -48,6 +48,8 @@ class Streams(Values):
     outer: Callable[[], list[Axis]]
     varies: Callable[[Term], bool]
     factor: Callable[[list[Term], int], int]
+    uneven: Store | None = None
+    """The one store past the caches where its rows begin anywhere in a line."""
 
     def streamed(self) -> list[Store]:
         """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
@@ -57,22 +59,38 @@ class Streams(Values):
         edges = borders(nest, vector, self.width)
         if vector.low != 0 or any(edge % self.width for edge in edges):
             return []
-        return [s for s in nest.stores if not s.kept and self.in_lines(s, vector)]
+        rows = [s for s in nest.stores if not s.kept and in_rows(s, vector)]
+        if even := [s for s in rows if self.in_lines(s, vector)]:
+            return even
+        self.uneven = next((s for s in rows if self.alone(s)), None)
+        return [] if self.uneven is None else [self.uneven]
 
     def in_lines(self, store: Store, vector: Axis) -> bool:
         """Whether the places of vectors are those of lines, given that the memory starts at one."""
-        if store.buffer.dtype.itemsize < 4 or not isinstance(store.index, Expr):
-            return False
-        if store.index.poly.get((vector.variable,)) != 1:
-            return False
-        rest = [(m, factor) for m, factor in store.index.poly.items() if m != (vector.variable,)]
-        return all(
-            factor % self.width == 0 and not any(vector.variable in atom.symbols() for atom in m)
-            for m, factor in rest
-        )
+        line = max(LINE // store.buffer.dtype.itemsize, self.width)
+        return all(f % line == 0 for m, f in store.index.poly.items() if m != (vector.variable,))
+
+    def alone(self, store: Store) -> bool:
+        """Whether a store of long rows is all that its phase does, so that it can begin at a line."""
+        nest = self.nest
+        others = [s for s in nest.stores if s.phase == store.phase and s is not store and not s.kept]
+        folds = [f for f in nest.folds() if f.phase == store.phase]
+        long = nest.reduced == (self.vector,) and self.row_length() >= SHORTEST
+        return long and not others and not folds
+
+    def first_line(self, store: Store, high: Value) -> Value:
+        """The first turn, up to `high`, in which a store begins at a line."""
+        assert self.vector is not None
+        stored = TYPES[store.buffer.dtype]
+        self.push()
+        self.variables[self.vector.variable] = self.fn.constant(0, I64)
+        row = _number(self.fn, self.fn.at(self.pointers[store.buffer], self.index(store.index), stored))
+        self.pop()
+        first = ((-row) & (LINE - 1)) / (stored.bits // 8)
+        return (first < high).where(first, high)
 
     def lie_right(self, stores: list[Store]) -> Value:
-        """Whether the memory of these stores starts at a line and is none of what is read."""
+        """Whether the memory of these stores starts at a line, if it must, and is none of what is read."""
         fn = self.fn
         written = [self.pointers[s.buffer] for s in stores]
         kinds = {s.buffer.dtype for s in stores}
@@ -81,7 +99,8 @@ class Streams(Values):
         right = fn.constant(1, I1)
         for pointer in written:
             address = _number(fn, pointer)
-            right = right & (address & (LINE - 1)).compare("eq", 0)
+            if self.uneven is None:
+                right = right & (address & (LINE - 1)).compare("eq", 0)
             for buffer in read:
                 right = right & address.compare("ne", _number(fn, self.pointers[buffer]))
         return right
@@ -177,7 +196,7 @@ class Streams(Values):
         assert vector is not None
         if self.row_length() > LONGEST:
             return []
-        slow = self.slow_stream()
+        slow = self.slow(terms(s.value for s in nest.stores))
         roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
         found = []
         for load in terms(roots):
@@ -194,6 +213,9 @@ class Streams(Values):
     def goes_far(self) -> bool:
         return self.row_length() >= SHORTEST and moved(self.nest) >= FAR
 
+    def from_memory(self) -> bool:
+        return self.row_length() >= SHORTEST and moved(self.nest) >= last_cache()
+
     def row_length(self) -> int:
         return math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
 
@@ -203,6 +225,15 @@ class Streams(Values):
             self.module.define(STREAMED, "!0 = !{i32 1}")
             self.fn.do("call void @llvm.x86.sse.sfence()")
             self.module.define("llvm.x86.sse.sfence", "declare void @llvm.x86.sse.sfence()")
+
+
+def in_rows(store: Store, vector: Axis) -> bool:
+    """Whether vectors are written side by side, of elements of two bytes and more."""
+    if store.buffer.dtype.itemsize < 2 or not isinstance(store.index, Expr):
+        return False
+    rest = [m for m in store.index.poly if m != (vector.variable,)]
+    inside = any(vector.variable in atom.symbols() for m in rest for atom in m)
+    return store.index.poly.get((vector.variable,)) == 1 and not inside
 
 
 def _number(fn: Function, pointer: Value) -> Value:

@@ -45,6 +45,15 @@ def told(index: Value, size: Value, dim: int) -> Value:
     return fits.where(packed, 0)
 
 
+def words(value: Value) -> Value:
+    """A vector as one that LLVM can store past the caches: none of bf16, and it must not see that it is."""
+    if value.type.kind != "bf16":
+        return value
+    kind = I32.wide(value.type.width // 2)
+    same = value.fn.emit(f"bitcast {value.type} {value.text} to {kind}", kind)
+    return value.fn.emit(f'call {kind} asm "", "=v,0"({kind} {same.text})', kind)
+
+
 class Values(Reads):
     """A function under construction, over the buffers and sizes of a nest."""
 
@@ -187,8 +196,8 @@ class Values(Reads):
         near = ((distance >= 0) & (distance < self.lanes)).where(distance, self.lanes).to(I32)
         return self.ramp(self.lanes, I32).compare(term.op, near.splat(self.lanes))
 
-    def goes_far(self) -> bool:
-        """Whether rows of some length come from further than the nearest caches."""
+    def from_memory(self) -> bool:
+        """Whether rows of some length come from further than the caches."""
         return False
 
     def load(self, term: Load) -> Value:
@@ -214,7 +223,7 @@ class Values(Reads):
         times = self.repeats(term.index)
         if times:
             return self.repeated(address, self.index(term.index), stored, times, mask)
-        far = bool(term.places) and self.goes_far()
+        far = bool(term.places) and self.from_memory()
         return self.gathered(address, self.lanes_of(term.index), stored, mask, far)
 
     def store(self, store: Store) -> None:
@@ -235,7 +244,8 @@ class Values(Reads):
         if self.stride(store.index) == 1:
             address = fn.at(base, self.index(store.index), stored)
             if self.live is None and store in self.streams:
-                fn.store(value, address, f", {STREAMED} !0", align=64)
+                lies = min(stored.bits * self.lanes // 8, 64)
+                fn.store(words(value), address, f", {STREAMED} !0", align=lies)
             elif self.live is None:
                 fn.store(value, address)
             else:

@@ -92,6 +92,17 @@ def test_softmax_is_as_exact_as_eager(length):
         assert error(got, reference) <= 2 * error(f(x), reference) + 1e-9
 
 
+@wide
+def test_shares_are_exact_to_a_few_places_however_small():
+    x = torch.linspace(-110, 0, 8192).repeat(4, 1) + torch.tensor([0.0, 55.5, -500.0, 1000.0])[:, None]
+    assert Emitter(nest_of(lambda a: F.softmax(a, -1), x), 16).over_powers() is not None
+    (got,), exact_shares = compile_graph(recorded(lambda a: F.softmax(a, -1), x))([x]), F.softmax(x.double(), -1)
+    nearest = exact_shares.float()
+    place = (torch.nextafter(nearest, torch.tensor(math.inf)) - nearest).double()
+    assert ((got.double() - exact_shares).abs() / place).max() < 6
+    assert (got == 0).eq(nearest == 0).float().mean() > 0.999  # numbers below the normal ones too
+
+
 def test_which_largest_values_need_not_know_of_nan():
     x, places = rand(4, 200), torch.randint(0, 200, (4,))
     for f in (lambda a: F.softmax(a, -1), lambda a: F.log_softmax(a, -1)):
@@ -202,14 +213,45 @@ def test_large_results_go_past_the_caches(monkeypatch):
     assert not Emitter(odd, 16).streamed(), "its rows start within lines"
 
 
+@wide
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_results_of_half_types_go_past_the_caches(dtype, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x = rand(300, 512).to(dtype)
+    for f in (lambda a: a * 2 + 1, lambda a: F.softmax(a, -1)):
+        assert "vmovnt" in cpu.assembly(Emitter(nest_of(f, x), 16).module.text())
+        check(f, x, kernels=1)
+
+
+@wide
+@pytest.mark.parametrize("length", [513, 1000, 2050])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stores_of_uneven_rows_begin_at_lines(length, dtype, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 10)
+    x, places = rand(40, length).to(dtype), torch.randint(0, length, (40,))
+
+    def gradient(a, i):
+        return (F.softmax(a, -1) - (torch.arange(length) == i[:, None]).to(a.dtype)) / 40
+
+    functions = (lambda a, i: F.softmax(a, -1)), (lambda a, i: F.layer_norm(a, (length,))), gradient
+    for f in functions:
+        emitter = Emitter(nest_of(f, x, places), 16)
+        assert emitter.streamed() == [emitter.uneven] and "!nontemporal" in emitter.fn.text()
+        check(f, x, places, kernels=1, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+    two = Emitter(nest_of(lambda a: (F.softmax(a, -1), F.softmax(a, -1) * 2), x), 16)
+    assert not two.streamed(), "one may begin at a line where the other does not"
+
+
 def test_small_results_stay_in_the_caches():
     assert not Emitter(nest_of(lambda a: a + 1, rand(1000)), 16).streamed()
 
 
 @wide
 def test_the_next_row_is_asked_for(monkeypatch):
-    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
     monkeypatch.setattr(streams, "FAR", 1 << 16)
+    cached = Emitter(nest_of(lambda a: F.softmax(a, -1), rand(40, 1024)), 16).fn.text()
+    assert "llvm.prefetch" in cached and "!nontemporal" not in cached
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
     x, places, rows = rand(40, 1024), torch.randint(0, 1024, (40, 1024)), torch.randint(0, 40, (60,))
     slow = (
         (lambda a: F.softmax(a, -1), x),
@@ -243,6 +285,8 @@ def test_elements_far_away_are_read_at_once(dtype, length, monkeypatch):
     text = Emitter(nest_of(gathered, x, places), 16).fn.text()
     lines = max(dtype.itemsize * 16 // 64, 1)
     assert text.count("@llvm.prefetch") == lines and "@llvm.prefetch" not in near
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 10)
+    assert ("@llvm.masked.gather" in Emitter(nest_of(gathered, x, places), 16).fn.text()) >= (dtype.itemsize >= 4)
     check(gathered, x, places, kernels=1)
     check(wrapped, x, places - length, kernels=1)
     places[7, 5] = -length - 1

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import threading
 
 import pytest
 import torch
@@ -42,6 +43,18 @@ def test_functions_that_call_each_other_stay_together(count):
     assert {"nest0", "nest1", "entry0", "entry1"} <= found[0] and all("@llvm.fabs" in part for part in parts)
     made = cpu.load(cpu.joined([part.result() for part in map(cpu.workers().submit, [cpu.object_file] * 2, parts)]))
     assert {name: called(made, name) for name in VALUES} == VALUES and made.address("entry9") == 0
+
+
+def test_a_part_that_no_thread_has_begun_is_made_by_the_one_that_waits():
+    gate, busy = threading.Event(), [threading.Event() for _ in range(cpu.workers()._max_workers)]
+    held = [cpu.workers().submit(lambda begun=begun: begun.set() or gate.wait(60)) for begun in busy]
+    assert all(begun.wait(60) for begun in busy)
+    try:
+        made = code.code_for(TEXT.replace("entry1", "entry7"), None)
+        assert made.source == "compiled" and called(made.wait(), "entry7") == 1011
+        assert not any(future.done() for future in held)
+    finally:
+        gate.set()
 
 
 def test_object_files_are_found_in_what_they_are_joined_to():
