@@ -12,7 +12,7 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, retarget, tensors
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, retarget, substituted, tensors
 from kiln.expand.packed import PURE, packed
 from kiln.ops.aliases import shows
 
@@ -42,6 +42,7 @@ def freeze(graph: Graph, held: Collection[int]) -> Frozen | None:
     """
     made = packed(graph, kept_of(graph, {graph.inputs[i] for i in held}))
     fixed = {made.inputs[i] for i in held}
+    made = merged(made, kept_of(made, fixed) - fixed)
     kept = kept_of(made, fixed)
     wanted = [node for node in _wanted(made, kept) if _shows(node) not in fixed]
     return _split(made, fixed, wanted, kept) if wanted else None
@@ -102,6 +103,20 @@ def kept_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:
         if is_view(node) or node.op in PURE or nbytes(node.spec) <= limit_of(below):
             kept.add(node)
     return kept
+
+
+def merged(graph: Graph, kept: Collection[Node]) -> Graph:
+    """The graph, changed in place, with one node for equal ones of these: a weight used again is packed once."""
+    first: dict[tuple[Any, str], Node] = {}
+
+    def instead(node: Node) -> tuple[Sequence[Node], Node] | None:
+        if node not in kept or node.op is CONSTANT:
+            return None
+        given = mapped((node.args, node.kwargs), lambda leaf: id(leaf) if type(leaf) is Node else leaf)
+        same = first.setdefault((node.op, repr(given)), node)
+        return None if same is node else ((), same)
+
+    return substituted(graph, instead)
 
 
 def limit_of(sources: Collection[Node]) -> int:

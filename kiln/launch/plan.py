@@ -15,7 +15,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, Symbol, hinted
 from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
 from kiln.base.keys import HIDDEN
-from kiln.fuse.nest import Buffer, Kernel, Nest, terms
+from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
@@ -28,6 +28,8 @@ from kiln.launch.numbers import Numbers, Settled
 from kiln.launch.shims import LASTING, lasting, signature, words_of, work_of_call
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
+
+aten = torch.ops.aten
 
 GRAIN = 60_000.0  # operations worth a thread
 SLOT, PLACE = 0, 1  # as in _launch.h
@@ -333,15 +335,25 @@ class Planner:
             self.steps.append(("call", op, arguments, names, results, packed, "", (), 0.0, ()))
             return
         if shim.writes:
-            self.made(node)
+            left = self.summand(node)
+            self.made(node, left)
             results, packed = (), False
-            words = (("h", (self.tensor(node),)), *words)
+            out = ("h", (self.tensor(node),))
+            words = (out, *words) if left is None else (out, out, *words[1:])
         else:
             results, packed = self.results(node)
             self.fresh.update(event.makes)
             words = (*words, *signature(node.op)[1])
         work = work_of_call(node)
         self.steps.append(("call", op, arguments, names, results, packed, shim.name, words, work, ()))
+
+    def summand(self, node: Node) -> Node | None:
+        """The matrix in whose memory a product may be added to it."""
+        if node.op is not aten.addmm.default:
+            return None
+        left, *factors = map(self.events.value, node.args[:3])
+        fits = left not in factors and left.spec == node.spec and self.gives_way(left, node)
+        return left if fits else None
 
     def results(self, node: Node) -> tuple[tuple[Any, ...], bool]:
         """Where the results of a call go, and whether they come as a sequence."""
@@ -423,7 +435,7 @@ class Given:
 
 def work_of(nest: Nest) -> float:
     """The operations of a nest."""
-    computed = terms(store.value for store in nest.stores)
+    computed = nest.terms()
     return nest.volume() * sum(COSTS.get(getattr(term, "op", ""), 1.0) for term in computed)
 
 

@@ -22,7 +22,7 @@ from kiln.expand.epilogues import with_epilogues
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.expand.padding import padded
-from kiln.expand.products import by_onednn
+from kiln.expand.products import by_onednn, summed_up
 from kiln.expand.sizes import determined
 from kiln.expand.stacks import unstacked
 from kiln.fuse.loops import FOR_LOOPS
@@ -175,7 +175,7 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     with records.timed("expand", dump.name, dump.half):
         prims = unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims"))
     if not settings.exact:
-        prims = by_onednn(with_epilogues(prims))
+        prims = summed_up(by_onednn(with_epilogues(prims)))
     with records.timed("fuse", dump.name, dump.half):
         program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
     for step in program.steps:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kiln
 from kiln.base import options
 from kiln.base.errors import Bug
 from kiln.base.graph import Graph
@@ -246,3 +247,15 @@ def test_symbolic_sizes_stay_symbolic() -> None:
     value = torch.randn(7, 8)
     (found,) = graph.run(value, resolve=lambda leaf: leaf.evaluate({size: 7}) if hasattr(leaf, "scope") else leaf)
     torch.testing.assert_close(found, F.gelu(F.layer_norm(value, (8,))).softmax(0).mean(0))
+
+
+def test_halves_of_a_half_that_varies_are_joined() -> None:
+    def half(x: torch.Tensor) -> torch.Tensor:
+        return F.glu(x[:, : x.shape[1] // 2], -1).sin()
+
+    mine = kiln.compile(half, fullgraph=True)
+    for n in (8, 12, 20, 36):
+        x, y = (torch.linspace(-2, 2, 3 * n).view(3, n).requires_grad_() for _ in range(2))
+        mine(x).sum().backward()
+        half(y).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)

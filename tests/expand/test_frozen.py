@@ -236,6 +236,27 @@ def test_a_view_that_channels_last_does_not_allow():
     assert {"_convolution_pointwise", "_linear_pointwise"} <= set(seen.calls())
 
 
+class Again(nn.Module):
+    """Layers that are called three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.image = nn.Linear(24, 24), nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+
+    def forward(self, x, image):
+        for _ in range(3):
+            x, image = self.rows(x).tanh(), self.image(image).relu()
+        return x.sum() + image.mean() + self.rows(x[:4])
+
+
+def test_a_weight_that_is_used_again_is_packed_once():
+    seen = checked(Again(), torch.randn(8, 24), torch.randn(2, 8, 6, 6))
+    assert seen.calls().count("_linear_pointwise") == 4
+    packs = [label(node.op) for node in seen.frozen[-1].once.nodes]
+    assert packs.count("packed_linear") == 2, "one for each number of rows"
+    assert packs.count("packed_convolution") == packs.count("normalised") == 1
+
+
 def sgd(module):
     with torch.no_grad():
         for p in module.parameters():

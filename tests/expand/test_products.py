@@ -66,7 +66,9 @@ def test_what_else_is_eagers(called):
 def test_no_copy_is_made_of_large_weights(monkeypatch, called):
     monkeypatch.setattr(products, "LARGEST", 64 * 32 * 4 - 1)
     compiled(torch.mm)(torch.randn(16, 64), torch.randn(64, 32))
-    assert called == ["mm"]
+    assert called.pop() == "mm"
+    compiled(torch.mm)(torch.randn(16, 64), torch.randn(32, 64).t())
+    assert called == ["_linear_pointwise"], "the weight of a layer is read as it lies"
 
 
 def test_infinities_and_nan_stay_in_their_rows():
@@ -86,3 +88,42 @@ def test_gradients_of_layers(called):
     for mine, theirs in zip(got, expected, strict=True):
         assert mine.stride() == theirs.stride()
         torch.testing.assert_close(mine, theirs)
+
+
+def test_gradients_of_a_weight_that_is_used_again_are_added_as_they_are_made(called, monkeypatch):
+    monkeypatch.setattr(products, "LEAST", 1 << 30)
+    monkeypatch.setattr(program, "by_onednn", products.by_onednn)
+    made = []
+
+    def noted(graph):
+        graph = products.summed_up(graph)
+        made.append([label(node.op) for node in graph.nodes])
+        return graph
+
+    monkeypatch.setattr(program, "summed_up", noted)
+    layer, x = nn.Linear(24, 24, bias=False), torch.randn(8, 24, requires_grad=True)
+
+    def again(x):
+        for _ in range(4):
+            x = layer(x).tanh()
+        return x
+
+    leaves = [x, layer.weight]
+    expected = torch.autograd.grad(again(x).sum(), leaves)
+    got = torch.autograd.grad(compiled(again)(x).sum(), leaves)
+    torch.testing.assert_close(got, expected)
+    backward = made[-1]
+    assert (backward.count("addmm"), backward.count("mm")) == (3, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_of_products(dtype, called):
+    a, b, c, d = (torch.randn(6, 6).to(dtype) for _ in range(4))
+
+    def sums(a, b, c, d):
+        first = a @ b
+        both = a @ c + first
+        return both + (c @ d + d @ a), first.relu(), (a @ d + b) @ c, (b @ b) + (b @ b)
+
+    close = {"rtol": 0.05, "atol": 0.1} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(compiled(sums)(a, b, c, d), sums(a, b, c, d), **close)

@@ -132,3 +132,38 @@ def test_gradients_that_a_backward_pass_was_given_and_lets_go_of():
     module.zero_grad()
     loss.backward()
     torch.testing.assert_close(first, [p.grad for p in module.parameters()])
+
+
+def test_a_product_is_added_where_the_sum_lies():
+    """In the arena, outside of it, and not where somebody else reads what is added to."""
+
+    def five(x, *ws):
+        return sum((x @ w for w in ws[1:]), x @ ws[0])
+
+    for size in (8, 72):
+        x, *ws = (torch.randn(size, size) for _ in range(6))
+        plan = check(five, x, *ws)
+        assert [step[0] for step in plan.owner.steps].count("make") == 1
+        plan = check(lambda *given: five(*given).relu().sum(), x, *ws)
+        assert plan.owner.numbers[-1] <= x.nbytes
+    check(lambda x, y: ((first := x @ y) + y @ y, first), x, ws[0])
+    check(lambda x, y: torch.addmm(x, x, y), x, ws[0])
+    check(lambda x, y: torch.addmm(z := x @ y, z, y), x, ws[0])
+    check(lambda x, y: torch.addmm(z := x @ y, x, z.t()), x, ws[0])
+    check(lambda x, y: torch.addmm((x @ y).relu(), x, y, beta=2), x, ws[0])
+
+
+def test_an_arena_does_not_stay_beside_what_calls_take():
+    """Large values have memory of their own then, and small ones where they are many."""
+    image, weight = torch.randn(1, 4, 64, 64), torch.randn(4, 4, 3, 3)
+    plan = check(lambda x, w: F.conv2d(x.exp(), w).sin().sum(), image, weight)
+    assert plan.owner.numbers[-1] < APART
+    plan = check(lambda x: (x @ x).relu().sum() + (x @ x.t()).relu().sum(), image[0, 0])
+    assert plan.owner.numbers[-1] >= image[0, 0].nbytes
+
+    def many(x, w):
+        each = [(x + i) @ x for i in range(32)]
+        return F.conv2d(x.view(1, 1, 32, 32), w).sum() + sum(one.tanh() @ each[0] for one in each)
+
+    plan = check(many, torch.randn(32, 32) / 9, torch.randn(1, 1, 3, 3))
+    assert plan.owner.numbers[-1] == 0
