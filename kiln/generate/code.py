@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import replace
 from time import perf_counter
 from types import MappingProxyType
@@ -16,7 +16,8 @@ from kiln.base import records
 from kiln.base.dataclass import dataclass
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
-from kiln.generate.cpu import Code, compiling, depends_on, host, joined, load
+from kiln.generate.alike import form
+from kiln.generate.cpu import Code, Making, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
 from kiln.generate.schedule import USUAL, Schedule
@@ -50,7 +51,9 @@ _loaded: WeakValueDictionary[str, Code] = WeakValueDictionary()
 
 _in_the_making: WeakSet[Coming] = WeakSet()
 # What other threads work on is not there in a process that is forked off.
-os.register_at_fork(before=lambda: wait([part for code in list(_in_the_making) for part in code.parts]))
+os.register_at_fork(
+    before=lambda: wait([part.future for code in list(_in_the_making) for part in code.parts])
+)
 
 
 Schedules: TypeAlias = Mapping[Kernel, Schedule]
@@ -92,7 +95,7 @@ class Coming:
 
     def __init__(self, key: str, text: str, store: Store | None) -> None:
         self.key, self._store = key, store
-        self.parts: list[Future[bytes]] = []
+        self.parts: list[Making] = []
         self._report: Callable[[], None] | None = None
         self._code, self.source = kept_code(key, store)
         if self._code is None:
@@ -154,10 +157,14 @@ class Writer:
         self.entries: dict[str, str] = {}
         self.declared: dict[str, str] = {}
         self.written: dict[Any, tuple[str, list[Any], Any]] = {}
+        self.forms: dict[Nest, Any] = {}
 
     def nest(self, nest: Nest, alone: bool, schedule: Schedule) -> tuple[str, list[Any], Any]:
         """The name of a nest's function, the sizes that it is given and its tasks: alike, of any length."""
-        key = nest.like or nest, alone, schedule
+        like = nest.like or nest
+        if like not in self.forms:
+            self.forms[like] = form(like)
+        key = self.forms[like], alone, schedule
         if key not in self.written:
             general, lengths = (nest, {}) if alone else of_any_length(nest)
             emitter = Emitter(general, self.width >> schedule.narrower, schedule)

@@ -171,17 +171,28 @@ def _cores() -> int:
 
 @functools.cache
 def workers() -> ThreadPoolExecutor:
-    """The threads that compile."""
-    return ThreadPoolExecutor(_cores(), "kiln")
+    """The threads that compile: one core is left to the program, which helps where it waits."""
+    return ThreadPoolExecutor(max(_cores() - 1, 1), "kiln")
 
 
 os.register_at_fork(after_in_child=lambda: workers.cache_clear())
 
 
-def compiling(text: str) -> list[Future[bytes]]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Making:
+    """An object file that another thread makes, or the one that wants it where none has begun."""
+
+    text: str
+    future: Future[bytes]
+
+    def result(self) -> bytes:
+        return object_file(self.text) if self.future.cancel() else self.future.result()
+
+
+def compiling(text: str) -> list[Making]:
     """The object files of a module, which other threads make meanwhile."""
     parts = parts_of(text, min(len(text) // SHARE + 1, _cores()))
-    return [workers().submit(object_file, part) for part in parts]
+    return [Making(part, workers().submit(object_file, part)) for part in parts]
 
 
 def _optimise(parsed: Any, machine: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import evaluate
 from kiln.fuse.nest import Buffer, Kernel, Nest
-from kiln.generate.grid import Grid, power_of_two
+from kiln.generate.grid import power_of_two, spread
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
 from kiln.generate.ptx_library import LIBRARY, library
@@ -87,7 +87,7 @@ class Writer:
 
     def __init__(self, aligned: bool, clusters: bool) -> None:
         self.aligned, self.clusters = aligned, clusters
-        self.functions: dict[str, Function] = {}
+        self.functions: dict[tuple[str, int], Function] = {}
 
     def stage(self, nests: Sequence[Nest]) -> list[Started]:
         """What is started for a stage: nests that differ in their lengths alone at once."""
@@ -108,7 +108,8 @@ class Writer:
 
     def start(self, nest: Nest) -> Started:
         emitter = (GridEmitter if nest.part is None else StripEmitter)(nest, self.aligned, self.clusters)
-        made = self.function(emitter, CLUSTERS_VERSION if emitter.grid.members > 1 else 0)
+        shared = spread(emitter.grid, emitter.blocks()) if self.clusters and nest.part is None else None
+        made = self.function(emitter, CLUSTERS_VERSION if emitter.grid.members > 1 else 0, shared)
         return Started(made, emitter.blocks(), made.threads, given(emitter), (nest,))
 
     def at_once(self, same: Sequence[Entry]) -> Started:
@@ -126,11 +127,12 @@ class Writer:
         version = LEAST_VERSION if len(words) * WORD > SMALL else 0
         return Started(self.function(emitter, version), total, emitter.grid.threads, tuple(words), nests)
 
-    def function(self, emitter: GridEmitter, version: int = 0) -> Function:
-        body = emitter.module.definitions()
-        if body not in self.functions:
-            self.functions[body] = function(body, emitter.module.declarations(), emitter.grid, version)
-        return self.functions[body]
+    def function(self, emitter: GridEmitter, version: int = 0, shared: int | None = None) -> Function:
+        body, grid = emitter.module.definitions(), emitter.grid
+        key = body, grid.shared if shared is None else shared
+        if key not in self.functions:
+            self.functions[key] = function(body, emitter.module.declarations(), grid.threads, key[1], version)
+        return self.functions[key]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -167,13 +169,13 @@ class Entry:
         return [*self.nest.used(), *self.form.sizes]
 
 
-def function(body: str, declared: dict[str, str], grid: Grid, version: int = 0) -> Function:
+def function(body: str, declared: dict[str, str], threads: int, shared: int, version: int = 0) -> Function:
     """A function with what it calls, under a name that follows from its text."""
     functions, called = library(name for name in declared if name in LIBRARY)
     outside = {n: t for n, t in {**declared, **called}.items() if n not in LIBRARY}
     name = f"kiln_{hashlib.sha256(body.encode()).hexdigest()[:12]}"
     text = "\n".join([*outside.values(), functions, body.replace(f"@{NAME}", f"@{name}")])
-    return Function(name, text, grid.threads, grid.shared, version, waits=True)
+    return Function(name, text, threads, shared, version, waits=True)
 
 
 def given(emitter: GridEmitter) -> tuple[Buffer | Any, ...]:

@@ -27,6 +27,9 @@ CLUSTER = 8  # blocks that share a row
 STRIP = 768  # threads of a block that keep the sums of columns, eight each
 STAGES = 2  # rows that are read ahead there
 PROCESSORS = 132  # of a large GPU
+IN_CLUSTERS = 128  # of those, that clusters find
+MEMORY, RESERVED = 228 << 10, 1 << 10  # bytes of shared memory of a processor, those that each block costs
+GRANULE = 128  # bytes in whose steps blocks have it
 ALONE = 226 << 10  # bytes of shared memory that a block may have where blocks form clusters
 UNEVEN = 1.25  # times the rows that a processor has on average: those that one may have
 SHARED = 99 << 10  # bytes of shared memory that blocks of all architectures may have
@@ -211,13 +214,28 @@ def shares(nest: Nest, shared: int, chunks: int) -> tuple[int, int]:
     if 1 < alone < members and 0.75 * PROCESSORS < rows * alone <= PROCESSORS:
         return alone, LOOPED
     busiest = -(-rows // PROCESSORS) * PROCESSORS
-    if members == 1 and chunks > BLOCK * MANY and rows > PROCESSORS and busiest > UNEVEN * rows:
-        return (2, BLOCK) if read_once(nest) else (CLUSTER, BLOCK // 2)
+    if members <= 2 and chunks > BLOCK * MANY and rows > PROCESSORS and busiest > UNEVEN * rows:
+        if not read_once(nest):
+            return CLUSTER, BLOCK // 2
+        if members == 1:
+            return 2, BLOCK
     if members == CLUSTER // 2 and rows > PROCESSORS and not read_once(nest):
         return CLUSTER, BLOCK
     while members < CLUSTER and rows * LOOPED * members * 2 <= BUSY and LOOPED * members < chunks:
         members *= 2
     return members, LOOPED
+
+
+def spread(grid: Grid, blocks: Any) -> int:
+    """The bytes of shared memory that blocks are started with.
+
+    So many that no processor takes more of them than there are for each: where they start early, they would
+    crowd on those that are free first.
+    """
+    if not grid.shared or type(blocks) is not int:
+        return grid.shared
+    each = -(-blocks // (PROCESSORS if grid.members == 1 else IN_CLUSTERS))
+    return max(grid.shared, -(-(MEMORY // (each + 1) - RESERVED) // GRANULE) * GRANULE)
 
 
 def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
@@ -321,6 +339,12 @@ def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
         return None
     relative = less.args[0] is largest.value and less.args[1] is largest
     return (largest, total) if relative else None
+
+
+def has_weights(nest: Nest) -> bool:
+    """Whether something that all rows share is read along them."""
+    kept = {axis.variable for axis in nest.kept}
+    return any(not kept & key[1].symbols() for key in phases_of(nest))
 
 
 def read_once(nest: Nest) -> bool:

@@ -16,7 +16,6 @@ from kiln.fuse.nest import (
     Place,
     Term,
     children,
-    terms,
 )
 from kiln.generate.llvm import Value
 from kiln.generate.scalar import FOLDS, PLACED
@@ -115,7 +114,7 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
         able = [axis for axis in able if not axis.reduced]
     if not able:
         return None
-    computed = terms(s.value for s in nest.stores)
+    computed = nest.terms()
     accesses = [t.index for t in computed if isinstance(t, Load)]
     accesses += [s.index for s in nest.stores]
     functions = sum(isinstance(t, Apply) for t in computed)
@@ -150,13 +149,13 @@ def symbols_of(nest: Nest) -> list[Expr]:
     loops = {axis.variable for axis in nest.axes}
     if nest.part is not None:
         loops.add(nest.part.variable)
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         if isinstance(term, (Load, Place)):
             loops.update(place.symbol for place in term.places)
     found: dict[Expr, None] = {}
     expressions = [part for axis in nest.axes for part in (axis.low, axis.size)]
     expressions += [s.index for s in nest.stores]
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         if isinstance(term, (Load, Place)):
             expressions += [term.index, *(place.size for place in term.places)]
         elif isinstance(term, Const):

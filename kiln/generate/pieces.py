@@ -22,7 +22,7 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     found = {border for term in _conditions(nest) if (border := _border(term, axis)) is not None}
     inside = sorted(b for b in found if 0 < b < axis.size)
     edges = [0, *inside, axis.size]
-    most = MOST_OF_SHORT if len(terms(s.value for s in nest.stores)) <= SHORT else MOST
+    most = MOST_OF_SHORT if len(nest.terms()) <= SHORT else MOST
     if len(inside) < most and all(b - a >= shortest for a, b in pairwise(edges)):
         return inside
     # Whole vectors around the borders, in which conditions are not decided; most of the loop is outside.
@@ -37,7 +37,7 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
 def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:
     """The conditions, by their ids, that hold or fail in all turns from `low` to `high`."""
     known: dict[int, bool] = {}
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         if not isinstance(term, Apply):
             continue
         border = _border(term, axis)
@@ -56,7 +56,7 @@ def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:
 def _conditions(nest: Nest) -> list[Term]:
     """What decides between reads of memory."""
     found: list[Term] = []
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         if isinstance(term, Load) and term.valid is not None:
             found.append(term.valid)
     return terms(iter(found))

@@ -12,6 +12,7 @@ from kiln.generate.functions import compute_type
 from kiln.generate.grid import (
     SQUARE,
     WIDEST,
+    has_weights,
     largest_and_sum,
     loads_before_folds,
     reduced_extent,
@@ -20,7 +21,6 @@ from kiln.generate.grid import (
 )
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import I32, I64, Value
-from kiln.generate.nvptx import NEXT, WAIT
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
 from kiln.generate.scalar import TYPES
@@ -41,9 +41,8 @@ class GridEmitter(Online):
     # The frame
 
     def emit(self) -> None:
-        self.fn.do(WAIT)
-        if not self.grid.shared:  # blocks that take much of a processor would not be spread over all of them
-            self.fn.do(NEXT)
+        if self.grid.members == 1:
+            self.begin()
         self.locate()
         sizes = [part for axis in self.nest.axes for part in (axis.size, axis.low) if isinstance(part, Expr)]
         extents = {symbol for size in sizes for symbol in size.symbols()}
@@ -222,6 +221,7 @@ class GridEmitter(Online):
             self.mine = self.number(self.block & grid.members - 1, grid.team, self.thread)
             active = None
             self.place(self.outer(), (self.unsigned(self.block) / grid.members).to(I64))
+            self.begin()
         elif grid.along:
             self.mine = (self.unsigned(self.thread) % grid.team).to(I64)
             row = self.number(self.block, grid.rows, self.unsigned(self.thread) / grid.team)
@@ -263,6 +263,8 @@ class GridEmitter(Online):
         if grid.turns and self.again:
             self.fetch()
         at_once = None if self.held or not grid.along else largest_and_sum(self.nest)
+        # Of weights that no cache of a processor holds, the next block finds those that were read last.
+        alternate = bool(self.again) and grid.members == 1 and bool(grid.turns) and has_weights(self.nest)
         if at_once is not None:
             self.online(*at_once)
         for phase in range(last + 1):
@@ -274,6 +276,7 @@ class GridEmitter(Online):
                     if store.kept and store.phase == phase:
                         self.store(store)
             if here or inside:
+                self.backwards = (self.block & 1).compare("eq", 1) if phase == last and alternate else None
                 self.phase(here, inside)
 
     def begin_to_read(self, values: list[Term]) -> None:
@@ -311,7 +314,8 @@ class GridEmitter(Online):
         if grid.along:
             totals = across_lanes(totals, combine)
         neutral = [part for fold in folds for part in self.neutral(fold, 1)]
-        totals = self.exchanged(totals, combine, neutral)
+        alike = len({(f.kind, f.value.dtype) for f in folds}) == 1 and folds[0].place is None
+        totals = self.exchanged(totals, combine, neutral, partial(combined, folds[:1]) if alike else None)
         for fold in folds:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result

@@ -8,12 +8,15 @@ from typing import Any, TypeAlias
 
 from kiln.fuse.nest import Axis, Load, Nest, terms
 from kiln.generate.grid import WARP, WIDEST, key_of, power_of_two, reduced_extent
+from kiln.generate.lanes import lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
+from kiln.generate.nvptx import NEXT, WAIT
 from kiln.generate.ptx_values import DeviceValues
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import NAME
 
 READ = 8  # places of shared memory that each thread reads itself
+QUAD = 4  # of them at once
 PAIR = 2  # blocks that meet at the barrier of their cluster; more of them wait for bytes
 #: A word is put into the memory of a block of the cluster, whose barrier counts its bytes.
 PUT = (
@@ -47,6 +50,24 @@ class Team(DeviceValues):
         self.turn = 0  # the one being emitted, of those written out
         self.barriers: list[Value] = []  # that count the bytes of other blocks, one for each exchange
         self.exchanges = 0  # between blocks, so far
+        self.let = False  # whether what comes next may have been started
+        self.backwards: Value | None = None  # whether this block goes from the end of its row to the start
+
+    def begin(self) -> None:
+        """Wait for what was started before, and let what comes next start where blocks take little."""
+        self.fn.do(WAIT)
+        if not self.grid.shared:
+            self.fn.do(NEXT)
+
+    def let_next(self) -> None:
+        """Let what comes next start: all of a row that takes much of a processor's memory has been read.
+
+        Function.shared keeps blocks from crowding on the processors that are free first.
+        """
+        known = all(type(axis.size) is int for axis in self.nest.kept)
+        if self.grid.shared and self.nest.part is None and not self.let and known:
+            self.fn.do(NEXT)
+        self.let = True
 
     def place(self, axes: Sequence[Axis], rest: Value) -> None:
         """Let loop variables have their values in turn `rest` of their loops."""
@@ -108,6 +129,8 @@ class Team(DeviceValues):
         """The place of a turn that is written out, and whether it is in the row; if not, another place."""
         grid, total = self.grid, reduced_extent(self.nest)
         step, first = grid.team * grid.members * grid.width, self.mine * grid.width
+        if self.backwards is not None and total % step == 0:
+            return first + self.backwards.where(first.like((grid.turns - 1 - turn) * step), turn * step), None
         place = first + turn * step
         if (turn + 1) * step <= total:
             return place, None
@@ -156,10 +179,18 @@ class Team(DeviceValues):
         self.do(f"cp.async.wait_group {left};")
 
     def exchanged(
-        self, values: list[Value], combine: Callable[..., list[Value]], neutral: list[Value]
+        self,
+        values: list[Value],
+        combine: Callable[..., list[Value]],
+        neutral: list[Value],
+        each: Callable[..., list[Value]] | None = None,
     ) -> list[Value]:
-        """What the threads of a team have, folded into one; every thread has it, the order is always one."""
+        """What the threads of a team have, folded into one; every thread has it, the order is always one.
+
+        `each` combines one value of two that are folded in the same way.
+        """
         grid = self.grid
+        self.let_next()
         for load in self.awaited:
             self.value(load)
         self.awaited = []
@@ -167,18 +198,28 @@ class Team(DeviceValues):
             return values
         if not grid.along:
             return self.through_memory(values, combine, grid.team)
-        values = self.shuffled(values, combine, min(grid.team, WARP))
         warps = grid.team // WARP
-        if grid.members > 1:
-            return self.between_blocks(values, combine, neutral, warps)
-        return values if warps <= 1 else self.between_warps(values, combine, neutral, warps)
+        if grid.members == 1 and warps > 1:
+            paired = each is not None and len(values) == 2
+            found = self.shuffled_pair(values, each) if paired else self.shuffled(values, combine, WARP)
+            return self.between_warps(found, combine, neutral, warps, [v.type for v in values])
+        values = self.shuffled(values, combine, min(grid.team, WARP))
+        return self.between_blocks(values, combine, neutral, warps) if grid.members > 1 else values
 
-    def shuffled(self, values: list[Value], combine: Callable[..., list[Value]], many: int) -> list[Value]:
-        distance = 1
+    def shuffled(
+        self, values: list[Value], combine: Callable[..., list[Value]], many: int, distance: int = 1
+    ) -> list[Value]:
         while distance < many:
             values = combine(values, [self.from_thread(v, distance) for v in values])
             distance *= 2
         return values
+
+    def shuffled_pair(self, values: list[Value], each: Any) -> list[Value]:
+        """Two values at once: threads of even numbers fold the first one, the others the second."""
+        first, second = values
+        odd = (self.thread & 1).compare("eq", 1)
+        mine, other = odd.where(second, first), odd.where(first, second)
+        return self.shuffled(each([mine], [self.from_thread(other, 1)]), each, WARP, 2)
 
     def from_thread(self, value: Value, distance: int) -> Value:
         """The value that the thread has whose number differs in one bit."""
@@ -205,24 +246,46 @@ class Team(DeviceValues):
         return word.bits(kind) if kind.is_float else word.to(kind)
 
     def between_warps(
-        self, values: list[Value], combine: Callable[..., list[Value]], neutral: list[Value], warps: int
+        self,
+        values: list[Value],
+        combine: Callable[..., list[Value]],
+        neutral: list[Value],
+        warps: int,
+        kinds: list[Type],
     ) -> list[Value]:
-        fn, thread = self.fn, self.unsigned(self.thread).to(I64)
-        lane, warp = thread & WARP - 1, thread >> WARP.bit_length() - 1
-        total = warps * self.grid.rows
-        first = 0 if self.other is None else self.other * total
-        memory = [self.shared_memory(v.type, total * (1 if self.other is None else 2)) for v in values]
-        with self.branch(lane.compare("eq", 0)):
-            for m, v in zip(memory, values, strict=True):
-                fn.store(v, fn.at(m, warp + first, v.type))
+        """What the first threads of warps have, one value each or all of them, folded for every thread."""
+        fn, grid = self.fn, self.grid
+        room = power_of_two(warps)  # of a team, so that several places are read at once
+        size = room * grid.rows * (1 if self.other is None else 2)
+        lane = self.unsigned(self.thread & WARP - 1).to(I64)
+        first = self.unsigned(self.unsigned(self.thread) / grid.team * room).to(I64)
+        first = first if self.other is None else first + self.other * (room * grid.rows)
+        place = first + (self.mine >> WARP.bit_length() - 1)
+        if len(values) < len(kinds):
+            start = self.shared_memory(kinds[0], size * len(kinds))
+            memory = [fn.at(start, i * size, kind) for i, kind in enumerate(kinds)]
+            with self.branch(lane < len(kinds)):
+                fn.store(values[0], fn.at(start, place + lane * size, kinds[0]))
+        else:
+            memory = [self.shared_memory(kind, size) for kind in kinds]
+            with self.branch(lane.compare("eq", 0)):
+                for m, v in zip(memory, values, strict=True):
+                    fn.store(v, fn.at(m, place, v.type))
         self.barrier()
-        first = warp - self.mine / WARP + first
 
-        def at(place: Value | int) -> list[Value]:
-            there = [fn.at(m, first + place, v.type) for m, v in zip(memory, values, strict=True)]
-            return [fn.load(a, v.type) for a, v in zip(there, values, strict=True)]
+        def at(place: Value | int, many: int = 1) -> list[Value]:
+            wide = [kind.wide(many) for kind in kinds]
+            there = [fn.at(m, first + place, kind) for m, kind in zip(memory, kinds, strict=True)]
+            return [self.from_shared(a, kind) for a, kind in zip(there, wide, strict=True)]
 
-        return self.all_of(at, warps, combine, neutral)
+        if warps > READ:
+            return self.all_of(at, warps, combine, neutral)
+        many = min(room, QUAD)
+        groups = [at(number, many) for number in range(0, warps, many)]
+        found, *others = [[lanes(v, i % many, 1) for v in groups[i // many]] for i in range(warps)]
+        for other in others:
+            found = combine(found, other)
+        return found
 
     def all_of(
         self,

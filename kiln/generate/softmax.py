@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kiln.fuse.nest import Apply, Fold, Nest, Term, children, terms
+from kiln.fuse.nest import Apply, Fold, Nest, Term, children
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value
@@ -26,7 +26,7 @@ def forgetful(nest: Nest) -> Fold | None:
     if found is None:
         return None
     top, total = found
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         below = children(term)
         if any(c is top for c in below) and not _less(term, top):
             return None
@@ -48,7 +48,7 @@ def shares(nest: Nest) -> tuple[Fold, Fold] | None:
     (difference,) = children(power)
     users: dict[int, Term | None] = {id(top): difference, id(difference): power, id(power): total}
     users[id(total)] = None
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         share = isinstance(term, Apply) and term.op == "div" and normalised(term)
         if not share and any(users.get(id(child), term) is not term for child in children(term)):
             return None

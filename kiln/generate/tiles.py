@@ -10,7 +10,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Axis, Load, Nest, terms
+from kiln.fuse.nest import Axis, Load, Nest
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import access_cost, shuffled
 from kiln.generate.llvm import I32, Value
@@ -48,7 +48,7 @@ def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
     """The axes of a nest without folds that some loads run along one of and all stores along the other."""
     if nest.reduced or len(nest.axes) < 2 or width < 4:
         return None
-    computed = terms(s.value for s in nest.stores)
+    computed = nest.terms()
     loads = [t for t in computed if isinstance(t, Load) and isinstance(t.index, Expr)]
     long = [a for a in nest.axes if hinted(a.size) >= width]
     for along in long:
@@ -181,7 +181,7 @@ class Tiles(Values):
 
     def side_by_side(self, found: Crossing) -> list[Load]:
         """Loads along the axis of results: the next strip of squares reads the lines beside theirs."""
-        loads = [t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)]
+        loads = [t for t in self.nest.terms() if isinstance(t, Load)]
         near = [t for t in loads if isinstance(t.index, Expr) and not t.places and t not in found.loads]
         axes = {found.along.variable, found.across.variable}
         return [t for t in near if axes <= t.index.symbols() and access_cost(t.index, found.along) == 1]

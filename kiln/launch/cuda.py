@@ -145,7 +145,7 @@ def loading(
     Their code comes from memory, from disk, or from LLVM and the driver.
     """
     target = f"{depends_on()}, sm_{capability[0]}{capability[1]}, driver {version()}"
-    texts = {f: f"{target}, {f.threads}\n{f.text}".encode() for f in functions}
+    texts = {f: f"{target}, {f.threads}, {f.shared}\n{f.text}".encode() for f in functions}
     keys = {one: (device, hashlib.sha256(text).hexdigest()) for one, text in texts.items()}
     coming: dict[Function, Future[bytes]] = {}
     with _lock:

@@ -199,17 +199,25 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     """The bytes from which on values have memory of their own, which goes when they do.
 
     An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a large
-    result. Where that is not little to what the program needs for a while, only small values are in it.
+    result; and beside what its calls take for themselves. Where that is not little to what the program needs
+    for a while, only small values are in it, if they are few.
     """
     made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
     owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}
     specs = [node.spec for node, _ in made if node in owners and isinstance(node.spec, TensorSpec)]
     left = sum([hinted(size_of(spec)) for spec in specs])
-    if not any(node.backward for node in events.program.graph.nodes):
-        needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
+    needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
+    if not any(node.backward for node in events.program.graph.nodes) and not any(map(_takes, events.listed)):
         if left * LITTLE <= least(needed):
             return math.inf
-    return APART if left < MUCH else 0
+    return APART if left < MUCH and least([one for one in needed if one.size < APART]) < APART else 0
+
+
+def _takes(event: Event) -> bool:
+    """Whether a step is a call that takes memory for what it gives, and maybe for a while."""
+    if event.node is None or event.view is not None or event.node.op is operator.getitem:
+        return False
+    return event.shim is None or not event.shim.writes
 
 
 def _find_kept(events: Events) -> None:

@@ -5,14 +5,19 @@ those that move from call to call are copied to one place. It writes its outputs
 caller sees is copied out of there, or is lent: then the recording rests until nobody holds what it lent, and
 another one, or the plan itself, does what is asked for meanwhile. Memory between the steps is shared by all
 recordings for a stream, since they run one after the other.
+
+What a forward pass saves is there until the backward pass has run; its memory is idle otherwise. Recordings
+that save nothing are guests there. None in such a memory is replayed while somebody holds what another one
+wrote; a guest that was in the way, or could not be replayed, is recorded again in memory of its own.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -31,6 +36,7 @@ SMALL = 1 << 20  # bytes of an output that is copied for the caller
 WORD = 8
 
 _count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+_storage = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
@@ -38,6 +44,8 @@ _lent: dict[int, int] = {}
 """The addresses of what recordings write, with how many of them do: what takes it finds it there again."""
 _shared: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
 """By device and stream: the stream to record on, and the memory between steps."""
+_hosts: WeakSet[Recording] = WeakSet()
+"""Recordings that may have guests."""
 _lock = threading.Lock()
 
 
@@ -60,13 +68,38 @@ def shared(device: int, stream: int, size: int) -> tuple[Any, torch.Tensor]:
         return side, memory
 
 
+class Lent:
+    """What a recording writes for others, and how many hold each piece of memory of it while it is idle."""
+
+    def __init__(self, outputs: tuple[Any, ...], buffers: list[torch.Tensor], places: Iterable[int]) -> None:
+        self.buffers, self.leaves = buffers, False  # whether it was in the way of others in the same memory
+        self.put(outputs, places)
+
+    def put(self, outputs: tuple[Any, ...], places: Iterable[int]) -> None:
+        self.outputs = outputs
+        self.counts = [(place, _count(place)) for place in places]
+
+    def is_held(self) -> bool:
+        """Whether somebody has some of it."""
+        return any(_count(place) != count for place, count in self.counts)
+
+
+class Memory:
+    """The memory of a recording and its guests: what is lent of it. It is left when the first one is gone."""
+
+    def __init__(self) -> None:
+        self.lent: tuple[Lent, ...] = ()
+        self.lock, self.left = threading.Lock(), False
+
+
 class Recording:
     """A graph of one plan for inputs that lie in these places; see `Recorded`."""
 
     def __init__(
-        self, plan: Plan, values: list[Any], moving: bytes, shown: int, device: int, stream: int, copies: bool
-    ) -> None:
-        side, self.scratch = shared(device, stream, plan.bytes(values))
+        self, plan: Plan, values: list[Any], moving: bytes, shown: int, at: tuple[int, int], copies: bool,
+        guest: bool,
+    ) -> None:  # fmt: skip
+        side, self.scratch = shared(*at, plan.bytes(values))
         self.places = [i for i, moves in enumerate(moving) if moves]
         given = list(values)
         for i in self.places:
@@ -77,30 +110,52 @@ class Recording:
         if any(n > 1 and not s for one in self.buffers for n, s in zip(one.shape, one.stride(), strict=True)):
             raise RuntimeError("an input that moves lies over itself")
         self.graph = torch.cuda.CUDAGraph()
-        outputs = self.record(plan, list(given), side)
+        host, pool = home(at) if guest else (None, None)
+        outputs = self.record(plan, list(given), side, pool)
         inputs = {id(value): i for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
         self.passed = [(k, inputs[id(out)]) for k, out in enumerate(outputs) if id(out) in inputs]
         through = {k for k, _ in self.passed}
-        self.outputs = tuple([None if k in through else out for k, out in enumerate(outputs)])
+        outputs = tuple([None if k in through else out for k, out in enumerate(outputs)])
         theirs = {key(v) for i, v in enumerate(given) if isinstance(v, torch.Tensor) and not moving[i]}
-        made = [(k, out) for k, out in enumerate(self.outputs) if isinstance(out, torch.Tensor)]
+        made = [(k, out) for k, out in enumerate(outputs) if isinstance(out, torch.Tensor)]
         mine = [(k, out) for k, out in made if key(out) not in theirs]
         seen = [(k, out) for k, out in mine if k < shown or shown < 0]
         self.copied = [k for k, out in seen if copies or out.nbytes <= SMALL]
         self.kept = {key(out) for k, out in seen if k < shown and k not in self.copied}
         watched = {key(out): None for k, out in mine if k not in self.copied}
         watched.update({key(buffer): None for buffer in self.buffers})
-        if len({key(self.outputs[k]) for k in self.copied}) < len(self.copied):
+        if len({key(outputs[k]) for k in self.copied}) < len(self.copied):
             raise RuntimeError("outputs share memory")
-        self.watched = [(place, _count(place)) for place in watched]
+        self.lent, self.at, self.is_guest = Lent(outputs, self.buffers, watched), at, host is not None
+        self.memory = Memory() if host is None else host.memory
+        self.memory.lent += (self.lent,)
+        visible = {key(out) for _, out in seen}
+        self.saved = [k for k, out in mine if k >= shown > 0 and key(out) not in visible]
+        if self.saved:
+            _hosts.add(self)
         self.addresses = [out.data_ptr() for _, out in mine]
         for address in self.addresses:
             _lent[address] = _lent.get(address, 0) + 1
 
-    def record(self, plan: Plan, given: list[Any], side: Any) -> tuple[Any, ...]:
+    def emptied(self) -> Any:
+        """The pool of its memory, in which nobody owns what it saves from now on; None while it is held."""
+        with self.memory.lock:
+            lent = self.lent
+            if any(one.is_held() for one in self.memory.lent):
+                return None
+            saved = [lent.outputs[k] for k in self.saved]
+            theirs = {key(out) for out in saved}
+            places = [place for place, _ in lent.counts if place not in theirs]
+            fresh = dict(zip(self.saved, unowned(saved), strict=True))
+            del saved
+            outputs = tuple([fresh.get(k, out) for k, out in enumerate(lent.outputs)])
+            lent.put(outputs, [*places, *{key(out): None for out in fresh.values()}])
+            return self.graph.pool()
+
+    def record(self, plan: Plan, given: list[Any], side: Any, pool: Any) -> tuple[Any, ...]:
         side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.cuda.stream(side), uncollected():
-            self.graph.capture_begin(capture_error_mode="thread_local")
+            self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             lend(self.scratch.data_ptr(), self.scratch.nbytes)
             try:
                 outputs = plan(given)
@@ -114,22 +169,32 @@ class Recording:
             _lent[address] -= 1
             if not _lent[address]:
                 del _lent[address]
-
-    def rests(self) -> bool:
-        """Whether somebody holds what was lent."""
-        return any(_count(place) != count for place, count in self.watched)
+        if (memory := getattr(self, "memory", None)) is not None:
+            memory.left |= not self.is_guest
+            if not self.lent.is_held():
+                memory.lent = tuple([one for one in memory.lent if one is not self.lent])
 
     def is_kept(self) -> bool:
         """Whether somebody holds a result of a pass with gradients: then he may do so in each call."""
-        return any(place in self.kept and _count(place) != count for place, count in self.watched)
+        return any(place in self.kept and _count(place) != count for place, count in self.lent.counts)
 
-    def replay(self, values: list[Any]) -> Sequence[Any]:
+    def replay(self, values: list[Any]) -> Sequence[Any] | None:
+        """The outputs; None where somebody holds something in its memory, or it may be there no longer."""
+        with self.memory.lock:
+            held = [one for one in self.memory.lent if one.is_held()]
+            for one in held:
+                one.leaves |= one is not self.lent
+            if held or self.is_guest and (self.lent.leaves or self.memory.left):
+                return None
+            return self.replayed(values)
+
+    def replayed(self, values: list[Any]) -> Sequence[Any]:
         if self.buffers:
             torch._foreach_copy_(self.buffers, [values[i] for i in self.places])
         self.graph.replay()
         if not self.passed and not self.copied:
-            return aliases(self.outputs)
-        made = list(aliases(self.outputs))
+            return aliases(self.lent.outputs)
+        made = list(aliases(self.lent.outputs))
         for k, i in self.passed:
             made[k] = values[i]
         for k in self.copied:
@@ -142,6 +207,30 @@ def key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def unowned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors in the same places, in memory that they do not keep."""
+    places: dict[int, Any] = {}
+    with torch.inference_mode(False):
+        for one in tensors:
+            memory = one.untyped_storage()
+            places[memory._cdata] = _storage(memory.data_ptr(), one.device, memory.nbytes())
+        return [
+            torch.empty(0, dtype=one.dtype, device=one.device).set_(
+                places[key(one)], one.storage_offset(), one.size(), one.stride()
+            )
+            for one in tensors
+        ]
+
+
+def home(at: tuple[int, int]) -> tuple[Recording | None, Any]:
+    """The recording for a stream that saves most, and its pool, for a guest; None where it is not idle."""
+    with _lock:
+        able = [one for one in _hosts if one.at == at]
+    host = max(able, key=lambda one: sum(one.lent.outputs[k].nbytes for k in one.saved), default=None)
+    pool = host.emptied() if host is not None else None
+    return (None, None) if pool is None else (host, pool)
+
+
 class Recorded:
     """Runs a plan by recordings of it: takes a list with the values of the inputs, gives the outputs.
 
@@ -151,7 +240,7 @@ class Recorded:
     def __init__(self, plan: Plan, device: int, written: frozenset[int] = frozenset()) -> None:
         self.plan, self.device, self.written = plan, device, written
         self.symbols = plan.owner.settled.symbols
-        self.shown, self.copies = -1, False
+        self.shown, self.copies, self.alone = -1, False, False
         self.known: dict[Any, list[Recording]] = {}
         self.calls, self.made = 0, 0
         self.moving, self.last, self.from_others = b"", b"", set[int]()
@@ -167,18 +256,29 @@ class Recorded:
         with self.lock:
             stream = _stream(self.device)
             place = (stream, addresses(values, self.moving), self.sizes(values) if self.symbols else None)
-            found = self.known.get(place)
-            recording = next((one for one in found if not one.rests()), None) if found is not None else None
-            if recording is None and found is not None and any(one.is_kept() for one in found):
-                self.copies = True
-                self.known.clear()  # the next ones give copies
-            elif recording is None and (found is None or len(found) < AT_ONCE):
-                recording = self.recording(values, place)
-            if recording is not None:
-                outputs = recording.replay(values)
-                values.clear()
+            outputs = self.replayed(values, place)
+        if outputs is None:
+            return self.plan(values)
+        values.clear()
+        return outputs
+
+    def replayed(self, values: list[Any], place: Any) -> Sequence[Any] | None:
+        """What a recording gives for values in a place; None where the plan itself is to run."""
+        found = self.known.get(place, [])
+        for one in found[:]:
+            outputs = one.replay(values)
+            if outputs is not None:
                 return outputs
-        return self.plan(values)
+            if one.is_guest and (one.lent.leaves or not one.lent.is_held()):
+                self.alone |= not one.memory.left
+                found.remove(one)
+        if any(one.is_kept() for one in found):
+            self.copies = True
+            self.known.clear()  # the next ones give copies
+        elif len(found) < AT_ONCE and all(one.lent.is_held() for one in found):
+            made = self.recording(values, place)
+            return made.replay(values) if made is not None else None
+        return None
 
     def sizes(self, values: list[Any]) -> tuple[Any, ...]:
         """The sizes, strides and numbers that the plan depends on."""
@@ -217,7 +317,8 @@ class Recorded:
             self.moving = moving
             place = (place[0], addresses(values, moving), place[2])
         try:
-            made = Recording(self.plan, values, moving, self.shown, self.device, place[0], self.copies)
+            at, guest = (self.device, place[0]), self.shown < 0 and not self.alone
+            made = Recording(self.plan, values, moving, self.shown, at, self.copies, guest)
         except RuntimeError as error:
             self.stop(str(error).partition("\n")[0])
             return None

@@ -28,7 +28,7 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         for nest in stage:
             for store in nest.stores:
                 stores[store.buffer].append((number, nest, store))
-            for term in terms(store.value for store in nest.stores):
+            for term in nest.terms():
                 if isinstance(term, Load):
                     loads[term.buffer].append((number, nest, term))
     found: dict[Buffer, list[Buffer]] = {}
@@ -75,7 +75,7 @@ def _lies_as(number: int, nest: Nest, store: Store, uses: list[tuple[int, Nest, 
 
 def _in_vectors(nest: Nest) -> bool:
     """Whether all is computed in whole vectors: of what is taken apart, LLVM may load parts again, later."""
-    found = [t for t in terms(store.value for store in nest.stores) if isinstance(t, Apply)]
+    found = [t for t in nest.terms() if isinstance(t, Apply)]
     apart = {torch.float64: FUNCTIONS | COSTLY, torch.bool: frozenset[str]()}
     return all(
         (term.dtype.is_floating_point or term.dtype is torch.bool)
@@ -88,7 +88,7 @@ def _later(nest: Nest, store: Store) -> set[Buffer]:
     """The buffers that may be loaded after a store: in later phases, or in its own for what follows it."""
     place = nest.stores.index(store)
     after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) > (store.phase, place)]
-    folds = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Fold) and t.phase >= store.phase]
+    folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= store.phase]
     return _loads([*after, *folds])
 
 

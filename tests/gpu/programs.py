@@ -93,6 +93,7 @@ INTEGERS = {
     "uint8": (lambda a: a * 3, narrow(torch.uint8, 64, 96)),
     "bool": (lambda a, b: ~(a > 50) & (b < 30), whole(100, 64, 96), whole(100, 64, 96)),
     "mixed": (lambda a, b: a * 0.5 + b, whole(100, 64, 96), normal(64, 96)),
+    "mean of nothing": (lambda a: a.mean(0).long(), normal(0, 64)),
     "sum of ints": (lambda a: a.sum(-1), whole(1000, 64, 999)),
     "sum of bools": (lambda a: (a > 50).sum(0), whole(100, 640, 33)),
     "any": (lambda a: ((a > 98).any(-1), (a < 98).all(0)), whole(100, 64, 96)),

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -16,16 +17,26 @@ from kiln.launch.graphs import Recorded
 from .driver import pretended
 
 
+class Graph(SimpleNamespace):
+    def pool(self):
+        return 0, id(self)
+
+
 class Pretended:
-    """Notes recordings and replays; a replay writes into the outputs of the recording, and reads its inputs."""
+    """Notes recordings and replays; a replay writes into the outputs of the recording, and reads its inputs.
+
+    It spoils what others have in the same memory: what was saved, and what guests wrote.
+    """
 
     def __init__(self, monkeypatch):
         self.recorded, self.replayed, self.stream, self.runs = 0, 0, 1, []
+        self.made = weakref.WeakSet()
         record = self.record
         monkeypatch.setattr(
-            graphs.Recording, "record", lambda one, plan, given, side: record(one, plan, given)
+            graphs.Recording, "record", lambda one, plan, given, side, pool: record(one, plan, given)
         )
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(graphs, "_hosts", weakref.WeakSet())
         monkeypatch.setattr(graphs, "_stream", lambda device: self.stream)
         monkeypatch.setattr(graphs, "_capturing", lambda: False)
         monkeypatch.setattr(graphs, "shared", lambda *_: (None, torch.empty(0)))
@@ -40,6 +51,8 @@ class Pretended:
 
     def record(self, recording, plan, given):
         self.recorded += 1
+        self.made.add(recording)
+        me = weakref.ref(recording)
         places = [unowned(x) for x in given]
         outputs = plan(list(given))
         inside = {id(x) for x in given}
@@ -50,6 +63,10 @@ class Pretended:
         def replay():
             self.replayed += 1
             made = plan(list(places))
+            for other in self.made - {me()}:
+                for k, out in enumerate(other.lent.outputs if other.memory is me().memory else ()):
+                    if isinstance(out, torch.Tensor) and (other.is_guest or k in other.saved):
+                        out.view(torch.uint8).fill_(255)
             for k, kept in written:
                 kept.copy_(made[k])
 
@@ -217,6 +234,104 @@ def test_two_forwards_before_their_backwards(gpu):
         for mine, theirs in zip(model.parameters(), grads, strict=True):
             torch.testing.assert_close(mine.grad, theirs)
     assert gpu.replayed
+
+
+class Both:
+    """A model that is trained and evaluated, and the same as eager has it."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+        self.g = kiln.compile(self.model, fullgraph=True)
+
+    def train(self, between=lambda: None):
+        x, found = torch.randn(5, 8), []
+        for f, then in ((self.model, lambda: None), (self.g, between)):
+            self.model.zero_grad()
+            loss = f(x).square().mean()
+            then()
+            loss.backward()
+            found.append([p.grad.clone() for p in self.model.parameters()])
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+    def evaluate(self):
+        x = torch.randn(5, 8)
+        with torch.no_grad():
+            out, expected = self.g(x), self.model(x)
+        torch.testing.assert_close(out, expected)
+        return out, expected
+
+    def turns(self, count):
+        for _ in range(count):
+            self.train()
+            self.evaluate()
+
+
+def only(run):
+    (recording,) = [one for found in run.known.values() for one in found]
+    return recording
+
+
+def test_an_evaluation_is_in_memory_of_what_training_saves(gpu, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    both = Both()
+    both.turns(8)
+    forward, backward, inference = gpu.runs
+    assert only(inference).is_guest and only(inference).memory is only(forward).memory
+    assert only(backward).memory is not only(forward).memory
+    before = gpu.replayed
+    both.turns(3)
+    assert gpu.recorded == 3 and gpu.replayed == before + 9
+
+
+def test_results_of_an_evaluation_may_be_held_while_training_goes_on(gpu, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    both = Both()
+    both.turns(6)
+    inference = gpu.runs[2]
+    assert only(inference).is_guest
+    held, before = both.evaluate(), gpu.replayed
+    for _ in range(3):
+        both.train()  # by the plan itself
+        torch.testing.assert_close(*held)
+    assert gpu.replayed == before
+    held = [held]
+    for _ in range(5):  # now that this was in the way once, it has memory of its own
+        held.append(both.evaluate())
+        both.train()
+    for out, expected in held:
+        torch.testing.assert_close(out, expected)
+    assert inference.alone and not any(one.is_guest for found in inference.known.values() for one in found)
+    del held, out, expected
+    before = gpu.replayed
+    both.turns(2)
+    assert gpu.replayed == before + 6
+
+
+def test_an_evaluation_between_a_forward_and_its_backward(gpu, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    both = Both()
+    both.turns(6)
+    inference = gpu.runs[2]
+    for _ in range(3):
+        both.train(both.evaluate)
+    assert inference.alone and not only(inference).is_guest
+    before = gpu.replayed
+    both.train(both.evaluate)
+    assert gpu.replayed == before + 3
+
+
+def test_a_guest_whose_host_is_gone_is_recorded_again(gpu, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    both = Both()
+    both.turns(6)
+    forward, _, inference = gpu.runs
+    forward.known.clear()
+    gc.collect()
+    assert only(inference).memory.left
+    both.turns(6)
+    assert only(inference).memory is only(forward).memory and not inference.alone
 
 
 def test_what_cannot_be_recorded_runs_as_it_is(gpu, caplog, monkeypatch):

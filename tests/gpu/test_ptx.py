@@ -20,6 +20,10 @@ def count(pattern, text):
     return len(re.findall(pattern, text))
 
 
+def softmax_gradient(grad, y):
+    return torch.ops.aten._softmax_backward_data(grad, y, -1, HALF)
+
+
 def grid_of(f, *inputs, clusters=True):
     (kernel,) = kernels_of(f, *inputs)
     return laid(kernel.nests[0], clusters)
@@ -44,6 +48,11 @@ def test_16_bytes_at_once(dtype, width):
     )
     assert grid_of(lambda a, b: a * b + 1, x, x.clone()).width == width
     assert "ld.param.b32" not in made.text  # sizes are numbers in the code
+
+
+def test_no_number_is_the_smallest_integer_where_it_is_known_to_be_none():
+    made = device_of(lambda a: a.mean(0).long(), torch.empty(0, 64, dtype=torch.float64))
+    assert count(r"selp\S*\s+%rd\d+, \S+ -9223372036854775808", made.text)
 
 
 def test_what_is_not_aligned_is_read_in_elements():
@@ -141,7 +150,27 @@ def test_rows_are_shared_where_processors_would_have_one_or_two():
     assert [(g.members, g.team) for g in rows.values()] == [(8, 128), (1, 512), (1, 512)]
     alone = grid_of(lambda a: a.softmax(-1), torch.empty(65, 128256).to(HALF))
     assert (alone.members, alone.team, alone.shared) == (2, 512, 16 * 512 * 16)  # a block for each processor
-    assert "launch_dependents" not in device_of(lambda a: a.softmax(-1), torch.empty(166, 50304).to(HALF)).text
+    given = {n: [torch.empty(n, 50304).to(HALF) for _ in range(2)] for n in (166, 667)}
+    gradients = {n: grid_of(softmax_gradient, *two) for n, two in given.items()}
+    assert [(g.members, g.team) for g in gradients.values()] == [(8, 128), (2, 512)]
+
+
+def test_what_comes_next_starts_when_a_long_row_is_read():
+    """Blocks have so much memory that no processor takes more of them than others."""
+    for columns, blocks, shared in ((32768, 256, 76800), (50304, 8 * 166, 18432)):
+        made = device_of(lambda a: a.softmax(-1), torch.empty((16 << 20) // 2 // columns, columns).to(HALF))
+        ((start,),) = made.starts
+        assert (start.blocks, start.function.shared) == (blocks, shared)
+        words = [made.text.index(word) for word in ("cp.async.wait_group 0", "launch_dependents", "st.global")]
+        assert words == sorted(words)
+        # Neighbouring blocks meet before they wait for what was started before them.
+        assert (blocks > 256) == ("barrier.cluster.arrive" in made.text.split("griddepcontrol.wait")[0])
+
+
+def test_every_other_row_begins_with_the_weights_that_were_read_last():
+    x, w = torch.empty(256, 32768, dtype=HALF), torch.empty(32768, dtype=HALF)
+    text = device_of(lambda a, w: F.layer_norm(a, (32768,), w), x, w).text
+    assert count(r"selp\S*\s+\S+, \d+, \d+, ", text) >= 8
 
 
 def test_teams_of_any_number_of_warps_fold_a_row():
@@ -149,7 +178,9 @@ def test_teams_of_any_number_of_warps_fold_a_row():
     x, each = torch.empty(20_000, 768, dtype=HALF), torch.rand(20_000, 1)
     text = device_of(norm_gradients, x, x.clone(), each, each.clone(), torch.empty(768, dtype=HALF)).text
     first = text.split(".entry")[1]
-    assert count(r"bar\.sync\s+%r\d+, 96", first) == 2 and count(r"shfl\.sync", first) == 2 * 5
+    # Threads of even numbers fold one sum, the others the other; each warp's are read at once.
+    assert count(r"bar\.sync\s+%r\d+, 96", first) == 2 and count(r"shfl\.sync", first) == 5
+    assert count(r"ld\.shared\.b32", first) == 0 and count(r"st\.shared\.b32", first) == 1
     # Products and sums are one instruction, and no 0 is added; the sums of columns come of the first reading.
     loop = first[first.index("wait_group 1") :]
     assert not count(r"add\S*f32\s+\S+, \S+, 0f00000000", loop) and not count(r"div\.", loop)
@@ -177,11 +208,8 @@ def test_few_long_rows_are_folded_in_one_stage():
 
 
 def test_a_pair_of_blocks_meets_at_its_barrier():
-    def gradient(grad, y):
-        return torch.ops.aten._softmax_backward_data(grad, y, -1, HALF)
-
-    x = torch.empty(300, 50304, dtype=HALF)
-    text = device_of(gradient, x, x.clone()).text
+    x = torch.empty(667, 50304, dtype=HALF)
+    text = device_of(softmax_gradient, x, x.clone()).text
     assert ".reqnctapercluster 2" in text and "mbarrier" not in text
     assert count(r"barrier\.cluster\.wait", text) == 2
 

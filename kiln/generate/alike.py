@@ -1,0 +1,82 @@
+"""What code for a nest follows from: nests that are alike in it share their code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kiln.base.expressions import SUM
+from kiln.base.symbols import Expr, Symbol
+from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Term
+
+
+def form(nest: Nest) -> Any:
+    """A nest but for the names of its buffers and loops; the nest itself where it has sizes that vary."""
+    try:
+        return _Form().of(nest)
+    except KeyError:  # a symbol that is not of a loop
+        return nest
+
+
+class _Form:
+    """Numbers in place of terms, buffers and variables, in order of first use."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.buffers: dict[Buffer, int] = {}
+        self.known: dict[Expr, Any] = {}
+
+    def of(self, nest: Nest) -> tuple[Any, ...]:
+        axes = [
+            (self.variable(a.variable), self.index(a.size), a.reduced, self.index(a.low)) for a in nest.axes
+        ]
+        part = nest.part and (self.variable(nest.part.variable), nest.part.rows)
+        made = []
+        for term in nest.terms():
+            made.append(self.term(term))
+            self.numbers[id(term)] = len(self.numbers)
+        stores = [
+            (self.buffer(s.buffer), self.index(s.index), self.numbers[id(s.value)], s.phase, s.kept, s.adds)
+            for s in nest.stores
+        ]
+        return tuple(axes), part, nest.ordered, tuple(made), tuple(stores)
+
+    def term(self, term: Term) -> tuple[Any, ...]:
+        numbers = self.numbers
+        if type(term) is Apply:
+            return (term.op, term.dtype, *[numbers[id(a)] for a in term.args])
+        if type(term) is Const:
+            value = term.value
+            return type(value), self.index(value) if isinstance(value, Expr) else repr(value), term.dtype
+        if type(term) is Fold:
+            return (Fold, term.kind, term.dtype, term.phase, *[numbers[id(part)] for part in term.parts])
+        places = tuple([
+            (self.variable(p.symbol), numbers[id(p.term)], self.index(p.size), p.wraps, p.dim)
+            for p in term.places
+        ])  # fmt: skip
+        if type(term) is Load:
+            valid = term.valid and numbers[id(term.valid)]
+            return self.buffer(term.buffer), self.index(term.index), term.dtype, valid, places
+        return self.index(term.index), places, term.dtype
+
+    def buffer(self, buffer: Buffer) -> tuple[int, Any]:
+        return self.buffers.setdefault(buffer, len(self.buffers)), buffer.dtype
+
+    def variable(self, symbol: Symbol) -> tuple[Any, ...]:
+        """A variable, from here on known by its number."""
+        self.known.setdefault(symbol, (len(self.known),))
+        return *self.known[symbol], symbol.low, symbol.high
+
+    def index(self, index: Any) -> Any:
+        """An expression over the variables."""
+        if not isinstance(index, Expr):
+            return index
+        found = self.known.get(index)
+        if found is None:
+            if isinstance(index, Symbol):
+                raise KeyError(index)
+            if index.op is SUM:
+                found = tuple([(factor, *map(self.index, m)) for m, factor in index.poly.items()])
+            else:
+                found = (index.op, *map(self.index, index.args))
+            self.known[index] = found
+        return found
