@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from reprlib import recursive_repr
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any
 
 MISSING = dataclasses.MISSING
@@ -109,7 +110,12 @@ def _init(cls: Any) -> Any:
             continue
         elif value == name:
             value = f"_default_{name}"
-        body.append(f"_put(self, {name!r}, {value})" if frozen else f"self.{name} = {value}")
+        slot: Any = cls.__dict__.get(name)
+        if frozen and type(slot) is MemberDescriptorType:  # faster than by name
+            names[f"_put_{name}"] = slot.__set__
+            body.append(f"_put_{name}(self, {value})")
+        else:
+            body.append(f"_put(self, {name!r}, {value})" if frozen else f"self.{name} = {value}")
     if hasattr(cls, "__post_init__"):
         body.append("self.__post_init__()")
     return _function(f"__init__({', '.join(given)})", body, names)

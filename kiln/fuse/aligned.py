@@ -62,7 +62,7 @@ class Aligning:
 
     def run(self, nest: Nest) -> list[Nest]:
         """The nest with reads without needless conditions, over rows of whole reads; or two of the same."""
-        found = terms(s.value for s in nest.stores)
+        found = nest.terms()
         read = [t for t in found if isinstance(t, Load)]
         freed = {id(load): valid for load in read if (valid := self.needed(load)) is not load.valid}
         places = [c.term for t in found if isinstance(t, (Load, Place)) for c in t.places]

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from kiln.base.graph import Graph, Node
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in
 from kiln.fuse.axes import Misfit, coordinates, refined
+from kiln.fuse.costs import bytes_of
 from kiln.fuse.folds import folded_dims, marked
+from kiln.fuse.lower import is_pointwise
+from kiln.fuse.nest import Axis
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.views import Coords, is_map, shape_of
+from kiln.ops.levels import name_of
 
 #: Siblings are looked for among this many last kernels.
 LOOK_BACK = 8
 #: Nodes of groups that become one, at most.
 LARGEST = 200
+#: Bytes of a gradient from which on those that are added to it do not wait for one another.
+SUMMED = 16 << 10
 
 
 class Coalescing(Groups):
@@ -26,6 +32,8 @@ class Coalescing(Groups):
         super().__init__(graph, exact, anew)
         self.largest, self.runs = largest, runs
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
+        self.summing = partial_sums(graph)
+        self.read_whole |= self.summing
 
     # Nodes into groups
 
@@ -45,18 +53,13 @@ class Coalescing(Groups):
             self.place[n] == group.position or n in group.reads for n in map(self.root, node.inputs())
         ):
             return False
+        axes = self.axes_with(group.axes, shape, dims)
+        if axes is None:
+            return False
         try:
-            if dims is None and group.folds and coordinates(shape, group.kept) is not None:
-                pass
-            else:
-                finer = refined(self.scope, group.axes, shape)
-                if finer is None:
-                    return False
-                if finer != group.axes:
-                    group.axes = finer
-                    self.rebuild(group)
-                if dims is not None:
-                    self.mark(group, shape, dims)
+            if axes != group.axes:
+                group.axes = axes
+                self.rebuild(group)
             self.natural(group, node)
             made = (node, *group.members) if dims else (node,)
             if group.folds and any(self.gathers(group, member) for member in made):
@@ -68,15 +71,21 @@ class Coalescing(Groups):
             return False
         return True
 
-    def mark(self, group: Group, shape: Coords, dims: frozenset[int]) -> None:
-        """Let the axes of these dimensions be folded over; Misfit where the group folds over others."""
-        wanted = marked([replace(a, reduced=False) for a in group.axes], shape, dims)
-        if [a.reduced for a in wanted] == [a.reduced for a in group.axes]:
-            return
-        if group.folds:
-            raise Misfit
-        group.axes = wanted
-        self.rebuild(group)
+    def axes_with(self, axes: list[Axis], shape: Coords, dims: frozenset[int] | None) -> list[Axis] | None:
+        """The axes with those of a shape among them, folded over where it has `dims`; None for a misfit."""
+        folds = any(a.reduced for a in axes)
+        if dims is None and folds and coordinates(shape, [a for a in axes if not a.reduced]) is not None:
+            return axes
+        finer = refined(self.scope, axes, shape)
+        if finer is None or dims is None:
+            return finer
+        try:
+            wanted = marked([replace(a, reduced=False) if a.reduced else a for a in finer], shape, dims)
+        except Misfit:
+            return None
+        if [a.reduced for a in wanted] == [a.reduced for a in finer]:
+            return finer
+        return None if folds else wanted
 
     def rebuild(self, group: Group) -> None:
         """Make the terms of a group anew after its axes changed."""
@@ -115,7 +124,9 @@ class Coalescing(Groups):
         upward = all(place[r] <= earlier.position for r in self.outside(later))
         below = {n for m in earlier.members for n in self.readers(m)} - set(earlier.members)
         downward = all(place.get(n, later.position) >= later.position for n in below)
-        if not upward and not downward:
+        if not upward and not self.summing.isdisjoint(earlier.members):
+            return False
+        if not (upward or downward) or not self.have_room(earlier, later):
             return False
         home, other = (earlier, later) if upward else (later, earlier)
         trial = Group(home.position, list(earlier.axes), self.new_terms(), list(earlier.members))
@@ -138,11 +149,20 @@ class Coalescing(Groups):
         return True
 
     def adopts(self, group: Group, node: Node) -> bool:
-        dims = folded_dims(node)
-        shape = shape_of(node.args[0]) if dims is not None else shape_of(node)
+        shape, dims = loops_of(node)
         if not self.fits(group, node, shape, dims, related=True):
             return False
         self.add(group, node)
+        return True
+
+    def have_room(self, earlier: Group, later: Group) -> bool:
+        """Whether the loops of one group are those of another, before anything is made in them."""
+        axes = earlier.axes
+        for member in later.members:
+            found = self.axes_with(axes, *loops_of(member))
+            if found is None:
+                return False
+            axes = found
         return True
 
     def outside(self, group: Group) -> set[Node]:
@@ -157,3 +177,30 @@ class Coalescing(Groups):
                 if is_map(user):
                     self.place[user] = group.position
                     todo.append(user)
+
+
+def partial_sums(graph: Graph) -> set[Node]:
+    """The sums of what calls give that a backward pass adds to until they leave it: gradients of a weight.
+
+    Each is made as soon as it can be: all that is added would be in memory at once otherwise.
+    """
+    leaving, users = set(nodes_in(graph.outputs)), graph.users()
+    sums: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.backward and (node in leaving or node in sums) and name_of(node.op) == "add":
+            parts = [arg for arg in node.args if type(arg) is Node and arg.op is node.op]
+            sums.update(arg for arg in parts if users[arg] == [node] and bytes_of([arg]) >= SUMMED)
+    return {node for node in sums if all(arg in sums or is_called(arg) for arg in node.inputs())}
+
+
+def is_called(node: Node) -> bool:
+    """Whether a value is a call's, or a view of such a one."""
+    while is_map(node):
+        node = node.args[0]
+    return node.op not in (INPUT, CONSTANT) and not is_pointwise(node) and folded_dims(node) is None
+
+
+def loops_of(node: Node) -> tuple[Coords, frozenset[int] | None]:
+    """The extents that a node loops over, and the dimensions that it folds."""
+    dims = folded_dims(node)
+    return shape_of(node) if dims is None else shape_of(node.args[0]), dims

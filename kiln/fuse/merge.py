@@ -39,7 +39,7 @@ def whole(index: Any) -> Any:
 
 def indices(nest: Nest) -> Iterator[Any]:
     """All index expressions of a nest."""
-    for term in terms(store.value for store in nest.stores):
+    for term in nest.terms():
         if isinstance(term, (Load, Place)):
             yield term.index
     for store in nest.stores:

@@ -160,6 +160,8 @@ class Nest:
     """Whether the turns of reduced axes see what those before them stored."""
     like: Nest | None = None
     """A nest that differs from this one in its buffers alone: code for it is code for this one."""
+    _known: tuple[Any, ...] = field(default=(0, [], [], []), init=False, repr=False)
+    """How many stores there were when they were looked at last, their terms, folds and the buffers read."""
 
     @property
     def kept(self) -> tuple[Axis, ...]:
@@ -176,14 +178,24 @@ class Nest:
             count *= max(int(getattr(a.size, "hint", a.size)) - int(getattr(a.low, "hint", a.low)), 1)
         return count
 
+    def _seen(self) -> tuple[Any, ...]:
+        if self._known[0] != len(self.stores):  # stores are added, and never changed
+            found = terms(store.value for store in self.stores)
+            read = dict.fromkeys([t.buffer for t in found if type(t) is Load])
+            self._known = len(self.stores), found, [t for t in found if type(t) is Fold], list(read)
+        return self._known
+
+    def terms(self) -> list[Term]:
+        """All terms of the stores, once each, children first."""
+        return list(self._seen()[1])
+
     def folds(self) -> list[Fold]:
         """The folds that the stores need, each after those it needs itself."""
-        return [t for t in terms(store.value for store in self.stores) if isinstance(t, Fold)]
+        return list(self._seen()[2])
 
     def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
         """The buffers that are read and those that are written, in order of first use."""
-        read = [t.buffer for t in terms(s.value for s in self.stores) if isinstance(t, Load)]
-        return list(dict.fromkeys(read)), list(dict.fromkeys(s.buffer for s in self.stores))
+        return list(self._seen()[3]), list(dict.fromkeys([s.buffer for s in self.stores]))
 
     def used(self) -> list[Buffer]:
         """All buffers: first those that are read."""

@@ -45,7 +45,7 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
         return [nest]
     if not all(type(a.size) is int and type(a.low) is int and not a.low for a in nest.axes):
         return [nest]
-    used = terms(store.value for store in nest.stores)
+    used = nest.terms()
     tests = {id(t): found for t in used if (found := turning(t, nest)) is not None}
     cuts: dict[Axis, list[int]] = {a: [0, a.size] for a in nest.axes}
     for a, turn, _ in tests.values():

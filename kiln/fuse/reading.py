@@ -274,7 +274,9 @@ class Groups:
             return False
         made_of = terms([self.natural(home, node)[1]])
         read = dict.fromkeys(self.owners[t.buffer] for t in made_of if isinstance(t, Load))
-        return reads_no_more(node, made_of, list(read))
+        # What reads a mask of few elements would wait for a launch of its own.
+        mask = self.anew and node.spec.dtype is torch.bool and elements(node) <= SHORT
+        return reads_no_more(node, made_of, [] if mask else list(read))
 
     def has_one_reader(self, node: Node) -> bool:
         """Whether nobody but one node reads a value: then it needs no memory where that one makes it."""

@@ -78,7 +78,7 @@ def results(nest: Nest) -> int:
 
 def along_memory(nest: Nest) -> Axis:
     """The axis whose neighbours lie side by side in most of what is read and written."""
-    indices = [t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    indices = [t.index for t in nest.terms() if isinstance(t, Load)]
     indices += [store.index for store in nest.stores]
 
     def moved(index: Expr) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kiln.fuse.merge import rewritten
 from kiln.fuse.nest import Buffer, Kernel, Nest
+from kiln.fuse.peel import substituted
 
 #: What is so much smaller than what it depends on, or than what depends on it, needs no kernel of its own.
 SMALLER = 8
@@ -10,6 +15,8 @@ SMALLER = 8
 SHORT = 1 << 15
 #: Elements of a kernel that takes much longer than its launch: before it memory may go that it does not need.
 LARGE = 1 << 18
+#: Results of short nests that are made at once.
+STORES = 8
 #: Nests of one kernel at most.
 MOST = 2000
 
@@ -58,3 +65,33 @@ class Batch:
 
     def kernel(self, name: str) -> Kernel:
         return Kernel(name, tuple(map(tuple, self.stages)))
+
+
+def together(nests: Sequence[Nest]) -> list[Nest]:
+    """Nests of a stage, with those as one that take no longer than a launch and go through the same loops."""
+    made: list[Nest] = []
+    places: dict[tuple[int, ...], int] = {}
+    for nest in nests:
+        lengths = tuple([axis.size for axis in nest.axes])
+        known = all(type(axis.size) is int and axis.low == 0 for axis in nest.axes)
+        if nest.reduced or nest.ordered or not known or nest.volume() > SHORT:
+            made.append(nest)
+            continue
+        place = places.setdefault(lengths, len(made))
+        both = joined(made[place], nest) if place < len(made) else None
+        if both is not None:
+            made[place] = both
+        else:
+            places[lengths] = len(made)
+            made.append(nest)
+    return made
+
+
+def joined(first: Nest, second: Nest) -> Nest | None:
+    """Two nests over the same loops as one, where neither touches what the other writes."""
+    (reads, writes), (others, results) = first.buffers(), second.buffers()
+    if {*reads, *writes} & {*results} or {*others} & {*writes} or len(writes) + len(results) > STORES:
+        return None
+    moves = {a.variable: b.variable for a, b in zip(second.axes, first.axes, strict=True)}
+    stores = rewritten(second.stores, lambda index: substituted(index, moves))
+    return replace(first, stores=[*first.stores, *stores], like=None)

@@ -99,7 +99,7 @@ def _fit(rows: Nest, columns: Nest) -> bool:
 def _in_line(nest: Nest) -> bool:
     """Whether elements of a row that are read lie side by side."""
     column: Axis = nest.axes[1]
-    loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    loads = [t for t in nest.terms() if isinstance(t, Load)]
     return all(
         not hasattr(t.index, "poly") or t.index.poly.get((column.variable,), 0) in (0, 1) for t in loads
     )
@@ -108,7 +108,7 @@ def _in_line(nest: Nest) -> bool:
 def _large(nest: Nest) -> set[Buffer]:
     """The buffers whose elements are read for each turn of both loops."""
     variables = {a.variable for a in nest.axes}
-    loads = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    loads = [t for t in nest.terms() if isinstance(t, Load)]
     return {t.buffer for t in loads if hasattr(t.index, "symbols") and variables <= t.index.symbols()}
 
 

@@ -210,7 +210,7 @@ def _in_order(spec: TensorSpec) -> bool:
 
 #: Views that are index maps for some arguments only.
 CONDITIONS: dict[str, Callable[[Node], bool]] = {
-    "view": lambda node: "dtype" not in str(node.op),
+    "view": lambda node: node.op is not torch.ops.aten.view.dtype,
     "as_strided": _shows_source,
 }
 

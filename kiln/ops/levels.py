@@ -15,7 +15,6 @@ What holds for all elementwise primitives at level `prims`:
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 #: Elementwise functions of one tensor.
@@ -84,14 +83,18 @@ CORE = PRIMITIVES | KERNELS | COMPOSED
 LEVELS = ("aten", "core", "prims")
 
 
+_names: dict[int, tuple[Any, str]] = {}
+"""The names of overloads, by the ids of these, which are held: their hashes take long."""
+
+
 def name_of(overload: Any) -> str:
     """The name of the op that an overload belongs to, without its namespace; other callables have none."""
-    return _overload_name(overload) if hasattr(overload, "_schema") else ""
-
-
-@cache
-def _overload_name(overload: Any) -> str:
-    return str(overload._schema.name.removeprefix("aten::"))
+    known = _names.get(id(overload))
+    if known is None:
+        if not hasattr(overload, "_schema"):
+            return ""
+        known = _names[id(overload)] = overload, str(overload._schema.name.removeprefix("aten::"))
+    return known[1]
 
 
 def level_of(overload: Any) -> str:
