@@ -213,15 +213,15 @@ def _with_quotients(poly: Poly, b: Any) -> Poly:
 
 
 def without_quotients(poly: Poly) -> Poly:
-    """`poly` with `b * (a // b)` written as `a - a % b` where that makes it shorter."""
+    """`poly` with `b * (a // b)` written as `a - a % b` where that is shorter; `a` may be a quotient."""
     for monomial, factor in poly.items():
         for i, part in enumerate(monomial):
             if part.op is not FLOORDIV:
                 continue
             a, b = part.args
             others, count = monomial[:i] + monomial[i + 1 :], factor
-            if type(b) is int and factor % b == 0:
-                count = factor // b
+            if type(b) is int and (shared := math.gcd(factor, b)) > 1:
+                a, b, count = a if shared == b else floordiv(a, b // shared), shared, factor // shared
             elif b in others:
                 place = others.index(b)
                 others = others[:place] + others[place + 1 :]

@@ -145,6 +145,15 @@ def test_multiples() -> None:
     assert scope.text() == "s0 >= 2 and s1 >= 2 and s0 % 8 == 0"
 
 
+def test_multiples_of_quotients() -> None:
+    scope = Scope()
+    n = scope.symbol(12, "n")
+    assert scope.known(eq(2 * (n // 4), n // 2)) is None
+    assert scope.decide(eq(n // 2 % 2, 0))
+    assert scope.known(eq(2 * (n // 4), n // 2)) is True
+    assert scope.known(eq(6 * (n // 8), 3 * (n // 4))) is None
+
+
 def test_order_is_transitive_over_one_step() -> None:
     scope, a, b = two()
     c = scope.symbol(20)
