@@ -83,6 +83,8 @@ class Scope:
         self.symbols: list[Symbol] = []
         #: Those of them that stand for what the graph reads from tensors: their hints mean nothing.
         self.open: set[Symbol] = set()
+        #: What may be taken for granted of those, as the graph checks it: the answer that follows, or None.
+        self.assume: Callable[[Condition], bool | None] | None = None
         self.records: list[Record] = []
         self.place = place
         #: Interned expressions, and the results of operations on them.
@@ -148,6 +150,9 @@ class Scope:
         answer = self.known(question)
         if answer is None:
             if self.is_open(question):
+                answer = None if self.assume is None else self.assume(question)
+                if answer is not None:
+                    return answer
                 names = ", ".join(sorted(symbol.name for symbol in self.open & question.symbols()))
                 why = f"the program asks whether {question}, with {names} the item of a tensor"
                 raise Break("data-dependent", why, "say it before with torch._check, or keep it a tensor")

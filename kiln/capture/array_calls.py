@@ -338,7 +338,8 @@ def special(array: FakeArray, name: str, *args: Any) -> Any:
 
 def method(m: Machine, array: FakeArray, name: str, args: Args, kwargs: Kwargs) -> Any:
     if name in READING:
-        return m.native(getattr(contents(array), name), *args, **kwargs)
+        known = as_argument(array) if name == "item" and not args and not kwargs else contents(array)
+        return m.native(getattr(known, name), *args, **kwargs) if hasattr(known, name) else known
     function = getattr(type(array.like), name)
     return apply(m, method_node(name), function, (array, *args), kwargs, name, name in WRITING)
 

@@ -543,7 +543,8 @@ def exchange_data(m: Machine, value: FakeTensor, item: Any) -> bool:
     if not plain or m.source(value) is None or any(type(n) is not int for n in (*value.shape, *item.shape)):
         return False
     other = m.torch_call(getattr, (item, "data"), {})
-    m.native(m.recorder.exchange, value, other)
+    if m.native(m.recorder.exchange, value, other):
+        m.exchanged.append(m.safe_step())
     m.look_at(history=False)
     m.world.write_tensor_slot(value, "data", other)
     return True

@@ -67,6 +67,11 @@ class Finisher:
             raise Restart(self.m.expected[0], expected.refusal())
         dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
         self.body(dry, tail)
+        if self.m.exchanged and any(fake.requires_grad for fake in dry.outputs):
+            # A backward pass may read its inputs again, which would have the other data by then.
+            why = "data of a tensor is assigned that gradients may follow from"
+            again = Break("metadata-mutation", why, "use copy_ under torch.no_grad()")
+            raise Restart(self.m.exchanged[0], again)
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
         e.raw("RESUME", 0)

@@ -251,12 +251,17 @@ class Recorder:
         self._changes.append((fake, previous))
         self._bindings[key] = binding
 
-    def exchange(self, fake: FakeTensor, other: FakeTensor) -> None:
-        """`fake.data = other`: from here on a tensor has the memory and the layout of another."""
+    def exchange(self, fake: FakeTensor, other: FakeTensor) -> bool:
+        """`fake.data = other`: from here on a tensor has the memory and the layout of another.
+
+        Gives whether the graph has read it before.
+        """
+        read = type(self._bindings[id(fake)]) is Node
         torch.Tensor.data.__set__(fake, other)  # type: ignore[attr-defined]
         fake.value = None
         self.exchanged.setdefault(id(fake), fake._version)
         self.bind(fake, _Exchanged(self.node(other)))
+        return read
 
     def _materialise(self, binding: _Input | _Part | _Row, fake: FakeTensor) -> Node:
         if isinstance(binding, _Row):

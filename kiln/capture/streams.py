@@ -155,7 +155,7 @@ def held(slot: int) -> Callable[[Any], Any]:
 def read_generator(world: World, value: Any, source: Source) -> Any:
     """The program's view of a generator that a break suspended: one of the interpreter's at its place."""
     code, offset, slots = _hook.suspended(value) or (None, 0, ())
-    if code not in REBUILT:
+    if code is None or code not in REBUILT:
         return world.thing(value, source)
     decoded = decode(code)
     names, stack = decoded.locals, range(len(decoded.locals), len(slots))

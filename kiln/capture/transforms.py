@@ -69,7 +69,11 @@ def call_vmap(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def sliced(value: Any, dim: int | None) -> Any:
-    return value.detach() if dim is None else value.detach().select(dim, 0)
+    """One slice of a value along a dimension, which may have none."""
+    value = value.detach()
+    if dim is None or value.shape[dim] != 0:
+        return value if dim is None else value.select(dim, 0)
+    return value.new_empty([n for i, n in enumerate(value.shape) if i != dim % value.dim()])
 
 
 def flat_dims(m: Machine, dims: Any, args: Args) -> list[int | None]:

@@ -130,6 +130,7 @@ SCALED = {
     "filled": lambda x, y: x.clone().fill_(y),
     "returned": lambda x, y: (x + 1, y, y + y),
     "tensor": lambda x, y: torch.as_tensor(y) + x,
+    "item": lambda x, y: x * y.item() + 1,
 }
 LOOKED_AT = {
     "branch": lambda x, y: x + 1 if y > 3 else x - 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import gc
 import operator
 import subprocess
@@ -655,3 +656,38 @@ def test_gradients_reach_a_tensor_whose_data_was_assigned():
         kiln.compile(f, backend="eager", fullgraph=True)(x, y)
     kiln.compile(f, backend="eager")(x, y).backward()
     assert torch.equal(x.grad, y * 3 * 2)
+
+
+class Power(torch.nn.Module):
+    """A power iteration that replaces its vectors, as spectral norms do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(4, 3))
+        self.u = torch.nn.Parameter(torch.rand(4), requires_grad=False)
+        self.v = torch.nn.Parameter(torch.rand(3), requires_grad=False)
+
+    def forward(self, x):
+        v = self.weight.t().data @ self.u.data
+        self.v.data = v / v.norm()
+        u = self.weight.data @ self.v.data
+        self.u.data = u / u.norm()
+        return torch.nn.functional.linear(x, self.weight / self.u.dot(self.weight.mv(self.v))).tanh()
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_gradients_of_a_module_that_replaces_data(backend):
+    torch.manual_seed(0)
+    eager = Power()
+    ours = copy.deepcopy(eager)
+    compiled, x = kiln.compile(ours, backend=backend), torch.rand(5, 3)
+    for _ in range(3):
+        for module in (eager, compiled):
+            module.zero_grad()
+            module(x).square().sum().backward()
+        for a, b in zip(eager.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(b, a)
+            torch.testing.assert_close(b.grad, a.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(kiln.compile(ours, backend=backend, fullgraph=True)(x), eager(x))

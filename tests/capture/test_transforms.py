@@ -42,6 +42,11 @@ def test_transforms_nest(x, v):
     return torch.vmap(torch.func.grad(lambda row: (row * v).sin().sum()))(x * 2), torch.vmap(torch.vmap(torch.sin))(x)
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+def test_there_may_be_nothing_to_map_over(rows):
+    one_graph(lambda x, y: torch.vmap(lambda a, b: a * b + 1, in_dims=(1, -2))(x, y), t(2, rows), t(rows, 2))
+
+
 def test_gradients_flow_into_tensors_around_the_function():
     r = one_graph(lambda x, v: torch.vmap(lambda row: (row * v).sin().sum())(x), t(3, 5, grad=True), t(5, grad=True))
     assert r.ops == 1
