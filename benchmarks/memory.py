@@ -20,7 +20,15 @@ import kiln._launch
 
 if "resnet18" in models.MODELS:
     models.MODELS |= {name: models._vision(name) for name in ("vit_b_16", "densenet121", "efficientnet_b0")}
+if "bert" in models.MODELS:
+    models.MODELS["albert"] = models._text("AlbertForMaskedLM", "AlbertConfig", hidden_size=768,
+                                           num_attention_heads=12, intermediate_size=3072)  # fmt: skip
 models.MODELS["lstm"] = lambda: (torch.nn.LSTM(256, 256, 2), {"input": torch.randn(64, 4, 256)})
+models.MODELS["gru"] = lambda: (torch.nn.GRU(256, 256, 2), {"input": torch.randn(64, 4, 256)})
+models.MODELS["transformer"] = lambda: (
+    torch.nn.Transformer(256, 8, 3, 3, 1024, dropout=0.0, batch_first=True),
+    {"src": torch.randn(2, 64, 256), "tgt": torch.randn(2, 32, 256)},
+)
 
 
 def peak(name: str, phase: str, way: str) -> float:

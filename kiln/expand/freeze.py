@@ -12,7 +12,17 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in, retarget, substituted, tensors
+from kiln.base.graph import (
+    CONSTANT,
+    Graph,
+    Node,
+    TensorSpec,
+    mapped,
+    nodes_in,
+    retarget,
+    substituted,
+    tensors,
+)
 from kiln.expand.packed import PURE, packed
 from kiln.ops.aliases import shows
 
@@ -106,7 +116,7 @@ def kept_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:
 
 
 def merged(graph: Graph, kept: Collection[Node]) -> Graph:
-    """The graph, changed in place, with one node for equal ones of these: a weight used again is packed once."""
+    """The graph, changed in place, with one node for equal ones of these: a weight is packed once."""
     first: dict[tuple[Any, str], Node] = {}
 
     def instead(node: Node) -> tuple[Sequence[Node], Node] | None:

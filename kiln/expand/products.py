@@ -2,9 +2,9 @@
 
 OneDNN multiplies faster than the library behind `mm`. Its call is that of a linear layer; weights are read as
 they lie, and brought into its order in each call: in small parts if they lie as those of layers do. Where the
-rows lie the other way round, as for the gradients of weights, it would need a copy of them: those are eager's.
-The gradients of a weight that is used again and again are added to what there is, so that they are not all in
-memory until the last is made.
+rows lie the other way round, as for the gradients of weights, it would need a copy of them: those are
+eager's. The gradients of a weight that is used again and again are added to what there is, so that they are
+not all in memory until the last is made.
 """
 
 from __future__ import annotations

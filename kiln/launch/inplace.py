@@ -97,7 +97,7 @@ def _loads(roots: list[Term]) -> set[Buffer]:
 
 
 def _direct(root: Term) -> set[Buffer]:
-    """The buffers that are loaded for a value in its own phase."""
+    """The buffers that are loaded for a value in its own phase, whatever its place is."""
     found, seen, todo = set[Buffer](), set[int](), [root]
     while todo:
         term = todo.pop()
@@ -106,6 +106,8 @@ def _direct(root: Term) -> set[Buffer]:
         seen.add(id(term))
         if isinstance(term, Load):
             found.add(term.buffer)
-        if not isinstance(term, Fold):
+        if isinstance(term, Apply) and term.op == "where" and not _loads([term.args[0]]):
+            todo.append(term.args[0])  # LLVM may know the answer, and that a value is not needed
+        elif not isinstance(term, Fold):
             todo += children(term)
     return found

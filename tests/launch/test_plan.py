@@ -15,7 +15,7 @@ from kiln import _launch, compiler
 from kiln.base.graph import Graph, TensorSpec
 from kiln.fuse.program import fuse
 from kiln.generate.code import generate
-from kiln.launch.plan import linked, plan_for
+from kiln.launch.plan import binding, linked, plan_for
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
 
@@ -310,6 +310,32 @@ def test_mutation_through_the_compiled_function():
         assert got[1].data_ptr() == mine.data_ptr()
 
 
+def test_what_is_chosen_by_places_alone_is_not_stored_over_what_others_read():
+    def f(x):
+        below = x.sort(1, descending=True)[0]
+        joined = torch.nan_to_num(torch.slice_scatter(below, 1 - x, 0, 0, 1))
+        return joined, F.adaptive_avg_pool2d(joined, 2)
+
+    def gradients(f):
+        results = f(x)
+        given = [torch.linspace(-1, 1, r.numel()).view(r.shape) for r in results]
+        return torch.autograd.grad(results, x, given)[0]
+
+    x = torch.tensor([[[1.0, -0.25, -1.0]]], requires_grad=True)
+    torch.testing.assert_close(gradients(kiln.compile(f, fullgraph=True, dynamic=True)), gradients(f))
+
+
+def test_products_that_are_added_up_in_memory_whose_size_varies():
+    def gradient(f):
+        return torch.autograd.grad(f(x), x, torch.linspace(-1, 1, 64).view(8, 8))[0]
+
+    def f(x):
+        return torch.mm(x[1:-1].t(), x[1:-1])
+
+    x = torch.rand(33, 8, requires_grad=True)
+    torch.testing.assert_close(gradient(kiln.compile(f, fullgraph=True, dynamic=True)), gradient(f))
+
+
 def test_inputs_are_written_in_place_where_nothing_can_fail():
     def plan_of(function, overwrites, *inputs):
         graph = recorded(function, *inputs)
@@ -428,3 +454,17 @@ def test_calls_read_what_was_written_in_gaps(shape, read, dtype):
     mine, eager = padded(), padded()
     got, want = kiln.compile(step)(mine), step(eager)
     torch.testing.assert_close((*got, mine), (*want, eager), rtol=1e-5, atol=1e-5)
+
+
+def test_ops_of_one_form_are_called_by_torchs_own_functions():
+    own = torch._C._VariableFunctions
+    assert binding(aten.topk.default) == own.topk and binding(aten.flip.default) == own.flip
+    for op in (aten.mm.default, aten.add.Tensor, aten.avg_pool2d.default):  # of several forms, or elsewhere
+        assert binding(op) is op._op
+    x, m = rand(6, 8), rand(8)
+    check(lambda a: torch.topk(a, 3, 1), x)
+    check(lambda a: torch.kthvalue(a, 2, -1, True), x)
+    check(lambda a: torch.flip(a, [0, 1]).cumsum(0), x)
+    check(lambda a, b: torch.mv(a, b), x, m)
+    with pytest.raises(RuntimeError, match="selected index k out of range"):
+        kiln.compile(lambda a: torch.topk(a, 9, 1)[0] + 1, fullgraph=True)(x)
