@@ -42,18 +42,18 @@ class _Form:
 
     def term(self, term: Term) -> tuple[Any, ...]:
         numbers = self.numbers
-        if type(term) is Apply:
+        if isinstance(term, Apply):
             return (term.op, term.dtype, *[numbers[id(a)] for a in term.args])
-        if type(term) is Const:
+        if isinstance(term, Const):
             value = term.value
             return type(value), self.index(value) if isinstance(value, Expr) else repr(value), term.dtype
-        if type(term) is Fold:
+        if isinstance(term, Fold):
             return (Fold, term.kind, term.dtype, term.phase, *[numbers[id(part)] for part in term.parts])
         places = tuple([
             (self.variable(p.symbol), numbers[id(p.term)], self.index(p.size), p.wraps, p.dim)
             for p in term.places
         ])  # fmt: skip
-        if type(term) is Load:
+        if isinstance(term, Load):
             valid = term.valid and numbers[id(term.valid)]
             return self.buffer(term.buffer), self.index(term.index), term.dtype, valid, places
         return self.index(term.index), places, term.dtype

@@ -9,6 +9,7 @@ from typing import Any
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import evaluate
 from kiln.fuse.nest import Buffer, Kernel, Nest
+from kiln.fuse.stages import together
 from kiln.generate.grid import power_of_two, spread
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
@@ -99,7 +100,9 @@ class Writer:
                 forms[first] = Form.of(nest, of_any_length(nest) if len(nests) > 1 else None)
             form = forms[first]
             alike.setdefault(nest if form.body is None else form.body, []).append(Entry(nest, form))
-        return [started for same in alike.values() for started in self.starts(same)]
+        several = [started for same in alike.values() if len(same) > 1 for started in self.starts(same)]
+        alone = together([same[0].nest for same in alike.values() if len(same) == 1])
+        return [*several, *[self.start(nest) for nest in alone]]
 
     def starts(self, same: Sequence[Entry]) -> list[Started]:
         """The starts of nests of one body."""

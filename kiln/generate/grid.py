@@ -178,6 +178,9 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     team = min(power_of_two(chunks), WARP)
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
+    beside_weights = width <= WIDEST // 4 and has_weights(nest)
+    while beside_weights and team < LOOPED and team * 2 < chunks:
+        team *= 2  # those of f32 take many registers: fewer elements each leave room for more threads
     turns = -(-chunks // team)
     shared, looped = 0, BLOCK if chunks <= BLOCK * MANY and largest_and_sum(nest) is None else LOOPED
     once, long = read_once(nest), chunks > BLOCK * most  # in registers, few blocks would fit a processor
@@ -344,7 +347,7 @@ def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
 def has_weights(nest: Nest) -> bool:
     """Whether something that all rows share is read along them."""
     kept = {axis.variable for axis in nest.kept}
-    return any(not kept & key[1].symbols() for key in phases_of(nest))
+    return bool(kept) and any(kept.isdisjoint(key[1].symbols()) for key in phases_of(nest))
 
 
 def read_once(nest: Nest) -> bool:

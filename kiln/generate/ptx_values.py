@@ -7,11 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from kiln.base.symbols import Expr
-from kiln.fuse.nest import Apply, Const, Load, Nest, Place, Store, Term, terms
-from kiln.fuse.split import HALVES
+from kiln.fuse.nest import Apply, Const, Load, Nest, Place, Store, Term
 from kiln.generate.forms import logistic
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import Grid, key_of, laid, read_again, whole
@@ -27,8 +23,6 @@ from kiln.generate.ptx_functions import (
 from kiln.generate.scalar import TYPES
 from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
 
-#: Sums, by the sign of what they add.
-SUMS = {"add": 1, "sub": -1}
 #: What a fault is called where a kernel ends with one.
 FAULTS = {
     OUTSIDE: "index out of bounds", OUT_OF_BOUNDS: "index out of bounds", DIVIDED_BY_ZERO: "division by zero",
@@ -52,7 +46,6 @@ class DeviceValues(Values):
         # Long rows wait for instructions; where eager's bits are asked for, sums are not folded here.
         sums = any(fold.kind == "sum" and fold.dtype.is_floating_point for fold in nest.folds())
         self.module.contracts = halves and sums and bool(self.grid.shared)
-        self.of_halves = reads_halves(nest)
         self.and_one: dict[str, Callable[[Value], Value]] = AND_ONE_OF_HALVES if halves else AND_ONE
         self.fn.convention = "ptx_kernel "
         members, beside = self.grid.members, self.grid.beside
@@ -115,10 +108,6 @@ class DeviceValues(Values):
                     return self.and_one[known.op](self.value(known.args[0]))
         if term.op == "exp" and is_below_largest(term.args[0]):
             return exp_of_small(self.value(term.args[0]))
-        if term.op == "mul" and self.module.contracts and self.of_halves:
-            for total, factor in (term.args, term.args[::-1]):
-                if (found := self.scaled(total, factor)) is not None:
-                    return found
         if term.op == "div":
             above, below = (self.value(a) for a in term.args)
             if below.type.width < above.type.width:
@@ -137,32 +126,6 @@ class DeviceValues(Values):
         if not whole(place.index, self.lanes, self.vector.variable):
             return None
         return self.index(place.index).compare(term.op, border.value)
-
-    def scaled(self, total: Term, factor: Term) -> Value | None:
-        """A sum by what is one for all elements, where all that it adds to one value is, or is by such.
-
-        Each product is one instruction with its sum then; that of halves loses no digits by it.
-        """
-        if not isinstance(total, Apply) or total.op not in SUMS or self.lanes == 1:
-            return None
-        by = self.value(factor)
-        parts = [(sign, *self.with_scale(part)) for sign, part in summands(total)]
-        own = [part for part in parts if part[2] is None and part[1].type.width > 1]
-        if by.type.width > 1 or len(own) != 1:
-            return None
-        found = own[0][1] * (by if own[0][0] > 0 else -by)
-        for sign, part, scale in (part for part in parts if part is not own[0]):
-            product = part * (by if scale is None else scale * by)
-            found = found + product if sign > 0 else found - product
-        return found
-
-    def with_scale(self, term: Term) -> tuple[Value, Value | None]:
-        """A value of all elements and what it is multiplied by, one for all of them; or the value alone."""
-        if isinstance(term, Apply) and term.op == "mul" and self.in_f32(term):
-            for part, scale in (term.args, term.args[::-1]):
-                if self.value(scale).type.width < self.value(part).type.width:
-                    return self.value(part), self.value(scale)
-        return self.value(term), None
 
     def in_f32(self, term: Apply) -> bool:
         return compute_type(TYPES[term.dtype]).kind == "f32" and len(term.args) <= 2
@@ -323,22 +286,6 @@ def rounds_to_halves(nest: Nest) -> bool:
     """Whether all that a nest stores of floats is of half types."""
     stored = [store.buffer.dtype for store in nest.stores if store.buffer.dtype.is_floating_point]
     return bool(stored) and all(dtype.itemsize == 2 for dtype in stored)
-
-
-def summands(term: Term, sign: int = 1) -> list[tuple[int, Term]]:
-    """What sums and differences of f32 add up, with their signs."""
-    if not isinstance(term, Apply) or term.op not in SUMS or term.dtype != torch.float32:
-        return [(sign, term)]
-    first, second = term.args
-    return [*summands(first, sign), *summands(second, sign * SUMS[term.op])]
-
-
-def reads_halves(nest: Nest) -> bool:
-    """Whether all that is read along the vector axis is of half types."""
-    found = [t for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
-    along = {axis.variable for axis in nest.reduced}
-    rows = [t.dtype for t in found if isinstance(t.index, Expr) and along & t.index.symbols()]
-    return all(dtype in HALVES for dtype in rows)
 
 
 def is_below_largest(term: Term) -> bool:

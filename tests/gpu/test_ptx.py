@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import kiln
 from kiln.generate.device import generate
 from kiln.generate.grid import laid
 from kiln.generate.nvptx import VERSIONS
 
-from .emitted import device_of, kernels_of
+from .emitted import device_of, kernels_noted, kernels_of
 from .programs import FOLDS, INTEGERS, POINTWISE, norm_gradients
 
 HALF = torch.bfloat16
@@ -338,3 +339,26 @@ def test_batch_norms_over_channels_side_by_side_are_cut_for_all_processors():
     kernels = device_of(lambda x: x.float().sum((0, 2, 3)), x).starts
     (first, *_), *_ = kernels
     assert first.blocks >= 64, first.blocks
+
+
+def test_short_kernels_over_the_same_loops_are_one():
+    def both(a, b):
+        return a * 2 + 1, b.exp()
+
+    short = device_of(both, torch.randn(64), torch.randn(64))
+    assert [len(starts) for starts in short.starts] == [1] and count(r"st\.global", short.text) == 2
+    long = device_of(both, torch.randn(1 << 20), torch.randn(1 << 20))
+    assert sum(map(len, long.starts)) == 2
+
+
+def test_a_mask_of_few_elements_is_made_where_it_is_read():
+    def loss(x, i):
+        return F.cross_entropy(x.float(), i)
+
+    x, i = torch.randn(300, 5000, dtype=HALF, requires_grad=True), torch.zeros(300, dtype=torch.int64)
+    kiln.reset()
+    with kernels_noted() as found:
+        kiln.compile(loss, fullgraph=True)(x, i).backward()
+    *_, before, gradient = found
+    assert (len(before.stages), len(gradient.stages)) == (1, 1)
+    assert [len(starts) for starts in generate([before, gradient]).starts] == [1, 1]
