@@ -179,7 +179,7 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     while team < LARGEST and (team * most < chunks or rows * team < BUSY and team * 2 < chunks):
         team *= 2
     beside_weights = width <= WIDEST // 4 and has_weights(nest)
-    while beside_weights and team < LOOPED and team * 2 < chunks:
+    while beside_weights and team < LOOPED and team * 2 < chunks and chunks % (team * 2) == 0:
         team *= 2  # those of f32 take many registers: fewer elements each leave room for more threads
     turns = -(-chunks // team)
     shared, looped = 0, BLOCK if chunks <= BLOCK * MANY and largest_and_sum(nest) is None else LOOPED
@@ -237,7 +237,7 @@ def spread(grid: Grid, blocks: Any) -> int:
     """
     if not grid.shared or type(blocks) is not int:
         return grid.shared
-    each = -(-blocks // (PROCESSORS if grid.members == 1 else IN_CLUSTERS))
+    each = max(-(-blocks // (PROCESSORS if grid.members == 1 else IN_CLUSTERS)), 1)
     return max(grid.shared, -(-(MEMORY // (each + 1) - RESERVED) // GRANULE) * GRANULE)
 
 

@@ -22,6 +22,7 @@ from kiln.launch.native import set_up
 from kiln.launch.plan import Planner
 from kiln.launch.products import Template
 
+SMALL = (12, 0)  # the first architecture, of those that have clusters, whose processors have 100 KB of memory
 APART = 1 << 20  # bytes of a value that may have memory of its own
 LINE = 256  # bytes at whose multiples values start: what libraries take for granted of their own memory
 CUDA = 1  # torch's number for the type of device
@@ -120,7 +121,8 @@ def plan_on(
 
     set_up()
     new = architecture >= WAITING
-    made = generate(program.kernels, clusters=new)
+    clusters = WAITING <= architecture < SMALL
+    made = generate(program.kernels, clusters=clusters)
     templates = {k: k.started() for k in dict.fromkeys(program.kernels) if isinstance(k, Template)}
     functions = [*made.functions, *[start.function for start in templates.values()]]
     coming = loading(functions, index, architecture, store)
@@ -130,7 +132,7 @@ def plan_on(
         kernels: list[OnDevice] = []
         for kernel, starts in zip(program.kernels, made.starts, strict=True):
             chosen = [templates[kernel]] if isinstance(kernel, Template) else starts
-            kernels.append(OnDevice(kernel, chosen, handles, find, clusters=new))
+            kernels.append(OnDevice(kernel, chosen, handles, find, clusters=clusters))
         return DevicePlanner(program, kernels, (CUDA, index, context(index)), new, apart).plan()
 
     return finish

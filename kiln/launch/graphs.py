@@ -89,7 +89,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.lent: tuple[Lent, ...] = ()
-        self.lock, self.left = threading.Lock(), False
+        self.lock, self.left = threading.RLock(), False  # a collector may end a recording at any time
 
 
 class Recording:
@@ -127,8 +127,9 @@ class Recording:
         if len({key(outputs[k]) for k in self.copied}) < len(self.copied):
             raise RuntimeError("outputs share memory")
         self.lent, self.at, self.is_guest = Lent(outputs, self.buffers, watched), at, host is not None
-        self.memory = Memory() if host is None else host.memory
-        self.memory.lent += (self.lent,)
+        self.memory: Memory = Memory() if host is None else host.memory
+        with self.memory.lock:
+            self.memory.lent += (self.lent,)
         visible = {key(out) for _, out in seen}
         self.saved = [k for k, out in mine if k >= shown > 0 and key(out) not in visible]
         if self.saved:
@@ -170,9 +171,10 @@ class Recording:
             if not _lent[address]:
                 del _lent[address]
         if (memory := getattr(self, "memory", None)) is not None:
-            memory.left |= not self.is_guest
-            if not self.lent.is_held():
-                memory.lent = tuple([one for one in memory.lent if one is not self.lent])
+            with memory.lock:
+                memory.left |= not self.is_guest
+                if not self.lent.is_held():
+                    memory.lent = tuple([one for one in memory.lent if one is not self.lent])
 
     def is_kept(self) -> bool:
         """Whether somebody holds a result of a pass with gradients: then he may do so in each call."""

@@ -75,7 +75,8 @@ def with_function(step: tuple[Any, ...], code: Code | None) -> tuple[Any, ...]:
     """A call of what has this name in torch's library, or of an op through Python."""
     kind, op, arguments, names, results, packed, native, words, work, drops = step
     if isinstance(op, torch._ops.OpOverload):
-        op = op._op if native else binding(op)
+        whole = len(arguments) == len(op._schema.arguments)  # what is left out is not the same for both
+        op = binding(op) if whole and not native else op._op
     words = tuple([lasting(word) if word[0] in LASTING else word for word in words])
     return kind, op, arguments, names, results, packed, function(native) if native else 0, words, work, drops
 

@@ -168,6 +168,17 @@ def test_what_comes_next_starts_when_a_long_row_is_read():
         assert (blocks > 256) == ("barrier.cluster.arrive" in made.text.split("griddepcontrol.wait")[0])
 
 
+def test_threads_hold_fewer_elements_beside_weights_of_f32():
+    def norm(a, w, b):
+        return F.layer_norm(a, (a.shape[-1],), w, b)
+
+    for columns, team, turns in ((4096, 512, 2), (1024, 128, 2), (768, 64, 3)):
+        grid = grid_of(norm, torch.empty(4096, columns), torch.empty(columns), torch.empty(columns))
+        assert (grid.team, grid.turns) == (team, turns)
+    halves = [torch.empty(n, dtype=HALF) for n in ((8192, 1024), (1024,), (1024,))]
+    assert grid_of(norm, *halves).team == 32
+
+
 def test_every_other_row_begins_with_the_weights_that_were_read_last():
     x, w = torch.empty(256, 32768, dtype=HALF), torch.empty(32768, dtype=HALF)
     text = device_of(lambda a, w: F.layer_norm(a, (32768,), w), x, w).text

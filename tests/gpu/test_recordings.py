@@ -113,6 +113,45 @@ def test_large_results_are_lent(recorded, monkeypatch):
     assert recorded[0].made == 2
 
 
+@pytest.mark.parametrize("when", ["after", "between", "held"])
+def test_an_evaluation_in_memory_of_what_training_saves(when, recorded, monkeypatch):
+    monkeypatch.setattr(graphs, "SMALL", 0)
+    model, held = nn.Sequential(block(), block(), block()), []
+    g = compiled(model, fullgraph=True)
+
+    def evaluate(x):
+        with torch.no_grad():
+            out, expected = g(x), model(x)
+        near(out, expected)
+        return out, expected
+
+    def train(x, between=None):
+        found = []
+        for f in (model, g):
+            model.zero_grad()
+            loss = f(x).square().mean()
+            if between is not None:
+                evaluate(between)
+            loss.backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        for mine, theirs in zip(*found, strict=True):
+            near(mine, theirs)
+
+    for turn in range(20):
+        x, y = (torch.randn(256, 64, device=GPU) for _ in range(2))
+        train(x, y if when == "between" and turn > 8 else None)
+        held.append(evaluate(y))
+        if turn == 8:
+            (guest,) = [one for found in recorded[2].known.values() for one in found]
+            assert guest.is_guest
+            torch.cuda.empty_cache()
+        if turn < 9 or when != "held":
+            held.clear()
+    for out, expected in held:
+        near(out, expected)
+    assert recorded[2].alone == (when != "after")
+
+
 def test_drawn_numbers_differ_and_follow_the_seed(recorded):
     model = nn.Sequential(
         nn.Linear(64, 64), nn.Dropout(0.5), nn.Softmax(-1), nn.Linear(64, 64), nn.Softmax(0)

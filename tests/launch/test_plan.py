@@ -15,7 +15,7 @@ from kiln import _launch, compiler
 from kiln.base.graph import Graph, TensorSpec
 from kiln.fuse.program import fuse
 from kiln.generate.code import generate
-from kiln.launch.plan import binding, linked, plan_for
+from kiln.launch.plan import binding, linked, plan_for, with_function
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
 
@@ -468,3 +468,10 @@ def test_ops_of_one_form_are_called_by_torchs_own_functions():
     check(lambda a, b: torch.mv(a, b), x, m)
     with pytest.raises(RuntimeError, match="selected index k out of range"):
         kiln.compile(lambda a: torch.topk(a, 9, 1)[0] + 1, fullgraph=True)(x)
+
+
+def test_what_is_left_out_of_a_call_is_what_the_schema_says():
+    """Torch's own function of this name would give each element's loss."""
+    op = aten.binary_cross_entropy_with_logits.default
+    step = ("call", op, (("s", 0), ("s", 1)), None, (), False, "", (), 0.0, ())
+    assert with_function(step, None)[1] is op._op
