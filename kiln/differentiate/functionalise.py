@@ -87,6 +87,8 @@ class Functionaliser:
         self._context: Node | None = None
         self.turned: set[Place] = set()
         """Views of tensors that changed their own shape afterwards: eager has another history of them."""
+        self.beyond: set[Place] = set()
+        """What as_strided made of views: in eager no gradient leaves such a view, whatever memory is read."""
 
     # Places and values
 
@@ -250,16 +252,17 @@ class Functionaliser:
 
     def _view(self, node: Node, form: Form) -> None:
         step = Step(node.op, node.args[1:], node.kwargs)
-        parent = self.place(node.args[0])
+        viewed = parent = self.place(node.args[0])
+        new = None
         if node.op is aten.as_strided.default:
             parent, step = self._over_memory(parent, node)
             given = parent.memory.root.made.op in (INPUT, CONSTANT)
             if not given or parent.memory.written or self.current(parent).spec.offset != parent.spec.offset:
                 new = self._moved[node] = self.take(self.current(parent), step, parent.spec)
                 self._dirty = True
-                self._places[node] = Place(new, node.spec, parent, step)
-                return
-        self._places[node] = Place(self._keep(node), node.spec, parent, step)
+        place = self._places[node] = Place(new or self._keep(node), node.spec, parent, step)
+        if parent is not viewed:
+            self.beyond.add(place)
 
     def _over_memory(self, parent: Place, node: Node) -> tuple[Place, Step]:
         """What as_strided views, with the step: the tensor of the whole memory, whatever it was called on."""

@@ -146,6 +146,9 @@ class Results:
         elif detached:
             why = "an output was detached from a tensor that is seen outside, and written with gradients"
             raise Break("output-view", why, "return a copy of it")
+        elif not self.functional.beyond.isdisjoint(place.path()):
+            why = "an output with gradients is as_strided of a view"
+            raise Break("output-view", why, "return a copy of it")
 
     def _output(self, leaf: FakeTensor, place: Place, fresh: dict[int, int]) -> Output:
         if id(leaf) in fresh:

@@ -37,6 +37,8 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "addcmul of two dtypes": ([plain(4, 33, dtype="f16"), plain(1, 33)], ["v0 = torch.addcmul(a0, a1, a1, value=0.5)"]),
     "a number of another dtype": ([plain(64, dtype="f16"), plain()], ["v0 = torch.addcmul(a1, a0, a1, value=0.5)"]),
     "bounds of another dtype": ([plain(33), plain(dtype="f64")], ["v0 = torch.clamp(a1, a0, a1 + 1)"]),
+    "a window of a view, beyond it": ([plain(1, 8, grad=True)], ["v0 = a0.select(1, 5).as_strided((2,), (1,))"]),
+    "places of nothing": ([plain(0, 0)], ["v0 = a0.index_fill(0, torch.tensor([0, -1]), 2)", "v1 = a0.index_add(1, torch.tensor([0, 1]), a0.new_ones(0, 2)) + v0"]),
     "round with decimals": ([plain(17)], ["v0 = (a0 / 3).round(decimals=2) + 1"]),
     "logaddexp of two dtypes": ([plain(dtype="bf16"), plain()], ["v0 = torch.logaddexp(a0, a1)"]),
     "alpha of booleans": ([plain(3, 2)], ["v0 = a0 > 0", "v1 = torch.add(v0, ~v0, alpha=2)"]),

@@ -19,8 +19,13 @@ def _at(dim: int, x: Tensor, index: Tensor) -> list[Tensor | None]:
     return [None] * (dim % x.dim()) + [index.reshape(-1)]
 
 
+def _has_places(x: Tensor) -> bool:
+    """Whether places of a dimension mean anything: eager takes any for some tensors without elements."""
+    return bool(x.dim()) and 0 not in x.shape
+
+
 def _filled(x: Tensor, dim: int, index: Tensor, value: Tensor) -> Any:
-    return aten.index_put(x, _at(dim, x, index), value) if x.dim() else NotImplemented
+    return aten.index_put(x, _at(dim, x, index), value) if _has_places(x) else NotImplemented
 
 
 @expansion(aten.index_put.default, complex_too=True)
@@ -37,14 +42,14 @@ def index_put(x: Tensor, indices: list[Tensor | None], values: Tensor, accumulat
 
 @expansion(aten.index_copy.default, complex_too=True)
 def index_copy(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
-    if not x.dim() or source.dim() != x.dim():
+    if not _has_places(x) or source.dim() != x.dim():
         return NotImplemented
     return aten.index_put(x, _at(dim, x, index), source)
 
 
 @expansion(aten.index_add.default)
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
-    if not x.dim() or source.dim() != x.dim() or x.dtype in HALF or x.dtype is torch.bool:
+    if not _has_places(x) or source.dim() != x.dim() or x.dtype in HALF or x.dtype is torch.bool:
         return NotImplemented
     return aten.index_put(x, _at(dim, x, index), source if alpha == 1 else source * alpha, True)
 
