@@ -171,8 +171,8 @@ def _cores() -> int:
 
 @functools.cache
 def workers() -> ThreadPoolExecutor:
-    """The threads that compile: one core is left to the program, which helps where it waits."""
-    return ThreadPoolExecutor(max(_cores() - 1, 1), "kiln")
+    """The threads that compile; who waits for one that has not begun helps."""
+    return ThreadPoolExecutor(_cores(), "kiln")
 
 
 os.register_at_fork(after_in_child=lambda: workers.cache_clear())
