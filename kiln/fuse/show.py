@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Kernel, Load, Nest, Place, Term, terms
+from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Kernel, Load, Nest, Place, Term
 
 
 def show_kernels(kernels: Iterable[Kernel]) -> str:
@@ -58,7 +58,7 @@ def show_nest(nest: Nest) -> list[str]:
             return ""
         return " where " + ", ".join(f"{p.symbol} = {text(p.term)} below {p.size}" for p in places)
 
-    for term in terms(store.value for store in nest.stores):
+    for term in nest.terms():
         if isinstance(term, (Apply, Fold)):
             name = f"t{len(names)}"
             if isinstance(term, Apply):

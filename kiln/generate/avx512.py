@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 from kiln.generate import functions
 from kiln.generate.lanes import lanes, shuffled
-from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma, literal
+from kiln.generate.llvm import F32, F64, I16, I32, U32, Value, fma, literal
 
 LANES, DOUBLES = 16, 8
-U32 = Type("i32", signed=False)
 ROOT_TWO = math.sqrt(2)
 
 # Odd functions in pieces around n STEP, n = 0 … 15: the coefficients of 1, t, t^2, … for |t| <= STEP / 2, to

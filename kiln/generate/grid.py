@@ -9,7 +9,7 @@ from typing import Any
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, MOD, hinted
 from kiln.base.symbols import Expr, Symbol
-from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import vector_axis
 from kiln.generate.llvm import F32
@@ -132,7 +132,7 @@ def several(nest: Nest, vector: Axis | None, width: int) -> int:
     many = WIDEST // max(read, 2)
     if many > 2 and all_exist(many):
         return many
-    computed = terms(s.value for s in nest.stores)
+    computed = nest.terms()
     costly = any(isinstance(t, Apply) and t.op in COSTLY for t in computed)
     return 2 if costly and all_exist(2) else 1
 
@@ -150,7 +150,7 @@ def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:
     """Another axis than the vector axis that some memory is read along."""
     if vector is None or extent(vector) < SQUARE // 2:
         return None
-    for term in terms(s.value for s in nest.stores):
+    for term in nest.terms():
         if isinstance(term, Load):
             for axis in nest.axes:
                 if axis is not vector and extent(axis) >= SQUARE // 2 and turns(term, vector, axis):
@@ -246,7 +246,7 @@ def in_strips(nest: Nest, vector: Axis | None, width: int) -> Grid:
     chunks = -(-reduced_extent(nest) // width)
     turns = 1 if chunks <= STRIP // 3 else -(-chunks // (2 * LOOPED)) * 2
     team = max(-(-chunks // (turns * WARP)), 1) * WARP
-    costly = any(isinstance(t, Apply) and t.op in COSTLY for t in terms(s.value for s in nest.stores))
+    costly = any(isinstance(t, Apply) and t.op in COSTLY for t in nest.terms())
     for threads in (LOOPED,) if costly or turns > 1 else (STRIP, LOOPED):
         grid = Grid(vector, width, max(threads // team, 1), team, True, turns)
         size = sum(row.bytes for row in rows_ahead(nest, grid).values())
@@ -357,7 +357,7 @@ def read_once(nest: Nest) -> bool:
 
 def row_bytes(nest: Nest, vector: Axis | None, width: int) -> int:
     """The bytes that a thread reads in one turn."""
-    found = {(t.buffer, t.index, t.dtype) for t in terms(s.value for s in nest.stores) if isinstance(t, Load)}
+    found = {(t.buffer, t.index, t.dtype) for t in nest.terms() if isinstance(t, Load)}
     varying = [d for _, i, d in found if isinstance(i, Expr) and vector and vector.variable in i.symbols()]
     return width * sum(int(d.itemsize) for d in varying)
 
@@ -366,7 +366,7 @@ def width_for(nest: Nest, vector: Axis | None) -> int:
     """How many neighbouring elements along the vector axis a thread takes: 16 bytes of the smallest type."""
     if vector is None:
         return 1
-    accesses = [(t.index, t.dtype) for t in terms(s.value for s in nest.stores) if isinstance(t, Load)]
+    accesses = [(t.index, t.dtype) for t in nest.terms() if isinstance(t, Load)]
     accesses += [(s.index, s.buffer.dtype) for s in nest.stores]
     sizes = [d.itemsize for i, d in accesses if isinstance(i, Expr) and vector.variable in i.symbols()]
     if not sizes:

@@ -56,7 +56,7 @@ _WIDE: dict[tuple[str, int, bool], Type] = {}  # asked for with each instruction
 
 F64, F32, F16, BF16 = Type("f64"), Type("f32"), Type("f16"), Type("bf16")
 I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
-U8 = Type("i8", signed=False)
+U8, U32, U64 = (Type(kind, signed=False) for kind in ("i8", "i32", "i64"))
 PTR, VOID = Type("ptr"), Type("void")
 
 Number: TypeAlias = "int | float | bool"

@@ -19,7 +19,7 @@ from kiln.base.expressions import hinted
 from kiln.fuse.nest import Fold
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
-from kiln.generate.llvm import F32, I1, I32, Type, Value, fma
+from kiln.generate.llvm import F32, I1, I32, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
 from kiln.generate.softmax import forgetful, pair, shares
 from kiln.generate.values import Values
@@ -115,7 +115,7 @@ class Online(Values):
         def usual(x: Value) -> tuple[Value, Value]:
             return avx512.exp_near(functions.at_least(x, least), tables)
 
-        sums, reach = self.kept_powers(top, total, end, avx512.U32, usual)
+        sums, reach = self.kept_powers(top, total, end, U32, usual)
         before = fn.block
         fine = (_within(reach) <= limit) & (functions.absolute(near) <= FAR)
         again, done = fn.label("again"), fn.label("done")

@@ -14,7 +14,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axes_for
-from kiln.fuse.nest import Apply, Buffer, Const, Load, Nest, Store, Term, terms
+from kiln.fuse.nest import Apply, Buffer, Const, Load, Nest, Store, Term
 from kiln.generate.nvptx import Unsupported
 
 TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
@@ -173,7 +173,7 @@ class Elements:
 
     def values(self) -> list[str]:
         made = []
-        for number, term in enumerate(terms(s.value for s in self.nest.stores)):
+        for number, term in enumerate(self.nest.terms()):
             made.append(f"{self.prefix}t{number} = {self.text(term)}")
             self.texts[id(term)] = f"{self.prefix}t{number}"
         return made

@@ -173,7 +173,7 @@ class GridEmitter(Online):
         rest = self.unsigned(self.block).to(I64)
         across, along = rest / tiles[1] % tiles[0] * SQUARE, rest % tiles[1] * SQUARE
         self.place([a for a in self.outer() if a is not other], rest / tiles[1] / tiles[0])
-        loads = terms(s.value for s in self.nest.stores)
+        loads = self.nest.terms()
         turned = {id(t): t for t in loads if isinstance(t, Load) and turns(t, vector, other)}
         memory = {key: self.shared_memory(TYPES[t.dtype], SQUARE * (SQUARE + 1)) for key, t in turned.items()}
         step = self.grid.rows // SQUARE

@@ -19,13 +19,13 @@ from kiln.generate.functions import (
     polynomial,
     with_sign,
 )
-from kiln.generate.llvm import F64, I64, PTR, Module, Type, Value, fma
+from kiln.generate.llvm import F64, I64, PTR, U64, Module, Type, Value, fma
 from kiln.generate.ptx_powers import erf, pow
 
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 HALF_PI = (1.5707963267948966, 6.123233995736766e-17)
 ROUNDER = 1.5 * 2.0**52
-U64, U128 = Type("i64", signed=False), Type("i128", signed=False)
+U128 = Type("i128", signed=False)
 TABLE = "kiln_two_over_pi"
 
 _EXP = tuple(1 / math.factorial(k + 2) for k in range(12))

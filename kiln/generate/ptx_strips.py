@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Apply, Const, Load, Store, Term, terms
+from kiln.fuse.nest import Apply, Const, Load, Store, Term
 from kiln.generate.grid import LOOPED, WIDEST, key_of, reduced_extent, rows_ahead
 from kiln.generate.llvm import F32, I8, I32, I64, Type, Value
 from kiln.generate.ptx import GridEmitter
@@ -50,7 +50,7 @@ class StripEmitter(GridEmitter):
         begin = strip * part.rows
         first, end = begin + team.to(I64), begin + part.rows
         end = (end < row.size).where(end, row.size)
-        loads = {key_of(t): t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)}
+        loads = {key_of(t): t for t in self.nest.terms() if isinstance(t, Load)}
         plain = [t for t in loads.values() if t.valid is None and not t.places]
         own = [t for t in plain if isinstance(t.index, Expr) and row.variable in t.index.symbols()]
         copied = [t for t in own if self.can_copy(t)]

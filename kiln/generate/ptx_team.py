@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
-from kiln.fuse.nest import Axis, Load, Nest, terms
+from kiln.fuse.nest import Axis, Load, Nest
 from kiln.generate.grid import WARP, WIDEST, key_of, power_of_two, reduced_extent
 from kiln.generate.lanes import lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
@@ -139,7 +139,7 @@ class Team(DeviceValues):
 
     def fetch(self) -> None:
         """Begin to copy what is read of the row more than once, a group of copies for each turn."""
-        loads = {key_of(t): t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)}
+        loads = {key_of(t): t for t in self.nest.terms() if isinstance(t, Load)}
         outside, self.lanes = self.lanes, self.grid.width
         bytes_of = {key: self.lanes * int(key[2].itemsize) for key in self.again}
         known = all(n in (4, 8, WIDEST) for n in bytes_of.values())

@@ -9,10 +9,10 @@ from kiln.generate.cpu import host
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import lanes as some_lanes
 from kiln.generate.lanes import shuffled
-from kiln.generate.llvm import I1, I32, PTR, Function, Type, Value
+from kiln.generate.llvm import I1, I32, PTR, U8, Function, Type, Value
 from kiln.generate.pieces import borders
 
-I8_OF = {"i1": Type("i8", signed=False)}
+I8_OF = {"i1": U8}
 
 
 class Reads:

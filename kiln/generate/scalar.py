@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kiln.generate import functions
-from kiln.generate.llvm import BF16, F16, F32, F64, I1, I8, I16, I32, I64, U8, Type, Value, fma
+from kiln.generate.llvm import BF16, F16, F32, F64, I1, I8, I16, I32, I64, U8, U32, U64, Type, Value, fma
 
 TYPES: dict[torch.dtype, Type] = {
     torch.float32: F32, torch.float64: F64, torch.float16: F16, torch.bfloat16: BF16, torch.int64: I64,
@@ -16,7 +16,6 @@ TYPES: dict[torch.dtype, Type] = {
 }  # fmt: skip
 
 Scalar = Callable[..., Value]
-U32, U64 = Type("i32", signed=False), Type("i64", signed=False)
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32
 LOW_HALF = 0xFFFFFFFF
 

@@ -94,7 +94,7 @@ class Streams(Values):
         fn = self.fn
         written = [self.pointers[s.buffer] for s in stores]
         kinds = {s.buffer.dtype for s in stores}
-        loads = [t for t in terms(s.value for s in self.nest.stores) if isinstance(t, Load)]
+        loads = [t for t in self.nest.terms() if isinstance(t, Load)]
         read = dict.fromkeys(t.buffer for t in loads if t.dtype in kinds)
         right = fn.constant(1, I1)
         for pointer in written:
@@ -134,7 +134,7 @@ class Streams(Values):
 
     def slow_stream(self) -> bool:
         """Whether elementary functions take longer than memory does where code is emitted."""
-        return bool(self.streams) and self.slow(terms(s.value for s in self.nest.stores))
+        return bool(self.streams) and self.slow(self.nest.terms())
 
     def slow(self, found: list[Term]) -> bool:
         return any(isinstance(t, Apply) and t.op in COSTLY and self.varies(t) for t in found)
@@ -196,7 +196,7 @@ class Streams(Values):
         assert vector is not None
         if self.row_length() > LONGEST:
             return []
-        slow = self.slow(terms(s.value for s in nest.stores))
+        slow = self.slow(nest.terms())
         roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
         found = []
         for load in terms(roots):
@@ -243,7 +243,7 @@ def _number(fn: Function, pointer: Value) -> Value:
 def moved(nest: Nest) -> int:
     """Bytes of what a nest reads and writes in all of its loops, by the sizes when traced."""
     variables = {a.variable for a in nest.axes}
-    places = {t.buffer: t.index for t in terms(s.value for s in nest.stores) if isinstance(t, Load)}
+    places = {t.buffer: t.index for t in nest.terms() if isinstance(t, Load)}
     places |= {s.buffer: s.index for s in nest.stores}
     large = [b for b, index in places.items() if isinstance(index, Expr) and variables <= index.symbols()]
     return sum(nest.volume() * b.dtype.itemsize for b in large)
