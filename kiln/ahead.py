@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverloadPacket
 
 from kiln import _hook
 from kiln.base import log, records
@@ -21,10 +23,12 @@ from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
 from kiln.base.reports import fell_back
 from kiln.capture.hidden import hide
-from kiln.differentiate import finish, results, run, training
+from kiln.capture.torch_calls import Named
+from kiln.differentiate import finish, parts, results, run, training
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.partition import partition
+from kiln.differentiate.parts import Make, in_parts
 from kiln.differentiate.run import HeldCompiler, callable_for
 from kiln.differentiate.trace import trace
 from kiln.differentiate.training import Compiler, Run
@@ -34,7 +38,7 @@ from kiln.ops.random import draw
 from kiln.ops.symint import wrap
 
 # What stands between the program and its compiled graphs.
-hide(finish, results, run, training)
+hide(finish, parts, results, run, training)
 
 T = TypeVar("T")
 
@@ -137,7 +141,11 @@ def compiled(
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        return _as_captured(module, error)
+        again = partial(
+            compiled, forward=forward, backward=backward, inference=inference, parted=parted, level=level,
+            random=random, held=held, tries=tries, dump=dump, arrange=arrange, short=short,
+        )  # fmt: skip
+        return _in_parts(module, error, again) or _as_captured(module, error)
     ahead = forward if halves else inference
     try:
         return callable_for(module, joint, halves, ahead, Unseen(backward), held, tries)
@@ -187,6 +195,34 @@ def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:
     for value in (*examples, *held):
         if hasattr(value, "__tensor_flatten__"):
             raise Break("tensor-subclass", f"the graph computes with a {type(value).__name__}", "")
+
+
+def _in_parts(module: fx.GraphModule, error: Exception, make: Make) -> Callable[..., Any] | None:
+    """The graph in parts, where a backward in Python looks at numbers: what may have one runs in eager."""
+    if not isinstance(error, Break) or error.kind not in ("backward", "data-dependent"):
+        return None
+    own = any(map(has_own_backward, module.graph.nodes))
+    aside: Make = lambda *given: Unseen.aside(partial(make, *given))  # noqa: E731
+    run = in_parts(module, aside, lambda n: has_own_backward(n) or is_switch(n)) if own else None
+    if run is not None:
+        name = str(module.meta.get("name", "")) or "a graph"
+        log.warn_once(("parts", error.why), f"{name} is differentiated in parts: {error.kind}: {error.why}")
+    return run
+
+
+def has_own_backward(node: fx.Node) -> bool:
+    """Whether a call may have a backward written in Python: custom functions and custom ops."""
+    example = node.meta.get("example_value")
+    made = example if isinstance(example, (tuple, list)) else [example]
+    op = getattr(node.target, "overloadpacket", node.target)
+    custom = isinstance(op, OpOverloadPacket) and not op._qualified_op_name.startswith("aten::")
+    return (custom or isinstance(op, Named)) and any(isinstance(v, Tensor) and v.requires_grad for v in made)
+
+
+def is_switch(node: fx.Node) -> bool:
+    """Whether a call changes a state of torch's: parts are compiled for what it is when they first run."""
+    made = node.all_input_nodes or "example_value" in node.meta
+    return node.op == "call_function" and not made and node.target is not torch._C._set_grad_enabled
 
 
 def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]:

@@ -165,7 +165,7 @@ def find_run(region: Any, function: types.FunctionType, argv: tuple[Any, ...], f
 def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
     asked, name = family.options, family.options.name or function.__qualname__
     entries = region.entries
-    stance = options.stance()
+    stance = live.stance()
     if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
         return None  # a functorch transform runs its function on tensors of its own
     failures = [failed_guards(entry, argv) for entry in entries]
@@ -183,7 +183,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0
     )
     known = [entry.info.guards for entry in entries]
-    first = stance in options.FIRST_AS_IS and not entries and region not in family.first
+    first = stance in live.FIRST_AS_IS and not entries and region not in family.first
     if first:
         asked = replace(asked, backend=as_is)
     elif region in family.first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from kiln.base.expressions import (
@@ -136,7 +137,7 @@ def _divided(poly: Poly, b: Any, signed: bool) -> tuple[Poly, Poly]:
     whole: Poly = {}
     rest: Poly = {}
     for monomial, n in poly.items():
-        others = _without(monomial, parts)
+        others = without(monomial, parts)
         if others is None:
             rest[monomial] = n
             continue
@@ -162,7 +163,7 @@ def _long_division(poly: Poly, divisor: Poly) -> tuple[Poly, Poly]:
         if not rest:
             return whole, rest
         top = min(rest, key=weight)
-        others = _without(top, lead)
+        others = without(top, lead)
         if others is None or rest[top] % divisor[lead]:
             break
         count = rest[top] // divisor[lead]
@@ -171,7 +172,7 @@ def _long_division(poly: Poly, divisor: Poly) -> tuple[Poly, Poly]:
     return ({}, poly) if rest else (whole, rest)
 
 
-def _without(monomial: Monomial, parts: Monomial) -> Monomial | None:
+def without(monomial: Monomial, parts: Monomial) -> Monomial | None:
     """`monomial` divided by the product of `parts`."""
     if not parts:
         return monomial
@@ -223,8 +224,7 @@ def without_quotients(poly: Poly) -> Poly:
             if type(b) is int and (shared := math.gcd(factor, b)) > 1:
                 a, b, count = a if shared == b else floordiv(a, b // shared), shared, factor // shared
             elif b in others:
-                place = others.index(b)
-                others = others[:place] + others[place + 1 :]
+                others = without(others, (b,))  # type: ignore[assignment]
             else:
                 continue
             rest = part.scope.simplify(mod(a, b))
@@ -262,14 +262,7 @@ def _chosen(scope: Any, op: str, a: Any, b: Any) -> bool:
     return bool(high <= 0 if op is MIN else low >= 0)
 
 
-def minimum(a: Value, b: Value) -> Value:
-    """`min(a, b)`."""
-    return extreme(MIN, a, b)
-
-
-def maximum(a: Value, b: Value) -> Value:
-    """`max(a, b)`."""
-    return extreme(MAX, a, b)
+minimum, maximum = partial(extreme, MIN), partial(extreme, MAX)
 
 
 def infix(op: str, a: Value, b: Value) -> Value:
@@ -296,7 +289,6 @@ EXACT = 1 << 53
 
 
 def truediv(a: Value, b: Value) -> Value:
-    """`a / b`."""
     return infix("/", a, b)
 
 
@@ -336,10 +328,6 @@ mod = _operation("%", _remainder)
 OPERATORS.update({"+": add, "-": sub, "*": mul, "//": floordiv, "%": mod, "/": truediv})
 
 
-def _turned(operation: Operation) -> Operation:
-    return lambda a, b: operation(b, a)
-
-
 for _name, _own in zip("add sub mul floordiv mod truediv".split(), OPERATORS.values(), strict=True):
     setattr(Expr, f"__{_name}__", _own)
-    setattr(Expr, f"__r{_name}__", _turned(_own))
+    setattr(Expr, f"__r{_name}__", lambda a, b, own=_own: own(b, a))

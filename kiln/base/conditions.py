@@ -6,7 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
-from kiln.base.arithmetic import add, sub, whole, without_quotients
+from kiln.base.arithmetic import add, sub, whole, without, without_quotients
 from kiln.base.expressions import (
     FLOORDIV,
     INFIX,
@@ -44,13 +44,11 @@ eq, ne, le, lt = (partial(_compare, op) for op in ("==", "!=", "<=", "<"))
 
 
 def ge(a: Value, b: Value) -> Truth:
-    """`a >= b`."""
-    return _compare("<=", b, a)
+    return le(b, a)
 
 
 def gt(a: Value, b: Value) -> Truth:
-    """`a > b`."""
-    return _compare("<", b, a)
+    return lt(b, a)
 
 
 def zero(op: str, value: Value) -> Truth:
@@ -104,11 +102,7 @@ def _reduced(value: Expr) -> Poly:
         )
         if shared is None:
             break
-        out: Poly = {}
-        for monomial, n in poly.items():
-            place = monomial.index(shared)
-            out[monomial[:place] + monomial[place + 1 :]] = n
-        poly = out
+        poly = {without(monomial, (shared,)) or (): n for monomial, n in poly.items()}
     return poly
 
 

@@ -45,10 +45,7 @@ class Term:
     __slots__ = ("__weakref__", "_run", "_text", "args", "hint", "op", "order", "scope")
 
     def __init__(self, scope: Any, op: str, args: tuple[Any, ...], hint: Any) -> None:
-        self.scope = scope
-        self.op = op
-        self.args = args
-        self.hint = hint
+        self.scope, self.op, self.args, self.hint = scope, op, args, hint
         self.order: int = scope.next_order()
         self._text: str | None = None
         self._run: Callable[..., Any] | None = None
@@ -142,13 +139,8 @@ def _collect(value: Any, found: set[Symbol]) -> None:
     if type(value) is Symbol:
         found.add(value)
     elif type(value) is Expr:
-        if value.op is SUM:
-            for monomial in value.poly:
-                for atom in monomial:
-                    _collect(atom, found)
-        else:
-            for arg in value.args:
-                _collect(arg, found)
+        for arg in [part for monomial in value.poly for part in monomial] if value.op is SUM else value.args:
+            _collect(arg, found)
     elif type(value) is Condition:
         for arg in value.args:
             _collect(arg, found)
@@ -159,19 +151,19 @@ def _collect(value: Any, found: set[Symbol]) -> None:
 
 def atom(scope: Any, op: str, args: tuple[Any, ...], hint: Any) -> Expr:
     """The one expression of this operator and operands."""
-    key = (op, *[(type(a), a) if type(a) in (int, float, bool) else a for a in args])
-    known: Expr | None = scope.table.get(key)
-    if known is None:
-        known = scope.table[key] = Expr(scope, op, args, None, hint)
-    return known
+    return _interned(Expr, scope, op, args, None, hint)  # type: ignore[no-any-return]
 
 
 def condition(scope: Any, op: str, args: tuple[Any, ...], hint: bool) -> Condition:
     """The one condition of this operator and operands."""
-    key = ("?", op, *[(type(a), a) if type(a) in (int, float, bool) else a for a in args])
-    known: Condition | None = scope.table.get(key)
+    return _interned(Condition, scope, op, args, hint)  # type: ignore[no-any-return]
+
+
+def _interned(kind: type[Term], scope: Any, op: str, args: tuple[Any, ...], *rest: Any) -> Any:
+    key = (kind, op, *[(type(a), a) if type(a) in NUMBERS else a for a in args])
+    known = scope.table.get(key)
     if known is None:
-        known = scope.table[key] = Condition(scope, op, args, hint)
+        known = scope.table[key] = kind(scope, op, args, *rest)
     return known
 
 

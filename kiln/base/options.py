@@ -1,4 +1,4 @@
-"""Options: what one `compile` call asked for, the process-wide configuration and the stance."""
+"""Options: what one `compile` call asked for, and the process-wide configuration."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ Backend = Callable[[Any, list[Any]], Callable[..., Any]]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 NUMERICS = ("fast", "eager")
 RANDOM = ("eager", "masks", "own")
-#: Stances under which the first call of a function runs its graphs as they are, without the backend.
-FIRST_AS_IS = ("eager_then_compile", "aot_eager_then_compile")
-STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile", *FIRST_AS_IS)
 
 
 class UnknownOption(KilnError, TypeError, ValueError):
@@ -203,26 +200,3 @@ def with_changes(base: Settings, changes: Mapping[str, Any]) -> Settings:
 
 
 config = Configuration()
-
-
-@dataclass(slots=True)
-class _Stance:
-    """The stance in force; `kiln.base.live.set_stance` is its one owner."""
-
-    name: str = "default"
-
-
-_stance = _Stance()
-
-
-def stance() -> str:
-    """The stance in force, one of STANCES."""
-    return _stance.name
-
-
-def put_stance(name: str) -> str:
-    """Put a stance in force and give the one before; callers go through `kiln.base.live.set_stance`."""
-    if name not in STANCES:
-        raise unknown("stance", name, STANCES)
-    before, _stance.name = _stance.name, name
-    return before

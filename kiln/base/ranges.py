@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from kiln.base.arithmetic import add, mul, sub
+from kiln.base.arithmetic import add, mul, sub, without
 from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, SYMBOL, Expr, Value, from_poly
 
 LIMIT = (1 << 63) - 1
 """The largest size."""
 
 
-def _range_of_symbol(scope: Any, value: Expr) -> tuple[int, int]:
-    return value.low, value.high  # type: ignore[attr-defined, no-any-return]
-
-
 def _range_of_sum(scope: Any, value: Expr) -> tuple[int, int]:
     shared = next((p for p in next(iter(value.poly)) if all(p in m for m in value.poly)), None)
     if shared is not None and len(value.poly) > 1:
-        rest = {}
-        for monomial, n in value.poly.items():
-            place = monomial.index(shared)
-            rest[monomial[:place] + monomial[place + 1 :]] = n
+        rest = {without(monomial, (shared,)) or (): n for monomial, n in value.poly.items()}
         return _product(scope.bounds(shared), scope.bounds(from_poly(scope, rest)))
     low = high = 0
     for monomial, n in value.poly.items():
@@ -56,14 +50,9 @@ def _range_of_remainder(scope: Any, value: Expr) -> tuple[int, int]:
     return min(b[0] + 1, 0), max(b[1] - 1, 0)
 
 
-def _range_of_least(scope: Any, value: Expr) -> tuple[int, int]:
-    spans = [scope.bounds(arg) for arg in value.args]
-    return min(low for low, _ in spans), min(high for _, high in spans)
-
-
-def _range_of_largest(scope: Any, value: Expr) -> tuple[int, int]:
-    spans = [scope.bounds(arg) for arg in value.args]
-    return max(low for low, _ in spans), max(high for _, high in spans)
+def _range_of_extreme(pick: Callable[..., int], scope: Any, value: Expr) -> tuple[int, int]:
+    lows, highs = zip(*[scope.bounds(arg) for arg in value.args])
+    return pick(lows), pick(highs)
 
 
 def relaxed(value: Expr) -> Iterator[Value]:
@@ -82,10 +71,10 @@ def relaxed(value: Expr) -> Iterator[Value]:
 
 
 RANGES: dict[str, Callable[[Any, Expr], tuple[int, int]]] = {
-    SYMBOL: _range_of_symbol,
+    SYMBOL: lambda scope, value: (value.low, value.high),  # type: ignore[attr-defined]
     SUM: _range_of_sum,
     FLOORDIV: _range_of_quotient,
     MOD: _range_of_remainder,
-    MIN: _range_of_least,
-    MAX: _range_of_largest,
+    MIN: partial(_range_of_extreme, min),
+    MAX: partial(_range_of_extreme, max),
 }

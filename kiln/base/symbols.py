@@ -12,15 +12,14 @@ scope.known(lt(n, 8))       # -> bool | None: from what is known, nothing is rec
 scope.specialise(n * 2)     # -> 10, recorded as n == 5
 scope.simplify(expr)        # the expression under what was recorded: an int once it is determined
 scope.records               # (condition, where) in order;  scope.conditions: without the superfluous
-scope.check()               # function of the values of scope.symbols: do ranges and conditions hold?
-scope.failing([4, 3])       # the first of them that does not hold, or None
 expr.evaluate({n: 7, k: 3}), str(expr)              # a value; Python source over the symbols' names
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 from kiln.base.arithmetic import (
@@ -55,7 +54,6 @@ from kiln.base.expressions import (
     Truth,
     Value,
     from_poly,
-    function_of,
 )
 from kiln.base.ranges import LIMIT, RANGES, relaxed
 
@@ -143,7 +141,7 @@ class Scope:
 
     # ------------------------------------------------------------------------------------------- decisions
 
-    def decide(self, question: Truth, where: Any = None) -> bool:
+    def decide(self, question: Truth) -> bool:
         """Whether `question` holds: from what is known, else by the hints, and then that is recorded."""
         if not isinstance(question, Condition):
             return bool(question)
@@ -159,9 +157,7 @@ class Scope:
             answer = question.hint
             holds = self._simple_condition(question)
             fact = self._narrowed(holds if answer else negate(holds))
-            if where is None and self.place is not None:
-                where = self.place()
-            self.records.append(Record(fact, where))
+            self.records.append(Record(fact, None if self.place is None else self.place()))
             self.learn(fact)
         return answer
 
@@ -180,7 +176,7 @@ class Scope:
                     return narrower
         return fact
 
-    def specialise(self, value: Value, where: Any = None) -> Any:
+    def specialise(self, value: Value) -> Any:
         """The number that `value` is now, which is recorded."""
         if not isinstance(value, Expr):
             return value
@@ -191,7 +187,7 @@ class Scope:
         if self.is_open(value):
             why = f"the program needs the value of {value}, the item of a tensor"
             raise Break("data-dependent", why, "keep it a tensor, or move it out of the compiled function")
-        self.decide(eq(value, value.hint), where)
+        self.decide(eq(value, value.hint))
         return value.hint
 
     def known(self, question: Truth) -> bool | None:
@@ -436,34 +432,6 @@ class Scope:
                 kept.append(found)
         return kept
 
-    def limits(self) -> list[Condition]:
-        """The ranges of the symbols as conditions, as far as they are narrower than those of all ints."""
-        found = []
-        for symbol in self.symbols:
-            if not symbol.real:
-                if symbol.low > -LIMIT:
-                    found.append(zero("<=", sub(symbol.low, symbol)))
-                if symbol.high < LIMIT:
-                    found.append(zero("<=", sub(symbol, symbol.high)))
-        return [limit for limit in found if isinstance(limit, Condition)]
-
-    def check(self) -> Callable[..., bool]:
-        """A function of the values of all symbols, in order, that says whether this scope's answers hold."""
-        return function_of(self.symbols, self.text())
-
-    def text(self) -> str:
-        """What `check` computes, as Python source over the symbols' names."""
-        parts = [f"({c})" if c.op in ("or", "not") else str(c) for c in [*self.limits(), *self.conditions]]
-        return " and ".join(parts) or "True"
-
-    def failing(self, values: Sequence[int | float]) -> Record | None:
-        """The first range or recorded condition that these values of the symbols break."""
-        given = dict(zip(self.symbols, values, strict=True))
-        for record in [*[Record(limit, None) for limit in self.limits()], *self.records]:
-            if not record.condition.evaluate(given):
-                return record
-        return None
-
 
 def apply(op: str, args: list[Any], scope: Scope) -> Value:
     """The expression of an operator on other operands."""
@@ -472,10 +440,7 @@ def apply(op: str, args: list[Any], scope: Scope) -> Value:
     if op is MOD:
         return mod(*args)
     if op is MIN or op is MAX:
-        out = args[0]
-        for arg in args[1:]:
-            out = extreme(op, out, arg)
-        return out  # type: ignore[no-any-return]
+        return reduce(partial(extreme, op), args)  # type: ignore[no-any-return]
     if len(args) == 2 and op != "round":
         return infix(op, *args)
     return call(op, *args)

@@ -14,10 +14,6 @@ from kiln.bytecode.encode import NOWHERE, Position, encode
 from kiln.bytecode.flow import Guarded, Row, deepest, depths
 from kiln.bytecode.versions import HERE, JUMPS, KIND, OPNAME, REAL, SHIFT, Kind
 
-_BUILD = {
-    "tuple": "BUILD_TUPLE", "list": "BUILD_LIST", "set": "BUILD_SET",
-    "map": "BUILD_MAP", "string": "BUILD_STRING", "slice": "BUILD_SLICE",
-}  # fmt: skip
 _PAIR_PARTS = {f"{a}_{b}": (a, b) for a in ("LOAD_FAST", "STORE_FAST") for b in ("LOAD_FAST", "STORE_FAST")}
 _OPPOSITE = {"TRUE": "FALSE", "FALSE": "TRUE", "NONE": "NOT_NONE", "NOT_NONE": "NONE"}
 # Plain integers: a comparison with a member of an enum costs several times as much.
@@ -58,10 +54,6 @@ class Emitter:
         return len(self._rows)
 
     # Places
-
-    def label(self) -> Label:
-        """A new label, to be placed later."""
-        return Label()
 
     def place(self, label: Label) -> Label:
         """Put the label before the next step."""
@@ -112,17 +104,13 @@ class Emitter:
         """value, object -> (object.name = value)"""
         self.raw("STORE_ATTR", name)
 
-    def del_attr(self, name: str) -> None:
-        """object -> (del object.name)"""
-        self.raw("DELETE_ATTR", name)
-
     def item(self) -> None:
         """container, key -> container[key]"""
         self.raw("BINARY_SUBSCR")
 
     def build(self, kind: str, count: int) -> None:
         """Collect `count` values (pairs for a map) in a tuple, list, set, map, string or slice."""
-        self.raw(_BUILD[kind], count)
+        self.raw(f"BUILD_{kind.upper()}", count)
 
     # Stack
 
@@ -145,21 +133,13 @@ class Emitter:
 
     # Calls
 
-    def begin_call(self) -> None:
-        """Open a call; the callable follows."""
-        if HERE.null_first:
-            self.push_null()
-
-    def mid_call(self) -> None:
-        """The callable is pushed; the arguments follow."""
-        if not HERE.null_first:
-            self.push_null()
-
     def callee(self, function: Any) -> None:
         """Open a call of this very object; the arguments follow."""
-        self.begin_call()
+        if HERE.null_first:
+            self.push_null()
         self.const(function)
-        self.mid_call()
+        if not HERE.null_first:
+            self.push_null()
 
     def end_call(self, count: int, kwnames: Sequence[str] = ()) -> None:
         """Call with `count` arguments in all, the last of which are the keywords `kwnames`."""
@@ -173,9 +153,9 @@ class Emitter:
             self.raw("PRECALL", count)
         self.raw("CALL", count)
 
-    def call_ex(self, has_kwargs: bool = False) -> None:
-        """Call with an argument tuple, and a dict of keywords on top of it if `has_kwargs`."""
-        self.raw("CALL_FUNCTION_EX", int(has_kwargs))
+    def call_ex(self) -> None:
+        """Call with an argument tuple."""
+        self.raw("CALL_FUNCTION_EX", 0)
 
     # Control
 
@@ -191,7 +171,7 @@ class Emitter:
         elif label.row < 0:
             self.raw(name, label)
         else:
-            past = self.label()
+            past = Label()
             self.raw(f"POP_JUMP_IF_{_OPPOSITE[name.removeprefix('POP_JUMP_IF_')]}", past)
             self.jump(label)
             self.place(past)
@@ -199,10 +179,6 @@ class Emitter:
     def ret(self) -> None:
         """Return the top of the stack."""
         self.raw("RETURN_VALUE")
-
-    def raise_(self) -> None:
-        """Raise the top of the stack."""
-        self.raw("RAISE_VARARGS", 1)
 
     def raw(self, name: str, arg: Any = None, bits: int = 0) -> None:
         """Any instruction: its argument is an object, a name, two names, a label or a number, as decoded.
@@ -262,19 +238,10 @@ class Emitter:
         argnames: Sequence[str],
         flags: int = CO_OPTIMIZED | CO_NEWLOCALS,
         *,
-        posonlyargcount: int = 0,
-        kwonlyargcount: int = 0,
         qualname: str | None = None,
-        varnames: tuple[str, ...] | None = None,
-        cellvars: tuple[str, ...] = (),
-        freevars: tuple[str, ...] = (),
         statements: bool = False,
     ) -> CodeType:
-        """The code object; `argnames` names all parameters, keyword-only and starred ones too.
-
-        With cells or free variables it needs fixed slots and `varnames`, the slots that are locals. With
-        `statements` it has a line for each statement and not those of a source.
-        """
+        """The code object; with `statements` it has a line for each statement and not those of a source."""
         slots = self._slots if self._fixed else {n: at for at, n in enumerate(argnames)}
         rows = [self._settle(op, arg, slots) for op, arg in self._rows]
         guarded = [
@@ -285,12 +252,10 @@ class Emitter:
         if statements:
             positions = [(line, line, None, None) for line in statement_lines(rows, guarded)]
         encoded = encode(rows, positions, guarded, firstlineno)
-        varnames = tuple(slots) if varnames is None else varnames
         return CodeType(
-            argcount, posonlyargcount, kwonlyargcount, len(varnames),
-            deepest(rows, depths(rows, guarded)), flags, encoded.code,
-            tuple(self._consts), tuple(self._names), varnames, filename, name, qualname or name, firstlineno,
-            encoded.lines, encoded.exceptions, freevars, cellvars,
+            argcount, 0, 0, len(slots), deepest(rows, depths(rows, guarded)), flags, encoded.code,
+            tuple(self._consts), tuple(self._names), tuple(slots), filename, name, qualname or name,
+            firstlineno, encoded.lines, encoded.exceptions,
         )  # fmt: skip
 
     def _settle(self, op: int, arg: Any, slots: dict[str, int]) -> Row:

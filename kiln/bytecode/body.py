@@ -118,7 +118,7 @@ class Body:
         if free:
             e.const(i.value)
         e.end_call(1 + free, ("name",) * free)
-        e.raise_()
+        e.raw("RAISE_VARARGS", 1)
         self.cover(start, i.index)
 
     def _protect(self) -> None:
@@ -158,7 +158,7 @@ def _delete_deref(body: Body, i: Instruction) -> None:
     body.read_cell(i)
     body.e.pop()
     body.e.load(i.value)
-    body.e.del_attr("cell_contents")
+    body.e.raw("DELETE_ATTR", "cell_contents")
 
 
 def _call(body: Body, i: Instruction) -> bool | None:

@@ -47,14 +47,15 @@ class Handler(NamedTuple):
 class Code:
     """A decoded code object."""
 
-    __slots__ = ("_handlers", "_starts", "_units", "code", "instructions", "locals")
+    __slots__ = ("_starts", "_units", "code", "handlers", "instructions", "locals")
 
     def __init__(self, code: CodeType) -> None:
         self.code = code
         self.locals = local_names(code)
         self._units, self.instructions = _read(code, self.locals)
-        self._handlers = list(self._parse_handlers())
-        self._starts = [start for start, _, _ in self._handlers]
+        #: The exception table as (first index, index after the last, handler), in order.
+        self.handlers = tuple(self._parse_handlers())
+        self._starts = [start for start, _, _ in self.handlers]
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -64,13 +65,8 @@ class Code:
         at = bisect_right(self._starts, index) - 1
         if at < 0:
             return None
-        _, end, handler = self._handlers[at]
+        _, end, handler = self.handlers[at]
         return handler if index < end else None
-
-    @property
-    def handlers(self) -> tuple[tuple[int, int, Handler], ...]:
-        """The exception table as (first index, index after the last, handler), in order."""
-        return tuple(self._handlers)
 
     def _parse_handlers(self) -> Iterator[tuple[int, int, Handler]]:
         units = [*self._units, len(self.instructions)]
@@ -83,8 +79,6 @@ class Code:
 
 def local_names(code: CodeType) -> tuple[str, ...]:
     """Names of the frame's variable slots in order: locals, cells that are not locals, free variables."""
-    if not code.co_cellvars and not code.co_freevars:
-        return code.co_varnames
     fast = code.co_varnames
     return (*fast, *(c for c in code.co_cellvars if c not in fast), *code.co_freevars)
 

@@ -75,8 +75,6 @@ def _extra(arg: int) -> int:
 @cache
 def _varint(value: int) -> bytes:
     """Six bits a byte, least significant first, as in the line table."""
-    if value < 64:
-        return bytes((value,))
     out = bytearray()
     while value >= 64:
         out.append(0x40 | value & 0x3F)

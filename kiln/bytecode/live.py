@@ -11,20 +11,12 @@ from kiln.bytecode.versions import JUMPS, REAL, TERMINATORS
 
 READ, WRITE, CLEAR = "read", "write", "clear"
 
+_READS = "LOAD_FAST LOAD_FAST_CHECK LOAD_CLOSURE LOAD_DEREF STORE_DEREF DELETE_DEREF".split()
 _ACCESS = {
-    "LOAD_FAST": (READ,),
-    "LOAD_FAST_CHECK": (READ,),
-    "LOAD_FAST_AND_CLEAR": (CLEAR,),
-    "DELETE_FAST": (CLEAR,),
-    "STORE_FAST": (WRITE,),
-    "LOAD_FAST_LOAD_FAST": (READ, READ),
-    "STORE_FAST_LOAD_FAST": (WRITE, READ),
+    **dict.fromkeys(_READS, (READ,)), **dict.fromkeys(("LOAD_FAST_AND_CLEAR", "DELETE_FAST"), (CLEAR,)),
+    "STORE_FAST": (WRITE,), "LOAD_FAST_LOAD_FAST": (READ, READ), "STORE_FAST_LOAD_FAST": (WRITE, READ),
     "STORE_FAST_STORE_FAST": (WRITE, WRITE),
-    "LOAD_CLOSURE": (READ,),
-    "LOAD_DEREF": (READ,),
-    "STORE_DEREF": (READ,),
-    "DELETE_DEREF": (READ,),
-}
+}  # fmt: skip
 """What an instruction does with each of its variables; a cell is read by everything that goes through it."""
 
 _UNCHECKED = frozenset(("LOAD_FAST", "LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST"))

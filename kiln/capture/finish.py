@@ -105,7 +105,7 @@ class Finisher:
 
     def handle(self, e: Emitter, start: Label, end: Label) -> None:
         """What follows is done when something between the two places raises."""
-        handler = e.label()
+        handler = Label()
         e.protect(start, end, handler, 0)
         e.place(handler)
         e.raw("PUSH_EXC_INFO")

@@ -22,6 +22,7 @@ from kiln.capture import (
     number_calls,
     open_numbers,
     operators,
+    optimizer_calls,
     purity,
     subclasses,
     symbolic,
@@ -397,6 +398,6 @@ SAFE_ITERABLES: tuple[type, ...] = (
 
 
 __all__ = [
-    "Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "torch_calls",
-    "transforms",
+    "Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "optimizer_calls",
+    "torch_calls", "transforms",
 ]  # fmt: skip

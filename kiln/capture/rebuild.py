@@ -70,6 +70,13 @@ class Unbuildable(Exception):
         super().__init__(self.text)
 
 
+def is_constant(value: Any) -> bool:
+    """Whether code may hold the value itself: nothing stands in it that is another in the next call."""
+    if type(value) is slice:
+        return all(map(is_constant, (value.start, value.stop, value.step)))
+    return type(value) in CONSTANTS and not (type(value) is torch.Size and symbolic.holds_symbols(value))
+
+
 class Rebuilder:
     """Emits code that pushes values; each object is made once, so identities between them are kept."""
 
@@ -91,7 +98,7 @@ class Rebuilder:
 
     def push(self, value: Any) -> None:
         """Emit code that leaves the value on the stack."""
-        if type(value) in CONSTANTS and not (type(value) in HOLDERS and symbolic.holds_symbols(value)):
+        if is_constant(value):
             self.e.const(value)
             return
         self.uses[id(value)] += 1
@@ -141,7 +148,7 @@ class Rebuilder:
 
     def prepare(self, value: Any) -> None:
         """Make the value now, for a later push."""
-        if type(value) in CONSTANTS and type(value) not in HOLDERS or id(value) in self.names:
+        if is_constant(value) or id(value) in self.names:
             return
         self.uses[id(value)] += 1
         self.build(value)
@@ -500,7 +507,6 @@ SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
 }  # fmt: skip
 FILLED = (object, dict, list, set, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
-HOLDERS = frozenset({torch.Size, slice})  # constants that symbolic numbers may stand in
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
     list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, slice: Rebuilder.slice,

@@ -25,6 +25,7 @@ from kiln.capture.frame import Restart, UserError
 from kiln.capture.world import nested
 from kiln.check.guards import Custom
 from kiln.ops.fake import LITERALS, FakeTensor
+from kiln.ops.layout import of_number
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
@@ -338,6 +339,23 @@ def zeroed(value: Any) -> Any:
 
 for _function in (torch.as_tensor, torch.asarray):
     handles(_function)(functools.partial(literal_tensor, function=_function))
+
+
+def of_numbers(function: Any) -> Any:
+    """How a function that takes two numbers as well as tensors is captured: of a tensor made of the first."""
+
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        if len(args) == 2 and {*map(type, args)} <= NUMBERS:
+            first = leaf(m, torch.scalar_tensor, args[:1], {"dtype": of_number(type(args[0]))})
+            args = (first, args[1])
+        return leaf(m, function, args, kwargs)
+
+    return handler
+
+
+NUMBERS = {bool, int, float, complex, *symbolic.SYMBOLIC}
+for _function in (torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.floor_divide):
+    handles(_function)(of_numbers(_function))
 
 
 def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:

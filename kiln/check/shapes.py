@@ -208,7 +208,10 @@ class Conditions(Guard):
 
     def place(self, argv: Sequence[Any]) -> Any:
         """The line that asked what does not hold now."""
-        now = [read.fetch(argv) for read in self.reads]
+        try:
+            now = [read.fetch(argv) for read in self.reads]
+        except Exception:  # a tensor of fewer dimensions, or none
+            return None
         tests = [test for _, test in self.statements]
         return next((p for p, test in zip(self.places, tests, strict=False) if not _passes(test, now)), None)
 

@@ -10,7 +10,7 @@ import torch
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, retarget
 from kiln.differentiate.writes import FORMS
 from kiln.ops.layout import is_dense
-from kiln.ops.meta import SEEDED
+from kiln.ops.meta import SEEDED, Facts
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
 
@@ -32,22 +32,12 @@ SWAPS = frozenset({aten.t.default, aten.transpose.int})
 _NUMBERS = (float, bool, complex)
 
 
-class _Acts(dict[Any, bool]):
-    def __missing__(self, op: Any) -> bool:
-        if isinstance(op, torch._ops.OpOverload):
-            fact = SEEDED[op] or not op._schema.returns
-        else:
-            fact = op is not operator.getitem and op is not CONSTANT
-        self[op] = fact
-        return fact
-
-
 #: Whether a node of this op matters for what it does and not only for its value.
-ACTS = _Acts()
+ACTS = Facts(lambda op: (SEEDED[op] or not op._schema.returns) if isinstance(op, torch._ops.OpOverload)
+             else op is not operator.getitem and op is not CONSTANT)  # fmt: skip
 
 
 def acts(node: Node) -> bool:
-    """Whether a node matters for what it does and not only for its value."""
     return ACTS[node.op]
 
 

@@ -12,7 +12,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.graph import CONSTANT, Node, TensorSpec
-from kiln.ops.aliases import shows
+from kiln.ops.aliases import QUIETLY_SHARED, shows
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def kind(op: Any) -> Kind:
     random = torch.Tag.nondeterministic_seeded in op.tags
     if schema.is_mutable or not schema.returns:
         return Kind(random=random, acts=True)
-    view = shows(op)
+    view = shows(op) or op in QUIETLY_SHARED
     own = op.namespace in ("aten", "prims")
     name = schema.name.partition("::")[2]
     cheap = not random and (view or torch.Tag.pointwise in op.tags or own and name in CHEAP)

@@ -103,6 +103,8 @@ def training(
 
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
+    if not _grad_enabled():  # the program turns gradients on within the graph
+        apply = torch.enable_grad()(apply)
     return lambda primals: apply(*primals)
 
 

@@ -10,7 +10,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, mapped
 from kiln.ops.fake import dispatch
-from kiln.ops.meta import SEEDED
+from kiln.ops.meta import SEEDED, Facts
 from kiln.ops.table import aten
 
 if TYPE_CHECKING:
@@ -241,14 +241,8 @@ def _extra(schema: Any, wanted: dict[str, str]) -> int | None:
     return len(rest) if all(a.has_default_value() for a in rest) else None
 
 
-class _Forms(dict[Any, Form]):
-    def __missing__(self, op: Any) -> Form:
-        form = self[op] = Form(op)
-        return form
-
-
 #: The form of every op met so far.
-FORMS = _Forms()
+FORMS = Facts(Form)
 
 #: What arguments of twins are called by ops of other libraries.
 OTHER_NAMES = {"momentum": "exponential_average_factor", "eps": "epsilon"}

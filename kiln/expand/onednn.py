@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -115,9 +116,7 @@ def linear(
     spec: TensorSpec = x.spec
     *before, inputs = spec.shape
     outputs = weight.spec.shape[0]
-    rows: Any = 1
-    for n in before:
-        rows = rows * n
+    rows: Any = prod(before)
     known = rows if type(rows) is int else None
     packed = graph.call(packed_linear, (weight, known), spec=weight.spec, like=like)
     stride = tuple([s // inputs * outputs for s in spec.stride[:-1]])

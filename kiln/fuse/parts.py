@@ -53,9 +53,11 @@ class Part:
     members: list[Node]
 
     def form(self, marks: Mapping[Node, int]) -> Any:
-        """Equal for parts that do the same to values of the same types."""
+        """Equal for parts that do the same to values of the same types; what has no inputs is part of it."""
         numbers = {node: i for i, node in enumerate(self.members)}
-        return tuple([(marks[n], *[numbers[read] for read in n.inputs()]) for n in self.nodes])
+        return tuple([
+            (marks.get(node), *[numbers[read] for read in node.inputs()]) for node in self.members
+        ])  # fmt: skip
 
     def graph(self, whole: Graph) -> Graph:
         """The part as a graph."""

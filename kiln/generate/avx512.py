@@ -64,14 +64,18 @@ _SLOPE = (
 _EXP = (0.5000162220356067, 0.16666718660599164)
 _POWERS = tuple(2.0 ** (n / LANES) for n in range(LANES))
 ROUNDER = 1.5 * 2.0**19  # adding it rounds to sixteenths, in the low bits
-# a, b, c of e^r = c ((r + a)^2 + b) on |r| <= ln(2)/64
-_NEAR = (1.0000219345092773, 0.9999706745147705, 0.49999636423738636)
+# (e^r - 1) / r on |r| <= ln(2)/64
+_NEAR = (1.00000000022928, 0.5000048874158588, 0.16666568946832963)
 _NEAR_STEPS = 32
-# The bits of c 2^(n/32), less n where it stands in what is added to them
+# A factor of all powers by which each of them lies twice as near to a float
+_NEAR_FACTOR = 1.0000754351754526
+# The bits of the factor times 2^(n/32), less n where it stands in what is added to them
 _NEAR_POWERS = tuple(
-    struct.unpack("<I", struct.pack("<f", _NEAR[2] * 2.0 ** (n / _NEAR_STEPS)))[0] - (n << 18)
+    struct.unpack("<I", struct.pack("<f", _NEAR_FACTOR * 2.0 ** (n / _NEAR_STEPS)))[0] - (n << 18)
     for n in range(_NEAR_STEPS)
 )
+# The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
+LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40
@@ -103,16 +107,21 @@ def reach(x: Value) -> Value:
     return fma(x, 1 / functions.LN2, ROUNDER_NEAR).bits(U32)
 
 
-def exp_near(x: Value, tables: tuple[Value, Value]) -> tuple[Value, Value]:
+def exp_near(x: Value, tables: tuple[Value, Value], rounded: bool) -> tuple[Value, Value]:
     """e^x over the power of two of these tables, and how far it reaches.
 
-    Right where it is a normal number: the exponent is added to that of the factor looked up.
+    Right where it is a normal number: the exponent is added to that of the factor looked up. To 2^-15 where
+    what comes of it is `rounded` to a type of two bytes.
     """
     bits = reach(x)
-    n, (near, rest, _) = bits.bits(F32) - ROUNDER_NEAR, _NEAR
-    r = fma(n, -functions.LN2_HIGH_32, x) + fma(n, -functions.LN2_LOW_32, near)
+    n = bits.bits(F32) - ROUNDER_NEAR
+    r = fma(n, -LN2_FLOAT, x)
     entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
-    return (entry + (bits << 18)).bits(F32) * fma(r, r, rest), bits
+    power = (entry + (bits << 18)).bits(F32)
+    if rounded:
+        return fma(power, r, power), bits
+    r = fma(n, -LN2_REST, r)
+    return fma(power * r, functions.polynomial(r, _NEAR), power), bits
 
 
 def scaled(x: Value, n: Value) -> Value:

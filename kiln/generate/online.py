@@ -21,7 +21,7 @@ from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.softmax import forgetful, pair, shares
+from kiln.generate.softmax import forgetful, pair, rounds, shares
 from kiln.generate.values import Values
 
 #: Vectors of a block.
@@ -30,8 +30,8 @@ VECTORS = 8
 LONG, LONG_KEPT = 1024, 512
 #: Vectors of a block whose exponentials are kept, and vectors that are looked at before.
 KEPT, SAMPLES = 4, 4
-#: How far above the largest of those a row may be, and how far from 0 they.
-ABOVE, FAR = 60.0, 1024.0
+#: How far above the largest of those a row may be, so that sums of exponentials are floats; how far from 0 they.
+ABOVE, FAR = 45.0, 1024.0
 #: What lanes carry before their first value: less than any but -inf.
 LOWEST = -3.4028234663852886e38
 
@@ -108,12 +108,12 @@ class Online(Values):
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
         near = _within(_tree(looked_at, _top))
         rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
-        tables = avx512.powers_near(rounded.bits(I32) - 0x4B400000)
+        coarse, tables = rounds(self.nest), avx512.powers_near(rounded.bits(I32) - 0x4B400000)
         # e^-106 is 0 times any power of two below 2.
         least, limit = (near - 106.0).splat(width), avx512.reach(near + ABOVE)
 
         def usual(x: Value) -> tuple[Value, Value]:
-            return avx512.exp_near(functions.at_least(x, least), tables)
+            return avx512.exp_near(functions.at_least(x, least), tables, coarse)
 
         sums, reach = self.kept_powers(top, total, end, U32, usual)
         before = fn.block

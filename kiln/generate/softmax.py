@@ -5,7 +5,7 @@ from __future__ import annotations
 from kiln.fuse.nest import Apply, Fold, Nest, Term, children
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
-from kiln.generate.llvm import F32, Value
+from kiln.generate.llvm import F32, Value, fma
 from kiln.generate.scalar import TYPES
 
 
@@ -89,11 +89,26 @@ def subtracted(power: Term) -> Fold | None:
     return top if compute_type(TYPES[value.dtype]) == F32 else None
 
 
-def bounded(term: Apply, given: list[Value]) -> Value | None:
-    """An exponential or a quotient of a softmax in f32; None for other terms."""
+def rounds(nest: Nest) -> bool:
+    """Whether all quotients of softmaxes are rounded to types of two bytes before anything else."""
+    quotients = {id(t) for t in nest.terms() if isinstance(t, Apply) and t.op == "div" and normalised(t)}
+    users = [t for t in nest.terms() if any(id(child) in quotients for child in children(t))]
+    return not any(id(s.value) in quotients for s in nest.stores) and all(
+        isinstance(t, Apply) and t.op == "convert" and t.dtype.itemsize == 2 for t in users
+    )
+
+
+def bounded(term: Apply, given: list[Value], nest: Nest) -> Value | None:
+    """An exponential or a quotient of a softmax in f32; None for other terms.
+
+    The inverse of the divisor comes in two parts, but where quotients are rounded to fewer places.
+    """
     if term.op == "exp" and subtracted(term) is not None:
         return functions.exp_below(given[0])
     if term.op != "div" or not normalised(term):
         return None
     value, total = given
-    return value * (1.0 / total)
+    inverse = 1.0 / total
+    if rounds(nest):
+        return value * inverse
+    return fma(value, inverse, value * (fma(-total, inverse, 1.0) * inverse))

@@ -179,7 +179,7 @@ class Values(Reads):
                 given[1] = self.nonzero(given[1])
             if term.op == "convert":
                 return convert(given[0], term.dtype)
-            found = bounded(term, given)
+            found = bounded(term, given, self.nest)
             if found is None and term.op in ("eq", "ne"):
                 found = self.at_lane(term, given)
             return SCALARS[term.op](*aligned(given, term.op)) if found is None else found

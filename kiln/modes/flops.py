@@ -6,36 +6,14 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-import torch
+from kiln.ops.table import aten, overload
 
-aten = torch.ops.aten
-
-#: From an overload to what counts the operations of one call: `(args, kwargs, result) -> int`.
-FLOPS: dict[Any, Callable[[Any, Any, Any], Any]] = {}
+Counter = Callable[[Any, Any], Any]
 
 
-def counts(*overloads: str) -> Callable[[Any], Any]:
-    """Declare the decorated function as the counter of overloads; those that torch lacks are left out."""
-
-    def declare(function: Callable[[Any, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
-        for overload in overloads:
-            name, _, variant = overload.partition(".")
-            packet = getattr(aten, name, None)
-            if packet is not None:
-                FLOPS[getattr(packet, variant or "default")] = function
-        return function
-
-    return declare
-
-
-def _product(place: int) -> Callable[[Any, Any, Any], Any]:
+def _product(place: int) -> Counter:
     """What counts a product whose left factor is the argument at this place."""
-    return lambda args, kwargs, out: 2 * out.numel() * args[place].shape[-1]
-
-
-counts("mm", "bmm", "_int_mm", "_scaled_mm", "mm.dtype", "bmm.dtype", "mv", "dot", "vdot")(_product(0))
-counts("addmm", "baddbmm", "addmm.dtype", "baddbmm.dtype", "addmm_", "baddbmm_", "addmv", "_addmm_activation",
-       "linear")(_product(1))  # fmt: skip
+    return lambda args, out: 2 * out.numel() * args[place].shape[-1]
 
 
 def _conv(x: Any, weight: Any, out: Any, transposed: bool) -> Any:
@@ -44,13 +22,7 @@ def _conv(x: Any, weight: Any, out: Any, transposed: bool) -> Any:
     return 2 * int(weight.numel()) * int(side.shape[0]) * prod(side.shape[2:])
 
 
-@counts("convolution", "_convolution")
-def _convolution(args: Any, kwargs: Any, out: Any) -> Any:
-    return _conv(args[0], args[1], out, args[6])
-
-
-@counts("convolution_backward")
-def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Any:
+def _convolution_backward(args: Any, out: Any) -> Any:
     grad, x, weight, transposed, mask = args[0], args[1], args[2], args[7], args[10]
     return _conv(x, weight, grad, transposed) * (int(mask[0]) + int(mask[1]))
 
@@ -61,26 +33,29 @@ def attention(query: Any, key: Any, value: Any, scores: int = 1, values: int = 1
     return 2 * prod(batch) * rows * key.shape[-2] * (scores * width + values * value.shape[-1])
 
 
-FORWARD_ATTENTION = (
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
-)  # fmt: skip
-
-
-@counts(*FORWARD_ATTENTION)
-def _attention(args: Any, kwargs: Any, out: Any) -> Any:
-    return attention(*args[:3])
-
-
-@counts(*[f"{name}_backward" for name in FORWARD_ATTENTION])
-def _attention_backward(args: Any, kwargs: Any, out: Any) -> Any:
-    """The scores again, then the gradients of the scores, of values, of queries and of keys."""
-    query, key, value = args[1:4]
-    return attention(query, key, value, scores=3, values=2)
-
-
-@counts("linear_backward")
-def _linear_backward(args: Any, kwargs: Any, out: Any) -> Any:
+def _linear_backward(args: Any, out: Any) -> Any:
     grad, weight, mask = args[1], args[2], args[3]
     return 2 * (grad.numel() // weight.shape[0]) * weight.numel() * (int(mask[0]) + int(mask[1]))
+
+
+ATTENTION = [f"_scaled_dot_product_{name}" for name in (
+    "flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+    "fused_attention_overrideable", "attention_math")]  # fmt: skip
+COUNTERS: dict[str, Counter] = {
+    "mm bmm _int_mm _scaled_mm mm.dtype bmm.dtype mv dot vdot": _product(0),
+    "addmm baddbmm addmm.dtype baddbmm.dtype addmm_ baddbmm_ addmv _addmm_activation linear": _product(1),
+    "convolution _convolution": lambda args, out: _conv(args[0], args[1], out, args[6]),
+    "convolution_backward": _convolution_backward,
+    " ".join(ATTENTION): lambda args, out: attention(*args[:3]),
+    # The scores again, then the gradients of the scores, of values, of queries and of keys.
+    " ".join(f"{name}_backward" for name in ATTENTION):
+        lambda args, out: attention(*args[1:4], scores=3, values=2),
+    "linear_backward": _linear_backward,
+}  # fmt: skip
+#: From an overload to what counts the operations of one call; those that torch lacks are left out.
+FLOPS: dict[Any, Counter] = {
+    overload(name): counter
+    for names, counter in COUNTERS.items()
+    for name in names.split()
+    if hasattr(aten, name.partition(".")[0])
+}

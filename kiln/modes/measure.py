@@ -130,7 +130,7 @@ class Tally:
             account.peak = self.ledger.live
         counter = FLOPS.get(func)
         if counter is not None:
-            account.flops[_node() is not None] += counter(args, kwargs, first(out))
+            account.flops[_node() is not None] += counter(args, first(out))
 
     def rows(self) -> Iterator[Row]:
         """A row for each module, in the order of their names, with all that belongs to its submodules."""

@@ -10,13 +10,9 @@ import torch
 aten = torch.ops.aten
 
 #: Results that share the memory of the first argument though the schema does not say so.
-QUIETLY_SHARED = frozenset(
-    {
-        aten._unsafe_view.default,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-    }
-)
+QUIETLY_SHARED = frozenset({
+    aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+})  # fmt: skip
 
 
 @cache

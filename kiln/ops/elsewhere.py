@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,14 +12,7 @@ from kiln.ops.meta import META
 _wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 #: How the dispatcher spells the kinds of devices in its keys.
-KEYS = {
-    "cuda": "CUDA",
-    "xpu": "XPU",
-    "mps": "MPS",
-    "hpu": "HPU",
-    "mtia": "MTIA",
-    "privateuseone": "PrivateUse1",
-}
+KEYS = {"privateuseone": "PrivateUse1", **{kind: kind.upper() for kind in "cuda xpu mps hpu mtia".split()}}
 
 
 class AbsentFake(FakeTensor):
@@ -68,14 +60,7 @@ def pretend(kind: str) -> None:
         if key is not None:
             keys |= torch._C.DispatchKeySet(key)
 
-    def make(
-        size: Sequence[int],
-        stride: Sequence[int] | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        offset: int,
-        requires_grad: bool,
-    ) -> AbsentFake:
+    def make(size: Any, stride: Any, dtype: Any, device: Any, offset: int, requires_grad: bool) -> AbsentFake:
         start = None if stride is None else offset
         fake: Any = _wrap(
             AbsentFake, size, stride, start, None, dtype, torch.strided, META, False, requires_grad,

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
@@ -137,6 +138,10 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = shaped(func, args, kwargs)
     if (LITERALS.made or func in FILLED) and type(out) is FakeTensor:
         fold(out, func, args, kwargs)
+    elif out is None and MUTATING[func] and func.namespace == "aten":
+        # What eager kernels of lists count themselves; those of fused steps do not, and write all the same.
+        changed = [t for t in written(func, args, kwargs) if type(t) is FakeTensor and not t.is_inference()]
+        increment_version(changed)
     return out
 
 
@@ -228,7 +233,9 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return refuse(Mismatch("elements share a place"), func, args, kwargs)
     twins: Twins = []
     if SEEN.symbols:
-        out = lifted(func, args, kwargs, make)
+        out = registered(func, args, kwargs) if func.namespace != "aten" else NotImplemented
+        if out is NotImplemented:
+            out = lifted(func, args, kwargs, make)
         if out is not NotImplemented:
             return out
         args, kwargs = concretely((args, kwargs), twins, make)
@@ -241,6 +248,19 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except Exception as error:
         answer, tensors = second_opinion(error, func, args, kwargs)
     return build(answer, originals(tensors, twins) if twins else tensors)
+
+
+def registered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a custom op gives on symbolic sizes, by the function that the program registered for fakes."""
+    entry = torch._library.simple_registry.singleton.find(func.name())
+    kernel = entry.fake_impl.kernel
+    if kernel is None or MUTATING[func] or not is_symbolic((args, kwargs)):
+        return NotImplemented
+    try:
+        with INNER:
+            return kernel.func(*args, **kwargs)
+    except Exception:
+        return NotImplemented
 
 
 def refuse(error: Mismatch, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

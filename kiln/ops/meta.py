@@ -39,41 +39,38 @@ class Same:
     index: int
 
 
-class _Facts(dict[Any, bool]):
-    """A dict from overload to a fact about it, computed when first asked."""
+class Facts(dict[Any, T]):
+    """A dict from op to a fact about it, computed when first asked."""
 
-    def __init__(self, ask: Callable[[Any], bool]) -> None:
+    def __init__(self, ask: Callable[[Any], T]) -> None:
         self.ask = ask
 
-    def __missing__(self, func: Any) -> bool:
-        fact = self[func] = self.ask(func)
+    def __missing__(self, op: Any) -> T:
+        fact = self[op] = self.ask(op)
         return fact
 
 
 DATA_DEPENDENT = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten._pack_padded_sequence.default,
-    aten.equal.default,
-    aten.allclose.default,
-}
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten._pack_padded_sequence.default,
+    aten.equal.default, aten.allclose.default,
+}  # fmt: skip
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 #: Ops whose result's shape depends on data only when an index is a mask.
 INDEXING = {aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor}
 
 #: Whether an overload writes into one of its arguments.
-MUTATING = _Facts(lambda func: bool(func._schema.is_mutable))
+MUTATING = Facts(lambda func: bool(func._schema.is_mutable))
 #: Whether the shape of an overload's result, or a Python value that it gives, depends on contents.
-DATA = _Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
+DATA = Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
 #: Whether an overload draws random numbers.
-SEEDED = _Facts(lambda func: torch.Tag.nondeterministic_seeded in func.tags)
+SEEDED = Facts(lambda func: torch.Tag.nondeterministic_seeded in func.tags)
 #: Whether an overload changes the shape or strides of its argument.
-RESHAPES = _Facts(lambda func: torch.Tag.inplace_view in func.tags)
-DECOMPOSES = _Facts(
+RESHAPES = Facts(lambda func: torch.Tag.inplace_view in func.tags)
+DECOMPOSES = Facts(
     lambda func: torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 )
-MAKES = _Facts(lambda func: any(a.name == "device" for a in func._schema.arguments))
+MAKES = Facts(lambda func: any(a.name == "device" for a in func._schema.arguments))
 
 _MEMO: dict[Any, Any] = {}
 

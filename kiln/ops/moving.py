@@ -8,21 +8,14 @@ from torch import Tensor
 
 from kiln.ops.fake import FakeTensor, general, make, similar
 from kiln.ops.layout import Mismatch, alike, channels_last, row_major, suggests_channels_last, wrap_dim
-from kiln.ops.table import Rule, aten, rule
+from kiln.ops.table import Rule, aten, overload, rule
 
 #: Ops that leave images in the channels-last order, and the ranks at which they do.
-KEEPING: dict[Any, tuple[int, ...]] = {
-    aten.pixel_shuffle.default: (4,),
-    aten.native_channel_shuffle.default: (4, 5),
-    aten.reflection_pad2d.default: (4,),
-    aten.reflection_pad3d.default: (5,),
-    aten.replication_pad2d.default: (4,),
-    aten.replication_pad3d.default: (5,),
-    aten.upsample_nearest2d.default: (4,),
-    aten._upsample_nearest_exact2d.default: (4,),
-    aten.upsample_bilinear2d.default: (4,),
-    aten.upsample_bicubic2d.default: (4,),
-    aten.upsample_trilinear3d.default: (5,),
+KEEPING: dict[str, tuple[int, ...]] = {
+    "pixel_shuffle reflection_pad2d replication_pad2d upsample_nearest2d _upsample_nearest_exact2d "
+    "upsample_bilinear2d upsample_bicubic2d": (4,),
+    "reflection_pad3d replication_pad3d upsample_trilinear3d": (5,),
+    "native_channel_shuffle": (4, 5),
 }
 
 
@@ -50,8 +43,9 @@ def _keeping(op: Any, ranks: tuple[int, ...]) -> Rule:
     return keep
 
 
-for _op, _ranks in KEEPING.items():
-    rule(_op)(_keeping(_op, _ranks))
+for _names, _ranks in KEEPING.items():
+    for _op in map(overload, _names.split()):
+        rule(_op)(_keeping(_op, _ranks))
 
 
 @rule(aten.roll.default)

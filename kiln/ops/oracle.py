@@ -8,26 +8,16 @@ import torch
 from torch import Tensor
 
 from kiln.ops.meta import describe, flagged, reach, with_twins
+from kiln.ops.table import overload
 
-aten = torch.ops.aten
 CPU = torch.device("cpu")
 LARGEST = 1 << 26
 LARGEST_LAYOUT = 1 << 16
 
 #: Ops whose meta kernels give other strides than their kernels for the CPU.
-OWN_LAYOUT = frozenset(
-    {
-        aten._fft_r2c.default,
-        aten._fft_c2r.default,
-        aten._fft_c2c.default,
-        aten._linalg_svd.default,
-        aten.linalg_eig.default,
-        aten.index_put.default,
-        aten._unsafe_index_put.default,
-        aten.max_unpool2d.default,
-        aten.max_unpool3d.default,
-    }
-)
+OWN_LAYOUT = frozenset(map(overload, (
+    "_fft_r2c _fft_c2r _fft_c2c _linalg_svd linalg_eig index_put _unsafe_index_put max_unpool2d max_unpool3d"
+).split()))  # fmt: skip
 
 
 def too_large(tensors: list[Tensor]) -> bool:

@@ -6,6 +6,7 @@ key that nothing else has, and for which `matmul` has a kernel here; every other
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -62,9 +63,8 @@ def folds(a: Tensor, b: Tensor) -> bool:
     if a.dim() == 2:
         return False
     shape, stride = larger.shape, larger.stride()
-    if larger.numel() == 0:
-        return True
-    return not any(stride[i] != stride[i + 1] * shape[i + 1] for i in range(larger.dim() - 2))
+    steps = all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(larger.dim() - 2))
+    return larger.numel() == 0 or steps
 
 
 def folded(a: Tensor, b: Tensor) -> Tensor:
@@ -73,10 +73,7 @@ def folded(a: Tensor, b: Tensor) -> Tensor:
     large = b.mT if turned else a
     small = b if not turned else a.t() if a.dim() == 2 else a
     *rows, inner = large.shape
-    count: Any = 1
-    for size in rows:
-        count = count * size
-    matrix = large.reshape(count, inner)
+    matrix = large.reshape(prod(rows), inner)
     if small.dim() == 1:
         return aten._unsafe_view(matrix.mv(small), rows)
     out = aten._unsafe_view(matrix.mm(small), [*rows, small.shape[1]])
@@ -95,9 +92,7 @@ def batched(a: Tensor, b: Tensor) -> Tensor:
     left = list(a.shape[-2:]) if a.dim() > 1 else [1, a.shape[0]]
     right = list(b.shape[-2:])
     batch = list(layout.broadcast(tuple(a.shape[:-2]), tuple(b.shape[:-2])))
-    count: Any = 1
-    for size in batch:
-        count = count * size
+    count = prod(batch)
     x = a.expand([*batch, *left]).reshape([count, *left])
     y = b.expand([*batch, *right]).reshape([count, *right])
     if vector:

@@ -10,15 +10,10 @@ import torch
 
 _LAZY_FILE = torch._disable_dynamo.__code__.co_filename
 _KERNEL_MODULES = (
-    "torch._refs",
-    "torch._refs.nn.functional",
-    "torch._refs.special",
-    "torch._refs.linalg",
-    "torch._refs.fft",
-    "torch._refs._conversions",
-    "torch._decomp.decompositions",
+    "torch._refs", "torch._refs.nn.functional", "torch._refs.special", "torch._refs.linalg",
+    "torch._refs.fft", "torch._refs._conversions", "torch._decomp.decompositions",
     "torch._meta_registrations",
-)
+)  # fmt: skip
 
 
 def keep_compiler_out() -> None:

@@ -13,12 +13,8 @@ from kiln.ops.table import aten
 
 #: Mode and number of resampled dimensions: the op, and whether corners may be aligned.
 OPS: dict[tuple[str, int], tuple[Any, bool]] = {
-    ("nearest", 1): (aten.upsample_nearest1d, False),
-    ("nearest", 2): (aten.upsample_nearest2d, False),
-    ("nearest", 3): (aten.upsample_nearest3d, False),
-    ("nearest-exact", 1): (aten._upsample_nearest_exact1d, False),
-    ("nearest-exact", 2): (aten._upsample_nearest_exact2d, False),
-    ("nearest-exact", 3): (aten._upsample_nearest_exact3d, False),
+    **{("nearest", n): (getattr(aten, f"upsample_nearest{n}d"), False) for n in (1, 2, 3)},
+    **{("nearest-exact", n): (getattr(aten, f"_upsample_nearest_exact{n}d"), False) for n in (1, 2, 3)},
     ("linear", 1): (aten.upsample_linear1d, True),
     ("bilinear", 2): (aten.upsample_bilinear2d, True),
     ("trilinear", 3): (aten.upsample_trilinear3d, True),

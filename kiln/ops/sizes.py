@@ -7,7 +7,7 @@ It also confirms the sizes: a function of this table that is wrong at the sizes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +16,10 @@ from kiln.ops.layout import broadcast, reduced, wrap_dim
 from kiln.ops.table import aten, declare
 
 Sizes = list[Any]
-F = TypeVar("F", bound=Callable[..., Any])
 
 #: A function receives the arguments of the overload and gives the size of each tensor that it returns, or of
 #: the first few when the rest are like the last of them. NotImplemented leaves these to the concrete way.
 SIZES: dict[Any, Callable[..., Any]] = {}
-
-
-def sizes(names: str) -> Callable[[F], F]:
-    """Declare the decorated function for overloads, named `op` (the default one) or `op.overload`."""
-
-    def declared(function: F) -> F:
-        declare(SIZES, {names: function})
-        return function
-
-    return declared
 
 
 #: Elementwise ops that are not tagged as such.
@@ -55,13 +44,11 @@ def sizes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
 
-@sizes("avg_pool2d avg_pool3d")
 def _average_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
                   *_: Any, **__: Any) -> Any:  # fmt: skip
     return pooled(x, kernel, stride, padding, (1,), ceil)
 
 
-@sizes("max_pool2d_with_indices max_pool3d_with_indices")
 def pooled(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
             ceil: bool = False) -> Any:  # fmt: skip
     rank = 2 if len(kernel) in (1, 2) and x.dim() < 5 else 3
@@ -83,10 +70,6 @@ def _each(value: Any, rank: int) -> Any:
     return list(value) * rank if len(value) == 1 else list(value)
 
 
-@sizes(
-    "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
-    "replication_pad3d"
-)
 def _padded(x: Tensor, padding: Any, *_: Any) -> Sizes:
     size = list(x.shape)
     for i in range(len(padding) // 2):
@@ -103,7 +86,6 @@ def _with(x: Tensor, dim: int, n: Any) -> Any:
     return [tuple(size)]
 
 
-@sizes("index.Tensor _unsafe_index.Tensor")
 def _indexed(x: Tensor, indices: Any) -> Sizes:
     places = [i for i, index in enumerate(indices) if index is not None]
     shape: Any = ()
@@ -115,26 +97,22 @@ def _indexed(x: Tensor, indices: Any) -> Sizes:
     return [(*rest[:front], *shape, *rest[front:])]
 
 
-@sizes("kthvalue median.dim nanmedian.dim mode")
 def _chosen(x: Tensor, *rest: Any) -> Any:
     numbers = [v for v in rest if type(v) is int]
     keepdim = bool(rest) and rest[-1] is True
     return [reduced(x.shape, (numbers[-1],), keepdim)] if numbers else NotImplemented
 
 
-@sizes("binary_cross_entropy binary_cross_entropy_with_logits")
 def _weighted_loss(x: Tensor, target: Tensor, weight: Any = None, *rest: Any, **options: Any) -> Sizes:
     reduction = next((v for v in rest if type(v) is int), options.get("reduction", 1))
     return [() if reduction else x.shape]
 
 
-@sizes("repeat")
 def _repeated(x: Tensor, times: Any) -> Sizes:
     own = (1,) * (len(times) - x.dim()) + tuple(x.shape)
     return [tuple([n * t for n, t in zip(own, times, strict=True)])]
 
 
-@sizes("convolution")
 def convolved(
     x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
@@ -153,7 +131,6 @@ def convolved(
     return [tuple(out)]
 
 
-@sizes("cat")
 def _joined(tensors: Any, dim: int = 0) -> Any:
     first = tensors[0]
     if any(t.dim() != first.dim() for t in tensors):
@@ -189,8 +166,18 @@ def _rms_norm(x: Tensor, shape: Any, *_: Any) -> Sizes:
     return [x.shape, (*x.shape[:outer], *[1] * len(shape))]
 
 
-#: Those that one line says.
+#: By overloads, named `op` (the default one) or `op.overload`.
 NAMED: dict[str, Callable[..., Any]] = {
+    "avg_pool2d avg_pool3d": _average_pool,
+    "max_pool2d_with_indices max_pool3d_with_indices": pooled,
+    "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
+    "replication_pad3d": _padded,
+    "index.Tensor _unsafe_index.Tensor": _indexed,
+    "kthvalue median.dim nanmedian.dim mode": _chosen,
+    "binary_cross_entropy binary_cross_entropy_with_logits": _weighted_loss,
+    "repeat": _repeated,
+    "convolution": convolved,
+    "cat": _joined,
     "tril triu flip roll cumsum cumprod logcumsumexp cummax cummin sort sort.stable renorm native_dropout "
     "_fused_dropout bernoulli bernoulli.p log_sigmoid_forward log_sigmoid_backward _softmax _log_softmax "
     "_safe_softmax scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add "

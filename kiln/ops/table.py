@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -43,18 +43,20 @@ def overload(name: str) -> Any:
 def declare(table: dict[Any, Rule], rows: Mapping[str, Rule]) -> None:
     """Put rows into a table: the names of overloads, as `overload` takes them, and what stands for them."""
     for names, function in rows.items():
-        for target in map(overload, names.split()):
-            assert target not in table, f"{target} is declared twice"
-            table[target] = function
+        _put(table, map(overload, names.split()), function)
+
+
+def _put(table: dict[Any, Rule], overloads: Iterable[Any], function: Rule) -> None:
+    for target in overloads:
+        assert target not in table, f"{target} is declared twice"
+        table[target] = function
 
 
 def rule(*overloads: Any) -> Callable[[F], F]:
     """Declare the decorated function as the shape rule of `overloads`."""
 
     def declared(function: F) -> F:
-        for overload in overloads:
-            assert overload not in RULES, f"{overload} has two shape rules"
-            RULES[overload] = function
+        _put(RULES, overloads, function)
         return function
 
     return declared
@@ -71,9 +73,7 @@ def expansion(*overloads: Any, complex_too: bool = False) -> Callable[[F], F]:
     """Declare the decorated function as the expansion of `overloads`."""
 
     def declared(function: F) -> F:
-        for overload in overloads:
-            assert overload not in EXPANSIONS, f"{overload} has two expansions"
-            EXPANSIONS[overload] = function
+        _put(EXPANSIONS, overloads, function)
         COMPLEX_TOO.update(overloads if complex_too else ())
         return function
 

@@ -7,6 +7,7 @@ from types import FunctionType
 import pytest
 
 from kiln.base.errors import Bug
+from kiln.bytecode.assemble import Label
 from kiln.bytecode.decode import decode
 from kiln.bytecode.flow import stack_depths
 from kiln.bytecode.versions import REAL
@@ -155,7 +156,7 @@ def test_calls():
     e.mid_call()
     e.const(3)
     e.end_call(1, ("z",))
-    e.call_ex(has_kwargs=True)
+    e.call_with_keywords()
     e.begin_call()
     e.const(target)
     e.mid_call()
@@ -169,7 +170,7 @@ def test_calls():
 @pytest.mark.parametrize("padding", [0, 1, 200, 300, 70_000])
 def test_jumps_of_any_length(padding):
     e = emitter()
-    loop, end, odd = e.label(), e.label(), e.label()
+    loop, end, odd = Label(), Label(), Label()
     e.const(0)
     e.store("t")
     e.place(loop)
@@ -203,7 +204,7 @@ def test_jumps_of_any_length(padding):
 @pytest.mark.parametrize("none", [True, False])
 def test_jumps_on_none_both_ways(none):
     e = emitter()
-    done, loop = e.label(), e.label()
+    done, loop = Label(), Label()
     e.place(loop)
     e.load("x")
     e.const(None)
@@ -225,7 +226,7 @@ def test_handlers_and_take():
     start = e.here()
     e.load("y")
     e.raise_()
-    end, handler = e.here(), e.label()
+    end, handler = e.here(), Label()
     e.place(handler)
     e.protect(start, end, handler, depth=1)
     e.build("tuple", 2)
@@ -266,7 +267,7 @@ def test_lines_and_columns():
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (lambda e: e.jump(e.label()), "never placed"),
+        (lambda e: e.jump(Label()), "never placed"),
         (lambda e: e.raw("NO_SUCH"), "no instruction NO_SUCH"),
         (lambda e: e.raw("POP_TOP", 3), "POP_TOP does not take 3"),
         (lambda e: e.const(1), "past the last instruction"),
@@ -282,7 +283,7 @@ def test_mistakes_are_refused(steps, message):
 
 def test_two_depths_at_one_place_are_refused():
     e = emitter()
-    join = e.label()
+    join = Label()
     e.load("x")
     e.jump_if(join, True)
     e.const(1)

@@ -30,6 +30,28 @@ class Writer(Emitter):
         """container, key -> (del container[key])"""
         self.raw("DELETE_SUBSCR")
 
+    def del_attr(self, name: str) -> None:
+        """object -> (del object.name)"""
+        self.raw("DELETE_ATTR", name)
+
+    def raise_(self) -> None:
+        """Raise the top of the stack."""
+        self.raw("RAISE_VARARGS", 1)
+
+    def begin_call(self) -> None:
+        """Open a call; the callable follows."""
+        if HERE.null_first:
+            self.push_null()
+
+    def mid_call(self) -> None:
+        """The callable is pushed; the arguments follow."""
+        if not HERE.null_first:
+            self.push_null()
+
+    def call_with_keywords(self) -> None:
+        """Call with an argument tuple and a dict of keywords."""
+        self.raw("CALL_FUNCTION_EX", 1)
+
     def unpack(self, count: int) -> None:
         """sequence -> its `count` items, the first on top."""
         self.raw("UNPACK_SEQUENCE", count)
@@ -77,9 +99,11 @@ def relocate(code: CodeType) -> CodeType:
     parameters = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)
     return e.finish(
         code.co_name, code.co_filename, code.co_firstlineno, code.co_argcount, code.co_varnames[:parameters],
-        code.co_flags, posonlyargcount=code.co_posonlyargcount, kwonlyargcount=code.co_kwonlyargcount,
-        qualname=code.co_qualname, varnames=code.co_varnames,
-        cellvars=code.co_cellvars, freevars=code.co_freevars,
+        code.co_flags, qualname=code.co_qualname,
+    ).replace(
+        co_posonlyargcount=code.co_posonlyargcount, co_kwonlyargcount=code.co_kwonlyargcount,
+        co_varnames=code.co_varnames, co_nlocals=len(code.co_varnames), co_cellvars=code.co_cellvars,
+        co_freevars=code.co_freevars,
     )  # fmt: skip
 
 

@@ -344,6 +344,10 @@ def test_learning_rates(kind, foreach):
 # ------------------------------------------------------------------------------------------- what the user says
 
 
+def test_a_size_divided_by_torch_stays_open():
+    vary(lambda x: x + torch.div(x.size(0), 3, rounding_mode="trunc"), [(counted(n),) for n in (4, 5, 6, 9)], compiles=2)
+
+
 def test_dynamic_false_compiles_each_size():
     vary(lambda x, n: x.sum(0) * n, [(counted(n, 3), n) for n in (4, 5, 6, 5)], compiles=3, dynamic=False)
 

@@ -204,3 +204,10 @@ def test_a_layer_that_is_never_dropped_does_not_break(x, chance):
 @program(X, 0.5, graphs=2, breaks=1)
 def test_a_layer_that_may_be_dropped_is_decided_in_every_call(x, chance):
     return x if torch.rand([]) < chance else x.sin()
+
+
+@program(t(8, 2), True)
+def test_numbers_divided_by_torch_are_sizes(x, flag):
+    chunks = torch.div(x.size(0), 3, rounding_mode="trunc") - 1
+    made = torch.add(x.size(1), 2.5), torch.true_divide(7, 2), torch.mul(flag, flag), torch.floor_divide(-7, 2)
+    return x.new_zeros(chunks), x.view(torch.div(x.size(0), 2, rounding_mode="floor"), 4), *made

@@ -1,0 +1,61 @@
+"""How steps of torch's optimizers are captured whose counts are numbers to Python and tensors to a graph.
+
+Python computes with counts in double precision, so graphs do. Steps that branch on what follows from a count
+are captured in the form they have for recordings of a GPU's work: it asks for no values, and chooses both ways.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.adamax import adamax
+from torch.optim.asgd import asgd
+from torch.optim.optimizer import _get_value
+from torch.optim.radam import radam
+
+from kiln.capture.calls import Args, Kwargs, handles, leaf
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine
+
+
+@handles(_get_value)
+def value_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A count as what is computed with."""
+    count = args[0]
+    if type(count) is FakeTensor and count.dtype is torch.float32 and count.device.type == "cpu":
+        return leaf(m, torch.Tensor.double, args, {})
+    return count
+
+
+#: Lists of numbers among what steps take.
+NUMBERS = frozenset({"state_steps", "etas", "mus"})
+
+
+def without_branches(step: Any, places: list[int], *args: Any, **kwargs: Any) -> None:
+    """A step that chooses by `torch.where`, tensor by tensor."""
+    given = list(args)
+    for place in places:
+        given[place] = [number.double() for number in args[place]]
+    step(*given, **{**kwargs, "capturable": True, "foreach": False})
+    for place in places:
+        torch._foreach_copy_(args[place], given[place])
+
+
+def branches(step: Any) -> None:
+    """Declare that a step branches on counts unless it is `capturable`."""
+    places = [i for i, name in enumerate(inspect.signature(step).parameters) if name in NUMBERS]
+
+    @handles(step)
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        # Gradients would go both ways too.
+        if kwargs.get("capturable") is False and not kwargs.get("differentiable") and len(args) > places[-1]:
+            return m.inline(without_branches, (step, places, *args), kwargs)
+        return m.inline(step, args, kwargs)
+
+
+for _step in (radam, asgd, adamax):
+    branches(_step)

@@ -1,0 +1,99 @@
+"""A captured graph in parts: between calls whose backward cannot be traced, which run in eager."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from kiln.differentiate.interpret import argument
+from kiln.ops.lift import is_symbolic
+
+Make = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+def as_it_is(module: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
+    """What runs a call in eager."""
+    return module.forward  # type: ignore[no-any-return]
+
+
+class Part:
+    """Some nodes of a graph as a graph of its own; `make` compiles it for the values of the first call."""
+
+    def __init__(self, module: fx.GraphModule, nodes: list[fx.Node], make: Make) -> None:
+        own = set(nodes)
+        used = [i for node in nodes for i in node.all_input_nodes if i not in own]
+        self.inputs = [node for node in dict.fromkeys(used) if node.op != "get_attr"]
+        self.outputs = [n for n in nodes if n.op != "get_attr" and not own.issuperset(n.users)]
+        graph, copies = fx.Graph(), {}
+        for node in self.inputs:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta = dict(node.meta)
+        for node in (*[node for node in dict.fromkeys(used) if node.op == "get_attr"], *nodes):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple([copies[node] for node in self.outputs]))
+        self.module = fx.GraphModule(module, graph)
+        self.module.meta = dict(module.meta)
+        self.make = make
+        self.run: Callable[..., Any] | None = None
+        examples = [(i, node.meta.get("example_value")) for i, node in enumerate(self.inputs)]
+        self.fixed = [i for i, v in examples if isinstance(v, torch.Tensor) and not is_symbolic(v)]
+        self.strides: list[Any] = []
+
+    def crossing(self) -> Iterator[Any]:
+        """What is handed from part to part."""
+        return (node.meta.get("example_value") for node in (*self.inputs, *self.outputs))
+
+    def __call__(self, values: list[Any]) -> Any:
+        strides = [values[i].stride() for i in self.fixed]
+        if self.run is None:
+            self.strides, self.run = strides, self.make(self.module, values)
+        # What ran in eager may be laid out otherwise than in the first call.
+        return (self.run if self.strides == strides else self.module.forward)(*values)
+
+
+def in_parts(
+    module: fx.GraphModule, make: Make, opaque: Callable[[fx.Node], bool]
+) -> Callable[..., Any] | None:
+    """The graph with calls that `opaque` names in eager and `make` for what is between; None where it cannot.
+
+    Every second part is in eager. Only tensors and numbers go from one to another.
+    """
+    place: dict[fx.Node, int] = {}
+    now = 0
+    for node in module.graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else None
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        if isinstance(source, fx.Node) and not isinstance(source.meta.get("example_value"), torch.Tensor):
+            place[node] = place.get(source, now)  # an item of a tuple stays with it
+        else:
+            now += now % 2 != opaque(node)
+            place[node] = now
+    ordered = sorted(place, key=place.__getitem__)
+    parts = [
+        Part(module, list(nodes), as_it_is if number % 2 else make)
+        for number, nodes in groupby(ordered, place.__getitem__)
+    ]
+    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat)
+    if len(parts) == 1 or not all(isinstance(v, kinds) for part in parts for v in part.crossing()):
+        return None
+    inputs, result = module.graph.find_nodes(op="placeholder"), module.graph.output_node().args[0]
+    held = {node: getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}
+    last = {node: i for i, part in enumerate(parts) for node in part.inputs}
+    kept = set(module.graph.output_node().all_input_nodes)
+
+    def run(*args: Any) -> Any:
+        known = {**held, **dict(zip(inputs, args, strict=True))}
+        for i, part in enumerate(parts):
+            known.update(zip(part.outputs, part([known[node] for node in part.inputs]), strict=True))
+            for node in part.inputs:
+                if last[node] == i and node not in kept:
+                    del known[node]
+        return argument(result, known)
+
+    return run
