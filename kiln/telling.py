@@ -17,8 +17,8 @@ from kiln.base.errors import Place
 from kiln.base.places import is_library, places_of
 from kiln.base.records import Failure
 from kiln.base.reports import fell_back
-from kiln.bytecode.beside import beside, source_of
 from kiln.bytecode.decode import decode
+from kiln.bytecode.decompile import beside, source_of
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
 from kiln.capture.told import operations

@@ -8,7 +8,6 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +17,7 @@ from kiln._nests import mapped as mapped
 from kiln._nests import replaced as in_place_of
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Bug
+from kiln.base.expressions import Expr, Symbol
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,11 @@ class Node:
 def nodes_in(value: Any) -> list[Node]:
     """The nodes in a nest of tuples, lists, dicts and slices."""
     return gathered(Node, value)
+
+
+def expressions_in(value: Any) -> list[Expr]:
+    """The symbolic expressions in such a nest."""
+    return [*gathered(Expr, value), *gathered(Symbol, value)]
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
@@ -246,18 +251,25 @@ class Graph:
         return "\n".join(lines)
 
 
+_names: dict[int, tuple[Any, str]] = {}
+"""The names of overloads, by the ids of these, which are held: their hashes take long."""
+
+
+def name_of(overload: Any) -> str:
+    """The name of the op that an overload belongs to, without aten's namespace; other callables have none."""
+    known = _names.get(id(overload))
+    if known is None:
+        if not hasattr(overload, "_schema"):
+            return ""
+        known = _names[id(overload)] = overload, str(overload._schema.name.removeprefix("aten::"))
+    return known[1]
+
+
 def label(op: Any) -> str:
     """The short name of what a node calls."""
-    if isinstance(op, str):
-        return op
     if isinstance(op, torch._ops.OpOverload):
-        return _overload_label(op)
-    return str(getattr(op, "__name__", type(op).__name__))
-
-
-@cache
-def _overload_label(op: torch._ops.OpOverload) -> str:
-    return str(op._schema.name.split("::")[-1])
+        return name_of(op).rpartition("::")[2]
+    return op if isinstance(op, str) else str(getattr(op, "__name__", type(op).__name__))
 
 
 def show(value: Any) -> str:

@@ -22,8 +22,7 @@ from kiln.base.errors import Bug, Skip
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.body import CELL_USERS, Body, make_cell
 from kiln.bytecode.decode import Code, decode
-from kiln.bytecode.flow import reachable, stack_depths, stack_effect
-from kiln.bytecode.live import needed
+from kiln.bytecode.flow import needed, reachable, stack_depths, stack_effect
 from kiln.bytecode.versions import HERE, JUMPS, REAL, TERMINATORS
 
 

@@ -113,16 +113,12 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = value.kind()
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
-        if isinstance(hook, types.FunctionType) and not trusted(type(k)):
+        if isinstance(hook, types.FunctionType) and type(k).__module__.partition(".")[0] not in TRUSTED:
             if m.truth(m.inline(hook, (k, value), {})):
                 return True
         elif m.native(isinstance, value, k):
             return True
     return False
-
-
-def trusted(meta: type) -> bool:
-    return meta.__module__.partition(".")[0] in TRUSTED
 
 
 TRUSTED = frozenset("abc typing torch enum collections _py_abc typing_extensions".split())
@@ -510,18 +506,6 @@ def update_wrapper(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 # ---------------------------------------------------------- native methods with a treatment of their own
 
 
-def method(*keys: tuple[type, str]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how these native methods are captured; MISSING means: as any other."""
-
-    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
-        for key in keys:
-            METHODS[key] = function
-        return function
-
-    return declare
-
-
-@method((dict, "get"), (dict, "__getitem__"))
 def dict_get(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) == 2:
         found = m.world.item(owner, args[0])
@@ -532,7 +516,6 @@ def dict_get(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     return m.world.item(owner, args[0]) if args else MISSING
 
 
-@method((dict, "__contains__"))
 def dict_contains(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     known = m.world.contains(owner, args[0])
     return MISSING if known is None else known
@@ -561,13 +544,17 @@ walking(
 )  # fmt: skip
 
 
-@method((list, "sort"))
 def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch(owner)
     key = kwargs.get("key")
     wrapped = None if key is None else (lambda value: m.call(key, (value,)))
     m.native(list.sort, owner, key=wrapped, reverse=kwargs.get("reverse", False))
     return None
+
+
+METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
+METHODS[dict, "__contains__"] = dict_contains
+METHODS[list, "sort"] = sort_list
 
 
 @handles(sorted)

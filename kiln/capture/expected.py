@@ -12,6 +12,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
+from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.frame import Frame
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import constant_of
@@ -27,13 +28,14 @@ HARMLESS = ("LOAD_", "BUILD_", "FORMAT_", "CALL", "PRECALL", "PUSH_NULL", "KW_NA
 
 
 def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bool:
-    """The truth of the condition on the stack, a tensor, at an instruction that jumps when it is `sense`."""
-    value = frame.stack[-1]
+    """The truth of the condition on the stack, a tensor or a number of one, where it jumps when it is `sense`."""
+    top = frame.stack[-1]
+    value = top.tensor if type(top) is OpenNumber else top
     if constant_of(value) is not None or value.numel() != 1 or value.device.type != "cpu":
-        return m.truth(value)
+        return m.truth(top)
     jumped = raises(frame, instruction.value)
     if jumped == raises(frame, frame.index + 1) or type(m.recorder) is not Recorder:
-        return m.truth(value)
+        return m.truth(top)
     truth = sense is not jumped
     condition = value if truth else m.torch_call(torch.logical_not, (value,), {})
     m.recorder.note(torch._assert_async, (condition,))

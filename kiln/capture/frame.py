@@ -34,7 +34,6 @@ class UserError(Exception):
 
     def __init__(self, error: BaseException, step: int = -1) -> None:
         self.error, self.step = error, step
-        super().__init__(error)
 
 
 RETURN: Any = object()  # what an opcode gives when its frame returns the top of the stack
@@ -46,7 +45,6 @@ class Yielded(Exception):
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        super().__init__()
 
 
 class Restart(Exception):
@@ -54,7 +52,6 @@ class Restart(Exception):
 
     def __init__(self, step: int, reason: Break) -> None:
         self.step, self.reason = step, reason
-        super().__init__(step)
 
 
 class Differs(Exception):
@@ -74,7 +71,6 @@ class Unsettled(Exception):
 
     def __init__(self, reason: Break) -> None:
         self.reason = reason
-        super().__init__()
 
 
 class Unread:

@@ -26,34 +26,30 @@ def only(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def caller(kind: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare what callables of this class do with the one argument that they take."""
+def of_one(action: Callable[..., Any]) -> Callable[..., Any]:
+    """What callables of a class that take one argument do with it."""
 
-    def declare(action: Callable[..., Any]) -> Callable[..., Any]:
-        def called(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-            if len(args) != 1 or kwargs:
-                return m.native(function, *args, **kwargs)
-            m.world.identify(function)
-            return action(m, function, args[0], mode)
+    def called(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+        if len(args) != 1 or kwargs:
+            return m.native(function, *args, **kwargs)
+        m.world.identify(function)
+        return action(m, function, args[0], mode)
 
-        CALLERS[kind] = called
-        return action
-
-    return declare
+    return called
 
 
-@caller(operator.itemgetter)
+@of_one
 def get_items(m: Machine, function: Any, value: Any, mode: str) -> Any:
     return only([operators.getitem(m, value, key) for key in function.__reduce__()[1]])
 
 
-@caller(operator.attrgetter)
+@of_one
 def get_attributes(m: Machine, function: Any, value: Any, mode: str) -> Any:
     paths = function.__reduce__()[1]
     return only([functools.reduce(m.getattr, path.split("."), value) for path in paths])
 
 
-@caller(operator.methodcaller)
+@of_one
 def call_method(m: Machine, function: Any, value: Any, mode: str) -> Any:
     maker, rest = function.__reduce__()[:2]
     parts: tuple[Any, ...] = tuple(getattr(maker, "args", ())) + tuple(rest)
@@ -81,8 +77,11 @@ def key_of_comparison(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(functools.cmp_to_key, lambda a, b: m.call(compare, (a, b)))
 
 
-KEY = type(functools.cmp_to_key(lambda a, b: 0))
-CALLERS[KEY] = lambda m, function, args, kwargs, mode: native(m, function, args, kwargs)
+CALLERS.update({
+    operator.itemgetter: get_items, operator.attrgetter: get_attributes, operator.methodcaller: call_method,
+    type(functools.cmp_to_key(lambda a, b: 0)): lambda m, function, args, kwargs, mode: native(
+        m, function, args, kwargs),
+})  # fmt: skip
 
 
 @handles(random.Random)

@@ -11,25 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kiln.capture import operators, symbolic
-from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, handles, native
+from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, declare, native
 from kiln.capture.world import MISSING
 
 if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-def on_symbols(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how calls of these functions with a symbolic number are captured; others go as before."""
-
-    def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            handles(function)(otherwise(function, handler))
-        return handler
-
-    return declare
-
-
-def otherwise(function: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
+def on_symbols(function: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """How calls of a function with a symbolic number are captured; others go as before."""
     before = HANDLERS.get(id(function))
 
     def choose(m: Machine, args: Args, kwargs: Kwargs) -> Any:
@@ -40,7 +30,6 @@ def otherwise(function: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-@on_symbols(*symbolic.FUNCTIONS)
 def of_one_number(m: Machine, function: Any, value: Any, *rest: Any) -> Any:
     """abs, round, float and the functions of math."""
     if type(value) not in symbolic.SYMBOLIC:
@@ -48,26 +37,22 @@ def of_one_number(m: Machine, function: Any, value: Any, *rest: Any) -> Any:
     return m.native(symbolic.function, function, value, *rest)
 
 
-@on_symbols(int)
 def whole(m: Machine, function: Any, value: Any, *base: Any) -> Any:
     if base or type(value) not in symbolic.SYMBOLIC:
         return m.native(int, *symbolic.concrete((value, *base)))
     return m.native(symbolic.whole, value)
 
 
-@on_symbols(operator.index)
 def index(m: Machine, function: Any, value: Any) -> Any:
     return value if type(value) is torch.SymInt else m.native(operator.index, symbolic.concrete(value))
 
 
-@on_symbols(pow)
 def power(m: Machine, function: Any, a: Any, b: Any, *modulus: Any) -> Any:
     if modulus:
         return m.native(pow, *symbolic.concrete((a, b, *modulus)))
     return operators.binary(m, "**", a, b)
 
 
-@on_symbols(math.prod)
 def product(m: Machine, function: Any, values: Any, start: Any = 1) -> Any:
     return reduce(partial(operators.binary, m, "*"), values, start)
 
@@ -80,7 +65,6 @@ def size_product(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 METHODS[torch.Size, "numel"] = size_product
 
 
-@on_symbols(torch.sym_max, torch.sym_min)
 def torch_extreme(m: Machine, function: Any, a: Any, b: Any) -> Any:
     """What comes out is a float when one of the two is."""
     called = max if function is torch.sym_max else min
@@ -89,17 +73,15 @@ def torch_extreme(m: Machine, function: Any, a: Any, b: Any) -> Any:
     return m.native(symbolic.extreme, called, [a, b])
 
 
-def concrete_call(m: Machine, function: Any, *args: Any, **kwargs: Any) -> Any:
-    return m.native(function, *symbolic.concrete(args), **symbolic.concrete(kwargs))
-
-
 RULES: dict[Any, Callable[..., Any]] = {
-    complex: concrete_call,
+    **dict.fromkeys(symbolic.FUNCTIONS, of_one_number),
+    **dict.fromkeys((torch.sym_max, torch.sym_min), torch_extreme),
+    int: whole, operator.index: index, pow: power, math.prod: product,
+    complex: lambda m, f, *args, **named: m.native(f, *symbolic.concrete(args), **symbolic.concrete(named)),
     divmod: lambda m, f, a, b: (operators.binary(m, "//", a, b), operators.binary(m, "%", a, b)),
     torch.sym_int: lambda m, f, value: whole(m, int, value),
     torch.sym_float: lambda m, f, value: of_one_number(m, float, value),
     torch.sym_sum: lambda m, f, values: reduce(partial(operators.binary, m, "+"), values, 0),
     torch.sym_not: lambda m, f, value: not m.truth(value),
-}
-for _function, _rule in RULES.items():
-    on_symbols(_function)(_rule)
+}  # fmt: skip
+declare({function: on_symbols(function, rule) for function, rule in RULES.items()})

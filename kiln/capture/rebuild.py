@@ -32,7 +32,7 @@ from kiln.base.source import (
     Step,
 )
 from kiln.bytecode.assemble import Emitter
-from kiln.bytecode.live import live
+from kiln.bytecode.flow import live
 from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Slot, suspended_code
 from kiln.bytecode.resume import NULL as NULL_SLOT
 from kiln.capture import runtime, symbolic

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
-from kiln.capture import depth, open_numbers, state
+from kiln.capture import open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Recalled, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -54,7 +57,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
                       specialises, literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
-            with depth.deep() as room:
+            with deep() as room:
                 return attempt(stop, reason, room, dynamic, copying)
         except Break as e:
             if not fullgraph or literals.numbers is not None or e.kind not in NUMBERS_NEEDED:
@@ -215,3 +218,33 @@ def release(machine: Machine, root: Frame) -> None:
         for held in vars(part).values():
             if isinstance(held, (dict, list, set)):
                 held.clear()
+
+
+FRAMES_PER_CALL = 12  # at most so many frames of the interpreter for one of the program
+_lock = threading.Lock()
+_entered: list[int] = []  # the limits found on entry, the user's own first
+
+
+@contextmanager
+def deep() -> Iterator[int]:
+    """Raise the recursion limit meanwhile; gives the number of frames that the program may still use."""
+    with _lock:
+        _entered.append(sys.getrecursionlimit())
+        allowed = _entered[0]
+        sys.setrecursionlimit(max(allowed * FRAMES_PER_CALL, sys.getrecursionlimit()))
+    try:
+        yield max(allowed - used(), 50)
+    finally:
+        with _lock:
+            first = _entered[0]
+            _entered.pop()
+            if not _entered:
+                sys.setrecursionlimit(first)
+
+
+def used() -> int:
+    """How many frames are on the stack."""
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+    return depth

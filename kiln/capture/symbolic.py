@@ -146,10 +146,7 @@ def whole(value: Any) -> Any:
 
 def extreme(called: Any, values: list[Any]) -> Any:
     """The least or greatest of numbers of one kind, at least one of them symbolic."""
-    best = expr_of(values[0])
-    for value in values[1:]:
-        best = EXTREMES[called](best, expr_of(value))
-    return wrap(best)
+    return wrap(functools.reduce(EXTREMES[called], map(expr_of, values)))
 
 
 def is_float(value: Any) -> bool:

@@ -179,7 +179,13 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     plain = mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP
     if plain and not torch.is_grad_enabled():
         return apply_inline(m, cls, tuple(rest), kwargs)
-    return leaf(m, Named(cls.apply, cls.__name__, cls), tuple(rest), kwargs)
+    before = torch.get_rng_state()
+    made = leaf(m, Named(cls.apply, cls.__name__, cls), tuple(rest), kwargs)
+    if not torch.equal(before, torch.get_rng_state()):  # fakes draw nothing
+        torch.set_rng_state(before)
+        why = f"{cls.__name__} seeds the random generator"
+        raise Break("random-state", why, "seed outside the compiled function")
+    return made
 
 
 def apply_inline(m: Machine, cls: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -365,9 +371,18 @@ def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 
 for _kind in (torch.jit.ScriptModule, torch.jit.RecursiveScriptModule, torch.jit.TopLevelTracedModule):
     CALLERS[_kind] = call_script
-CALLERS[torch.jit.ScriptFunction] = lambda m, f, args, kwargs, mode: leaf(
-    m, Named(f, f.name, f), args, kwargs
-)
+
+
+def call_scripted(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A scripted function: the Python that it was made of, or one node where it branches or loops."""
+    written = getattr(function, "_torchdynamo_inline", None)
+    if written is None or any(node.kind() in BRANCHING for node in function.inlined_graph.nodes()):
+        return leaf(m, Named(function, function.name, function), args, kwargs)
+    return call(m, m.world.constant(written), args, kwargs)
+
+
+BRANCHING = frozenset({"prim::If", "prim::Loop"})
+CALLERS[torch.jit.ScriptFunction] = call_scripted
 
 
 def reads_switch(read: Any, write: Any) -> None:

@@ -198,7 +198,7 @@ class World:
     def outside(self, value: Any, source: Source) -> Any:
         """The program's view of a value read from outside, with the guards that the read calls for."""
         kind = type(value)
-        if kind in CONSTANTS:
+        if kind in CONSTANTS and kind is not slice:
             if (kind is int or kind is float) and self.varying.numbers:
                 number = self.varying.number(value, source, not rooted(source))
                 if number is not None:
@@ -244,6 +244,12 @@ class World:
         self.wrappers[id(value)] = copy
         self.remember(copy, source)
         return copy
+
+    def bounds(self, value: Any, source: Source) -> Any:
+        """A slice: what stands in it is read."""
+        self.guard(TypeIs(source, slice))
+        parts = [self.outside(getattr(value, name), Attr(source, name)) for name in ("start", "stop", "step")]
+        return self.stands_for(slice(*parts), value, source)
 
     def thing(self, value: Any, source: Source) -> Any:
         """Any other object: known by its exact type and its path."""
@@ -814,6 +820,7 @@ SHADOWED = (
 )  # fmt: skip
 
 READERS: dict[type, Reader] = {
+    slice: World.bounds,
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method,
     BUILTIN_METHOD: World.native_method, tuple: World.immutable,

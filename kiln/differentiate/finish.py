@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln.base.expressions import Expr, Symbol
-from kiln.base.graph import mapped
+from kiln.base.graph import expressions_in, mapped
 from kiln.base.keys import below
 from kiln.differentiate.joint import (
     Attribute,
@@ -104,7 +104,7 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """Takes the view outside the compiled graph, so that autograd knows it as eager's."""
     base, steps, grad, claims = output.base, output.steps, output.requires_grad, output.claims
     origin = None if isinstance(base, int) else origin_of(base, attributes)
-    symbolic = any(_has_symbols((step.args, step.kwargs)) for step in steps)
+    symbolic = any(expressions_in((step.args, step.kwargs)) for step in steps)
 
     def view(results: Results, args: Args) -> Any:
         value = results[base] if origin is None else origin(args)  # type: ignore[index]
@@ -125,9 +125,7 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
 
 
 def _taken(value: Any, step: Step, sizes: Mapping[Symbol, Any]) -> Any:
-    args, kwargs = (
-        (resolved(step.args, sizes), resolved(step.kwargs, sizes)) if sizes else (step.args, step.kwargs)
-    )
+    args, kwargs = resolved((step.args, step.kwargs), sizes) if sizes else (step.args, step.kwargs)
     taken = step.op(value, *args, **kwargs)
     return taken if step.item is None else taken[step.item]
 
@@ -216,8 +214,3 @@ def resolved(value: Any, sizes: Mapping[Symbol, Any]) -> Any:
     """A nest with the values of symbolic expressions in place of them."""
     return mapped(value, lambda leaf: leaf.evaluate(sizes) if isinstance(leaf, Expr) else leaf)
 
-
-def _has_symbols(value: Any) -> bool:
-    found = []
-    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Expr) else None)
-    return bool(found)

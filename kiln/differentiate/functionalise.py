@@ -17,7 +17,7 @@ from kiln.differentiate.joint import Step
 from kiln.differentiate.undo import UNDO
 from kiln.differentiate.writes import FORMS, HIDDEN, Cloned, Form
 from kiln.ops.fake import FakeTensor, dispatch
-from kiln.ops.layout import contiguous, is_dense
+from kiln.ops.layout import contiguous, is_dense, overlaps
 from kiln.ops.meta import RESHAPES
 from kiln.ops.record import Recording, fake_of, spec_of
 from kiln.ops.symint import wrap
@@ -317,7 +317,7 @@ class Functionaliser:
         memory = place.memory
         value = self.cast(value, place.spec)
         path: list[tuple[Place, Node]] = []
-        if any(map(overlaps, place.above())):
+        if any(overlaps(spec.shape, spec.stride) for spec in place.above()):
             # Elements of what is viewed share places: a new value for all does not say which was written.
             path.append((place, value))
             place, value = memory.root, self.put(place, value)
@@ -342,7 +342,8 @@ class Functionaliser:
     def put(self, place: Place, value: Node) -> Node:
         """The contents of a memory with `value` where a view lies in it."""
         root, spec = place.memory.root, place.spec
-        if overlaps(spec) or overlaps(root.spec) or any(s.op in OTHER_ELEMENTS for s in place.steps()):
+        shared = any(overlaps(each.shape, each.stride) for each in (spec, root.spec))
+        if shared or any(s.op in OTHER_ELEMENTS for s in place.steps()):
             why = "a tensor is written whose elements share places in memory"
             raise Break("write-to-view", why, "write to a copy of it")
         step = Step(aten.as_strided.default, (list(spec.shape), list(spec.stride), spec.offset), {})
@@ -379,16 +380,6 @@ class Functionaliser:
         own = TensorSpec(spec.shape, spec.stride, value.spec.dtype, value.spec.device)
         empty = self.emit(aten.new_empty_strided.default, (value, shape, stride), {}, own)
         return self.emit(aten.copy.default, (empty, value), {}, empty.spec)
-
-
-def overlaps(spec: TensorSpec) -> bool:
-    """Whether elements share a place in memory, by the sizes when traced."""
-    reach = 1
-    for s, n in sorted(zip(map(hinted, spec.stride), map(hinted, spec.shape), strict=True)):
-        if n > 1 and s < reach:
-            return True
-        reach += max(n - 1, 0) * s
-    return False
 
 
 def same_strides(a: TensorSpec, b: TensorSpec) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,25 +19,26 @@ from kiln.differentiate import masks
 
 def fetch(module: Any, path: str) -> Any:
     """What the module holds under a dotted name."""
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
+    return operator.attrgetter(path)(module)
+
+
+def over_leaves(nest: Any, leaf: Callable[[Any], Any]) -> Any:
+    """The nest, in which containers may be of classes of their own, with a function applied to its leaves."""
+    if isinstance(nest, (list, tuple)):
+        items = [over_leaves(item, leaf) for item in nest]
+        if isinstance(nest, list):
+            return items
+        return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)
+    if isinstance(nest, dict):
+        return {key: over_leaves(item, leaf) for key, item in nest.items()}
+    if isinstance(nest, slice):
+        return slice(*[over_leaves(part, leaf) for part in (nest.start, nest.stop, nest.step)])
+    return leaf(nest)
 
 
 def argument(value: Any, known: dict[fx.Node, Any]) -> Any:
     """A nest of fx arguments with the values of its nodes."""
-    if isinstance(value, fx.Node):
-        return known[value]
-    if isinstance(value, (list, tuple)):
-        items = [argument(item, known) for item in value]
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if isinstance(value, dict):
-        return {key: argument(item, known) for key, item in value.items()}
-    if isinstance(value, slice):
-        return slice(argument(value.start, known), argument(value.stop, known), argument(value.step, known))
-    return value
+    return over_leaves(value, lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf)
 
 
 @contextlib.contextmanager

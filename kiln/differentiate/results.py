@@ -9,6 +9,7 @@ import torch
 from kiln.base.errors import Break
 from kiln.base.graph import Node
 from kiln.differentiate.functionalise import Functionaliser, Memory, Place
+from kiln.differentiate.interpret import over_leaves
 from kiln.differentiate.joint import Constant, Fresh, Given, Mutation, Origin, Output, Step, Storage, View
 from kiln.ops.fake import FakeTensor
 from kiln.ops.symint import expr_of
@@ -198,12 +199,9 @@ def is_fake(value: Any) -> bool:
 
 def positions(nest: Any, leaves: list[Any]) -> Any:
     """The nest with each leaf replaced by its position in `leaves`, to which it is added."""
-    if isinstance(nest, (list, tuple)):
-        items = [positions(item, leaves) for item in nest]
-        if isinstance(nest, list):
-            return items
-        return type(nest)(*items) if hasattr(nest, "_fields") else tuple(items)
-    if isinstance(nest, dict):
-        return {key: positions(item, leaves) for key, item in nest.items()}
-    leaves.append(nest)
-    return len(leaves) - 1
+
+    def place(leaf: Any) -> int:
+        leaves.append(leaf)
+        return len(leaves) - 1
+
+    return over_leaves(nest, place)

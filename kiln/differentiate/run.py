@@ -116,7 +116,7 @@ def _attributes(module: fx.GraphModule, joint: Joint) -> dict[str, Any]:
         elif isinstance(output, View):
             origins.append(output.base)
     names = [origin.name for origin in origins if isinstance(origin, Attribute)]
-    return {name: operator.attrgetter(name)(module) for name in names}
+    return {name: fetch(module, name) for name in names}
 
 
 Pick: TypeAlias = Callable[[tuple[Any, ...]], tuple[Any, ...]]

@@ -63,7 +63,7 @@ def pools_in_loops(node: Node, users: dict[Node, list[Node]], outputs: set[Node]
 def pool(node: Node, walk: Relayout) -> tuple[Node, Node]:
     """The largest of windows, and where in them they are."""
     x = walk.values[node.args[0]]
-    marked(walk, node)
+    walk.recording.stands_at(node)
     with walk.recording:
         found, place = Window.of(node.args).largest_at(walk.fake(x), node.spec[0].shape[2:])
         rows = walk.recording.node(place.unsqueeze(-1))
@@ -75,17 +75,11 @@ def pool(node: Node, walk: Relayout) -> tuple[Node, Node]:
 
 def pool_gradient(node: Node, walk: Relayout) -> Node:
     grad, image, *_, places = node.args
-    marked(walk, node)
+    walk.recording.stands_at(node)
     with walk.recording:
         given = walk.fake(walk.values[grad]), walk.fake(walk.values[places])
         out = Window.of(node.args[1:]).spread(*given, image.spec.shape[2:])
     return walk.with_strides(walk.recording.node(out), turned(node.spec).stride)
-
-
-def marked(walk: Relayout, node: Node) -> None:
-    """Let what is recorded stand where a node stood."""
-    recording = walk.recording
-    recording.where, recording.backward, recording.region = node.where, node.backward, node.region
 
 
 # Convolutions

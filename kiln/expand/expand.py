@@ -13,12 +13,11 @@ import torch
 from kiln.base import log, options
 from kiln.base.errors import Bug
 from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, mapped, nodes_in, retarget
-from kiln.expand.check import check
 from kiln.expand.fit import fit
 from kiln.ops.aliases import shows
 from kiln.ops.expansions.all import EXPANSIONS
-from kiln.ops.layout import COMPLEX
-from kiln.ops.levels import CORE, LEVELS, name_of
+from kiln.ops.layout import COMPLEX, FLOATS
+from kiln.ops.levels import BINARY, CHOICE, CORE, LEVELS, TERNARY, UNARY, name_of
 from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import wrap
 from kiln.ops.table import COMPLEX_TOO
@@ -174,3 +173,37 @@ def _key(value: Any) -> Any:
     if kind is float:
         return kind, value, copysign(1, value)
     return (kind, value) if kind is int or kind is bool else value
+
+
+#: Overloads that a graph at level prims does not hold: another one says the same.
+SUPERSEDED = frozenset({"aten.add.Scalar", "aten.sub.Scalar", "aten.mul.Scalar", "aten.div.Scalar"})
+ELEMENTWISE = UNARY | BINARY | TERNARY | CHOICE
+
+
+def check(graph: Graph, level: str) -> Graph:
+    """The graph; Bug where a node breaks a promise of the level, as `kiln.ops.levels` states them."""
+    graph.check()
+    if level == "prims":
+        for node in graph.nodes:
+            reason = broken(node) if node.op is not CONSTANT else ""
+            if reason:
+                raise Bug(f"{node.name} = {node.op} {reason}, which level prims does not allow")
+    return graph
+
+
+def broken(node: Node) -> str:
+    """The promise about elementwise primitives that a node breaks, in words; empty if it keeps all."""
+    name = name_of(node.op)
+    if name not in ELEMENTWISE:
+        return ""
+    if str(node.op) in SUPERSEDED:
+        return "is a superseded form"
+    operands: tuple[Any, ...] = node.args[1:] if name == "where" else node.args[: 3 if name in TERNARY else 2]
+    dtypes = {a.spec.dtype for a in operands if isinstance(a, Node) and isinstance(a.spec, TensorSpec)}
+    if len(dtypes) > 1:
+        return f"mixes {' and '.join(sorted(map(str, dtypes)))}"
+    if node.kwargs.get("alpha", 1) != 1:
+        return "has an alpha"
+    if name in BINARY and dtypes & FLOATS and any(type(a) in (int, bool) for a in operands):
+        return "has an integer beside floating numbers"
+    return ""

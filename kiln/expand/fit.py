@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from kiln.base.conditions import eq
+from kiln.base.expressions import hinted
 from kiln.base.graph import Node, Spec, TensorSpec
 from kiln.ops.fake import FakeTensor
-from kiln.ops.layout import CHANNELS_LAST_ORDER, suggests_channels_last
+from kiln.ops.layout import CHANNELS_LAST_ORDER, overlaps, suggests_channels_last
 from kiln.ops.record import Recording, spec_of
 from kiln.ops.table import aten
 
@@ -40,7 +41,7 @@ def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> A
         out = restride(out, shape, stride)
     node = recording.node(out)
     made = settled(spec_of(out).stride)
-    gaps = moved and _differ(made, stride, shape) and _apart(shape, stride)
+    gaps = moved and _differ(made, stride, shape) and not overlaps(shape, stride)
     if gaps or _read_otherwise(shape, made, stride):
         own = replace(node.spec, stride=stride, offset=0)
         return recording.graph.call(aten.clone.default, (node,), spec=own)
@@ -79,19 +80,9 @@ def _equal(a: Any, b: Any) -> bool:
     return (b if type(a) is int else a).scope.known(eq(a, b)) is True
 
 
-def _apart(shape: tuple[Any, ...], stride: tuple[Any, ...]) -> bool:
-    """Whether each element has a place of its own, by what the sizes were when traced."""
-    reach = 1
-    for s, n in sorted((_rank(s), _rank(n)) for s, n in zip(stride, shape, strict=True) if _rank(n) > 1):
-        if s < reach:
-            return False
-        reach += (n - 1) * s
-    return True
-
-
 def restride(x: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:
     """A copy of `x` with these strides, if they are dense; else `x`."""
-    order = sorted(range(len(shape)), key=lambda d: (-_rank(stride[d]), _rank(shape[d]) == 1))
+    order = sorted(range(len(shape)), key=lambda d: (-hinted(stride[d]), hinted(shape[d]) == 1))
     step: Any = 1
     for d in reversed(order):
         if shape[d] != 1:
@@ -102,8 +93,3 @@ def restride(x: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:
         return x.clone(memory_format=torch.contiguous_format)
     back = sorted(range(len(order)), key=order.__getitem__)
     return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
-
-
-def _rank(size: Any) -> int:
-    """A number to sort sizes by: symbolic ones by the value that they had."""
-    return size if isinstance(size, int) else int(size.hint)

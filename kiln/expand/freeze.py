@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import Expr
 from kiln.base.graph import (
     CONSTANT,
     Graph,
     Node,
     TensorSpec,
+    expressions_in,
     mapped,
     nodes_in,
     retarget,
@@ -75,7 +75,7 @@ def is_pure(node: Node) -> bool:
         return isinstance(node.args[0], torch.Tensor) and can_watch(node.args[0])
     if op is operator.getitem or op in PURE:
         return True
-    return _computes(op) and not _is_symbolic((node.args, node.kwargs))
+    return _computes(op) and not expressions_in((node.args, node.kwargs))
 
 
 @cache
@@ -91,12 +91,6 @@ UNSET = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
     "aten::_local_scalar_dense", "aten::empty_permuted",
 })  # fmt: skip
-
-
-def _is_symbolic(value: Any) -> bool:
-    found: list[Any] = []
-    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Expr) else None)
-    return bool(found)
 
 
 def kept_of(graph: Graph, fixed: Collection[Node]) -> set[Node]:

@@ -65,7 +65,7 @@ def product(node: Node, dims: frozenset[str], known: dict[Any, Node], walk: Rela
     operands = [walk.restored(walk.values[read], read.spec) for read in node.args[: first + 2]]
     names = [*["c"] * first, "rk", "kc"]
     recording = walk.recording
-    recording.where, recording.backward, recording.region = node.where, node.backward, node.region
+    recording.stands_at(node)
     given = [widened(walk, one, name, dims, known) for one, name in zip(operands, names, strict=True)]
     with recording:
         out = node.op(*[walk.fake(one) for one in given], *node.args[first + 2 :], **node.kwargs)

@@ -111,7 +111,7 @@ class Relayout:
 
         before = len(self.graph.nodes)
         recording = self.recording
-        recording.where, recording.backward, recording.region = node.where, node.backward, node.region
+        recording.stands_at(node)
         try:
             args, kwargs = mapped(node.args, enter), mapped(node.kwargs, enter)
             with recording:

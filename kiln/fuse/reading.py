@@ -77,6 +77,7 @@ class Groups:
         self.scope = _scope_of(graph)
         self.items: list[Any] = []
         self.place: dict[Node, int] = {}
+        self.chains: dict[tuple[Node, int], int] = {}  # what values read costs where it is made with them
         self.buffers: dict[Node, Buffer] = {}
         self.owners: dict[Buffer, Node] = {}
         self.free: set[Node] = set()  # values without inputs: each reader makes them itself
@@ -203,7 +204,7 @@ class Groups:
             raise Misfit
         return self.fold(group, node)
 
-    def small(self, group: Group, node: Node) -> bool:
+    def small(self, group: Group, node: Node, depth: int = 0) -> bool:
         """Whether a value of another group is so small and cheap that these loops make it themselves."""
         if node in self.read_whole or not is_pointwise(node):
             return False
@@ -217,9 +218,23 @@ class Groups:
         if not home.folds:
             much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
-            if self.cost(home, node) <= limit:
+            cost = self.cost(home, node) if limit else 1
+            if cost <= limit and cost + self.made_for(group, home, node, depth) <= limit:
                 return True
         return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
+
+    def made_for(self, group: Group, home: Group, node: Node, depth: int) -> int:
+        """What it costs these loops to make what a value of another group reads, where that is small, too."""
+        key = node, group.volume()
+        if key not in self.chains and depth < CHEAP:
+            made_of = terms([self.natural(home, node)[1]])
+            read = dict.fromkeys(self.owners[t.buffer] for t in made_of if isinstance(t, Load))
+            found = [(one, self.items[self.place[one]]) for one in read if self.place.get(one, -1) >= 0]
+            self.chains[key] = sum([
+                self.cost(there, one) + self.made_for(group, there, one, depth + 1) for one, there in found
+                if isinstance(there, Group) and self.small(group, one, depth + 1)
+            ])  # fmt: skip
+        return self.chains.get(key, 0)
 
     def is_slow(self, home: Group, node: Node, volume: int) -> bool:
         """Whether a value takes more than sums and products: what is small is kept then, and made once.

@@ -60,6 +60,21 @@ _SLOPE = (
      -0.0095528746, -0.0110777412, 0.00133610785, -0.0102422396, -0.0116644446, 0.0042063822, -0.00513083441,
      -0.00237588468, 0),
 )  # fmt: skip
+# tanh, to 2^-14 of the value
+TANH_STEP = 19 / 64
+_TANH = (
+    (0, 0.288440973, 0.532578468, 0.71169883, 0.829802215, 0.902285933, 0.944830835, 0.969151855, 0.982845664,
+     0.99048996, 0.99473685, 0.997089982, 0.998391867, 0.999111593, 0.999509275, 0.999728978),
+    (0.999992013, 0.916788578, 0.716358244, 0.49348852, 0.31143263, 0.185883313, 0.107296735, 0.060745839,
+     0.0340151303, 0.0189300217, 0.0104987966, 0.00581167033, 0.00321369385, 0.00177604856, 0.000981217367,
+     0.000541998714),
+    (0, -0.261083096, -0.378313482, -0.349964976, -0.258541167, -0.168260604, -0.101881862, -0.0592263602,
+     -0.0336529464, -0.0188804828, -0.0105182007, -0.00583679602, -0.00323198969, -0.00178750465,
+     -0.000987957115, -0.000545846939),
+    (-0.330419868, -0.227879882, -0.0369501784, 0.0838853791, 0.109933108, 0.0892747045, 0.0601287, 0.036934901,
+     0.0216141772, 0.0123217786, 0.00692470884, 0.00386120146, 0.00214371854, 0.00118735072, 0.000656779855,
+     0.000363032654),
+)  # fmt: skip
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/32
 _EXP = (0.5000162220356067, 0.16666718660599164)
 _POWERS = tuple(2.0 ** (n / LANES) for n in range(LANES))
@@ -67,12 +82,13 @@ ROUNDER = 1.5 * 2.0**19  # adding it rounds to sixteenths, in the low bits
 # (e^r - 1) / r on |r| <= ln(2)/64
 _NEAR = (1.00000000022928, 0.5000048874158588, 0.16666568946832963)
 _NEAR_STEPS = 32
+_FRACTIONS = tuple(2.0 ** (n / _NEAR_STEPS) for n in range(_NEAR_STEPS))
 # A factor of all powers by which each of them lies twice as near to a float
 _NEAR_FACTOR = 1.0000754351754526
 # The bits of the factor times 2^(n/32), less n where it stands in what is added to them
 _NEAR_POWERS = tuple(
-    struct.unpack("<I", struct.pack("<f", _NEAR_FACTOR * 2.0 ** (n / _NEAR_STEPS)))[0] - (n << 18)
-    for n in range(_NEAR_STEPS)
+    struct.unpack("<I", struct.pack("<f", _NEAR_FACTOR * fraction))[0] - (n << 18)
+    for n, fraction in enumerate(_FRACTIONS)
 )
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
 LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
@@ -81,16 +97,71 @@ ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
 ROOM = 40
 
 
+def exp(x: Value) -> Value:
+    """The exponential of f32."""
+    if x.type.width % LANES:
+        return functions.exp_by_polynomial(functions.at_most(x, 89.0))
+    power, r, n = _reduced(functions.at_most(x, 89.0), _POWERS, ROUNDER)
+    return scaled(_near(power, r, _EXP), n)
+
+
 def exp_below(x: Value) -> Value:
-    """The exponential of f32 up to 89: a short polynomial times a sixteenth power of two looked up."""
+    """The exponential of f32 up to 88: powers of two are floats."""
     if x.type.width % LANES:
         return functions.exp_by_polynomial(x)
+    power, r, n = _reduced(x, _POWERS, ROUNDER)
+    return _near(scaled(power, n), r, _EXP)
+
+
+def exp_loose(x: Value) -> Value:
+    """The exponential to 2^-14."""
+    if x.type.width % LANES:
+        return functions.apply("exp", x)
+    power, r, n = _reduced(functions.at_most(x, 89.0), _FRACTIONS, ROUNDER_NEAR)
+    return scaled(fma(power, r, power), n)
+
+
+def exp_below_loose(x: Value) -> Value:
+    """The same up to 88; of 0 it is 1."""
+    if x.type.width % LANES:
+        return functions.exp_by_polynomial(x)
+    power, r, n = _reduced(x, _FRACTIONS, ROUNDER_NEAR)
+    power = scaled(power, n)
+    return fma(power, r, power)
+
+
+def _near(power: Value, r: Value, terms: tuple[float, ...]) -> Value:
+    """A power times e^r."""
+    return fma(power * r, functions.polynomial(r, (1.0, *terms)), power)
+
+
+def _reduced(x: Value, table: tuple[float, ...], rounder: float) -> tuple[Value, Value, Value]:
+    """x as a multiple n of ln(2), in parts of which a table has the powers of two, and a rest r.
+
+    Gives the power of two of n's fraction, r and n: the exponential is the power times e^r times 2^floor(n).
+    """
     x = functions.at_least(x, -104.0)
-    rounded = fma(x, 1 / functions.LN2, ROUNDER)
-    n = rounded - ROUNDER
-    r = fma(n, -functions.LN2_LOW_32, fma(n, -functions.LN2_HIGH_32, x))
-    power = _looked_up(_POWERS, rounded.bits(I32))
-    return scaled(fma(power * r, functions.polynomial(r, (1.0, *_EXP)), power), n)
+    rounded = fma(x, 1 / functions.LN2, rounder)
+    n = rounded - rounder
+    r = fma(n, -LN2_FLOAT, x)
+    if table is _POWERS:
+        r = fma(n, -LN2_REST, r)
+    return _looked_up(table, rounded.bits(I32)), r, n
+
+
+def sigmoid_loose(x: Value) -> Value:
+    """To 2^-13."""
+    if x.type.width % LANES:
+        return functions.sigmoid(x)
+    e = exp_below_loose(-functions.absolute(x))
+    name, everywhere = "llvm.x86.avx512.rcp14.ps.512", Value(x.fn, "-1", I16)
+    inverse = _in_registers(lambda part: x.fn.call(name, part.type, part, part, everywhere), e + 1.0)
+    return functions.sign_bit(x).where(e, 1.0) * inverse
+
+
+def tanh_loose(x: Value) -> Value:
+    """To 2^-14."""
+    return _in_pieces(x, 4.6, TANH_STEP, _TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
 
 
 def powers_near(whole: Value) -> tuple[Value, Value]:
@@ -107,18 +178,18 @@ def reach(x: Value) -> Value:
     return fma(x, 1 / functions.LN2, ROUNDER_NEAR).bits(U32)
 
 
-def exp_near(x: Value, tables: tuple[Value, Value], rounded: bool) -> tuple[Value, Value]:
+def exp_near(x: Value, tables: tuple[Value, Value], loose: bool) -> tuple[Value, Value]:
     """e^x over the power of two of these tables, and how far it reaches.
 
-    Right where it is a normal number: the exponent is added to that of the factor looked up. To 2^-15 where
-    what comes of it is `rounded` to a type of two bytes.
+    Right where it is a normal number: the exponent is added to that of the factor looked up. To 2^-14 where
+    it may be `loose`.
     """
     bits = reach(x)
     n = bits.bits(F32) - ROUNDER_NEAR
     r = fma(n, -LN2_FLOAT, x)
     entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
     power = (entry + (bits << 18)).bits(F32)
-    if rounded:
+    if loose:
         return fma(power, r, power), bits
     r = fma(n, -LN2_REST, r)
     return fma(power * r, functions.polynomial(r, _NEAR), power), bits
@@ -179,22 +250,31 @@ def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, 
 
 
 def _looked_up(table: tuple[float, ...], places: Value) -> Value:
-    """The entry of a table at each lane's place, of which the last four bits count."""
+    """The entry of a table of one or two registers at each lane's place, of which the last bits count."""
     fn, wide = places.fn, F32.wide(LANES)
-    entries = Value(fn, f"<{', '.join(f'float {literal(c, F32)}' for c in table)}>", wide)
+    parts = [", ".join(f"float {literal(c, F32)}" for c in table[i : i + LANES]) for i in range(0, len(table), LANES)]
+    low, *high = [Value(fn, f"<{part}>", wide) for part in parts]
+    if high:
+        name = "llvm.x86.avx512.vpermi2var.ps.512"
+        return _in_registers(lambda part: fn.call(name, wide, low, part, *high), places)
     name = "llvm.x86.avx512.permvar.sf.512"
-    return _in_registers(lambda part: fn.call(name, wide, entries, part), places)
+    return _in_registers(lambda part: fn.call(name, wide, low, part), places)
 
 
 def _in_registers(function: Callable[..., Value], *values: Value) -> Value:
-    """A function of single registers on one or two in a row."""
+    """A function of single registers on several in a row, a power of two."""
     width, whole = values[0].type.width, 512 // values[0].type.bits
     if width == whole:
         return function(*values)
-    low, high = (function(*[lanes(v, start, whole) for v in values]) for start in (0, whole))
+    half = width // 2
+    low, high = (_in_registers(function, *[lanes(v, start, half) for v in values]) for start in (0, half))
     return shuffled(low, range(width), high)
 
 
-#: By name, what stands in place of the functions of `kiln.generate.functions`.
-OWN: dict[str, Callable[..., Value]] = {"scaled": scaled, "exp_below": exp_below, "erf": erf, "gelu": gelu,
-                                     "gelu_slope": gelu_slope, "add_64": add_64}  # fmt: skip
+#: By name, what stands in place of the functions of `kiln.generate.functions`; loose ones where results are
+#: rounded to types of two bytes.
+OWN: dict[str, Callable[..., Value]] = {
+    "scaled": scaled, "exp": exp, "exp_below": exp_below, "erf": erf, "gelu": gelu, "gelu_slope": gelu_slope,
+    "add_64": add_64, "loose exp": exp_loose, "loose exp_below": exp_below_loose,
+    "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
+}  # fmt: skip

@@ -33,28 +33,45 @@ def _weighted(x: Value, u: Value) -> Value:
     return x / (functions.apply("exp", u * -2.0) + 1.0)
 
 
+def _weighted_loosely(x: Value, u: Value) -> Value:
+    return _sigmoid_loosely(x, u + u)
+
+
+def _gelu_by_tanh_loosely(x: Value) -> Value:
+    return _sigmoid_loosely(x, x * fma(x * x, 2 * SLOPE * CUBE, 2 * SLOPE))
+
+
+def _sigmoid_loosely(x: Value, u: Value) -> Value:
+    weight: Value = x.fn.module.own["loose sigmoid"](u)
+    return x * weight
+
+
 def _gelu_by_tanh(x: Value) -> Value:
     power = functions.apply("exp", x * fma(x * x, -2 * SLOPE * CUBE, -2 * SLOPE))
     return x / (power + 1.0)
 
 
 Form = Callable[..., Value]
-#: Patterns, names of what they are computed from, and how: a name is that of what the machine does better.
-_FORMS: tuple[tuple[Any, tuple[str, ...], Form | str], ...] = (
-    (_GELU_BY_TANH, ("x",), _gelu_by_tanh),
-    (_LOGISTIC, ("x", "u"), _weighted),
-    (_GELU, ("x",), "gelu"),
-    (_GELU_SLOPE, ("x",), "gelu_slope"),
+#: Patterns, names of what they are computed from, how, and how where few places will do: a name is that of
+#: what the machine does better.
+_FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
+    (_GELU_BY_TANH, ("x",), _gelu_by_tanh, _gelu_by_tanh_loosely),
+    (_LOGISTIC, ("x", "u"), _weighted, _weighted_loosely),
+    (_GELU, ("x",), "gelu", "gelu"),
+    (_GELU_SLOPE, ("x",), "gelu_slope", "gelu_slope"),
 )
 
 
-def another(term: Term, own: Mapping[str, Form]) -> tuple[tuple[Term, ...], Form] | None:
+def another(
+    term: Term, own: Mapping[str, Form], loose: bool = False
+) -> tuple[tuple[Term, ...], Form] | None:
     """What a term of f32 is computed from, and how, where there is a form that costs less."""
     if not isinstance(term, Apply) or term.op not in ("mul", "add"):
         return None
     if compute_type(TYPES[term.dtype]) != F32:
         return None
-    for pattern, names, form in _FORMS:
+    for pattern, names, exact, rough in _FORMS:
+        form = rough if loose else exact
         how = own.get(form) if isinstance(form, str) else form
         found: dict[str, Term] = {}
         if how is not None and _fits(term, pattern, found):

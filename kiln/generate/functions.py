@@ -102,12 +102,12 @@ def at_least(x: Value, bound: Value | float) -> Value:
 
 
 def _exp_32(x: Value) -> Value:
-    return exp_below(at_most(x, 89.0))
+    return exp_by_polynomial(at_most(x, 89.0))
 
 
-def exp_below(x: Value) -> Value:
-    """The exponential of f32 up to 89."""
-    own = own_function("exp_below", x)
+def exp_below(x: Value, loose: bool = False) -> Value:
+    """The exponential of f32 up to 88."""
+    own = own_function("loose exp_below" if loose else "exp_below", x)
     return exp_by_polynomial(x) if own is None else own(x)
 
 

@@ -34,6 +34,7 @@ from kiln.generate.lanes import (
     with_first_lane,
 )
 from kiln.generate.llvm import Value
+from kiln.generate.loose import loose
 from kiln.generate.moments import Moments
 from kiln.generate.online import Online
 from kiln.generate.pieces import FEW, borders, decided
@@ -64,6 +65,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
         if self.masks:
             self.module.own.update(avx512.OWN)
+            self.loose = loose(nest)
         self.emit()
 
     # The frame: tasks and loops

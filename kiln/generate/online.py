@@ -21,7 +21,7 @@ from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.softmax import forgetful, pair, rounds, shares
+from kiln.generate.softmax import forgetful, pair, shares
 from kiln.generate.values import Values
 
 #: Vectors of a block.
@@ -65,18 +65,20 @@ class Online(Values):
         assert self.vector is not None
         wide = F32.wide(width)
         low, end = self.index(self.vector.low), self.index(self.vector.size)
-        step = VECTORS * width
+        step, loose = VECTORS * width, id(total.value) in self.loose
         whole = low + (end - low) / step * step
         held = [fn.constant(LOWEST, wide), fn.constant(0.0, wide)]
-        held = fn.loop(low, whole, step, held, partial(self.several, top, VECTORS, None))
-        held = fn.loop(whole, end, width, held, partial(self.several, top, 1, end))
+        held = fn.loop(low, whole, step, held, partial(self.several, top, loose, VECTORS, None))
+        held = fn.loop(whole, end, width, held, partial(self.several, top, loose, 1, end))
         most, sums = held
         result, largest = across_lanes([sums], lambda a, b: [_sum(a[0], b[0])])[0], first_lane(most)
         nothing = result.compare("eq", 0.0)  # all values are -inf
         self.layers[-1][id(top)] = nothing.where(-math.inf, largest)
         self.layers[-1][id(total)] = nothing.where(math.nan, result)
 
-    def several(self, top: Fold, count: int, end: Value | None, i: Value, held: list[Value]) -> list[Value]:
+    def several(
+        self, top: Fold, loose: bool, count: int, end: Value | None, i: Value, held: list[Value]
+    ) -> list[Value]:
         """Some vectors from place `i` on; with an `end`, those before it count."""
         fn = self.fn
         most, sums = held
@@ -89,7 +91,7 @@ class Online(Values):
         fn.branch(any_larger, rare, usual)
         fn.start(rare)
         new = across_lanes([largest(most, here)], lambda a, b: [largest(a[0], b[0])])[0].splat(self.width)
-        scaled = sums * functions.exp_below(most - new)
+        scaled = sums * functions.exp_below(most - new, loose)
         after = fn.block
         fn.jump(usual)
         fn.start(usual)
@@ -97,7 +99,7 @@ class Online(Values):
         for phi, old, changed in ((now, most, new), (rest, sums, scaled)):
             phi.arrive(old, before)
             phi.arrive(changed, after)
-        added = _tree([functions.exp_below(v - now) for v in values], _sum)
+        added = _tree([functions.exp_below(v - now, loose) for v in values], _sum)
         return [now, rest + added]
 
     def pass_over_powers(self, top: Fold, total: Fold) -> None:
@@ -108,12 +110,12 @@ class Online(Values):
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
         near = _within(_tree(looked_at, _top))
         rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
-        coarse, tables = rounds(self.nest), avx512.powers_near(rounded.bits(I32) - 0x4B400000)
+        loose, tables = id(total.value) in self.loose, avx512.powers_near(rounded.bits(I32) - 0x4B400000)
         # e^-106 is 0 times any power of two below 2.
         least, limit = (near - 106.0).splat(width), avx512.reach(near + ABOVE)
 
         def usual(x: Value) -> tuple[Value, Value]:
-            return avx512.exp_near(functions.at_least(x, least), tables, coarse)
+            return avx512.exp_near(functions.at_least(x, least), tables, loose)
 
         sums, reach = self.kept_powers(top, total, end, U32, usual)
         before = fn.block

@@ -89,26 +89,33 @@ def subtracted(power: Term) -> Fold | None:
     return top if compute_type(TYPES[value.dtype]) == F32 else None
 
 
-def rounds(nest: Nest) -> bool:
-    """Whether all quotients of softmaxes are rounded to types of two bytes before anything else."""
-    quotients = {id(t) for t in nest.terms() if isinstance(t, Apply) and t.op == "div" and normalised(t)}
-    users = [t for t in nest.terms() if any(id(child) in quotients for child in children(t))]
-    return not any(id(s.value) in quotients for s in nest.stores) and all(
-        isinstance(t, Apply) and t.op == "convert" and t.dtype.itemsize == 2 for t in users
-    )
+def summed(total: Fold) -> bool:
+    """Whether a fold is the sum of a softmax: one of what is summed is 1."""
+    return total.kind == "sum" and subtracted(total.value) is not None
 
 
-def bounded(term: Apply, given: list[Value], nest: Nest) -> Value | None:
+def logarithm_subtracted(term: Apply) -> bool:
+    """Whether a term is that of a logarithmic softmax: no two numbers of one sign are subtracted in it."""
+    if term.op != "sub" or not isinstance(term.args[1], Apply) or not term.args[1].args:
+        return False
+    total = term.args[1].args[0]
+    if not isinstance(total, Fold) or not summed(total) or not _less_logarithm(term, total):
+        return False
+    top = subtracted(total.value)
+    return top is not None and _less(term.args[0], top)
+
+
+def bounded(term: Apply, given: list[Value], loose: bool) -> Value | None:
     """An exponential or a quotient of a softmax in f32; None for other terms.
 
-    The inverse of the divisor comes in two parts, but where quotients are rounded to fewer places.
+    The inverse of the divisor comes in two parts, but where fewer places will do.
     """
     if term.op == "exp" and subtracted(term) is not None:
-        return functions.exp_below(given[0])
+        return functions.exp_below(given[0], loose)
     if term.op != "div" or not normalised(term):
         return None
     value, total = given
     inverse = 1.0 / total
-    if rounds(nest):
+    if loose:
         return value * inverse
     return fma(value, inverse, value * (fma(-total, inverse, 1.0) * inverse))

@@ -73,6 +73,7 @@ class Values(Reads):
         self.vector = vector_axis(nest, schedule.axis, width)
         self.width = 1 if self.vector is None else lanes_along(self.vector, width)
         self.lanes = 1  # of the code being emitted
+        self.loose: frozenset[int] = frozenset()  # ids of terms that need few places
         self.decided: dict[int, bool] = {}  # conditions, by their ids, that are known where code is emitted
         self.streams: list[Store] = []  # stores that go past the caches
         self.live: Value | None = None  # the lanes that count, where not all do
@@ -172,14 +173,17 @@ class Values(Reads):
         if isinstance(term, Apply):
             if term.op == "where" and id(term.args[0]) in self.decided:
                 return self.value(self.chosen(term))
-            if (form := another(term, self.module.own)) is not None:
+            loose = id(term) in self.loose
+            if (form := another(term, self.module.own, loose)) is not None:
                 return form[1](*aligned([self.value(part) for part in form[0]], term.op))
             given = [self.value(a) for a in term.args]
             if term.op in DIVISIONS and not given[1].type.is_float:
                 given[1] = self.nonzero(given[1])
             if term.op == "convert":
                 return convert(given[0], term.dtype)
-            found = bounded(term, given, self.nest)
+            found = bounded(term, given, loose)
+            if found is None and loose and (own := self.module.own.get(f"loose {term.op}")) is not None:
+                found = own(*given)
             if found is None and term.op in ("eq", "ne"):
                 found = self.at_lane(term, given)
             return SCALARS[term.op](*aligned(given, term.op)) if found is None else found

@@ -33,9 +33,9 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
                     loads[term.buffer].append((number, nest, term))
     found: dict[Buffer, list[Buffer]] = {}
     for written, places in stores.items():
-        if len(places) != 1 or written in loads:
-            continue
         number, nest, store = places[0]
+        if len(places) != 1 or any(stage <= number for stage, *_ in loads[written]):  # later ones wait for it
+            continue
         if store.kept:  # what nothing else reads, once a row
             others = _loads([*[s.value for s in nest.stores if s is not store], *nest.folds()])
             found[written] = [

@@ -49,7 +49,7 @@ COUNTERS: dict[str, Counter] = {
     " ".join(ATTENTION): lambda args, out: attention(*args[:3]),
     # The scores again, then the gradients of the scores, of values, of queries and of keys.
     " ".join(f"{name}_backward" for name in ATTENTION):
-        lambda args, out: attention(*args[1:4], scores=3, values=2),
+        lambda args, out: attention(args[1], args[2], args[3], 3, 2),
     "linear_backward": _linear_backward,
 }  # fmt: skip
 #: From an overload to what counts the operations of one call; those that torch lacks are left out.

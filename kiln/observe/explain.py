@@ -16,7 +16,7 @@ from kiln.base.records import (
     Records,
     ResidualRecord,
 )
-from kiln.bytecode.beside import became, beside
+from kiln.bytecode.decompile import became, beside
 from kiln.observe.facts import Fact, facts
 
 

@@ -1,4 +1,4 @@
-"""What eager refuses and meta kernels let pass: shapes and dtypes that do not fit."""
+"""Where meta kernels are not eager: what it refuses and they let pass, and the strides of its kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 
 from kiln.base.errors import Break
-from kiln.ops.fake import in_order, overlaps
-from kiln.ops.layout import FLOATS, Mismatch, broadcast, wrap_dim
-from kiln.ops.table import aten, rule
+from kiln.ops.fake import FakeTensor, general, in_order, make, overlaps, similar
+from kiln.ops.layout import (
+    FLOATS,
+    Mismatch,
+    alike,
+    broadcast,
+    channels_last,
+    row_major,
+    suggests_channels_last,
+    wrap_dim,
+)
+from kiln.ops.table import Rule, aten, overload, rule
 from kiln.ops.views import within
 
 
@@ -82,3 +91,70 @@ def _grows(x: Tensor, a: Tensor, b: Tensor, **_: Any) -> Any:
         why = "the result does not fit into the tensor, which eager resizes"
         raise Break("metadata-mutation", why, "use the form that returns a new tensor")
     return NotImplemented
+
+
+#: Ops that leave images in the channels-last order, and the ranks at which they do.
+KEEPING: dict[str, tuple[int, ...]] = {
+    "pixel_shuffle reflection_pad2d replication_pad2d upsample_nearest2d _upsample_nearest_exact2d "
+    "upsample_bilinear2d upsample_bicubic2d": (4,),
+    "reflection_pad3d replication_pad3d upsample_trilinear3d": (5,),
+    "native_channel_shuffle": (4, 5),
+}
+
+
+def _is_last(x: Tensor) -> bool:
+    """Whether the kernels of the CPU take `x` for channels-last."""
+    return (
+        x.device.type == "cpu"
+        and x.dim() in (4, 5)
+        and 0 not in x.shape
+        and not row_major(x.shape, x.stride())
+        and suggests_channels_last(x.shape, x.stride())
+    )
+
+
+def _last(x: Tensor) -> FakeTensor:
+    return make(x.shape, channels_last(tuple(x.shape)), x.dtype, x.device)
+
+
+def _keeping(op: Any, ranks: tuple[int, ...]) -> Rule:
+    def keep(x: Tensor, *rest: Any) -> Any:
+        if x.dim() not in ranks or not _is_last(x):
+            return NotImplemented
+        return _last(general(op, (similar(x), *rest), {}))
+
+    return keep
+
+
+for _names, _ranks in KEEPING.items():
+    for _op in map(overload, _names.split()):
+        rule(_op)(_keeping(_op, _ranks))
+
+
+@rule(aten.roll.default)
+def _roll(x: Tensor, shifts: Any, dims: Any = ()) -> Any:
+    """The two pieces of each dimension are joined, and it is they that count as channels-last or not."""
+    if not dims or not _is_last(x):
+        return NotImplemented
+    out = general(aten.roll.default, (similar(x), shifts, dims), {})
+    stride = x.stride()
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = list(x.shape)
+        d = wrap_dim(dim, len(size))
+        cut = (size[d] - shift) % size[d]
+        for extent in (cut, size[d] - cut):
+            size[d] = extent
+            if not suggests_channels_last(tuple(size), stride):
+                return out
+            size[d] = x.shape[d]
+        stride = channels_last(tuple(size))
+    return _last(out)
+
+
+@rule(aten.rrelu_with_noise.default)
+def _rrelu(x: Tensor, noise: Tensor, *rest: Any, **named: Any) -> Any:
+    if not alike(x.shape, noise.shape):
+        raise Mismatch("noise of another shape")
+    if x.device.type != "cpu" or row_major(x.shape, x.stride()):
+        return NotImplemented
+    return similar(general(aten.rrelu_with_noise.default, (x, noise, *rest), named))

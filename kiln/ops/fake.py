@@ -24,11 +24,13 @@ from kiln.ops.meta import (
     Layout,
     Same,
     by_mask,
+    consult,
     flagged,
     infer,
+    lays_out_itself,
+    too_large,
     written,
 )
-from kiln.ops.oracle import consult, lays_out_itself, too_large
 from kiln.ops.products import KEYS as PRODUCTS
 from kiln.ops.symint import SEEN, plain, specialised
 from kiln.ops.table import aten, rule, rule_of

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kiln.base.expressions import hinted
 from kiln.ops.remember import remembered, same
 
 Size = tuple[int, ...]
@@ -101,6 +102,16 @@ def is_dense(size: Size, stride: Size) -> bool:
             return 0 in size
         step *= n
     return True
+
+
+def overlaps(size: Sequence[Any], stride: Sequence[Any]) -> bool:
+    """Whether elements share a place in memory, by the sizes when traced."""
+    reach = 1
+    for s, n in sorted(zip(map(hinted, stride), map(hinted, size), strict=True)):
+        if n > 1 and s < reach:
+            return True
+        reach += max(n - 1, 0) * s
+    return False
 
 
 @remembered

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kiln.base.graph import name_of as name_of
+
 #: Elementwise functions of one tensor.
 UNARY = frozenset((
     "neg abs sign reciprocal sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tan asin acos atan tanh "
@@ -81,20 +83,6 @@ COMPOSED = frozenset(with_gradients(
 CORE = PRIMITIVES | KERNELS | COMPOSED
 
 LEVELS = ("aten", "core", "prims")
-
-
-_names: dict[int, tuple[Any, str]] = {}
-"""The names of overloads, by the ids of these, which are held: their hashes take long."""
-
-
-def name_of(overload: Any) -> str:
-    """The name of the op that an overload belongs to, without its namespace; other callables have none."""
-    known = _names.get(id(overload))
-    if known is None:
-        if not hasattr(overload, "_schema"):
-            return ""
-        known = _names[id(overload)] = overload, str(overload._schema.name.removeprefix("aten::"))
-    return known[1]
 
 
 def level_of(overload: Any) -> str:

@@ -1,4 +1,4 @@
-"""Shape rules of the ops of neural networks: convolution, normalisation, embedding, joining."""
+"""Shape rules of networks: products, convolution, pooling, normalisation, embedding, joining."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 from kiln.ops.fake import in_order, make, similar
 from kiln.ops.layout import (
     FLOATS,
+    INEXACT,
+    INTEGERS,
     Mismatch,
+    broadcast,
     channels_last,
     contiguous,
     is_channels_last,
@@ -19,7 +22,8 @@ from kiln.ops.layout import (
     suggests_channels_last,
     wrap_dim,
 )
-from kiln.ops.sizes import convolved, stacked
+from kiln.ops.pointwise import two_devices
+from kiln.ops.sizes import convolved, pooled, stacked
 from kiln.ops.table import RULES, aten, declare, rule
 
 WIDE = frozenset({torch.float32, torch.float64})
@@ -281,3 +285,83 @@ def _stack(tensors: list[Tensor], dim: int = 0) -> Any:
     if any((t.shape, t.dtype, t.device) != facts or not is_plain(t) for t in tensors):
         return NotImplemented
     return make(stacked(first.shape, len(tensors), dim), None, first.dtype, first.device)
+
+
+def _product(a: Tensor, b: Tensor, rank: int) -> Any:
+    """The product of two matrices, or of two batches of them."""
+    left, right, dtype = a.shape, b.shape, a.dtype
+    if len(left) != rank or len(right) != rank or left[-1] != right[-2] or dtype is not b.dtype:
+        raise Mismatch("the matrices do not fit")
+    if left[: rank - 2] != right[: rank - 2]:
+        raise Mismatch("the batches do not fit")
+    if a.device != b.device:
+        raise two_devices(a.device, b.device)
+    if dtype not in INEXACT and dtype not in INTEGERS:
+        raise Mismatch("no product for this dtype")
+    return make((*left[:-1], right[-1]), None, dtype, a.device)
+
+
+def _added(bias: Tensor, a: Tensor, out: Any) -> Any:
+    if bias.dtype is not a.dtype or a.dtype not in INEXACT or bias.device != a.device:
+        return NotImplemented
+    return out if broadcast(out.shape, bias.shape) == out.shape else NotImplemented
+
+
+declare(RULES, {
+    "mm": lambda a, b: _product(a, b, 2),
+    "bmm": lambda a, b: _product(a, b, 3),
+    "addmm": lambda bias, a, b, **_: _added(bias, a, _product(a, b, 2)),
+    "baddbmm": lambda bias, a, b, **_: _added(bias, a, _product(a, b, 3)),
+})  # fmt: skip
+
+
+def _size(x: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Any:
+    """The size after pooling over the last two dimensions; None for what the meta kernel is to judge."""
+    given = [kernel, stride or kernel, padding, dilation]
+    if ceil or x.dim() not in (3, 4) or any(len(value) not in (1, 2) for value in given):
+        return None
+    for k, s, p, d in zip(*[(value[0], value[-1]) for value in given]):
+        if k < 1 or s < 1 or d < 1 or p < 0 or 2 * p > k:
+            return None
+    found = pooled(x, kernel, stride, padding, dilation)
+    return None if found is NotImplemented else found[0]
+
+
+def _applies(x: Tensor) -> bool:
+    return x.dtype in FLOATS and is_plain(x) and 0 not in x.shape
+
+
+@rule(aten.max_pool2d_with_indices.default)
+def _max_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
+              ceil: bool = False) -> Any:  # fmt: skip
+    size = _size(x, kernel, stride, padding, dilation, ceil) if _applies(x) else None
+    if size is None:
+        return NotImplemented
+    return make(size, None, x.dtype, x.device), make(size, None, torch.int64, x.device)
+
+
+@rule(aten.avg_pool2d.default)
+def _average_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
+                  count_include_pad: bool = True, divisor: Any = None) -> Any:  # fmt: skip
+    size = _size(x, kernel, stride, padding, (1,), ceil) if _applies(x) and divisor is None else None
+    return NotImplemented if size is None else make(size, None, x.dtype, x.device)
+
+
+@rule(aten._adaptive_avg_pool2d.default)
+def _adaptive_pool(x: Tensor, size: Any) -> Any:
+    if not _applies(x) or x.dim() not in (3, 4) or len(size) != 2 or any(n < 1 for n in size):
+        return NotImplemented
+    return make((*x.shape[:-2], *size), None, x.dtype, x.device)
+
+
+@rule(
+    aten.max_pool2d_with_indices_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+)
+def _backward(grad: Tensor, x: Tensor, *_: Any, **__: Any) -> Any:
+    if not _applies(x) or not is_plain(grad) or grad.dtype is not x.dtype:
+        return NotImplemented
+    if grad.dim() != x.dim() or x.dim() not in (3, 4):
+        return NotImplemented
+    return similar(x)

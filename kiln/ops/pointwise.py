@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.fake import FakeTensor, in_order, make, similar
+from kiln.ops.fake import FakeTensor, in_order, make, overlaps, similar
 from kiln.ops.layout import (
     COMPLEX,
     COMPLEX_OF,
@@ -270,7 +270,7 @@ def in_place(x: Any, *operands: Operand, **_: Any) -> Any:
 
 def writable(x: Any) -> Any:
     """`x`, unless elements of it share a place."""
-    if 0 in x.stride() and any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)):
+    if overlaps(x):
         raise Mismatch("elements share a place")
     return x
 

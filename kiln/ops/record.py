@@ -76,6 +76,10 @@ class Recording(Mode):
         self._constants: dict[int, tuple[Tensor, Node]] = {}
         self._labels: dict[Any, str] = {}
 
+    def stands_at(self, node: Node) -> None:
+        """Let what is recorded from now on stand where a node of another graph stood."""
+        self.where, self.backward, self.region = node.where, node.backward, node.region
+
     # Values and their nodes
 
     def input(self, name: str, fake: FakeTensor) -> Node:

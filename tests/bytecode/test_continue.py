@@ -10,7 +10,7 @@ import pytest
 
 from kiln.base.errors import Bug, Skip
 from kiln.bytecode.decode import decode
-from kiln.bytecode.live import live
+from kiln.bytecode.flow import live
 from kiln.bytecode.resume import (
     HANDLED,
     LASTI,

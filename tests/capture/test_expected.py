@@ -25,6 +25,20 @@ exec("def positive(x):\n  assert x.sum() > 0, 'needs a positive sum'\n  return x
 positive = SPACE["positive"]
 
 
+def read(x):
+    y = x.sin()
+    if not torch.all(x > 0).item():
+        raise ValueError("a number below zero")
+    return y + 1, bool(x.long().max())
+
+
+def counted(x):
+    if not int(x.long().sum()):
+        raise ValueError("nothing")
+    return x + 1
+
+
+
 def caught(x):
     try:
         if not (x > 0).all():
@@ -35,7 +49,8 @@ def caught(x):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(("f", "good", "bad"), [(finite, X, NAN), (positive, X, -X), (caught, X.abs() + 1, X)])
+@pytest.mark.parametrize(("f", "good", "bad"), [(finite, X, NAN), (positive, X, -X), (caught, X.abs() + 1, X),
+                                                 (counted, X, X * 0)])  # fmt: skip
 def test_the_error_is_the_programs(f, good, bad, backend):
     compiled = kiln.compile(f, backend=backend, fullgraph=True)
     for x in (good, bad, good, bad):
@@ -51,6 +66,11 @@ def test_the_error_is_the_programs(f, good, bad, backend):
 def test_one_graph():
     for f in (finite, positive):
         one_graph(f, X)
+
+
+@program(X.abs() + 1, breaks=1)
+def test_a_number_that_is_checked_and_kept(x):
+    return read(x)
 
 
 @program(X)

@@ -83,6 +83,20 @@ def test_a_constant_changed_through_data_is_no_constant(x):
     return x + 1 if a.sum() > 0 else x - 1
 
 
+@program(X, graphs=2, breaks=1)
+def test_a_constant_changed_in_a_list_is_no_constant(x):
+    a = torch.tensor([1.0, 2.0])
+    torch._foreach_sub_([a, x.clone()], 5.0)
+    return x + 1 if a.sum() > 0 else x - 1
+
+
+@program(X, graphs=2, breaks=1)
+def test_a_constant_changed_by_a_check_is_no_constant(x):
+    found = torch.zeros(())
+    torch._amp_foreach_non_finite_check_and_unscale_([x / 0.0], found, torch.ones(()))
+    return x + 1 if found > 0 else x - 1
+
+
 @program(G)
 def test_selection_by_a_constant_mask(x):
     mask = ~torch.eye(3, 4, dtype=torch.bool)
@@ -211,3 +225,63 @@ def test_numbers_divided_by_torch_are_sizes(x, flag):
     chunks = torch.div(x.size(0), 3, rounding_mode="trunc") - 1
     made = torch.add(x.size(1), 2.5), torch.true_divide(7, 2), torch.mul(flag, flag), torch.floor_divide(-7, 2)
     return x.new_zeros(chunks), x.view(torch.div(x.size(0), 2, rounding_mode="floor"), 4), *made
+
+
+class Seeding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.seed = int(torch.randint(9, ()))
+        torch.manual_seed(ctx.seed)
+        return x * torch.rand(4)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.manual_seed(ctx.seed)
+        return grad * torch.rand(4)
+
+
+class Reseeding(Seeding):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.seed = 5
+        torch.manual_seed(ctx.seed)
+        return x * torch.rand(4)
+
+
+@pytest.mark.parametrize(("cls", "graphs"), [(Seeding, 2), (Reseeding, 3)])
+def test_a_function_that_seeds_runs_in_python(cls, graphs):
+    pin(same_as_eager(lambda x: cls.apply(x.sin()).cos(), G), graphs=graphs, breaks=1)
+
+
+@program(X, t(8, 3), graphs=2, breaks=1)
+def test_bounds_of_a_slice_that_are_tensors_leave_with_it(x, table):
+    start = x.long().sum() - 2
+    return table[start : start + 2, :] + 1
+
+
+@program(X, graphs=2, breaks=1)
+def test_a_slice_of_tensors_is_made_again(x):
+    part = slice(x.sum(), None, x)
+    kiln.graph_break()
+    return part.start, part.stop, x + part.step
+
+
+@program(X, (slice(0, 2), slice(t(1), None)))
+def test_slices_from_outside(x, parts):
+    return x[parts[0], 1:], x + parts[1].start, parts[0], parts[1].stop
+
+
+@torch.jit.script
+def span(x, most: int):
+    return torch.tensor(min(max(x.size(0), x.size(1)), most))
+
+
+@torch.jit.script
+def doubled(x):
+    return x * 2 if x.size(0) > 2 else x
+
+
+@program(X, t(8, 3))
+def test_scripted_functions_without_branches_are_interpreted(x, table):
+    half = span(x, 6) - 1
+    return table[4 - half : 4 + half, :], doubled(x)

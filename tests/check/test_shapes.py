@@ -9,6 +9,7 @@ import torch
 
 from kiln.base.source import Arg, Attr, Const, DictAttr
 from kiln.check.guards import Equals
+from kiln.check.failures import failure
 from kiln.check.shapes import MOST, AnyNumber, Conditions, Follows, Free, Read, ShapedMatch, plan, varying
 from kiln.check.torch_guards import TensorMatch
 from kiln.check.tree import GuardSet
@@ -111,6 +112,8 @@ def test_conditions_over_sizes_strides_and_numbers():
     assert agree(guards, built, (torch.empty(5, 3), 9)) == "x.size(0) was 4, now 5: compiled for x.size(0) % 2 == 0"
     assert agree(guards, built, (torch.empty(6, 3), 3)) == "n was 9, now 3: compiled for x.stride(0) < n"
     assert str(guards.guards[-1]) == "x.size(0) % 2 == 0 and x.stride(0) < n"
+    fewer = failure(guards.guards[-1], (torch.empty(()), 9), "a line")
+    assert fewer.place == "a line" and "can no longer be read" in str(fewer)
 
 
 class Box:

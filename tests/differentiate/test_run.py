@@ -81,6 +81,25 @@ def test_no_grad_inside():
     same(f, t(3, 4, grad=True), t(4, grad=True))
 
 
+def test_grad_inside_of_no_grad():
+    def f(x, w):
+        with torch.enable_grad():
+            y = (x * w).sin()
+            part = y[1:]
+        return y, part, y * 2, x.detach() * w
+
+    x, w = t(3, 4, grad=True), t(4, grad=True)
+    f_compiled = kiln.compile(f, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        with torch.no_grad():
+            got, expected = f_compiled(x, w), f(x, w)
+        assert [out.requires_grad for out in got] == [True, True, False, False]
+        assert got[1]._base is got[0]
+        grads = [torch.autograd.grad(out[0].sum() + out[1].sum(), (x, w)) for out in (got, expected)]
+        torch.testing.assert_close(*grads)
+        torch.testing.assert_close(got, expected)
+
+
 def test_parameters_that_require_no_grad():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     model[0].requires_grad_(False)

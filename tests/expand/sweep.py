@@ -10,8 +10,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 from kiln.base.graph import Graph
-from kiln.expand.check import check
-from kiln.expand.expand import Expander
+from kiln.expand.expand import Expander, check
 from kiln.ops.fake import fake_like
 from kiln.ops.record import Recording
 from kiln.ops.table import EXPANSIONS

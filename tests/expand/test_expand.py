@@ -14,8 +14,7 @@ from kiln.base import options
 from kiln.base.errors import Bug
 from kiln.base.graph import Graph
 from kiln.base.symbols import Scope
-from kiln.expand.check import check
-from kiln.expand.expand import Expander, expand
+from kiln.expand.expand import Expander, check, expand
 from kiln.ops import symint
 from kiln.ops.fake import make
 from kiln.ops.levels import name_of

@@ -97,3 +97,26 @@ def test_parts_of_several_loops_over_a_gpu_are_started_apart():
         out = kiln.compile(lambda a, b: [x + y for x, y in zip(a, b)])(xs, others)
     torch.testing.assert_close(out, [x + y for x, y in zip(xs, others)])
     assert driver.starts
+
+
+@pytest.mark.parametrize("made", (
+    lambda i: torch.full((), 2.0 + i), lambda i: torch.arange(i, i + 4), lambda i: torch.tensor(1.0 + i),
+    lambda i: torch.full((4,), 1.0) if i % 2 else torch.tensor([3.0, 1.0, 4.0, 2.0]),
+))  # fmt: skip
+def test_parts_that_read_other_constants_differ(made):
+    def f(*xs):
+        return tuple([x * made(i) for i, x in enumerate(xs)])
+
+    xs = [torch.randn(4, requires_grad=True) for _ in range(12)]
+    torch.testing.assert_close(kiln.compile(f, fullgraph=True)(*xs), f(*xs))
+
+
+def test_constants_that_leave_the_graph_beside_copies_of_them():
+    def f(x):
+        one, others = torch.ones(()), [torch.tensor(0.5 + i) for i in range(4)]
+        return (*[other.clone() for other in others], one, one.clone(), one.clone(), x + 1)
+
+    with records.collect() as seen:
+        got = kiln.compile(f, fullgraph=True)(torch.zeros(3))
+    torch.testing.assert_close(got, f(torch.zeros(3)))
+    assert not seen.fallbacks

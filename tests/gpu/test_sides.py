@@ -62,6 +62,9 @@ OPTIMIZERS = {
     "a tensor's rate": lambda p: optim.AdamW(p, torch.tensor(0.01), foreach=False),
     "nadam": lambda p: optim.NAdam(p, 0.01, foreach=True),
     "nadam one by one": lambda p: optim.NAdam(p, 0.01, foreach=False),
+    "radam": lambda p: optim.RAdam(p, 0.01, foreach=True),
+    "radam one by one": lambda p: optim.RAdam(p, 0.01, weight_decay=0.1, foreach=False),
+    "adamax": lambda p: optim.Adamax(p, 0.01, foreach=True),
 }
 
 

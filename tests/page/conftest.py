@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kiln.observe.document import page as text_of
+from kiln.observe.report import page as text_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kiln.observe.document import page as text_of
+from kiln.observe.report import page as text_of
 from tests.page.sample import FILE, SOURCE, data
 
 SECTIONS = ("overview", "source", "graphs", "timeline", "guards", "recompiles", "memory")

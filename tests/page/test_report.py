@@ -21,9 +21,9 @@ from kiln.fuse.split import GRIDS
 from kiln.generate.device import generate
 from kiln.launch import told
 from kiln.observe.calls import Calls
-from kiln.observe.document import page as text_of
 from kiln.observe.drawing import code_of, split
 from kiln.observe.report import Report, page_data
+from kiln.observe.report import page as text_of
 
 PROGRAM = '''\
 import torch

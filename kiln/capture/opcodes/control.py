@@ -11,9 +11,10 @@ from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, operators
 from kiln.capture.expected import taken
+from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.frame import YIELD, Frame, UserError
 from kiln.capture.iterators import Generator
-from kiln.capture.opcodes.table import computes, consumes, opcode
+from kiln.capture.opcodes.table import computes, consumes, opcode, steps
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
 
@@ -26,12 +27,9 @@ def compare(m: Machine, f: Frame, i: Instruction, a: Any, b: Any) -> Any:
     return m.truth(result) if i.flag else result
 
 
-def unary(m: Machine, f: Frame, i: Instruction, value: Any) -> Any:
-    return operators.unary(m, i.name, value, "push")
-
-
 computes(1, {
-    "UNARY_NEGATIVE": unary, "UNARY_POSITIVE": unary, "UNARY_INVERT": unary,
+    **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"),
+                    lambda m, f, i, value: operators.unary(m, i.name, value, "push")),
     "UNARY_NOT": lambda m, f, i, value: not m.truth(value),
     "TO_BOOL": lambda m, f, i, value: value if type(value) is FakeTensor else m.truth(value),
     "GET_ITER": lambda m, f, i, value: m.iterate(value),
@@ -62,14 +60,14 @@ consumes(4, {
 # ---------------------------------------------------------------------- jumps
 
 
-@opcode("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE")
-def jump(m: Machine, f: Frame, i: Instruction) -> Any:
-    return i.value
+steps(dict.fromkeys(
+    ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"),
+    lambda m, f, i: i.value))  # fmt: skip
 
 
 def truth_of_top(m: Machine, f: Frame, i: Instruction, sense: bool) -> bool:
     value = f.stack[-1]
-    return taken(m, f, i, sense) if type(value) is FakeTensor else m.truth(value)
+    return taken(m, f, i, sense) if type(value) in (FakeTensor, OpenNumber) else m.truth(value)
 
 
 def none_on_top(m: Machine, f: Frame, i: Instruction, sense: bool) -> bool:
@@ -152,9 +150,7 @@ def sequence(m: Machine, value: Any) -> list[Any]:
 # ---------------------------------------------------------------------- generators
 
 
-@opcode("YIELD_VALUE")
-def yield_value(m: Machine, f: Frame, i: Instruction) -> Any:
-    return YIELD
+steps({"YIELD_VALUE": lambda m, f, i: YIELD})
 
 
 @opcode("SEND")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import NULL, RETURN, Frame, Unread, UserError
-from kiln.capture.opcodes.table import computes, consumes, opcode
+from kiln.capture.opcodes.table import computes, consumes, opcode, steps
 from kiln.capture.variables import first_read, unbound
 from kiln.capture.world import DELETED, MISSING
 
@@ -18,20 +18,10 @@ if TYPE_CHECKING:
     from kiln.capture.machine import Machine
 
 
-@opcode("NOP", "RESUME", "PRECALL", "NOT_TAKEN", "COPY_FREE_VARS")
-def nothing(m: Machine, f: Frame, i: Instruction) -> Any:
-    return None
-
-
 @opcode("SWAP")
 def swap(m: Machine, f: Frame, i: Instruction) -> Any:
     s, n = f.stack, i.arg
     s[-1], s[-n] = s[-n], s[-1]  # type: ignore[operator]
-
-
-@opcode("LOAD_CONST")
-def load_const(m: Machine, f: Frame, i: Instruction) -> Any:
-    f.stack.append(i.value)
 
 
 @opcode("KW_NAMES")
@@ -190,17 +180,17 @@ def import_from(m: Machine, f: Frame, i: Instruction) -> Any:
         raise
 
 
-@opcode("RETURN_VALUE")
-def return_value(m: Machine, f: Frame, i: Instruction) -> Any:
-    return RETURN
-
-
 @opcode("RETURN_CONST")
 def return_const(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack.append(i.value)
     return RETURN
 
 
+steps({
+    **dict.fromkeys(("NOP", "RESUME", "PRECALL", "NOT_TAKEN", "COPY_FREE_VARS"), lambda m, f, i: None),
+    "LOAD_CONST": lambda m, f, i: f.stack.append(i.value),
+    "RETURN_VALUE": lambda m, f, i: RETURN,
+})  # fmt: skip
 computes(0, {
     "PUSH_NULL": lambda m, f, i: NULL,
     "RETURN_GENERATOR": lambda m, f, i: None,

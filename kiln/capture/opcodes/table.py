@@ -29,6 +29,12 @@ def opcode(*names: str) -> Callable[[Handler], Handler]:
     return declare
 
 
+def steps(rules: dict[str, Handler]) -> None:
+    """Declare opcodes, a row each."""
+    for name, function in rules.items():
+        opcode(name)(function)
+
+
 def computes(count: int, rules: dict[str, Callable[..., Any]], push: bool = True) -> None:
     """Declare opcodes that take `count` values from the stack and push what a rule makes of them.
 

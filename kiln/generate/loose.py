@@ -1,0 +1,34 @@
+"""Which values need few places: they have a type of two bytes, or what comes of them is rounded to one."""
+
+from __future__ import annotations
+
+import torch
+
+from kiln.fuse.nest import Apply, Fold, Nest, Term, children
+from kiln.generate.softmax import logarithm_subtracted, summed
+
+_HALF = (torch.bfloat16, torch.float16)
+_PRODUCTS = ("mul", "div", "neg")
+
+
+def loose(nest: Nest) -> frozenset[int]:
+    """The ids of such terms: of f32 those whose errors stay as small in products and sums of a softmax."""
+    found = nest.terms()
+    half = {id(term) for term in found if isinstance(term, Apply) and term.dtype in _HALF}
+    strict = {id(store.value) for store in nest.stores}
+    for term in reversed(found) if half else ():  # what uses a term comes before it
+        if not (id(term) in half or id(term) not in strict and _hands_on(term)):
+            strict.update(id(child) for child in children(term))
+    return frozenset(half.union(id(term) for term in found if id(term) not in strict) if half else ())
+
+
+def _hands_on(term: Term) -> bool:
+    """Whether a term is as exact as what it is made of."""
+    if isinstance(term, Fold):
+        return summed(term)
+    if not isinstance(term, Apply):
+        return False
+    if term.op == "log":
+        (below,) = term.args
+        return isinstance(below, Fold) and summed(below)
+    return term.op in _PRODUCTS or logarithm_subtracted(term)
