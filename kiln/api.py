@@ -79,10 +79,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
             return _shared(model, asked)
         case MethodType():
             return MethodType(_region(model.__func__, asked), model.__self__)
-        case staticmethod():
-            return staticmethod(_region(model.__func__, asked))
-        case classmethod():
-            return classmethod(_region(model.__func__, asked))
+        case staticmethod() | classmethod():
+            return type(model)(_region(model.__func__, asked))
         case functools.partial():
             return functools.partial(_compiled(model.func, asked, again), *model.args, **model.keywords)
         case type():

@@ -179,8 +179,7 @@ def show(as_json: AsJson = False) -> None:
 
     Example: kiln cache show --json
     """
-    found = _cache()
-    entries = found.entries() if found else []
+    _, entries = _entries()
     facts: dict[str, Any] = {
         "folder": str(folder()),
         "on": is_on(),
@@ -208,8 +207,7 @@ def check(as_json: AsJson = False) -> None:
 
     Damaged files do no harm: they are misses. Example: kiln cache check
     """
-    found = _cache()
-    entries = found.entries() if found else []
+    found, entries = _entries()
     faults = [str(entry.path) for entry in found.faults()] if found else []
     if as_json:
         typer.echo(json.dumps({"entries": len(entries), "damaged": faults}))
@@ -230,8 +228,7 @@ def export(
     Machine code is looked up by the processor too, so that no other machine runs what it cannot.
     Example: kiln cache export kiln-cache.tar
     """
-    found = _cache()
-    entries = found.entries() if found else []
+    found, entries = _entries()
     damaged = {entry.key for entry in found.faults()} if found else set()
     whole = [entry for entry in entries if entry.key not in damaged]
     try:
@@ -275,6 +272,11 @@ def _cache() -> Cache | None:
         return None
     except (CacheRefused, OSError) as error:
         _fail(str(error))
+
+
+def _entries() -> tuple[Cache | None, list[Any]]:
+    found = _cache()
+    return found, found.entries() if found else []
 
 
 def _part(name: str) -> Any:

@@ -101,9 +101,10 @@ def region(function: types.FunctionType, asked: Compile) -> Any:
 
 
 def make_region(function: types.FunctionType, family: Family) -> Any:
-    def missed(region: Any, argv: tuple[Any, ...]) -> Any:
-        return miss(region, argv, family)
+    return registered(function, lambda region, argv: miss(region, argv, family))
 
+
+def registered(function: types.FunctionType, missed: Any) -> Any:
     _hook.hide(missed.__code__, _hook.HIDDEN)
     made = _hook.Region(function, missed)
     live.register(made)
@@ -116,23 +117,14 @@ def resumed_region(function: types.FunctionType, family: Family) -> Any:
     def resumed(region: Any, argv: tuple[Any, ...]) -> Any:
         seen, family.raising = family.raising, None
         if seen is not None:
-            records.emit(
-                records.BreakRecord(
-                    "capture-raised",
-                    seen.at,
-                    seen.why,
-                    seen.hint,
-                    family.options.name or function.__qualname__,
-                )
-            )
+            name = family.options.name or function.__qualname__
+            records.emit(records.BreakRecord("capture-raised", seen.at, seen.why, seen.hint, name))
             if family.options.fullgraph:
                 raise Break("capture-raised", seen.why, seen.hint, seen.at)
         return miss(region, argv, family)
 
-    _hook.hide(resumed.__code__, _hook.HIDDEN)
-    made = _hook.Region(function, resumed)
+    made = registered(function, resumed)
     family.resumed.add(made)
-    live.register(made)
     return made
 
 
@@ -207,9 +199,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         raise
     except Exception as e:
         return failed(region, name, e, asked)
-    family.raising = (
-        captured.reason if captured.reason is not None and captured.reason.kind == "raises" else None
-    )
+    reason = captured.reason
+    family.raising = reason if reason is not None and reason.kind == "raises" else None
     if first:
         family.first[region] = captured.guards.guards
         return captured.run

@@ -73,9 +73,7 @@ def graph_record(
     )
 
 
-def residual(
-    function: FunctionType, captured: Captured, made: str, name: str, argv: Sequence[Any]
-) -> None:
+def residual(function: FunctionType, captured: Captured, made: str, name: str, argv: Sequence[Any]) -> None:
     """The code that runs in place of a frame, and what goes on after a break."""
     original = (forward_of(function, argv) or function).__code__
     broke = None if captured.reason is None else captured.reason.at

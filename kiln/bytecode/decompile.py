@@ -1,4 +1,4 @@
-"""Residual code as text, and beside its source: one line a statement, for debuggers, tracebacks and people."""
+"""Residual code as text, and beside its source: a line a statement, for debuggers, tracebacks and people."""
 
 from __future__ import annotations
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from inspect import (
-    CO_ASYNC_GENERATOR,
-    CO_COROUTINE,
-    CO_GENERATOR,
-    CO_NEWLOCALS,
-    CO_OPTIMIZED,
-    CO_VARARGS,
-    CO_VARKEYWORDS,
-)
 from types import CodeType
 from typing import Any
 
@@ -69,7 +61,8 @@ class Replace:
 
 
 _OBJECT, _DEEPER, _DROPPED = "__object", "__deeper", "__dropped"
-_GENERATORS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_FUNCTION = inspect.CO_OPTIMIZED | inspect.CO_NEWLOCALS
 _CALL_HEAD = frozenset(REAL[name] for name in ("KW_NAMES", "PRECALL") if name in REAL)
 _CALL = REAL["CALL"]
 
@@ -146,7 +139,7 @@ def _checked(code: CodeType) -> Code:
         raise Skip(
             f"{code.co_qualname} is a generator or a coroutine: its frame cannot be left and entered again"
         )
-    if not (code.co_flags & CO_OPTIMIZED and code.co_flags & CO_NEWLOCALS):
+    if code.co_flags & _FUNCTION != _FUNCTION:
         raise Skip(f"{code.co_qualname} is the body of a class or of a module")
     decoded = decode(code)
     if len(set(decoded.locals)) != len(decoded.locals):
@@ -333,5 +326,5 @@ class _Builder:
         code = self.code
         return self.e.finish(
             code.co_name, code.co_filename, code.co_firstlineno, len(self.parameters), self.parameters,
-            code.co_flags & ~(CO_VARARGS | CO_VARKEYWORDS), qualname=code.co_qualname,
+            code.co_flags & ~(inspect.CO_VARARGS | inspect.CO_VARKEYWORDS), qualname=code.co_qualname,
         )  # fmt: skip

@@ -24,17 +24,7 @@ from kiln.capture.array_calls import (
     to_tensor,
 )
 from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
-from kiln.capture.calls import (
-    CALLERS,
-    HANDLERS,
-    POLICIES,
-    Args,
-    Kwargs,
-    foreign,
-    handles,
-    native,
-    unknown,
-)
+from kiln.capture.calls import CALLERS, HANDLERS, POLICIES, Args, Kwargs, foreign, handles, native, unknown
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.torch_calls import literal_tensor

@@ -230,11 +230,6 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     raise Break("identity", "hash() of this object is not the same in every call", "use a hash of its value")
 
 
-@handles(vars)
-def variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.getattr(args[0], "__dict__") if args else local_variables(m, args, kwargs)
-
-
 @handles(locals)
 def local_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     frame = m.frames[-1]
@@ -329,13 +324,10 @@ def to_text(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return native(m, str, args, kwargs)
 
 
-def to_repr(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return text_of(m, args[0], "__repr__") if type(args[0]) not in operators.PLAIN else repr(args[0])
-
-
 declare({
     bool: lambda m, args, kwargs: m.truth(args[0]) if args else False,
-    repr: to_repr,
+    repr: lambda m, args, kwargs: (
+        repr(args[0]) if type(args[0]) in operators.PLAIN else text_of(m, args[0], "__repr__")),
     format: lambda m, args, kwargs: formatted(m, args[0], None, args[1] if len(args) > 1 else ""),
 })  # fmt: skip
 
@@ -589,6 +581,9 @@ def class_decorators(*functions: Any) -> None:
 class_decorators(dataclasses._process_class, functools.total_ordering, enum.unique)  # type: ignore[attr-defined]
 
 
-@handles(dataclasses.make_dataclass)
-def make_dataclass(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return m.world.made_class(m.native(dataclasses.make_dataclass, *args, **kwargs))
+declare({
+    vars: lambda m, args, kwargs: (
+        m.getattr(args[0], "__dict__") if args else local_variables(m, args, kwargs)),
+    dataclasses.make_dataclass: lambda m, args, kwargs: m.world.made_class(
+        m.native(dataclasses.make_dataclass, *args, **kwargs)),
+})  # fmt: skip

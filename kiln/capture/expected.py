@@ -28,7 +28,7 @@ HARMLESS = ("LOAD_", "BUILD_", "FORMAT_", "CALL", "PRECALL", "PUSH_NULL", "KW_NA
 
 
 def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bool:
-    """The truth of the condition on the stack, a tensor or a number of one, where it jumps when it is `sense`."""
+    """The truth of the condition on the stack, a tensor or its number, at a jump when that is `sense`."""
     top = frame.stack[-1]
     value = top.tensor if type(top) is OpenNumber else top
     if constant_of(value) is not None or value.numel() != 1 or value.device.type != "cpu":

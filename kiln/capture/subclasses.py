@@ -286,14 +286,12 @@ def constructed(m: Machine, kind: type, args: Args, kwargs: Kwargs) -> Any:
 SUBCLASSED.update(made=constructed, intercept=intercept)
 
 
-def has_hooks(m: Machine, args: Args, kwargs: Kwargs) -> bool:
-    return bool(m.recorder.subclassed and not m.aside and overriding(args))
-
-
 for _name in ("_C._has_torch_function", "_C._has_torch_function_unary", "_C._has_torch_function_variadic",
               "overrides.has_torch_function", "overrides.has_torch_function_unary",
               "overrides.has_torch_function_variadic"):  # fmt: skip
-    handles(operator.attrgetter(_name)(torch))(has_hooks)
+    handles(operator.attrgetter(_name)(torch))(
+        lambda m, args, kwargs: bool(m.recorder.subclassed and not m.aside and overriding(args))
+    )
 
 
 @handles(torch.overrides.handle_torch_function)
@@ -319,9 +317,7 @@ def _entered() -> Without:
     return made
 
 
-@handles(Disable)
-def disabling(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return Without()
+handles(Disable)(lambda m, args, kwargs: Without())
 
 
 @handles(Without.__enter__)

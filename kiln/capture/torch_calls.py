@@ -230,7 +230,8 @@ NO_VMAP = mro_lookup(torch.autograd.Function, "vmap")
 def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """Activation checkpointing: inlined, its nodes marked as a region for the partition."""
     function, *rest = args
-    options = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
+    named = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
+    options = {*named, "preserve_rng_state"}
     with m.recorder.region():
         return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
 

@@ -140,16 +140,7 @@ class Replay:
             elif isinstance(primal.origin, Attribute):
                 held[id(fetch(self.module, primal.origin.name))] = value
 
-        def owned(name: str, value: Any) -> Any:
-            return held.get(id(value), value)
-
-        out = interpret(
-            self.module,
-            arguments,
-            lambda name: owned(name, fetch(self.module, name)),
-            owned,
-            lambda node: None,
-        )
+        out = interpret(self.module, arguments, lambda name, value: held.get(id(value), value))
         flat: list[Any] = [None] * len(self.joint.outputs)
         _pair(self.joint.nest, out, flat)
         return flat

@@ -136,15 +136,14 @@ STAND_INS: dict[Any, Any] = {
 def interpret(
     module: fx.GraphModule,
     inputs: list[Any],
-    attribute: Callable[[str], Any],
-    owned: Callable[[str, torch.Tensor], Any],
-    entering: Callable[[fx.Node], None],
+    owned: Callable[[str, Any], Any],
+    entering: Callable[[fx.Node], None] = lambda node: None,
     instead: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
 ) -> Any:
     """The output nest of the graph on `inputs`.
 
-    `attribute` gives the value of a get_attr; `owned` what stands for a tensor inside a called module, given
-    its name; `entering` is told of each node before it runs; for those in `instead` others stand.
+    `owned` gives what stands for something that the module, or a module that the graph calls, holds under a
+    name; `entering` is told of each node before it runs; for those in `instead` others stand.
     """
     known: dict[fx.Node, Any] = {}
     given = iter(inputs)
@@ -164,7 +163,7 @@ def interpret(
         elif kind == "placeholder":
             known[node] = next(given)
         elif kind == "get_attr":
-            known[node] = attribute(node.target)
+            known[node] = owned(node.target, fetch(module, node.target))
         elif kind == "call_module":
             with owned_tensors(module, node.target, owned) as called:
                 known[node] = called(*args, **kwargs)

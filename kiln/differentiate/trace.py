@@ -140,9 +140,9 @@ class Tracer:
         instead = self.layers.instead if self.layers is not None else {}
         for node in self.module.graph.nodes:
             if node.op == "get_attr" and node not in instead:
-                self.attribute(node.target)
+                self.owned(node.target, fetch(self.module, node.target))
         with recording:
-            nest = interpret(self.module, inputs, self.attribute, self.owned, self.entering, instead)
+            nest = interpret(self.module, inputs, self.owned, self.entering, instead)
         effects = () if torch.is_grad_enabled() == grad else ((torch._C._set_grad_enabled, (not grad,)),)
         recording.where, recording.region = "", None
         forward = len(recording.graph.nodes)
@@ -227,10 +227,6 @@ class Tracer:
         self.recording.graph.input(name, spec)
         self._registered(Primal(origin, spec), value)
         return value if spec is type(value) else shown
-
-    def attribute(self, name: str) -> Any:
-        """What stands for an attribute of the graph module."""
-        return self.owned(name, fetch(self.module, name))
 
     def owned(self, name: str, value: Any) -> Any:
         """What stands for something that the module holds; one tensor is one input, whatever its names."""

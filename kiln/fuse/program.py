@@ -14,6 +14,7 @@ from kiln.fuse.merge import merged, rewritten
 from kiln.fuse.moments import in_one_pass
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.ordered import Update, nests_of
+from kiln.fuse.pairs import copies, in_pairs, with_fold
 from kiln.fuse.parts import fuse_parts
 from kiln.fuse.peel import peeled
 from kiln.fuse.reading import Group, Groups
@@ -179,7 +180,9 @@ class Finishing:
             aligning = Aligning(scope, lambda buffer: self.owner(buffer).spec)
             nests = [one for part in apart(nest, scope) for one in aligning.run(in_one_pass(part, self.cuts))]
         for number, one in enumerate(nests):
-            steps.append(split(one, scope, f"{name}_{number}" if number else name, self.cuts))
+            part = f"{name}_{number}" if number else name
+            found = in_pairs(one, scope, part, self.cuts) if copies(one) else None
+            steps.append(found or split(one, scope, part, self.cuts))
         self.last = (steps[-1], nests[-1])
 
     def joined(self, steps: list[Split | Call], nest: Nest, name: str) -> bool:
@@ -198,6 +201,7 @@ class Finishing:
             if any(n in made or made.intersection(n.inputs()) for n in reads):
                 return False
             found = with_sums(step, nest, self.groups.scope, name, self.cuts)
+            found = found or with_fold(step, nest, self.groups.scope, name, self.cuts)
             if found is not None:
                 steps[place] = found
                 return True

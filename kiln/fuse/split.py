@@ -49,7 +49,8 @@ class Cuts:
 
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
-        most = max(min(self.most, self.wanted // self.tasks(nest)), 1)
+        wanted = self.wanted if nest.kept else self.wanted * LINES
+        most = max(min(self.most, wanted // self.tasks(nest)), 1)
         few = nest.volume() // results(nest) // FEWEST
         wanted = min(hinted(cut.size), most, nest.volume() // self.part, few)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
@@ -101,6 +102,8 @@ GRIDS = Cuts(
 )  # fmt: skip
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
+#: Times the parts that a fold of all into one is cut into.
+LINES = 4
 #: Long parts are of whole vectors.
 WHOLE = 16
 

@@ -71,9 +71,9 @@ _TANH = (
     (0, -0.261083096, -0.378313482, -0.349964976, -0.258541167, -0.168260604, -0.101881862, -0.0592263602,
      -0.0336529464, -0.0188804828, -0.0105182007, -0.00583679602, -0.00323198969, -0.00178750465,
      -0.000987957115, -0.000545846939),
-    (-0.330419868, -0.227879882, -0.0369501784, 0.0838853791, 0.109933108, 0.0892747045, 0.0601287, 0.036934901,
-     0.0216141772, 0.0123217786, 0.00692470884, 0.00386120146, 0.00214371854, 0.00118735072, 0.000656779855,
-     0.000363032654),
+    (-0.330419868, -0.227879882, -0.0369501784, 0.0838853791, 0.109933108, 0.0892747045, 0.0601287,
+     0.036934901, 0.0216141772, 0.0123217786, 0.00692470884, 0.00386120146, 0.00214371854, 0.00118735072,
+     0.000656779855, 0.000363032654),
 )  # fmt: skip
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/32
 _EXP = (0.5000162220356067, 0.16666718660599164)
@@ -252,7 +252,8 @@ def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, 
 def _looked_up(table: tuple[float, ...], places: Value) -> Value:
     """The entry of a table of one or two registers at each lane's place, of which the last bits count."""
     fn, wide = places.fn, F32.wide(LANES)
-    parts = [", ".join(f"float {literal(c, F32)}" for c in table[i : i + LANES]) for i in range(0, len(table), LANES)]
+    entries = [f"float {literal(c, F32)}" for c in table]
+    parts = (", ".join(entries[i : i + LANES]) for i in range(0, len(entries), LANES))
     low, *high = [Value(fn, f"<{part}>", wide) for part in parts]
     if high:
         name = "llvm.x86.avx512.vpermi2var.ps.512"

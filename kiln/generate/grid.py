@@ -10,6 +10,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, MOD, hinted
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children
+from kiln.fuse.pairs import pair_of
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import vector_axis
 from kiln.generate.llvm import F32
@@ -37,6 +38,8 @@ FOLDING = 512  # of those, for what threads exchange
 STATIC = 48 << 10  # bytes of shared memory that a function may declare
 SECTOR = 32  # bytes that memory gives at once
 MANY = 8  # turns of a thread along a row in shared memory that are enough
+FEW_TURNS = 6  # of those, where a row is read once
+AT_40 = 1536  # threads of a processor that have 40 registers each
 WRITTEN = 16  # turns of a row in shared memory that are written out
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
@@ -87,6 +90,8 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
     vector = vector_axis(nest)
     width = width_for(nest, vector)
     if not nest.reduced:
+        if nest.volume() <= BLOCK * BLOCK and sum(isinstance(t, Load) for t in nest.terms()) > MANY:
+            width = 1  # of few elements, each made of many: no thread waits for those of several
         narrow = axis_written(nest, vector)
         if narrow is not None:
             return Grid(narrow, 1, BLOCK, many=several(nest, narrow, 1))
@@ -181,10 +186,15 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     beside_weights = width <= WIDEST // 4 and has_weights(nest)
     while beside_weights and team < LOOPED and team * 2 < chunks and chunks % (team * 2) == 0:
         team *= 2  # those of f32 take many registers: fewer elements each leave room for more threads
+    if known and rows == 1 and chunks <= LARGEST:
+        team = max(team, power_of_two(chunks))  # no thread waits for memory twice
     turns = -(-chunks // team)
     shared, looped = 0, BLOCK if chunks <= BLOCK * MANY and largest_and_sum(nest) is None else LOOPED
     once, long = read_once(nest), chunks > BLOCK * most  # in registers, few blocks would fit a processor
-    if known and long and not (once and rows > PROCESSORS and chunks <= LOOPED * MANY):
+    many_once = once and rows > PROCESSORS and chunks <= LOOPED * MANY
+    if known and many_once and chunks >= LOOPED * FEW_TURNS // 2:
+        return in_turns(nest, vector, width, chunks)
+    if known and long and not many_once:
         shared = sum(kept.bytes for kept in read_again(nest).values())
         members, threads = shares(nest, shared, chunks)
         each = -(-chunks // (threads * members))
@@ -208,6 +218,15 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     three = team <= BLOCK or largest_and_sum(nest) is not None and 3 * (shared + FOLDING) <= ALONE
     beside = 1 if not shared or team == LARGEST else 3 if three else 2
     return Grid(vector, width, max(BLOCK // 2 // team, 1), team, True, turns, shared, beside=beside)
+
+
+def in_turns(nest: Nest, vector: Axis | None, width: int, chunks: int) -> Grid:
+    """A block for each row that is read once: copies of all turns are under way at once."""
+    turns = max(FEW_TURNS, -(-chunks // LOOPED))
+    team = -(-chunks // (turns * WARP)) * WARP
+    shared = sum(kept.bytes for kept in read_again(nest).values())
+    beside = max(min(AT_40 // team, ALONE // (shared + FOLDING)), 1)
+    return Grid(vector, width, 1, team, True, -(-chunks // team), shared, beside=beside)
 
 
 def shares(nest: Nest, shared: int, chunks: int) -> tuple[int, int]:
@@ -327,21 +346,10 @@ def loads_before_folds(root: Term) -> Iterator[Load]:
 def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
     """The folds of a nest's first two phases, where they are the largest value and the sum of powers."""
     folds = nest.folds()
-    if any(not s.kept and s.phase <= 1 for s in nest.stores):
+    if any(not s.kept and s.phase == 1 for s in nest.stores):
         return None
-    first, second = ([f for f in folds if f.phase == phase] for phase in (0, 1))
-    if len(first) != 1 or len(second) != 1:
-        return None
-    (largest,), (total,) = first, second
-    power = total.value
-    fits = largest.kind == "amax" and largest.place is None and total.kind == "sum"
-    if not fits or not isinstance(power, Apply) or power.op != "exp":
-        return None
-    less = power.args[0]
-    if not isinstance(less, Apply) or less.op != "sub" or compute_type(TYPES[power.dtype]) != F32:
-        return None
-    relative = less.args[0] is largest.value and less.args[1] is largest
-    return (largest, total) if relative else None
+    found = pair_of(*([f for f in folds if f.phase == phase] for phase in (0, 1)))
+    return found if found is not None and compute_type(TYPES[found[1].value.dtype]) == F32 else None
 
 
 def has_weights(nest: Nest) -> bool:
@@ -351,8 +359,8 @@ def has_weights(nest: Nest) -> bool:
 
 
 def read_once(nest: Nest) -> bool:
-    """Whether nothing is stored but what follows from the largest value and the sum of powers."""
-    return all(store.kept for store in nest.stores) and largest_and_sum(nest) is not None
+    """Whether nothing is stored but copies, and what follows from the largest value and the sum of powers."""
+    return all(store.kept or not store.phase for store in nest.stores) and largest_and_sum(nest) is not None
 
 
 def row_bytes(nest: Nest, vector: Axis | None, width: int) -> int:

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from kiln.base.expressions import hinted
-from kiln.fuse.nest import Fold
+from kiln.fuse.nest import Fold, Store
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
-from kiln.generate.llvm import F32, I1, I32, U32, Type, Value, fma
+from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
 from kiln.generate.softmax import forgetful, pair, shares
 from kiln.generate.values import Values
@@ -30,7 +30,7 @@ VECTORS = 8
 LONG, LONG_KEPT = 1024, 512
 #: Vectors of a block whose exponentials are kept, and vectors that are looked at before.
 KEPT, SAMPLES = 4, 4
-#: How far above the largest of those a row may be, so that sums of exponentials are floats; how far from 0 they.
+#: How far above the largest of those a row may be, so that sums are floats, and how far from 0 they.
 ABOVE, FAR = 45.0, 1024.0
 #: What lanes carry before their first value: less than any but -inf.
 LOWEST = -3.4028234663852886e38
@@ -42,6 +42,8 @@ class Online(Values):
     """Emits such pairs for rows in vectors whose lanes can be left out."""
 
     fetch_next: Callable[[], None]
+    first_line: Callable[[Store, Value], Value]
+    uneven: Store | None
 
     def online(self) -> tuple[Fold, Fold] | None:
         """The pair of folds that goes in one pass, if the nest has one."""
@@ -107,6 +109,7 @@ class Online(Values):
         fn, width = self.fn, self.width
         assert self.vector is not None
         end, apart = self.index(self.vector.size), hinted(self.vector.size) // width // SAMPLES * width
+        first = self.keep_lines(total, end)
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
         near = _within(_tree(looked_at, _top))
         rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
@@ -117,7 +120,7 @@ class Online(Values):
         def usual(x: Value) -> tuple[Value, Value]:
             return avx512.exp_near(functions.at_least(x, least), tables, loose)
 
-        sums, reach = self.kept_powers(top, total, end, U32, usual)
+        sums, reach = self.kept_powers(top, total, (first, end), U32, usual)
         before = fn.block
         fine = (_within(reach) <= limit) & (functions.absolute(near) <= FAR)
         again, done = fn.label("again"), fn.label("done")
@@ -129,7 +132,7 @@ class Online(Values):
             power = functions.exp_below(x - largest)
             return power, power
 
-        others, _ = self.kept_powers(top, total, end, F32, careful)
+        others, _ = self.kept_powers(top, total, (first, end), F32, careful)
         after = fn.block
         fn.jump(done)
         fn.start(done)
@@ -146,9 +149,21 @@ class Online(Values):
         )
         return _within(most).splat(self.width)
 
+    def keep_lines(self, total: Fold, end: Value) -> Value:
+        """The place of a row from which on vectors are lines of what is stored, and of what is kept, too."""
+        fn, (phase, memory) = self.fn, self.kept_rows[id(total.value)]
+        memory = self.bases.setdefault(id(total.value), memory)
+        first = fn.constant(0, I64)
+        if self.streams and self.uneven is not None:
+            first = self.first_line(self.uneven, end)
+            memory = fn.at(memory, (-first) & (self.width - 1), F32)
+        self.kept_rows[id(total.value)] = phase, memory
+        return first
+
     def kept_powers(
-        self, top: Fold, total: Fold, end: Value, kind: Type, power: Callable[[Value], tuple[Value, Value]]
-    ) -> list[Value]:
+        self, top: Fold, total: Fold, span: tuple[Value, Value], kind: Type,
+        power: Callable[[Value], tuple[Value, Value]],
+    ) -> list[Value]:  # fmt: skip
         """The sums of a row's exponentials, which are stored, and the largest of what comes with each."""
         fn, width = self.fn, self.width
         _, memory = self.kept_rows[id(total.value)]
@@ -163,10 +178,12 @@ class Online(Values):
             powers, reach = (list(parts) for parts in zip(*found, strict=True))
             return [sums + _tree(powers, _sum), _top(most, _tree(reach, _top))]
 
-        step = KEPT * width
-        whole = end / step * step
-        start = [fn.constant(0.0, F32.wide(width)), fn.constant(0, kind.wide(width))]
-        held = fn.loop(0, whole, step, start, partial(some, KEPT, None))
+        (first, end), step = span, KEPT * width
+        whole = first + (end - first) / step * step
+        held = [fn.constant(0.0, F32.wide(width)), fn.constant(0, kind.wide(width))]
+        if self.streams and self.uneven is not None:
+            held = fn.loop(0, first, width, held, partial(some, 1, first))
+        held = fn.loop(first, whole, step, held, partial(some, KEPT, None))
         return fn.loop(whole, end, width, held, partial(some, 1, end))
 
     def element(self, top: Fold, place: Value, end: Value | None, ahead: bool = False) -> Value:

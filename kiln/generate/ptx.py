@@ -267,6 +267,7 @@ class GridEmitter(Online):
         alternate = bool(self.again) and grid.members == 1 and bool(grid.turns) and has_weights(self.nest)
         if at_once is not None:
             self.online(*at_once)
+            stores = [s for s in stores if s.kept or s.phase]
         for phase in range(last + 1):
             self.now = phase
             here = [f for f in folds if f.phase == phase and (at_once is None or f not in at_once)]

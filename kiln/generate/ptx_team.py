@@ -91,16 +91,23 @@ class Team(DeviceValues):
         self.place(self.folded(), place)
 
     def row_turns(
-        self, carried: list[Value], body: Callable[[list[Turn], list[Value]], list[Value]], many: int
+        self,
+        carried: list[Value],
+        body: Callable[[list[Turn], list[Value]], list[Value]],
+        many: int,
+        together: int = 1,
     ) -> list[Value]:
-        """The turns of a thread along its row: written out, or in loops `many` at a time."""
+        """The turns of a thread along its row: in loops `many` at a time, or written out, `together`."""
         fn, grid = self.fn, self.grid
         if grid.turns:
-            for turn in range(grid.turns):
-                self.turn = turn
+            for start in range(0, grid.turns, together):
+                turns = range(start, min(start + together, grid.turns))
+                self.turn = start
                 if self.fetched and not self.now:
-                    self.wait_for(turn + 1)
-                carried = body([self.turn_at(turn)], carried)
+                    self.wait_for(turns.stop)
+                carried = body([self.turn_at(turn) for turn in turns], carried)
+                if self.fetched and turns.stop < grid.turns:
+                    self.read_places()
             return carried
         count: Any = 1
         for axis in self.nest.reduced:
@@ -191,9 +198,7 @@ class Team(DeviceValues):
         """
         grid = self.grid
         self.let_next()
-        for load in self.awaited:
-            self.value(load)
-        self.awaited = []
+        self.read_places()
         if grid.team == 1:
             return values
         if not grid.along:
@@ -201,10 +206,25 @@ class Team(DeviceValues):
         warps = grid.team // WARP
         if grid.members == 1 and warps > 1:
             paired = each is not None and len(values) == 2
-            found = self.shuffled_pair(values, each) if paired else self.shuffled(values, combine, WARP)
+            found = self.shuffled_pair(values, each) if paired else self.across(values, combine, WARP)
             return self.between_warps(found, combine, neutral, warps, [v.type for v in values])
-        values = self.shuffled(values, combine, min(grid.team, WARP))
+        values = self.across(values, combine, min(grid.team, WARP))
         return self.between_blocks(values, combine, neutral, warps) if grid.members > 1 else values
+
+    def read_places(self) -> None:
+        """Read the elements at places that were read before: by now those are there."""
+        outside, self.lanes = self.lanes, 1
+        for load in self.awaited:
+            self.value(load)
+        self.awaited, self.lanes = [], outside
+
+    def across(self, values: list[Value], combine: Callable[..., list[Value]], many: int) -> list[Value]:
+        """What so many neighbouring threads have, folded into one."""
+        return self.shuffled(values, combine, many)
+
+    def in_all_threads(self, combine: Callable[..., list[Value]], count: int) -> bool:
+        """Whether each thread folds all of so many values itself."""
+        return count <= READ
 
     def shuffled(
         self, values: list[Value], combine: Callable[..., list[Value]], many: int, distance: int = 1
@@ -278,7 +298,7 @@ class Team(DeviceValues):
             there = [fn.at(m, first + place, kind) for m, kind in zip(memory, kinds, strict=True)]
             return [self.from_shared(a, kind) for a, kind in zip(there, wide, strict=True)]
 
-        if warps > READ:
+        if not self.in_all_threads(combine, warps):
             return self.all_of(at, warps, combine, neutral)
         many = min(room, QUAD)
         groups = [at(number, many) for number in range(0, warps, many)]
@@ -295,7 +315,7 @@ class Team(DeviceValues):
         neutral: list[Value],
     ) -> list[Value]:
         """What lies at so many places, folded into one: each thread reads a few, or has them of its warp."""
-        if count <= READ:
+        if self.in_all_threads(combine, count):
             found = at(0)
             for number in range(1, count):
                 found = combine(found, at(number))
@@ -311,7 +331,7 @@ class Team(DeviceValues):
                 read = at(valid.where(place, 0))
                 here = [valid.where(v, n) for v, n in zip(read, neutral, strict=True)]
             found = combine(found, here) if found else here
-        return self.shuffled(found, combine, many)
+        return self.across(found, combine, many)
 
     def between_blocks(
         self, values: list[Value], combine: Callable[..., list[Value]], neutral: list[Value], warps: int

@@ -22,7 +22,9 @@ from kiln.launch.shown import Strided, strided
 from kiln.ops.aliases import bases_in
 
 APART = 16 << 10  # bytes of a value that is worth memory of its own
-LITTLE = 4  # times that what a program leaves is less than what it needs, so that it counts for little
+SMALL = APART, APART >> 2, APART >> 4  # bytes from which on values may have it
+LITTLE = 128  # times that something is less than what a program needs at once, so that it counts for little
+PAGE = 4 << 10  # bytes of an arena that count for nothing
 MUCH = 16 << 20  # bytes that take so long to make that the time for memory is nothing
 
 #: The namespaces whose ops keep nothing of what they are given.
@@ -199,18 +201,25 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     """The bytes from which on values have memory of their own, which goes when they do.
 
     An arena stays beside what a program leaves: gradients, values that wait for a backward pass, a large
-    result; and beside what its calls take for themselves. Where that is not little to what the program needs
-    for a while, only small values are in it, if they are few.
+    result; and beside what its calls take for themselves. So only values are in it that are so small together
+    that it counts for little beside what the program needs at once.
     """
-    made = [(node, i) for i, event in enumerate(events.listed) for node in event.makes]
     owners = {events.owner(events.value(node)) for node in nodes_in(events.program.graph.outputs)}
-    specs = [node.spec for node, _ in made if node in owners and isinstance(node.spec, TensorSpec)]
-    left = sum([hinted(size_of(spec)) for spec in specs])
-    needed = [Lodging("", hinted(size_of(n.spec)), i, memory[n]) for n, i in made if n in lodged]
+    inside, outside, end = list[Lodging](), list[Lodging](), len(events.listed)
+    for i, event in enumerate(events.listed):
+        for node in event.makes:
+            if node not in events.owners and isinstance(node.spec, TensorSpec):
+                last = end if node in owners else memory[node]
+                one = Lodging("", hinted(size_of(node.spec)), i, last)
+                (inside if node in lodged else outside).append(one)
+    left, most = sum([one.size for one in outside if one.last == end]), least([*inside, *outside])
+    if left >= MUCH:
+        return 0
     if not any(node.backward for node in events.program.graph.nodes) and not any(map(_takes, events.listed)):
-        if left * LITTLE <= least(needed):
+        if left * LITTLE <= most:
             return math.inf
-    return APART if left < MUCH and least([one for one in needed if one.size < APART]) < APART else 0
+    arenas = {apart: least([one for one in inside if one.size < apart]) for apart in SMALL}
+    return next((apart for apart, size in arenas.items() if size <= max(PAGE, most // LITTLE)), 0)
 
 
 def _takes(event: Event) -> bool:

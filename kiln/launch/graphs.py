@@ -8,8 +8,7 @@ recordings for a stream, since they run one after the other.
 
 What a forward pass saves is there until the backward pass has run; its memory is idle otherwise. Recordings
 that save nothing are guests there. None in such a memory is replayed while somebody holds what another one
-wrote; a guest that was in the way, or could not be replayed, is recorded again in memory of its own. A backward
-pass is recorded before guests are: what libraries need for a while lies where the forward pass had such memory.
+wrote; a guest that was in the way, or could not be replayed, is recorded again in memory of its own.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Recording:
         if any(n > 1 and not s for one in self.buffers for n, s in zip(one.shape, one.stride(), strict=True)):
             raise RuntimeError("an input that moves lies over itself")
         self.graph = torch.cuda.CUDAGraph()
-        host, pool = home(at, given) if guest else (None, None)
+        host, pool = home(at) if guest else (None, None)
         outputs = self.record(plan, list(given), side, pool)
         inputs = {id(value): i for i, value in enumerate(given) if isinstance(value, torch.Tensor)}
         self.passed = [(k, inputs[id(out)]) for k, out in enumerate(outputs) if id(out) in inputs]
@@ -133,7 +132,6 @@ class Recording:
             self.memory.lent += (self.lent,)
         visible = {key(out) for _, out in seen}
         self.saved = [k for k, out in mine if k >= shown > 0 and key(out) not in visible]
-        self.owns = True  # what it saves; guests may be there otherwise
         if self.saved:
             _hosts.add(self)
         self.addresses = [out.data_ptr() for _, out in mine]
@@ -153,7 +151,6 @@ class Recording:
             del saved
             outputs = tuple([fresh.get(k, out) for k, out in enumerate(lent.outputs)])
             lent.put(outputs, [*places, *{key(out): None for out in fresh.values()}])
-            self.owns = False
             return self.graph.pool()
 
     def record(self, plan: Plan, given: list[Any], side: Any, pool: Any) -> tuple[Any, ...]:
@@ -227,17 +224,10 @@ def unowned(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         ]
 
 
-def home(at: tuple[int, int], given: list[Any]) -> tuple[Recording | None, Any]:
-    """The recording for a stream that saves most, and its pool, for a guest; None where it is not idle.
-
-    What reads what a recording saved is no guest there: it takes what the other one has left of its pool.
-    """
+def home(at: tuple[int, int]) -> tuple[Recording | None, Any]:
+    """The recording for a stream that saves most, and its pool, for a guest; None where it is not idle."""
     with _lock:
         able = [one for one in _hosts if one.at == at]
-    read = {value.data_ptr() for value in given if isinstance(value, torch.Tensor) and value.numel()}
-    for one in able:
-        if any(one.lent.outputs[k].data_ptr() in read for k in one.saved):
-            return None, one.graph.pool() if one.owns else None
     host = max(able, key=lambda one: sum(one.lent.outputs[k].nbytes for k in one.saved), default=None)
     pool = host.emptied() if host is not None else None
     return (None, None) if pool is None else (host, pool)

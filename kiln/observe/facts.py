@@ -119,9 +119,7 @@ def recompile_facts(records: Iterable[RecompileRecord]) -> list[Fact]:
     return list(found.values())
 
 
-def add_failure(
-    found: dict[object, Fact], record: RecompileRecord, failure: Failure, follows: bool
-) -> None:
+def add_failure(found: dict[object, Fact], record: RecompileRecord, failure: Failure, follows: bool) -> None:
     key = record.region, record.place, failure.source, follows
     fact = found.setdefault(key, {
         "region": record.region, "function": plain(record.place), "source": failure.source,

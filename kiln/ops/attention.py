@@ -39,9 +39,9 @@ def _flash_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_:
     return _by_rows(query, query.shape), _by_rows(key, key.shape), _by_rows(value, value.shape)
 
 
-@rule(aten._transformer_encoder_layer_fwd.default)
-def _encoder_layer(x: torch.Tensor, *_: Any, **__: Any) -> Any:
-    return similar(x) if x.dim() == 3 and not x.is_nested else NotImplemented
+RULES[aten._transformer_encoder_layer_fwd.default] = lambda x, *_, **__: (
+    similar(x) if x.dim() == 3 and not x.is_nested else NotImplemented
+)
 
 
 @rule(aten._safe_softmax.default)

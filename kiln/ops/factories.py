@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from kiln.ops.fake import FakeTensor, in_order, make
-from kiln.ops.layout import (
-    NUMBERS,
-    channels_last,
-    formatted,
-    is_dense,
-    of_number,
-    row_major,
-    wrap_dim,
-)
+from kiln.ops.layout import NUMBERS, channels_last, formatted, is_dense, of_number, row_major, wrap_dim
 from kiln.ops.meta import full_device
 from kiln.ops.symint import below_zero
 from kiln.ops.table import RULES, aten, declare, rule

@@ -21,6 +21,7 @@ from kiln.ops.meta import (
     MUTATING,
     RESHAPES,
     SEEDED,
+    UNCOUNTED,
     Layout,
     Same,
     by_mask,
@@ -32,6 +33,7 @@ from kiln.ops.meta import (
     written,
 )
 from kiln.ops.products import KEYS as PRODUCTS
+from kiln.ops.products import composite
 from kiln.ops.symint import SEEN, plain, specialised
 from kiln.ops.table import aten, rule, rule_of
 
@@ -140,8 +142,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = shaped(func, args, kwargs)
     if (LITERALS.made or func in FILLED) and type(out) is FakeTensor:
         fold(out, func, args, kwargs)
-    elif out is None and MUTATING[func] and func.namespace == "aten":
-        # What eager kernels of lists count themselves; those of fused steps do not, and write all the same.
+    if UNCOUNTED[func]:
         changed = [t for t in written(func, args, kwargs) if type(t) is FakeTensor and not t.is_inference()]
         increment_version(changed)
     return out
@@ -230,7 +231,7 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return reshape_in_place(func, args, kwargs)
     if DECOMPOSES[func]:
         with INNER:
-            return func.decompose(*args, **kwargs)
+            return composite(func, args, kwargs)
     if MUTATING[func] and any(overlaps(t) for t in written(func, args, kwargs)):
         return refuse(Mismatch("elements share a place"), func, args, kwargs)
     twins: Twins = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from kiln.ops.fake import in_order, make, similar
 from kiln.ops.layout import Mismatch, contiguous, preserved, wrap_dim
 from kiln.ops.network import is_plain
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten, declare, rule
 
 
 @rule(aten.gather.default)
@@ -61,10 +61,9 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 
 @rule(aten.index_add.default)
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Any:
-    rank = x.dim()
-    if not rank or index.dim() != 1 or not is_plain(x):
+    if not x.dim() or index.dim() != 1 or not is_plain(x):
         return NotImplemented
-    dim = wrap_dim(dim, rank)
+    dim = wrap_dim(dim, x.dim())
     expected = (*x.shape[:dim], index.shape[0], *x.shape[dim + 1 :])
     if tuple(source.shape) != expected or source.dtype is not x.dtype:
         raise Mismatch("the source does not fit")
@@ -80,9 +79,8 @@ def _embedding_backward(grad: Tensor, indices: Tensor, rows: int, padding: int, 
     return make((rows, grad.shape[-1]), None, grad.dtype, grad.device)
 
 
-@rule(aten.slice_backward.default, aten.select_backward.default, aten.diagonal_backward.default)
-def _into_zeros(grad: Tensor, size: Any, *_: Any) -> Any:
-    return make(size, None, grad.dtype, grad.device)
+declare(RULES, {"slice_backward select_backward diagonal_backward":
+                lambda grad, size, *_: make(size, None, grad.dtype, grad.device)})  # fmt: skip
 
 
 @rule(aten.tril.default, aten.triu.default)

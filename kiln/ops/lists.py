@@ -44,17 +44,13 @@ def functional(tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return [like(x, x.dtype) for x in tensors] if usual(tensors, args, kwargs) else NotImplemented
 
 
-def by_last(base: Any, exponents: Any) -> Any:
-    return functional(exponents, base)
-
-
 def rule(overload: Any) -> Rule | None:
     """The rule of an overload of this family."""
     schema = overload._schema
     if schema.name.partition("::")[2].rstrip("_") in OTHERS or any(a.is_out for a in schema.arguments):
         return None
     if str(schema.arguments[0].type) != "List[Tensor]":
-        return by_last
+        return lambda base, exponents: functional(exponents, base)
     return in_place if schema.is_mutable else functional
 
 

@@ -17,7 +17,7 @@ from kiln import _mersenne
 from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
 from kiln.ops.fake import make
 from kiln.ops.layout import is_dense
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten
 
 BITS = 53  # of a number that is compared with the chance of a one
 STATE_BYTES = 5056  # of the state whose order `_mersenne.c` knows
@@ -67,9 +67,7 @@ library.impl("bernoulli", bernoulli, "CompositeExplicitAutograd")
 own_bernoulli = torch.ops.kiln.bernoulli.default
 
 
-@rule(own_bernoulli)
-def _own_bernoulli(size: Any, stride: Any, p: float) -> Any:
-    return make(size, stride, torch.bool, CPU)
+RULES[own_bernoulli] = lambda size, stride, p: make(size, stride, torch.bool, CPU)
 
 
 def quicken(graph: Graph) -> Graph:

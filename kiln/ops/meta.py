@@ -1,4 +1,4 @@
-"""Ops without a shape rule: meta kernels on twins without data, remembered by layout; else the op on zeros."""
+"""Ops without a shape rule: meta kernels on twins without data, remembered by layout; or the op on zeros."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ INDEXING = {aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor}
 
 #: Whether an overload writes into one of its arguments.
 MUTATING = Facts(lambda func: bool(func._schema.is_mutable))
+#: Whether it does so without anything above its kernel that counts the write: lists, ops of programs.
+UNCOUNTED = Facts(
+    lambda func: MUTATING[func]
+    and (
+        not func._schema.returns
+        if func.namespace == "aten"
+        else not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+    )
+)
 #: Whether the shape of an overload's result, or a Python value that it gives, depends on contents.
 DATA = Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
 #: Whether an overload draws random numbers.

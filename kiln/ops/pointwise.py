@@ -84,9 +84,8 @@ def over(operands: Iterable[Operand], computed: torch.dtype, dtype: torch.dtype 
 
 def two_devices(a: torch.device, b: torch.device) -> RuntimeError:
     """The error for operands that live apart."""
-    return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {a} and {b}!"
-    )
+    text = "Expected all tensors to be on the same device, but found at least two devices"
+    return RuntimeError(f"{text}, {a} and {b}!")
 
 
 def common_dtype(a: Operand, b: Operand) -> torch.dtype:
@@ -131,10 +130,6 @@ def _softshrink(x: Tensor, width: Any = 0.5) -> Any:
     if width < 0:
         raise Mismatch("a negative width")
     return _same(x)
-
-
-def _any(x: Tensor, *_: Any, **__: Any) -> Any:
-    return like(x, x.dtype) if x.dtype in INEXACT or x.dtype in INTEGERS else NotImplemented
 
 
 def _float(x: Tensor, *_: Any, **__: Any) -> Any:
@@ -215,12 +210,6 @@ def _gradient(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Any:
     return over((a, b), a.dtype)
 
 
-def _where(condition: Tensor, a: Tensor, b: Tensor) -> Any:
-    if condition.dtype is not torch.bool:
-        return NotImplemented
-    return where(condition, a, b, common_dtype(a, b))
-
-
 def where(condition: Tensor, a: Tensor, b: Tensor, dtype: torch.dtype) -> FakeTensor:
     """A choice between two tensors, each cast to `dtype` before."""
     layouts = [(condition.shape, condition.stride())]
@@ -273,10 +262,6 @@ def writable(x: Any) -> Any:
     if overlaps(x):
         raise Mismatch("elements share a place")
     return x
-
-
-def _in_place_float(x: Any, *operands: Operand, **kwargs: Any) -> Any:
-    return in_place(x, *operands) if x.dtype in FLOATS and not kwargs.get("rounding_mode") else NotImplemented
 
 
 def _uniform(x: Any, low: float = 0, high: float = 1, **_: Any) -> Any:
@@ -349,7 +334,8 @@ DECLARED: dict[str, Rule] = {
     "gelu": _gelu,
     "log_sigmoid_forward": _log_sigmoid,
     "softshrink": _softshrink,
-    "neg sgn relu": _any,
+    "neg sgn relu": lambda x: (
+        like(x, x.dtype) if x.dtype in INEXACT or x.dtype in INTEGERS else NotImplemented),
     "hardtanh": _hardtanh,
     "acos acosh asin asinh atan atanh cos cosh sin sinh tan tanh exp exp2 expm1 log log10 log1p log2 erf "
     "erfc erfinv sqrt rsqrt reciprocal sigmoid lgamma digamma": _float,
@@ -375,14 +361,16 @@ DECLARED: dict[str, Rule] = {
     "gelu_backward silu_backward tanh_backward sigmoid_backward hardswish_backward hardsigmoid_backward "
     "hardtanh_backward softplus_backward mish_backward softshrink_backward hardshrink_backward": _gradient,
     "threshold_backward leaky_relu_backward": lambda grad, x, *_: _gradient(x, grad),
-    "where.self": _where,
+    "where.self": lambda condition, a, b: (
+        where(condition, a, b, common_dtype(a, b)) if condition.dtype is torch.bool else NotImplemented),
     "addcmul addcdiv": _ternary,
     "lerp.Scalar lerp.Tensor": _lerp,
     "clamp": _clamp,
     "clamp_min clamp_max": lambda x, bound: _clamp(x, bound),
     "add_.Tensor mul_.Tensor mul_.Scalar": in_place,
     "sub_.Tensor": _subtract_in_place,
-    "div_.Tensor div_.Scalar addcmul_ addcdiv_ lerp_.Scalar": _in_place_float,
+    "div_.Tensor div_.Scalar addcmul_ addcdiv_ lerp_.Scalar":
+        lambda x, *operands, **_: in_place(x, *operands) if x.dtype in FLOATS else NotImplemented,
     "relu_ silu_ gelu_ hardswish_ hardsigmoid_ hardtanh_ leaky_relu_ elu_ tanh_ sigmoid_ exp_ sqrt_ rsqrt_ "
     "neg_ abs_ log_ sin_ cos_": lambda x, *_, **__: _floats(x),
     "uniform_": _uniform,

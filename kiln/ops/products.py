@@ -1,7 +1,8 @@
 """Matrix products of symbolic sizes, for versions of PyTorch whose own `matmul` asks for plain numbers.
 
 `matmul` is taken apart above autograd, where no `__torch_dispatch__` sees it. Symbolic fakes carry a dispatch
-key that nothing else has, and for which `matmul` has a kernel here; every other op passes that key by.
+key that nothing else has, and for which `matmul` has a kernel here; every other op passes that key by. In inference
+mode a `__torch_dispatch__` sees composite ops, and takes them apart by `composite`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ aten = torch.ops.aten
 KEY = "TESTING_ONLY_GenericWrapper"
 #: What a symbolic fake has among its dispatch keys; None where PyTorch computes with symbolic sizes itself.
 KEYS: Any = None
+#: The kernel of a composite op; a Python version of it that torch may have differs in what it runs.
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -30,8 +33,14 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
         try:
             return product(a, b)
         except layout.Mismatch:
-            with torch._C._ExcludeDispatchKeyGuard(KEYS):
-                return torch.matmul(a, b)  # says what is wrong
+            return aten.matmul.default._op_dk(COMPOSITE, a, b)  # says what is wrong
+
+
+def composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a composite op gives, by the ops that it calls."""
+    if func is aten.matmul.default and KEYS is not None:
+        return matmul(*args)
+    return func._op_dk(COMPOSITE, *args, **kwargs)
 
 
 def lowered(x: Tensor, kind: str) -> Tensor:

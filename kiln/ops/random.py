@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
-from kiln.ops.fake import FakeTensor, Mode, make
+from kiln.ops.fake import Mode, make
 from kiln.ops.mersenne import quicken
-from kiln.ops.table import aten, rule
+from kiln.ops.table import RULES, aten
 
 MULTIPLIER, KEY_STEP, ROUNDS = 0xD256D193, 0x9E3779B9, 10  # of Philox 2x32
 LOW32 = 0xFFFFFFFF
@@ -67,14 +67,8 @@ library.impl("uniform", uniform, "CPU")
 own_seeds, own_uniform = torch.ops.kiln.seeds.default, torch.ops.kiln.uniform.default
 
 
-@rule(own_seeds)
-def _own_seeds(count: int, *, device: Any = None) -> Any:
-    return [make((), (), torch.int64, CPU) for _ in range(count)]
-
-
-@rule(own_uniform)
-def _own_uniform(seed: FakeTensor, size: Any, stride: Any, word: int) -> Any:
-    return make(size, stride, torch.float32, seed.device)
+RULES[own_seeds] = lambda count, *, device=None: [make((), (), torch.int64, CPU) for _ in range(count)]
+RULES[own_uniform] = lambda seed, size, stride, word: make(size, stride, torch.float32, seed.device)
 
 
 class Drawing(Made):
@@ -108,15 +102,6 @@ class Drawing(Made):
         return self.of(dtype, aten._to_copy.default, node, dtype=dtype)
 
 
-def _bernoulli_p(at: Drawing) -> Node:
-    chance = argument(at.node, 1, "p", 0.5)
-    return at.as_dtype(at.of(torch.bool, aten.lt.Scalar, at.uniform(), chance))
-
-
-def _bernoulli(at: Drawing) -> Node:
-    return at.as_dtype(at.of(torch.bool, aten.lt.Tensor, at.uniform(), at.node.args[0]))
-
-
 def _rand(at: Drawing) -> Node:
     return at.as_dtype(at.uniform())
 
@@ -147,9 +132,11 @@ def _normal(at: Drawing) -> Node:
 
 #: Draws of zeros and ones, as dropout's: what a program does with them does not depend on which they are.
 MASKS: dict[Any, Callable[[Drawing], Node]] = {
-    aten.bernoulli.p: _bernoulli_p,
-    aten.bernoulli.default: _bernoulli,
-}
+    aten.bernoulli.p: lambda at: at.as_dtype(
+        at.of(torch.bool, aten.lt.Scalar, at.uniform(), argument(at.node, 1, "p", 0.5))),
+    aten.bernoulli.default: lambda at: at.as_dtype(
+        at.of(torch.bool, aten.lt.Tensor, at.uniform(), at.node.args[0])),
+}  # fmt: skip
 #: Draws of numbers that a program may show.
 SAMPLES: dict[Any, Callable[[Drawing], Node]] = {
     aten.rand.default: _rand,

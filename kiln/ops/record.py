@@ -13,11 +13,10 @@ from kiln.base.graph import Graph, Node, TensorSpec, label
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import FakeTensor, Mode, dispatch, fake_like, make
 from kiln.ops.meta import DECOMPOSES, MUTATING
+from kiln.ops.products import composite
 from kiln.ops.symint import expr_of, wrap
 from kiln.ops.table import RULES, aten
 
-#: The kernel of a composite op; a Python version of it that torch may have differs in what it runs.
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # type: ignore[attr-defined]
 #: Leaves of arguments that a node holds as they are.
 PLAIN = frozenset({int, float, bool, type(None), str, complex, torch.dtype, torch.device, torch.layout,
                    torch.memory_format})  # fmt: skip
@@ -137,7 +136,7 @@ class Recording(Mode):
         # A composite op with a rule of its own has a kernel of its own, which is what eager calls.
         if func not in RULES and DECOMPOSES[func]:
             with self:
-                return func._op_dk(COMPOSITE, *args, **kwargs)
+                return composite(func, args, kwargs)
         out = dispatch(func, args, kwargs)
         if func is not aten.size.default:
             self.record(func, args, kwargs, out)
@@ -154,7 +153,7 @@ class Recording(Mode):
             return None
         argument = self.argument
         node = self.add(
-            func,
+            aten.zeros.default if func is aten._efficientzerotensor.default else func,  # which has no memory
             tuple([a if type(a) in PLAIN else argument(a) for a in args]),
             {k: argument(v) for k, v in kwargs.items()} if kwargs else {},
             spec_of(out),

@@ -543,3 +543,17 @@ def test_symbols_are_let_go():
 
     before = scopes_after(60)
     assert scopes_after(60) - before < 30  # what the table of layouts remembers
+
+
+def test_products_in_inference_mode():
+    """There composite ops are seen as such, and taken apart by whoever records."""
+
+    def f(x, w):
+        return F.linear(x, w), F.linear(x, x.diagonal()), x @ w.t()
+
+    compiled = kiln.compile(f, dynamic=True, fullgraph=True)
+    with records.collect() as seen, torch.inference_mode():
+        for n in (2, 40, 7):
+            x, w = counted(n, 1, 1), counted(5, 1)
+            torch.testing.assert_close(compiled(x, w), f(x, w))
+    assert len(seen.graphs) == 1 and not seen.fallbacks

@@ -97,6 +97,19 @@ def test_a_constant_changed_by_a_check_is_no_constant(x):
     return x + 1 if found > 0 else x - 1
 
 
+LIBRARY = torch.library.Library("kiln_found", "DEF")
+LIBRARY.define("count(Tensor(a!) x, Tensor y) -> Tensor")
+LIBRARY.impl("count", lambda x, y: (x.add_(1), y * 2)[1], "CPU")
+LIBRARY.impl("count", lambda x, y: torch.empty_like(y), "Meta")
+
+
+@program(X, graphs=2, breaks=1)
+def test_a_constant_changed_by_an_op_of_the_program_is_no_constant(x):
+    count = torch.zeros(())
+    y = torch.ops.kiln_found.count(count, x)
+    return y + 1 if count > 0 else y - 1
+
+
 @program(G)
 def test_selection_by_a_constant_mask(x):
     mask = ~torch.eye(3, 4, dtype=torch.bool)

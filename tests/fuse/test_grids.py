@@ -164,3 +164,74 @@ def test_pooling_of_halves_and_its_gradient_are_loops(monkeypatch, kernel, strid
     nests = nests_of(lambda x: model(x).float().square().mean(), x)
     gathered = [n for n in nests if sum(t.buffer.dtype is torch.int8 for t in loads(n)) > (1 if stride < kernel else 0)]
     assert len(gathered) == 1 and not any(isinstance(t, Fold) for t in terms(s.value for s in gathered[0].stores))
+
+
+def losses_of(rows, words, kind=HALF):
+    x, places = torch.randn(rows, words).to(kind), torch.randint(0, words, (rows,))
+    places[3] = -100
+    x[5], x[6, : words // 2], x[7, 100], x[8, 100] = -torch.inf, -torch.inf, torch.inf, torch.nan
+    x[9], x[10, words // 2 :] = torch.finfo(kind).min, torch.finfo(kind).min
+    return x, places
+
+
+def mean_loss(x, places):
+    return F.cross_entropy(x.float(), places)
+
+
+def test_rows_that_processors_share_badly_are_cut_where_their_losses_are_folded():
+    """Each part leaves its largest value, its sum of powers and the one that is asked for; the mean folds them."""
+    x, places = losses_of(140, 24576)
+    first, second = nests_of(mean_loss, x, places)
+    assert [(a.size, a.reduced) for a in first.axes] == [(140, False), (2, False), (12288, True)]
+    assert [f.kind for f in first.folds()] == ["amax", "sum"] and len(first.stores) == 3
+    assert [(a.size, a.reduced) for a in second.axes] == [(140, True)]
+    assert {f.kind for f in second.folds()} == {"sum"} and not any(t.places for t in loads(second))
+    for alone in (x, torch.empty(264, 24576, dtype=HALF), torch.empty(140, 24568, dtype=HALF)):
+        f = mean_loss if alone is not x else lambda x, i: F.cross_entropy(x.float(), i, reduction="none")
+        rows, *_ = nests_of(f, alone, torch.zeros(len(alone), dtype=torch.int64))
+        assert len(rows.axes) == 2  # losses by themselves, rows enough for all, parts of whole reads
+
+
+@pytest.mark.parametrize("kind", [HALF, torch.float32])
+@pytest.mark.parametrize("rest", [slice(None), slice(9, None)], ids=["infinities", "numbers"])
+def test_losses_of_parts_are_those_of_rows(kind, rest):
+    x, places = losses_of(149, 24576, kind)
+    x, places = x[rest].contiguous().requires_grad_(kind is HALF), places[rest].contiguous()
+    first, second, *_ = nests_of(mean_loss, x, places)
+    assert len(first.axes) == 3 and len(second.axes) == 1
+    x.grad = None
+
+    def both(x, places):
+        losses = F.cross_entropy(x.float(), places, reduction="none")
+        return losses, losses.sum()
+
+    kiln.reset()
+    with pretended():
+        mine = [kiln.compile(mean_loss, fullgraph=True)(x, places), *kiln.compile(both, fullgraph=True)(x, places)]
+        if x.requires_grad:
+            mine[0].backward()
+            mine.append(x.grad)
+    x.grad = None
+    eager = [mean_loss(x, places), *both(x, places)]
+    if x.requires_grad:
+        eager[0].backward()
+        eager.append(x.grad)
+    assert eager[0].isnan() == (rest.start is None)
+    for one, other in zip(mine, eager, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_a_copy_that_is_kept_for_gradients_is_made_while_parts_are_read():
+    x, places = losses_of(264, 24576)
+    forward, ends, *_ = nests_of(mean_loss, x.requires_grad_(), places)
+    assert [a.size for a in forward.axes] == [264, 2, 12288]
+    assert [s.buffer.name for s in forward.stores if not s.kept] == ["clone"]
+    assert {s.buffer.name for s in ends.stores} >= {"amax", "log"} and ends.axes[0].reduced
+    longest = torch.empty(9000, 24576, dtype=HALF).requires_grad_()
+    rows, *_ = nests_of(mean_loss, longest[:1].expand(9000, -1), torch.zeros(9000, dtype=torch.int64))[:1]
+    assert len(rows.axes) == 2  # rows in such numbers keep processors busy
+
+
+def test_a_sum_of_all_is_cut_into_more_parts_than_sums_of_columns():
+    everything, columns = (nests_of(lambda x, d=d: x.sum(d), torch.empty(1 << 13, 1 << 10))[0] for d in (None, 0))
+    assert everything.axes[0].size == 256 and columns.axes[0].size == 66

@@ -123,6 +123,13 @@ FOLDS = {
         )
         for rows, n in ((150, 50304), (40, 128256), (65, 128256), (400, 20000))
     },
+    **{
+        f"mean loss of {rows} rows of {n}": (
+            lambda a, i: F.cross_entropy(a.float(), i),
+            *(normal(rows, n), whole(n, rows)),
+        )
+        for rows, n in ((167, 50304), (40, 128256), (400, 20000), (140, 24576))
+    },
     "spread of few long rows": (lambda a: a.var(-1), normal(40, 128256)),
     "gradient of softmax": (softmax_gradient, normal(140, 50304), normal(140, 50304)),
     **{

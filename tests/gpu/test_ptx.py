@@ -373,3 +373,40 @@ def test_a_mask_of_few_elements_is_made_where_it_is_read():
     *_, before, gradient = found
     assert (len(before.stages), len(gradient.stages)) == (1, 1)
     assert [len(starts) for starts in generate([before, gradient]).starts] == [1, 1]
+
+
+def mean_loss(a, i):
+    return F.cross_entropy(a.float(), i)
+
+
+def test_all_of_a_row_that_is_read_once_is_under_way_at_once():
+    x, places = torch.empty(262, 32000, dtype=HALF), torch.zeros(262, dtype=torch.int64)
+    made = device_of(lambda a, i: F.cross_entropy(a.float(), i, reduction="none"), x, places)
+    ((start,),) = made.starts
+    assert (start.blocks, start.threads) == (262, 512) and ".minnctapersm 3" in made.text
+    assert count(r"cp\.async\.cg", made.text) == 8 == count(r"ld\.shared\.v4", made.text)
+    # The one that is asked for is read at its place as soon as that is there, not when all else is.
+    words = re.findall(r"wait_group \d|ld\.global\S*\.b16", made.text)
+    assert [w for w in words if "wait" in w] == [f"wait_group {n}" for n in (6, 4, 2, 0)] and "b16" in words[1]
+
+
+def test_few_powers_are_taken_where_parts_of_a_row_are_brought_together():
+    """Threads know the largest of a warp, then that of the warps, before they scale what they have."""
+    x, places = torch.empty(140, 24576, dtype=HALF), torch.zeros(140, dtype=torch.int64)
+    made = device_of(mean_loss, x, places)
+    parts, ends = made.text.split(".entry")[1:]
+    ((first, second),) = made.starts
+    assert (first.blocks, first.threads) == (280, 256) and second.blocks == 1
+    # Eight for each turn, one for each two of them, one for a warp and one for the block.
+    assert count(r"ex2\.approx", parts) == 6 * 8 + 3 + 1 + 1
+    assert count(r"shfl\.sync", parts) == 2 * 5 + 2 * 3 and count(r"bar\.sync", parts) == 1
+    assert count(r"ld\.global", ends) == 2 * 2 + 1 + 2  # two parts, the one asked for, places
+    assert ".local" not in made.text
+
+
+def test_copies_for_gradients_are_written_as_parts_are_read():
+    x, places = torch.empty(264, 24576, dtype=HALF).requires_grad_(), torch.zeros(264, dtype=torch.int64)
+    made = device_of(mean_loss, x, places)
+    parts, ends = made.text.split(".entry")[1:3]
+    assert count(r"cp\.async\.cg", parts) == 6 == count(r"ld\.shared\.v4", parts) == count(r"st\.global\.v4", parts)
+    assert "ld.global.nc.v4" not in parts and ".local" not in made.text

@@ -100,7 +100,8 @@ def test_doubles(name, started):
 
 
 GRADIENTS = ("add", "broadcast", "silu", "gelu", "functions", "rotary", "softmax of 1000", "softmax of 4096",
-             "layer norm", "rms norm", "log softmax", "joined", "group norm", "outer and inner")  # fmt: skip
+             "layer norm", "rms norm", "log softmax", "joined", "group norm", "outer and inner",
+             "mean loss of 167 rows of 50304", "mean loss of 40 rows of 128256")  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

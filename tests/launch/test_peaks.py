@@ -9,7 +9,7 @@ from torch import nn
 
 import kiln
 from kiln import _launch
-from kiln.launch.events import APART, outputs_early
+from kiln.launch.events import APART, PAGE, outputs_early
 
 from .recording import check, planned
 
@@ -166,7 +166,7 @@ def test_an_arena_does_not_stay_beside_what_calls_take():
         return F.conv2d(x.view(1, 1, 32, 32), w).sum() + sum(one.tanh() @ each[0] for one in each)
 
     plan = check(many, torch.randn(32, 32) / 9, torch.randn(1, 1, 3, 3))
-    assert plan.owner.numbers[-1] == 0
+    assert plan.owner.numbers[-1] <= PAGE
 
 
 class Again(nn.Module):

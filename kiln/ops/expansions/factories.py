@@ -73,11 +73,6 @@ def fill(x: Tensor, value: Any) -> Any:
     return _filled(x, value, {})
 
 
-@expansion(aten.copy.default, complex_too=True)
-def copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    return source.to(x.dtype).expand(x.shape) if source.device == x.device else NotImplemented
-
-
 @expansion(aten.eye.default, aten.eye.m)
 def eye(n: int, m: int | None = None, **options: Any) -> Tensor:
     kind = _kind(options)
@@ -114,6 +109,9 @@ FACTORIES: dict[str, Rule] = {
     "ones_like": lambda x, **options: _filled(x, 1, options),
     "full_like": lambda x, value, **options: _filled(x, value, options),
     "empty_like": lambda x, **options: _like(x, options, torch.empty),
+    "copy": lambda x, source, *_, **__: (
+        source.to(x.dtype).expand(x.shape) if source.device == x.device else NotImplemented
+    ),
 }
 expansions(FACTORIES, complex_too=True)
 RANDOM: dict[str, Rule] = {

@@ -68,13 +68,11 @@ def mse_loss(x: Tensor, y: Tensor, reduction: int = MEAN) -> Tensor:
     return reduce_loss(distance * distance, reduction)
 
 
-def mse_loss_backward(grad: Tensor, x: Tensor, y: Tensor, reduction: int) -> Tensor:
-    return (x - y) * (2 / x.numel() if reduction == MEAN and x.numel() else 2) * grad
-
-
 OF_ONE_DTYPE: dict[str, Rule] = {
     "mse_loss": mse_loss,
-    "mse_loss_backward": mse_loss_backward,
+    "mse_loss_backward": lambda grad, x, y, reduction: (
+        (x - y) * (2 / x.numel() if reduction == MEAN and x.numel() else 2) * grad
+    ),
     "smooth_l1_loss": smooth_l1_loss,
     "smooth_l1_loss_backward": smooth_l1_loss_backward,
     "huber_loss": huber_loss,

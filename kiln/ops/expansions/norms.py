@@ -159,7 +159,9 @@ def _normalised(x: Tensor, middle: Tensor, scale: Tensor, weight: Some, bias: So
 
 
 def _by_running(x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, eps: float) -> Any:
-    return _normalised(x, mean, torch.rsqrt(widened(var) + eps), weight, bias)
+    """The result, and two empty tensors in the place of the batch's statistics."""
+    none = torch.empty(0, dtype=_kept_dtype(x, weight, bias, mean), device=x.device)
+    return _normalised(x, mean, torch.rsqrt(widened(var) + eps), weight, bias), none, torch.empty_like(none)
 
 
 def _by_batch(x: Tensor, weight: Some, bias: Some, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -206,8 +208,7 @@ def batch_norm_functional(
         return NotImplemented
     kept = _kept_dtype(x, weight, bias, mean)
     if not training:
-        none = torch.empty(0, dtype=kept, device=x.device)
-        return _by_running(x, weight, bias, mean, var, eps), none, torch.empty_like(none), mean, var
+        return *_by_running(x, weight, bias, mean, var, eps), mean, var
     out, middle, scale, spread = _by_batch(x, weight, bias, eps)
     count = extent(x, [0, *range(2, x.dim())])
     unbiased = spread * (count / (count - 1)) if count != 1 else spread
@@ -239,8 +240,7 @@ def batch_norm(
         return out, middle.to(kept), scale.to(kept)
     if mean is None or var is None:
         return NotImplemented
-    none = torch.empty(0, dtype=kept, device=x.device)
-    return _by_running(x, weight, bias, mean, var, eps), none, torch.empty_like(none)
+    return _by_running(x, weight, bias, mean, var, eps)
 
 
 @expansion(aten.native_batch_norm_backward.default)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kiln.ops.expansions.support import HALF
-from kiln.ops.table import EXPANSIONS, aten, expansion
+from kiln.ops.table import EXPANSIONS, aten, expansion, expansions
 
 #: `_foreach_` ops of one list.
 UNARY = (
@@ -87,14 +87,11 @@ _declare("addcmul", _combined(torch.addcmul))
 _declare("addcdiv", _combined(torch.addcdiv))
 
 
-@expansion(aten._foreach_norm.Scalar)
-def foreach_norm(tensors: list[Tensor], order: Any = 2, dtype: Any = None) -> list[Tensor]:
-    return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
-
-
-@expansion(aten._foreach_pow.ScalarAndTensor)
-def foreach_power(base: Any, exponents: list[Tensor]) -> list[Tensor]:
-    return [torch.pow(base, x) for x in exponents]
+expansions({
+    "_foreach_norm.Scalar": lambda tensors, order=2, dtype=None: [
+        torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors],
+    "_foreach_pow.ScalarAndTensor": lambda base, exponents: [torch.pow(base, x) for x in exponents],
+})  # fmt: skip
 
 
 # Fused optimizer steps, in their functional forms: the new values of all lists

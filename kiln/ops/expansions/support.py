@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -98,7 +99,4 @@ def dims_of(dim: Any, rank: int) -> list[int]:
 
 def extent(x: Tensor, dims: list[int]) -> Any:
     """How many elements are reduced to one."""
-    count: Any = 1
-    for d in dims:
-        count = count * (x.shape[d] if x.dim() else 1)
-    return count
+    return prod([x.shape[d] for d in dims]) if x.dim() else 1

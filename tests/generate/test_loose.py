@@ -1,0 +1,71 @@
+"""Values that need few places: which ones are such, and every argument of two bytes against float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kiln.fuse.nest import Apply
+from kiln.generate import cpu
+from kiln.generate.kernel import Emitter
+from kiln.generate.loose import loose
+from kiln.launch.program import compile_graph
+from kiln.ops.record import recorded
+from tests.fuse.test_kernels import rand
+from tests.generate.test_loops import nest_of
+
+wide = pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
+
+
+def loose_ops(function, x):
+    nest = nest_of(function, x)
+    found = loose(nest)
+    return {t.op for t in nest.terms() if isinstance(t, Apply) and id(t) in found}
+
+
+def test_what_is_rounded_at_once_needs_few_places():
+    x = rand(8, 64).bfloat16()
+    assert "sigmoid" in loose_ops(F.silu, x)
+    assert "tanh" in loose_ops(torch.tanh, x)
+    assert {"exp", "div"} <= loose_ops(lambda a: F.softmax(a, -1), x)
+    assert {"exp", "log"} <= loose_ops(lambda a: F.log_softmax(a, -1), x)
+    assert "exp" in loose_ops(lambda a: (a.float().exp() * 3).to(a.dtype), x)
+
+
+def test_what_is_kept_or_subtracted_from_needs_all_places():
+    x = rand(8, 64).bfloat16()
+    assert not loose_ops(F.silu, x.float())
+    assert "exp" not in loose_ops(lambda a: F.softmax(a.float(), -1), x)
+    assert "exp" not in loose_ops(lambda a: (a.float().exp() - 1).to(a.dtype), x)
+    assert "exp" not in loose_ops(lambda a: (F.softmax(a.float(), -1) - 0.25).to(a.dtype), x)
+    assert "sigmoid" not in loose_ops(lambda a: (a.float().sigmoid().to(a.dtype), a.float().sigmoid()), x)
+    assert "tanh" not in loose_ops(lambda a: a.float().tanh().sum(-1).to(a.dtype), x)
+    assert "tanh" not in loose_ops(lambda a: F.softmax(a.float().tanh() * 30, -1).to(a.dtype), x)
+
+
+@wide
+def test_loose_functions_are_taken():
+    text = Emitter(nest_of(F.silu, rand(8, 64).bfloat16()), 16).fn.text()
+    assert "rcp14" in text and "fdiv" not in text
+    assert "rcp14" not in Emitter(nest_of(F.silu, rand(8, 64)), 16).fn.text()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "function",
+    [torch.exp, torch.sigmoid, torch.tanh, F.silu, lambda a: F.gelu(a, approximate="tanh"), lambda a: a.exp() * 3],
+    ids=["exp", "sigmoid", "tanh", "silu", "gelu", "product"],
+)
+def test_every_argument(function, dtype):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    (got,), eager, reference = compile_graph(recorded(function, x))([x]), function(x), function(x.double())
+    assert torch.equal(got.isnan(), eager.isnan())
+    finite = reference.to(dtype).isfinite() & eager.isfinite()
+    assert torch.equal(got[~finite & ~got.isnan()], eager[~finite & ~got.isnan()])
+    nearest = reference.to(dtype).abs()
+    unit = (torch.nextafter(nearest, torch.full_like(nearest, math.inf)) - nearest).double()
+    off, usual = ((t.double() - reference).abs() / unit for t in (got, eager))
+    # Instructions that round to bf16 take numbers below the normal ones for 0.
+    wrong = finite & (nearest > 2 * torch.finfo(dtype).smallest_normal) & (off > usual.clamp(min=0.5) * 2)
+    assert not wrong.any(), x[wrong]
