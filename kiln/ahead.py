@@ -22,7 +22,7 @@ from kiln.base.fx import runner, to_fx
 from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
 from kiln.base.reports import fell_back
-from kiln.capture.hidden import hide
+from kiln.capture.nested import hide
 from kiln.capture.torch_calls import Named
 from kiln.differentiate import finish, parts, results, run, training
 from kiln.differentiate.halves import Halves

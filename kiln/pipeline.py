@@ -23,8 +23,8 @@ from kiln.base.tracebacks import add_lines
 from kiln.capture import nested, runtime, state
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
-from kiln.capture.hidden import hide
 from kiln.capture.module import CapturedModule
+from kiln.capture.nested import hide
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
 from kiln.check.failures import failure

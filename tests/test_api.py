@@ -172,6 +172,7 @@ def test_native_function(x):
     captured_once(kiln.compile(torch.sin, backend="eager"), x, expect=x.sin())
 
 
+@pytest.mark.smoke
 def test_wrong_arguments_raise_what_eager_raises(x):
     with pytest.raises(TypeError, match=r"double_sin\(\) takes 1 positional argument but 2 were given"):
         kiln.compile(double_sin, backend="eager")(x, x)
@@ -264,6 +265,7 @@ def test_module_hooks_run(x):
     assert compiled(x).min() < 100
 
 
+@pytest.mark.smoke
 def test_module_trains_like_eager(x):
     net = Net()
     other = copy.deepcopy(net)
@@ -497,6 +499,7 @@ def test_disabled_module(x):
     assert len(seen.breaks) == 1
 
 
+@pytest.mark.smoke
 def test_graph_break_with_its_message(x):
     def f(a):
         a = a + 1
@@ -691,6 +694,7 @@ def branch(a, b):
     return x
 
 
+@pytest.mark.smoke
 def test_explain_shows_graphs_break_and_bytecode():
     told = kiln.explain(branch)(-torch.ones(3), -torch.ones(3))
     torch.testing.assert_close(told.result, torch.ones(3))

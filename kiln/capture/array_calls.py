@@ -10,7 +10,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -41,14 +41,11 @@ from kiln.capture.fake_arrays import (
     to_array,
     to_scalar,
 )
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS, Rebuilder
 from kiln.capture.world import World, nested
 from kiln.check.guards import TypeIs
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 LARGEST = 1 << 28  # bytes of a stand-in
 KNOWN = 1 << 16  # bytes of an array that are compared in every call

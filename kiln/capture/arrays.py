@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -26,14 +26,12 @@ from kiln.capture.array_calls import (
 from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
 from kiln.capture.calls import CALLERS, HANDLERS, POLICIES, Args, Kwargs, foreign, handles, native, unknown
 from kiln.capture.fake_arrays import FakeArray
+from kiln.capture.frame import Machine
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
 from kiln.capture.torch_calls import literal_tensor
 from kiln.capture.world import READERS, World, nested, rooted
 from kiln.check.guards import Equals
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 #: Functions of numpy that touch more than their arguments.
 IMPURE = frozenset("""

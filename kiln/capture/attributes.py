@@ -6,21 +6,18 @@ import enum
 import functools
 import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import symbolic
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Machine, UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
 from kiln.capture.wrappers import PLAIN_TYPES
 from kiln.check.guards import Absent, Contains, Length
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 NATIVE_DESCRIPTORS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from kiln.base.errors import Break
-from kiln.capture.frame import Restart
+from kiln.capture.frame import Machine, Restart
 from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import LITERALS, FakeTensor, fake_like
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 HINT = "move the call out of the compiled function"
 

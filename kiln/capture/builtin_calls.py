@@ -12,7 +12,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,16 +21,13 @@ from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
-from kiln.capture.frame import Frame, UserError
+from kiln.capture.frame import Frame, Machine, UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Iterating, Mapped, stop_iteration
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.variables import first_read
 from kiln.capture.world import MISSING, nested
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 @handles(len)

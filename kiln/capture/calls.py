@@ -17,7 +17,7 @@ import reprlib
 import types
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,16 +28,13 @@ from kiln.base.source import Attr, Const, DictAttr, Item
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Callback
 from kiln.capture.nodes import Args as Args
 from kiln.capture.nodes import Kwargs as Kwargs
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
 from kiln.check.guards import Custom, Length
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 #: By id of the callable; filled by builtin_calls and torch_calls.
 HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}
@@ -357,9 +354,12 @@ GLOBAL_HOOKS = tuple((name, getattr(torch.nn.modules.module, name)) for name in 
 
 def unhooked(m: Machine, module: torch.nn.Module) -> bool:
     """Whether no hook sees a call of the module, and nothing takes the place of its forward."""
-    source, space = m.source(module), module.__dict__
+    source, space, shadows = m.source(module), module.__dict__, m.world.shadow_of
     if any(space.get(name) for name in HOOKS) or any(table for _, table in GLOBAL_HOOKS):
         return False
+    tables = (*[space.get(name) for name in HOOKS], *[table for _, table in GLOBAL_HOOKS]) if shadows else ()
+    if any(id(table) in shadows for table in tables):
+        return False  # one may have been registered meanwhile
     if source is None:
         return True
     if space.get("_compiled_call_impl") is not None or "forward" in space:
@@ -566,6 +566,15 @@ def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) 
                     f"a weak reference leads to a {type(value).__name__} that nothing else leads to",
                     "hold a reference to the object")  # fmt: skip
     return m.world.again(value, known, known)
+
+
+@handles(weakref.ref)
+def make_weak(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A weak reference to an object from outside, which lives as long as the call."""
+    if len(args) != 1 or kwargs or m.source(args[0]) is None:
+        why = "a weak reference is made to an object of the graph, or with a callback"
+        raise Break("weak-reference", why, "make it outside the compiled function")
+    return m.native(weakref.ref, *args)
 
 
 CALLERS: dict[type, Callable[..., Any]] = {

@@ -7,18 +7,16 @@ import copy as copying
 import enum
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kiln.base.errors import Break
 from kiln.capture import attributes, runtime
 from kiln.capture.calls import Args, Kwargs, call, handles
+from kiln.capture.frame import Machine
 from kiln.capture.world import CONSTANTS
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 ATOMS = (
     type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, range,

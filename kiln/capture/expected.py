@@ -6,19 +6,14 @@ program raises. So it is done only where the graph writes nothing (see `Finisher
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.fake_arrays import OpenNumber
-from kiln.capture.frame import Frame
+from kiln.capture.frame import Frame, Machine
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import constant_of
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 LONGEST = 80  # instructions of an arm that is looked at
 #: What an arm may do on its way to its raise: make the exception, and the text of it.

@@ -76,6 +76,10 @@ class Finisher:
         e = Emitter()
         e.raw("RESUME", 0)
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
+        if call is not None and self.replays() and self.m.recorder.dispatch.draws:
+            e.callee(torch.get_rng_state)
+            e.end_call(0)
+            e.store("__drawn")
         start = e.here()
         if call is not None:
             e.callee(call)
@@ -101,7 +105,7 @@ class Finisher:
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
         functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
-        return all(module_of(f) in REPLAYED for f in functions) and not self.m.recorder.dispatch.writes
+        return all(module_of(f) in REPLAYED for f in functions) and not self.m.recorder.dispatch.lasting
 
     def handle(self, e: Emitter, start: Label, end: Label) -> None:
         """What follows is done when something between the two places raises."""
@@ -115,6 +119,11 @@ class Finisher:
         self.handle(e, start, end)
         e.pop()
         e.raw("POP_EXCEPT")
+        if self.m.recorder.dispatch.draws:
+            e.callee(torch.set_rng_state)
+            e.load("__drawn")
+            e.end_call(1)
+            e.pop()
         e.callee(nested.again(self.root.function, self.before))
         for name in self.names:
             e.load(name)

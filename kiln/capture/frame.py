@@ -5,10 +5,15 @@ from __future__ import annotations
 import linecache
 import types
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kiln.base.errors import Break, Place
 from kiln.bytecode.decode import Code, decode
+
+if TYPE_CHECKING:
+    from kiln.capture.machine import Machine as Machine
+else:
+    Machine = Any  # the interpreter, which imports all that works for it
 
 NULL: Any = type("Null", (), {"__repr__": lambda self: "<NULL>"})()
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kiln.base.errors import Break
 from kiln.capture import attributes
-from kiln.capture.frame import Frame, Restart, UserError, Yielded
+from kiln.capture.frame import Frame, Machine, Restart, UserError, Yielded
 from kiln.capture.world import MISSING
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
-
 
 MOST_TURNS = 64  # of a generator from outside, which may have no end
 

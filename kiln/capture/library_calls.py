@@ -10,16 +10,14 @@ import os
 import random
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.base.errors import Break
 from kiln.base.source import Const
 from kiln.capture import operators
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, declare, handles, native
+from kiln.capture.frame import Machine
 from kiln.check.guards import Custom
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 def only(values: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Python code that runs between graphs: the functions it calls are captured through the frame hook."""
+"""Frames between those of graphs: the program's are captured through the hook, Kiln's own are hidden."""
 
 from __future__ import annotations
 
@@ -163,3 +163,27 @@ def unbound(function: types.FunctionType, argv: tuple[Any, ...]) -> tuple[tuple[
     rest = list(argv[at + kwonly :])
     extra = rest.pop(0) if code.co_flags & 4 else ()
     return (*argv[:at], *extra), {**named, **(rest.pop(0) if code.co_flags & 8 else {})}
+
+
+def hide(*modules: types.ModuleType) -> None:
+    """Keep the functions of these modules out of tracebacks, but for the one that raises."""
+    for module in modules:
+        for value in vars(module).values():
+            if getattr(value, "__module__", None) == module.__name__:
+                _hide(value)
+
+
+def _hide(value: object) -> None:
+    match value:
+        case types.FunctionType():
+            _hide(value.__code__)
+        case type():
+            for member in vars(value).values():
+                if not isinstance(member, type):
+                    _hide(member)
+        case staticmethod() | classmethod():
+            _hide(value.__func__)
+        case types.CodeType():
+            _hook.hide(value, _hook.INNER)
+            for const in value.co_consts:
+                _hide(const)

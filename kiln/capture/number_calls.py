@@ -6,16 +6,14 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kiln.capture import operators, symbolic
 from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, declare, native
+from kiln.capture.frame import Machine
 from kiln.capture.world import MISSING
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 def on_symbols(function: Any, handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,11 @@ from kiln.base.expressions import Condition
 from kiln.capture import attributes
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.torch_calls import Named
 from kiln.ops.fake import FakeTensor
 from kiln.ops.symint import wrap
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 @handles(torch.Tensor.item)

@@ -6,20 +6,17 @@ import collections.abc
 import operator
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from kiln.base.errors import Break
 from kiln.capture import attributes, symbolic
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import MISSING, nested
 from kiln.ops.fake import LITERALS, FakeTensor, constant_of
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 #: The names of the special methods behind operators, without underscores.
 DUNDER = {

@@ -7,7 +7,7 @@ are captured in the form they have for recordings of a GPU's work: it asks for n
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.adamax import adamax
@@ -16,10 +16,8 @@ from torch.optim.optimizer import _get_value
 from torch.optim.radam import radam
 
 from kiln.capture.calls import Args, Kwargs, handles, leaf
+from kiln.capture.frame import Machine
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 @handles(_get_value)

@@ -9,6 +9,7 @@ import itertools
 import random
 import types
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -511,6 +512,7 @@ Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {
     list: Rebuilder.sequence, tuple: Rebuilder.sequence, dict: Rebuilder.mapping, slice: Rebuilder.slice,
     types.FunctionType: Rebuilder.function, types.CellType: Rebuilder.cell,
+    weakref.ref: lambda r, value: r.call(weakref.ref, value()),
     functools.partial: Rebuilder.partial, Generator: Rebuilder.generator,
     **dict.fromkeys(symbolic.SYMBOLIC, Rebuilder.number),
     **dict.fromkeys((*REDUCIBLE, *COMBINED), Rebuilder.reduced),

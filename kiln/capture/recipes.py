@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -12,7 +12,7 @@ from torch.fx import Node
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import mapped
 from kiln.base.source import Const, DictAttr, Source, Step
-from kiln.capture.frame import Differs
+from kiln.capture.frame import Differs, Machine
 from kiln.capture.recorder import Bound, moved
 from kiln.capture.told import path_of
 from kiln.capture.world import CONSTANTS
@@ -34,9 +34,6 @@ from kiln.check.guards import (
 from kiln.check.torch_guards import facts
 from kiln.check.tree import STEPS, Moved, Pattern
 from kiln.ops.fake import FakeTensor, fake_like
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 #: Guards that say the same of another path.
 MOVABLE = frozenset({TypeIs, Is, Equals, Length, Keys, Contains, Absent, SetEquals, FunctionState, Custom})

@@ -10,14 +10,14 @@ did more than that, wrote something or gave more than tensors and constants, is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from kiln.base.source import Const
 from kiln.capture import runtime, state
-from kiln.capture.frame import Differs
+from kiln.capture.frame import Differs, Machine
 from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.recipes import Call, Match, Recipe, made_like, read, replaced, same_again
 from kiln.capture.recorder import Bound, Recorder, whole
@@ -26,9 +26,6 @@ from kiln.check import layout
 from kiln.ops.fake import FakeTensor
 from kiln.ops.record import spec_of
 from kiln.ops.symint import SYMBOLIC, expr_of
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 #: How many different calls of one shape are remembered.
 MOST = 4

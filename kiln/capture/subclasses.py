@@ -10,7 +10,7 @@ import operator
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import get_default_nowrap_functions
@@ -20,15 +20,12 @@ from kiln.base.source import DictAttr
 from kiln.capture import attributes
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import SUBCLASSED, Args, Kwargs, handles
-from kiln.capture.frame import UserError
+from kiln.capture.frame import Machine, UserError
 from kiln.capture.torch_calls import entered_before
 from kiln.capture.world import MISSING, nested
 from kiln.capture.wrappers import HINT, PLAIN_TYPES, is_wrapper, own_of, refuse
 from kiln.check.guards import Absent
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 NAME = "__torch_function__"
 BASE = torch.Tensor.__dict__[NAME].__func__

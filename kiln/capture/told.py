@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,10 +14,8 @@ from kiln.base import records
 from kiln.base.places import places_of
 from kiln.base.records import Op
 from kiln.base.source import Source, readable
+from kiln.capture.frame import Machine
 from kiln.ops.symint import expr_of
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 KINDS = {"placeholder": "input", "get_attr": "attribute", "output": "output"}
 

@@ -9,7 +9,7 @@ import logging
 import operator
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -21,14 +21,11 @@ from kiln.base.source import Const, Derived
 from kiln.capture import runtime, state, symbolic
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses
-from kiln.capture.frame import Restart, UserError
+from kiln.capture.frame import Machine, Restart, UserError
 from kiln.capture.world import nested
 from kiln.check.guards import Custom
 from kiln.ops.fake import LITERALS, FakeTensor
 from kiln.ops.layout import of_number
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 def folds(value: Any, *functions: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -11,11 +11,9 @@ from torch.utils import _pytree as pytree
 from kiln.base.errors import Break
 from kiln.capture.bodies import HINT, PLAIN, TENSOR, Function, capture_body, examples, name_of
 from kiln.capture.calls import ALIVE, BY_CODE, Args, Kwargs, call, handles, runs_now
+from kiln.capture.frame import Machine
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 #: What turns a function into another one: they run as they are, and their results are known by their code.
 MAKERS = tuple(getattr(torch.func, name) for name in ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd"))

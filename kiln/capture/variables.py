@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.bytecode.decode import Instruction
-from kiln.capture.frame import Frame, Unread, UserError
+from kiln.capture.frame import Frame, Machine, Unread, UserError
 from kiln.capture.shape import operands
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 def first_read(m: Machine, f: Frame, name: str) -> Any:

@@ -146,9 +146,7 @@ def outer(inner: Any) -> FakeTensor:
 class AroundMode(FakeMode):
     """The mode of fakes where wrappers are: their classes have the word before it."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(is_wrapper(kind) for kind in types):
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)

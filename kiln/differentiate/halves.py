@@ -13,8 +13,7 @@ from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped, nodes_in
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.kinds import is_mask, kind, nbytes, part_of_views
-
-aten = torch.ops.aten
+from kiln.ops.table import aten
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.graph import CONSTANT, Node, TensorSpec
 from kiln.ops.aliases import QUIETLY_SHARED, shows
-
-aten = torch.ops.aten
+from kiln.ops.table import aten
 
 #: Ops without arithmetic to speak of that are not tagged as pointwise.
 CHEAP = frozenset({

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, ancestors, mapped
 from kiln.ops.record import Recording
+from kiln.ops.table import aten
 
-aten = torch.ops.aten
 #: Elements of what is computed to look at a mask at most.
 LARGEST = 1 << 27
 #: Where fused kernels take few kinds of masks.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from kiln.base.graph import CONSTANT, INPUT, Node, nodes_in
 from kiln.differentiate.flow import ENDLESS, cheapest
 from kiln.differentiate.halves import Halves, Parts
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.kinds import is_mask, kind, nbytes, work
+from kiln.ops.table import aten
 
-aten = torch.ops.aten
 EQUALITIES = frozenset({aten.eq.Tensor, aten.ne.Tensor})
 
 RELUCTANT = 1 << 44

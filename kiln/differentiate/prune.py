@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in
-
-aten = torch.ops.aten
+from kiln.ops.table import aten
 
 
 @dataclass(frozen=True, slots=True)

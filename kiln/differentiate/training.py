@@ -21,6 +21,7 @@ from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.prune import Pruned, pruned, uses
 from kiln.differentiate.trial import Trial
+from kiln.ops.table import aten
 
 Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """A compiled graph: takes a list with the values of its inputs, which it may empty, and gives its outputs."""
@@ -344,7 +345,6 @@ class Tangents:
         return present, made
 
 
-aten = torch.ops.aten
 #: The backward passes of normalisations, which add up what cancels: in another order another rest is left.
 NORMALISING = frozenset({
     aten.native_batch_norm_backward.default, aten.native_layer_norm_backward.default,

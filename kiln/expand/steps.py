@@ -14,8 +14,8 @@ from kiln.base.graph import Graph, Made, Node, nodes_in, substituted
 from kiln.ops.aliases import shows
 from kiln.ops.layout import contiguous, reduced, wrap_dim
 from kiln.ops.symint import expr_of, wrap
+from kiln.ops.table import aten
 
-aten = torch.ops.aten
 WIDE = (torch.float32, torch.float64)
 
 

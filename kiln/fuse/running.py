@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kiln.ops.running import running_max, running_min
+from kiln.ops.reductions import running_max, running_min
 from kiln.ops.table import aten
 
 #: Elements that are worth two transposes.

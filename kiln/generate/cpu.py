@@ -17,6 +17,7 @@ import llvmlite.binding as llvm
 from llvmlite.binding import ffi
 
 from kiln.base.dataclass import dataclass
+from kiln.generate.llvm import THOROUGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Code:
 LEVEL = 2
 """How much LLVM's code generator optimises."""
 SIMPLIFIED = 1
-"""How much its passes do before: nests come as vectors and unrolled, and more gains nothing."""
+"""How much its passes do before, on functions that need more than a few of them."""
 
 
 def compile_text(text: str) -> Code:
@@ -116,7 +117,7 @@ def depends_on() -> str:
     """What machine code depends on beside its text: the code generator and the processor."""
     known = host()
     version = ".".join(map(str, llvm.llvm_version_info))
-    levels = f"levels {SIMPLIFIED}, {LEVEL}"
+    levels = f"levels {SIMPLIFIED} and few, {LEVEL}"
     return f"llvmlite {llvmlite.__version__}, LLVM {version}, {known.name}, {known.features}, {levels}"
 
 
@@ -196,14 +197,22 @@ def compiling(text: str) -> list[Making]:
 
 
 def _optimise(parsed: Any, machine: Any) -> None:
-    """Let LLVM's passes work on a module."""
+    """Let LLVM's passes work on a module.
+
+    Nests come as vectors and unrolled, with what is the same in all turns before their loops: a few passes
+    do, where there is no memory that could be registers, and no loop to be unrolled.
+    """
     parsed.triple = llvm.get_default_triple()
     tuning = llvm.create_pipeline_tuning_options(speed_level=SIMPLIFIED)
     tuning.loop_vectorization = tuning.slp_vectorization = False
     with llvm.create_pass_builder(machine, tuning) as builder:
-        passes = builder.getFunctionPassManager()
+        usual, few = builder.getFunctionPassManager(), llvm.create_new_function_pass_manager()
+        few.add_loop_rotate_pass()
+        few.add_instruction_combine_pass()
+        few.add_simplify_cfg_pass()
         for function in parsed.functions:
             if not function.is_declaration:
+                passes = usual if THOROUGH in b" ".join(function.attributes).decode() else few
                 at_once("LLVMPY_RunNewFunctionPassManager")(passes, function, builder)
 
 

@@ -141,7 +141,8 @@ def _power_of_two_32(n: Value) -> Value:
     return ((n + 127) << 23).bits(F32)
 
 
-def _log_32(x: Value) -> Value:
+def _log_32(x: Value, more: Value | None = None) -> Value:
+    """The logarithm, and a little more."""
     tiny = x < 2.0**-126
     scaled = tiny.where(x * 2.0**23, x)
     bits = scaled.bits(I32)
@@ -150,8 +151,15 @@ def _log_32(x: Value) -> Value:
     n = e.to(F32) - tiny.where(x.like(23.0), 0.0)
     square = f * f
     y = fma(n, LN2_LOW_32, polynomial(f, _LOG_32) * square * f)
+    y = y if more is None else y + more
     y = fma(n, LN2_HIGH_32, fma(square, -0.5, y) + f)
     return _log_edges(x, y)
+
+
+def _log1p_32(x: Value) -> Value:
+    """log(1 + x), made good for what the sum loses."""
+    u = x + 1.0
+    return u.compare("eq", 1.0).where(x, _log_32(u, (x - (u - 1.0)) / u))
 
 
 def _log_edges(x: Value, y: Value) -> Value:
@@ -307,8 +315,16 @@ def _atanh_64(x: Value) -> Value:
 
 
 def _pow_64(x: Value, y: Value) -> Value:
+    return _with_edges_of_pow(x, y, _exp_64(y * _log_64(absolute(x))))
+
+
+def pow_loose(x: Value, y: Value) -> Value:
+    """The power in f32: an error of the logarithm counts as often as the exponent says."""
+    return _with_edges_of_pow(x, y, apply("exp", y * _log_32(absolute(x))))
+
+
+def _with_edges_of_pow(x: Value, y: Value, result: Value) -> Value:
     a = absolute(x)
-    result = _exp_64(y * _log_64(a))
     half = y * 0.5
     whole = y.intrinsic("trunc").compare("eq", y)
     odd = whole & half.intrinsic("trunc").compare("ne", half)
@@ -418,7 +434,7 @@ def _library(name: str) -> Callable[..., Value]:
 
 _SINGLE: dict[str, Callable[..., Value]] = {
     "exp": _exp_32, "exp2": _exp2_32, "log": _log_32, "tanh": _tanh_32, "erf": erf,
-    "expm1": _widened(_expm1_64), "log1p": _widened(_log1p_64),
+    "expm1": _widened(_expm1_64), "log1p": _log1p_32,
     "log2": _widened(lambda x: _log_64(x) * (1 / LN2)),
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
     "sin": _or_by_library(_sin_64, _too_large_to_reduce, "sin"),

@@ -33,7 +33,7 @@ from kiln.generate.lanes import (
     first_lane,
     with_first_lane,
 )
-from kiln.generate.llvm import Value
+from kiln.generate.llvm import THOROUGH, Value
 from kiln.generate.loose import loose
 from kiln.generate.moments import Moments
 from kiln.generate.online import Online
@@ -57,6 +57,9 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
         super().__init__(nest, width, schedule)
+        self.module.hoists = True
+        written = nest.buffers()[1]
+        self.fn.unwritten = {at.text for buffer, at in self.pointers.items() if buffer not in written}
         self.crossing = crossing(nest, width, schedule.tile)
         if self.crossing is not None:
             self.vector, self.width = self.crossing.along, width
@@ -67,6 +70,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             self.module.own.update(avx512.OWN)
             self.loose = loose(nest)
         self.emit()
+        if self.crossing is not None or self.fn.short_loops:
+            self.fn.attributes += f" {THOROUGH}"
 
     # The frame: tasks and loops
 
@@ -215,6 +220,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             return max(self.schedule.stretch, 2 if self.slow_stream() else 1)
         roots = [s.value for s in self.nest.stores]
         most = self.schedule.columns
+        while self.vector is not None and most > 1 and most * self.width > hinted(self.vector.size):
+            most //= 2  # of few columns all at once
         return self.factor(roots, most) if len(folds) * most <= REGISTERS else 1
 
     def factor(self, roots: list[Term], most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -306,13 +307,19 @@ PURE = frozenset((
     "bitcast trunc zext sext fptrunc fpext sitofp uitofp fptosi getelementptr extractelement insertelement "
     "shufflevector"
 ).split())  # fmt: skip
+OPERANDS = re.compile(r"%[\w.]+").findall
+DIVISION = re.compile(r"[su](div|rem) (?!.*, [1-9]\d*$)").match  # it may fail, and stays where it is
+#: The attribute of a function that needs more of LLVM's passes than others.
+THOROUGH = '"thorough"'
+FEW_TURNS = 8  # of a loop that is unrolled
 IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86", "llvm.assume", "llvm.prefetch")
 
 
 class Function:
     """The text of one function: emits instructions into the current block.
 
-    What was computed before, in this block or in one that always comes before it, is not computed again.
+    What was computed before, in this block or in one that always comes before it, is not computed again;
+    where its module `hoists`, what is the same in all turns of a loop is computed before it.
     """
 
     def __init__(
@@ -324,6 +331,12 @@ class Function:
         self._first: list[str] = []
         self.block = "entry"
         self._known: list[dict[str, str]] = [{}]
+        self._depth = {f"%{n}": 0 for n, _ in parameters}  # the loops around the place where a value is made
+        self._before: list[list[str]] = []  # what is computed before each loop around the current place
+        self._certain: list[str] = []  # and the block that each begins with, where it has a turn
+        self._kept: set[str] = set()  # addresses of what stays as it is
+        self.unwritten: set[str] = set()  # pointers to memory that is not written
+        self.short_loops = False  # whether a loop has so few turns that it is better unrolled
         self._count = 0
         self.attributes = ""
         self.convention = ""  # how it is called, where not as C does
@@ -340,24 +353,32 @@ class Function:
         pure = instruction[: instruction.find(" ")] in PURE
         return Value(self, self._computed(instruction) if pure else self._new(instruction), type)
 
-    def _new(self, instruction: str) -> str:
+    def _new(self, instruction: str, depth: int | None = None) -> str:
+        """The name of the result of an instruction, here or before the loop at a depth."""
         self._count += 1
         name = f"%v.{self._count}"
-        self.lines.append(f"  {name} = {instruction}")
+        lines = self.lines if depth is None else self._before[depth]
+        lines.append(f"  {name} = {instruction}")
+        self._depth[name] = len(self._before) if depth is None else depth
         return name
 
-    def _computed(self, instruction: str) -> str:
-        """The name of the result of an instruction that depends on its operands alone."""
+    def _computed(self, instruction: str, least: int = 0) -> str:
+        """The name of the result of an instruction that depends on its operands alone, in `least` loops."""
         for known in self._known:
             if instruction in known:
                 return known[instruction]
-        name = self._known[-1][instruction] = self._new(instruction)
+        depth = here = len(self._before)
+        if here and self.module.hoists and not DIVISION(instruction):
+            depth = max([self._depth.get(name, here) for name in OPERANDS(instruction)], default=0)
+        depth = max(depth, least)
+        name = self._known[depth][instruction] = self._new(instruction, depth if depth < here else None)
         return name
 
     def at_entry(self, instruction: str) -> Value:
         """The address that an instruction at the start of the function gives."""
         self._count += 1
         name = f"%a.{self._count}"
+        self._depth[name] = 0
         self._first.append(f"  {name} = {instruction}")
         return Value(self, name, PTR)
 
@@ -384,14 +405,22 @@ class Function:
         """The address of element `index` of an array of scalars of this type."""
         place = index.text if isinstance(index, Value) else str(index)
         stored = I8 if type.kind == "i1" else type.scalar
-        return self.emit(f"getelementptr {stored}, ptr {base.text}, i64 {place}", PTR)
+        made = self.emit(f"getelementptr {stored}, ptr {base.text}, i64 {place}", PTR)
+        if base.text in self.unwritten:
+            self._kept.add(made.text)
+        return made
 
     def load(self, address: Value, type: Type, flags: str = "") -> Value:
         """A scalar or vector in memory; a boolean is stored as a byte."""
         if type.kind == "i1":
             return self.load(address, U8.wide(type.width)).to(I1)
         align = type.bits // 8
-        return self.emit(f"load {type}, ptr {address.text}, align {align}{flags}", type)
+        load = f"load {type}, ptr {address.text}, align {align}{flags}"
+        here = len(self._before)
+        if self.module.hoists and address.text in self._kept:
+            certain = here > 0 and self.block == self._certain[-1]
+            return Value(self, self._computed(load, here - certain), type)
+        return self.emit(load, type)
 
     def store(self, value: Value, address: Value, flags: str = "", align: int = 0) -> None:
         if value.type.kind == "i1":
@@ -420,6 +449,7 @@ class Function:
         """A value that depends on the block that control came from; its sources are given by `arrive`."""
         self._count += 1
         phi = Phi(self, f"%p.{self._count}", type)
+        self._depth[phi.text] = len(self._before)
         self.lines.append("")
         phi.line = len(self.lines) - 1
         return phi
@@ -436,9 +466,15 @@ class Function:
         zero = self.constant(0, I64)
         low, high = zero.like(low), zero.like(high)
         head, inside, done = self.label("head"), self.label("body"), self.label("done")
-        origin = self.block
+        origin, place = self.block, len(self.lines)
+        self.lines.append("")
         self.jump(head)
         self._known.append({})
+        self._before.append([])
+        counted = low.text.isdigit() and high.text.isdigit()
+        turns = -((int(low.text) - int(high.text)) // step) if counted else 0
+        self._certain.append(inside if turns > 0 else "")
+        self.short_loops |= 0 < turns <= FEW_TURNS
         self.start(head)
         i = self.phi(I64)
         phis = [self.phi(v.type) for v in carried]
@@ -454,6 +490,9 @@ class Function:
             phi.arrive(value, self.block)
         self.jump(head)
         self._known.pop()
+        self._certain.pop()
+        self.lines[place] = "\n".join(self._before.pop())
+        self._depth.update((phi.text, len(self._before)) for phi in phis)
         self.lines.append(f"{done}:")
         self.block = done
         return list(phis)
@@ -486,6 +525,7 @@ class Module:
     def __init__(self) -> None:
         self.functions: list[Function] = []
         self.memory: list[str] = []  # definitions of data
+        self.hoists = False  # whether loops leave to what stands before them what is the same in all turns
         self.saturates = False  # whether the machine's conversions to integers end at the largest
         self.contracts = False  # whether products and sums may become one instruction
         self.own: dict[str, Callable[..., Value]] = {}  # elementary functions that the machine does better

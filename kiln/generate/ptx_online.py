@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from kiln.fuse.nest import Fold
-from kiln.generate.grid import read_once
 from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import F32, Value
 from kiln.generate.ptx_functions import exp_of_small
@@ -15,7 +14,7 @@ from kiln.generate.ptx_team import Team, Turn
 
 #: The lowest finite number: powers relative to it are 0 or 1, those relative to an infinity are no numbers.
 LOWEST = -3.4028234663852886e38
-#: Turns of which the largest is found before their powers are: in loops, and of those that are written out.
+#: Turns of which the largest is found before their powers are: in loops, and written out where all is copied.
 AT_ONCE, TOGETHER = 4, 2
 
 
@@ -44,7 +43,8 @@ class Online(Team):
 
         start = [self.fn.constant(LOWEST, F32), self.fn.constant(0.0, F32)]
         outside, self.lanes = self.lanes, self.grid.width
-        top, one = self.row_turns(start, some, AT_ONCE, TOGETHER if read_once(self.nest) else 1)
+        stores = any(not store.kept and not store.phase for store in self.nest.stores)
+        top, one = self.row_turns(start, some, AT_ONCE, TOGETHER if stores else 1)
         self.lanes = outside
         top, one = self.exchanged([top, one], both, start)
         empty = one.compare("eq", 0.0)  # all are the negative infinity

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Load, Place, Term, children
@@ -12,6 +14,8 @@ from kiln.generate.values import Values
 
 #: Elements of rows that are kept on the stack, where a later phase needs them again, of all values together.
 LONGEST_KEPT = 65536
+#: Elements of rows of half types that are kept as floats where three phases read them, near by.
+LONGEST_WIDENED = 6144
 
 
 class Rows(Values):
@@ -30,10 +34,13 @@ class Rows(Values):
             roots = [f.value for f in self.nest.folds() if f.phase == phase]
             roots += [s.value for s in self.nest.stores if s.phase == phase and not s.kept]
             for term in row_terms(roots):
-                if isinstance(term, Apply) and term.op in COSTLY and self.varies(term):
+                costs = isinstance(term, Apply) and term.op in COSTLY or _widens(term)
+                if costs and self.varies(term):
                     phases.setdefault(id(term), set()).add(phase)
                     costly[id(term)] = term
-        several = {key: min(found) for key, found in phases.items() if len(found) > 1}
+        often = 2 if axis.size <= LONGEST_WIDENED else last + 1
+        few = {key: often if _widens(term) else 1 for key, term in costly.items()}
+        several = {key: min(found) for key, found in phases.items() if len(found) > few[key]}
         below = {id(t) for key in several for t in row_terms(list(children(costly[key])))}
         wanted = [key for key in several if key not in below]
         room = axis.size + 2 * self.width  # vectors begin in the row, and may end behind it
@@ -50,3 +57,10 @@ class Rows(Values):
             for t in row_terms([term])
             if isinstance(t, (Load, Place))
         )
+
+
+def _widens(term: Term) -> bool:
+    """Whether a value of a half type becomes one of f32, which takes some instructions."""
+    if not isinstance(term, Apply) or term.op != "convert" or term.dtype is not torch.float32:
+        return False
+    return bool(term.args[0].dtype.itemsize == 2)

@@ -184,7 +184,7 @@ class Values(Reads):
                 return convert(given[0], term.dtype)
             found = bounded(term, given, loose)
             if found is None and loose and (own := self.module.own.get(f"loose {term.op}")) is not None:
-                found = own(*given)
+                found = own(*aligned(given, term.op))
             if found is None and term.op in ("eq", "ne"):
                 found = self.at_lane(term, given)
             return SCALARS[term.op](*aligned(given, term.op)) if found is None else found

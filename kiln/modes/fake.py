@@ -10,8 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from kiln.base.errors import Break
 from kiln.ops import rules
-from kiln.ops.elsewhere import AbsentFake, lacks, pretend
-from kiln.ops.fake import FakeMode, FakeTensor, dispatch
+from kiln.ops.fake import ELSEWHERE, FakeMode, FakeTensor, dispatch
 from kiln.ops.meta import META, MUTATING
 
 assert rules.RULES
@@ -41,9 +40,7 @@ class fake(FakeMode):  # noqa: N801
         self.place: torch.device | None = None
         self.moves = _Moves(self)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.place is not None and kwargs.get("device") == META:
             # C++ took the options of an absent device's tensor, or the device was exchanged on the way in.
@@ -80,9 +77,7 @@ class _Moves(TorchFunctionMode):
         super().__init__()
         self.mode = mode
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self.exchanged(kwargs["device"])}
@@ -147,3 +142,66 @@ def teach_initialisers() -> None:
         return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
 
     torch.nn.init._no_grad_trunc_normal_ = trunc_normal
+
+
+_wrap = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+#: How the dispatcher spells the kinds of devices in its keys.
+KEYS = {"privateuseone": "PrivateUse1", **{kind: kind.upper() for kind in "cuda xpu mps hpu mtia".split()}}
+
+
+class AbsentFake(FakeTensor):
+    """A fake on a device that this machine lacks.
+
+    The autograd engine asks the driver of a tensor's device for streams and threads, so a tensor may not say
+    a device to C++ that has no driver. What Python asks is answered here; the dispatcher sees the device's
+    keys.
+    """
+
+    place: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return bool(self.place.type == "cuda")
+
+    def get_device(self) -> int:
+        return self.place.index or 0
+
+
+def lacks(kind: str) -> bool:
+    """Whether this machine has no device of this kind; a kind that torch does not know is an error."""
+    if kind in ("cpu", "meta"):
+        return False
+    module: Any = torch.get_device_module(kind)
+    available: bool = module.is_available()
+    return not available
+
+
+def pretend(kind: str) -> None:
+    """Let fakes be made on devices of a kind that this machine lacks."""
+    if kind in ELSEWHERE:
+        return
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Python)
+    for prefix in ("", "Autograd", "Autocast"):
+        key = getattr(torch._C.DispatchKey, prefix + KEYS.get(kind, kind), None)
+        if key is not None:
+            keys |= torch._C.DispatchKeySet(key)
+
+    def make(size: Any, stride: Any, dtype: Any, device: Any, offset: int, requires_grad: bool) -> AbsentFake:
+        start = None if stride is None else offset
+        fake: Any = _wrap(
+            AbsentFake, size, stride, start, None, dtype, torch.strided, META, False, requires_grad,
+            _extra_dispatch_keys=keys,
+        )  # fmt: skip
+        fake.place = torch.device(device.type, device.index or 0)
+        return fake  # type: ignore[no-any-return]
+
+    ELSEWHERE[kind] = make

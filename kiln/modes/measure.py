@@ -317,9 +317,7 @@ class _Metering(fake):
         super().__init__()
         self.tally = tally
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.tally.note(func, args, kwargs or {}, out)
         return out

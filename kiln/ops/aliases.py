@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-aten = torch.ops.aten
+from kiln.ops.table import aten
 
 #: Results that share the memory of the first argument though the schema does not say so.
 QUIETLY_SHARED = frozenset({

@@ -79,9 +79,7 @@ class FakeTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -425,22 +423,33 @@ class Mode(TorchDispatchMode):
         _pop(None)
 
 
+#: What makes memory that the next call fills.
+EMPTY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default})
+
+
 class FakeMode(Mode):
     """While it is entered, every aten call gives fakes: factories too, and calls on real tensors.
 
-    `writes` counts the calls that wrote into one of their arguments.
+    `writes` counts the calls that wrote into one of their arguments, and `lasting` those of them that did not
+    fill what the call before made; `draws` says whether one drew numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.writes = 0
+        self.writes = self.lasting = 0
+        self.draws = False
+        self.made: Any = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        again = self.made is not None and bool(args) and args[0] is self.made
         if MUTATING[func]:
             self.writes += 1
-        return dispatch(func, args, kwargs or {})
+            self.lasting += not again or any(t is not self.made for t in written(func, args, kwargs or {}))
+        self.draws = self.draws or SEEDED[func]
+        out = dispatch(func, args, kwargs or {})
+        again = again and (MUTATING[func] or func is aten.detach.default)
+        self.made = out if again or func in EMPTY else None
+        return out
 
 
 #: Entered while a composite op runs inside a dispatch, where the mode that called it is off.

@@ -12,9 +12,8 @@ from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
 from kiln.ops.quiet import keep_compiler_out
-from kiln.ops.table import overload
+from kiln.ops.table import aten, overload
 
-aten = torch.ops.aten
 META = torch.device("meta")
 REMEMBERED = 20_000
 T = TypeVar("T")

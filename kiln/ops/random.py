@@ -223,9 +223,7 @@ class Again(Mode):
                 "compile it with options={'random': 'eager'}"
             )
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         op = IN_PLACE.get(func, func)
         if op not in self.table:

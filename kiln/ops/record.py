@@ -129,9 +129,7 @@ class Recording(Mode):
 
     # Calls
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # A composite op with a rule of its own has a kernel of its own, which is what eager calls.
         if func not in RULES and DECOMPOSES[func]:

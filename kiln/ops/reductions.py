@@ -110,3 +110,12 @@ declare(RULES, {
     "any any.dim all all.dim": _truth,
     "_softmax _log_softmax": _along,
 })  # fmt: skip
+
+
+library = torch.library.Library("kiln", "FRAGMENT")
+for name in ("running_max", "running_min"):
+    library.define(f"{name}(Tensor x, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("running_max", lambda x, dim: x.cummax(dim).values, "CPU")
+library.impl("running_min", lambda x, dim: x.cummin(dim).values, "CPU")
+running_max, running_min = torch.ops.kiln.running_max.default, torch.ops.kiln.running_min.default
+RULES[running_max] = RULES[running_min] = lambda x, dim: similar(x)

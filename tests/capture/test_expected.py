@@ -68,6 +68,40 @@ def test_one_graph():
         one_graph(f, X)
 
 
+def drawn(x):
+    y = torch.nn.functional.dropout(x + torch.rand(4), 0.5)
+    if x.sum() < 0:
+        raise ValueError("a negative sum")
+    return y + torch.empty(4).normal_()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+def test_numbers_are_drawn_once(backend):
+    compiled, found = kiln.compile(drawn, backend=backend, fullgraph=True), []
+    for f in (drawn, compiled):
+        torch.manual_seed(3)
+        found.append([f(X), f(X)])
+        with pytest.raises(ValueError, match="negative"):
+            f(-X)
+        found[-1].append(torch.rand(3))
+    torch.testing.assert_close(*found)
+
+
+@program(X)
+def test_distributions_that_are_sampled_check_their_arguments(x):
+    normal = torch.distributions.Normal(x, x.abs() + 1)
+    z = normal.rsample()
+    return z, normal.log_prob(z)
+
+
+@program(X, graphs=2, breaks=1)
+def test_what_is_filled_and_another_written_breaks(x):
+    torch.add(torch.empty(4).normal_(), 1, out=x[0])
+    if x.sum() < -9:
+        raise ValueError("a negative sum")
+    return x + 1
+
+
 @program(X.abs() + 1, breaks=1)
 def test_a_number_that_is_checked_and_kept(x):
     return read(x)

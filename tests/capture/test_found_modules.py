@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -298,3 +299,61 @@ def doubled(x):
 def test_scripted_functions_without_branches_are_interpreted(x, table):
     half = span(x, 6) - 1
     return table[4 - half : 4 + half, :], doubled(x)
+
+
+class Hooking(nn.Module):
+    """Registers a hook on its layer in the forward pass: for the one call, or once for all."""
+
+    def __init__(self, stays):
+        super().__init__()
+        self.layer, self.stays, self.handle = nn.Linear(4, 4), stays, None
+
+    def forward(self, x):
+        seen = []
+        if self.stays:
+            if self.handle is None:
+                self.handle = self.layer.register_forward_hook(lambda module, args, out: out * 2)
+            return self.layer(x)
+        self.layer._forward_hooks[-1] = lambda module, args, out: seen.append(out)
+        y = self.layer(x)
+        del self.layer._forward_hooks[-1]
+        return y + seen[0] + self.layer(y)
+
+
+@pytest.mark.parametrize(("stays", "graphs"), [(False, 1), (True, 2)])
+def test_hooks_registered_in_the_forward_pass_see_it(stays, graphs):
+    torch.manual_seed(0)
+    expected, module = Hooking(stays), Hooking(stays)
+    module.load_state_dict(expected.state_dict())
+    with kiln.records() as log:
+        compiled = kiln.compile(module, backend="eager")
+        for _ in range(4):
+            torch.testing.assert_close(compiled(X), expected(X))
+            assert len(module.layer._forward_hooks) == len(expected.layer._forward_hooks) == stays
+    assert (len(log.graphs), len(log.breaks)) == (graphs, 0)
+    if stays:
+        module.handle.remove()
+        assert not module.layer._forward_hooks
+
+
+class Weakly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.__dict__["seen"] = weakref.ref(self.layer)
+        return self.seen()(x), self.seen is weakref.ref(self.layer)
+
+
+def test_weak_references_to_what_the_module_holds():
+    module = Weakly()
+    with kiln.records() as log:
+        y, same = kiln.compile(module, backend="eager")(X)
+    assert (len(log.graphs), len(log.breaks), same, module.seen()) == (1, 0, True, module.layer)
+    torch.testing.assert_close(y, module.layer(X))
+
+
+def test_checkpointed_sequences_are_one_graph():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh())
+    one_graph(lambda x: torch.utils.checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False), X)

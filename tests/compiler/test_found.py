@@ -215,3 +215,20 @@ def test_an_eager_kernel_may_give_another_dtype_than_was_foreseen(loss, of, want
     for f, given in ((kiln.compile(lambda a, b: loss(a, b)), x), (loss, y)):
         f(given.requires_grad_(), target).backward()
     torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_zeros_without_memory_are_zeros():
+    """The tangent of what does not depend on an input is a tensor that has no memory."""
+
+    def f(x):
+        return torch.func.hessian(lambda a: a.sin().sum())(x)
+
+    x, graphs = torch.linspace(-1, 1, 5), []
+    torch.testing.assert_close(kiln.compile(f)(x), f(x))
+
+    def kept(module, examples):
+        graphs.append(str(module.graph))
+        return module.forward
+
+    kiln.compile(f, backend=kiln.aot(kept))(x)
+    assert "zeros" in graphs[0] and "_efficientzerotensor" not in graphs[0]

@@ -94,6 +94,7 @@ def test_recurrent_language_model(kind: Any) -> None:
     agree(program)
 
 
+@pytest.mark.smoke
 def test_adversarial_step_with_two_optimizers() -> None:
     def program(compiled: Callable[[Any], Any]) -> list[nn.Module]:
         maker = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 6))

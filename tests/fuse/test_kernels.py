@@ -43,6 +43,7 @@ def rand(*shape):
 SIZES = [(1, 1), (3, 17), (8, 16), (5, 100), (2, 1000)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shape", SIZES)
 def test_one_kernel_each(shape):
     x, y, row = rand(*shape), rand(*shape) + 1, rand(shape[-1])
@@ -55,12 +56,14 @@ def test_one_kernel_each(shape):
     check(lambda a: (a.amax(1), a.amin(1)), x)
 
 
+@pytest.mark.smoke
 def test_batch_norm_of_training_is_one_kernel_with_its_statistics():
     x, w, b = rand(4, 6, 5, 7), rand(6), rand(6)
     check(lambda a, w, b: F.batch_norm(a, None, None, w, b, True), x, w, b, calls=("empty",), kernels=1)
     check(lambda a, w, b: F.group_norm(a, 3, w, b), x, w, b, kernels=1)
 
 
+@pytest.mark.smoke
 def test_matmuls_stay_calls_and_what_is_around_them_fuses():
     x, w, b = rand(12, 20), rand(20, 24), rand(24)
     check(lambda a, w, b: torch.relu(torch.mm(a * 2 + 1, w) + b) * 3, x, w, b, kernels=2, calls=("mm",))
@@ -101,6 +104,7 @@ def test_dtypes(dtype):
     check(lambda a, b: (a & b, a | b, a == b) if not dtype.is_floating_point else (a < b,), x, y, kernels=1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_rounded_once(dtype):
     x, y = rand(5, 33).to(dtype), rand(5, 33).to(dtype)

@@ -54,8 +54,9 @@ def test_loose_functions_are_taken():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "function",
-    [torch.exp, torch.sigmoid, torch.tanh, F.silu, lambda a: F.gelu(a, approximate="tanh"), lambda a: a.exp() * 3],
-    ids=["exp", "sigmoid", "tanh", "silu", "gelu", "product"],
+    [torch.exp, torch.sigmoid, torch.tanh, F.silu, lambda a: F.gelu(a, approximate="tanh"), lambda a: a.exp() * 3,
+     lambda a: a.pow(1.5), lambda a: 1.5**a],
+    ids=["exp", "sigmoid", "tanh", "silu", "gelu", "product", "power", "base"],
 )
 def test_every_argument(function, dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -45,6 +45,26 @@ def test_the_largest_and_the_sum_of_exponentials_are_one_pass():
 
 
 @wide
+def test_few_columns_are_folded_all_at_once():
+    emitted = Emitter(nest_of(lambda a: a.sum((1, 2)), rand(9, 32, 16, 64)), 16)
+    assert emitted.columns() == 4
+    check(lambda a: a.sum((1, 2)), rand(9, 32, 16, 64), atol=1e-4)
+    check(lambda a: a.amax((1, 2)), rand(9, 5, 3, 40))
+
+
+def test_rows_of_half_types_that_three_phases_read_are_widened_once():
+    def kept(function, length, dtype=torch.bfloat16):
+        return len(Emitter(nest_of(function, rand(5, length).to(dtype)), 16).kept_rows)
+
+    norm = lambda a: F.layer_norm(a, a.shape[-1:])  # noqa: E731
+    assert (kept(norm, 1024), kept(norm, 1024, torch.float32), kept(norm, 20_000)) == (1, 0, 0)
+    assert kept(lambda a: F.softmax(a, -1), 1024) == 1, "its exponentials alone"
+    for length in (1000, 1024, 1031):
+        check(norm, rand(7, length).bfloat16(), rtol=1e-2, atol=1e-2, kernels=1)
+        check(lambda a: F.log_softmax(a, -1), rand(7, length).bfloat16(), rtol=1e-2, kernels=1)
+
+
+@wide
 def test_exponentials_that_are_kept_are_taken_over_a_power_of_two():
     def over_powers(function, length):
         return Emitter(nest_of(function, rand(5, length)), 16).over_powers()

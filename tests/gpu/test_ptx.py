@@ -387,7 +387,7 @@ def test_all_of_a_row_that_is_read_once_is_under_way_at_once():
     assert count(r"cp\.async\.cg", made.text) == 8 == count(r"ld\.shared\.v4", made.text)
     # The one that is asked for is read at its place as soon as that is there, not when all else is.
     words = re.findall(r"wait_group \d|ld\.global\S*\.b16", made.text)
-    assert [w for w in words if "wait" in w] == [f"wait_group {n}" for n in (6, 4, 2, 0)] and "b16" in words[1]
+    assert [w for w in words if "wait" in w] == [f"wait_group {7 - n}" for n in range(8)] and "b16" in words[1]
 
 
 def test_few_powers_are_taken_where_parts_of_a_row_are_brought_together():
@@ -397,8 +397,8 @@ def test_few_powers_are_taken_where_parts_of_a_row_are_brought_together():
     parts, ends = made.text.split(".entry")[1:]
     ((first, second),) = made.starts
     assert (first.blocks, first.threads) == (280, 256) and second.blocks == 1
-    # Eight for each turn, one for each two of them, one for a warp and one for the block.
-    assert count(r"ex2\.approx", parts) == 6 * 8 + 3 + 1 + 1
+    # Nine for each turn, one for what it adds to; one for a warp and one for the block.
+    assert count(r"ex2\.approx", parts) == 6 * 9 + 1 + 1
     assert count(r"shfl\.sync", parts) == 2 * 5 + 2 * 3 and count(r"bar\.sync", parts) == 1
     assert count(r"ld\.global", ends) == 2 * 2 + 1 + 2  # two parts, the one asked for, places
     assert ".local" not in made.text
@@ -410,3 +410,4 @@ def test_copies_for_gradients_are_written_as_parts_are_read():
     parts, ends = made.text.split(".entry")[1:3]
     assert count(r"cp\.async\.cg", parts) == 6 == count(r"ld\.shared\.v4", parts) == count(r"st\.global\.v4", parts)
     assert "ld.global.nc.v4" not in parts and ".local" not in made.text
+    assert re.findall(r"wait_group (\d)", parts) == ["4", "2", "0"]  # two turns at once

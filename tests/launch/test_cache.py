@@ -21,6 +21,7 @@ def cache(tmp_path):
     return Cache(tmp_path / "kept", 1 << 20, create=True)
 
 
+@pytest.mark.smoke
 def test_what_is_kept_is_found(cache):
     assert cache.get(KEY) is None
     cache.put(KEY, b"machine code")

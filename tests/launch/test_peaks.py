@@ -9,7 +9,12 @@ from torch import nn
 
 import kiln
 from kiln import _launch
+from kiln.base.options import config
+from kiln.fuse.nest import Apply, terms
+from kiln.fuse.program import WAYS
 from kiln.launch.events import APART, PAGE, outputs_early
+from kiln.launch.program import fused
+from kiln.ops.record import recorded
 
 from .recording import check, planned
 
@@ -187,3 +192,63 @@ def test_gradients_of_a_weight_that_is_used_again_do_not_wait_for_one_another():
     module = Again()
     eager, mine = peaks(module, torch.randn(1, 64, 6, 6), True)
     assert mine <= eager + SCRATCH, (mine, eager)
+
+
+def test_heads_that_are_repeated_are_saved_once():
+    """What spreads keys and values over more heads is done again for the backward pass."""
+
+    def attended(x, w):
+        kept = (x @ w).view(2, 16, 2, 32).transpose(1, 2)
+        spread = kept[:, :, None].expand(2, 2, 4, 16, 32).reshape(2, 8, 16, 32)
+        return F.scaled_dot_product_attention(x[:, None, :, :32].expand(2, 8, 16, 32), spread, spread)
+
+    x, w = torch.randn(2, 16, 64), torch.randn(64, 64, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        out = kiln.compile(attended, fullgraph=True)(x, w)
+    assert sum(size > 2 * x.nbytes for size in saved) <= 1, saved  # attention's result alone
+    (mine,) = torch.autograd.grad(out.square().sum(), w)
+    (eager,) = torch.autograd.grad(attended(x, w).square().sum(), w)
+    torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
+
+
+def test_what_later_loops_of_a_kernel_read_takes_memory_that_is_left():
+    """A softmax is written where its product lies, though other loops of its kernel read it at other places."""
+
+    def turned(x, w):
+        for i in range(4):
+            x = x + torch.softmax(x @ w, -1) * torch.sigmoid(x.roll(i, 0))
+        return x.sum()
+
+    x, w = torch.randn(128, 128), torch.randn(128, 128) / 8
+    plan = check(turned, x, w)
+    assert plan.owner.numbers[-1] <= 4 * x.nbytes + PAGE
+
+
+def test_a_chain_of_small_values_is_not_made_again_where_its_end_is_joined():
+    """The states of a recurrence lie in memory: what they were made of is not kept for a last kernel."""
+
+    def states(x, w):
+        state, out = x[0], []
+        for one in x:
+            gates = (one + state.tanh()) @ w
+            state = state * gates[:, :8].sigmoid() + gates[:, 8:].tanh()
+            out.append(state.tanh())
+        return torch.stack(out)
+
+    x, w = torch.randn(16, 4, 8), torch.randn(8, 16)
+    check(states, x, w)
+    last = fused(recorded(states, x, w), config.now, WAYS["usual"]).kernels[-1]
+    found = terms(store.value for nest in last.nests for store in nest.stores)
+    assert sum(term.op == "sigmoid" for term in found if isinstance(term, Apply)) < 2 * len(x)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_an_arena_counts_for_little_beside_what_is_needed(leaves):
+    def program(x, w):
+        y = F.conv2d(torch.relu(x), w)
+        small = [y[0, 0, i].exp() @ y[0, 1] for i in range(60)]
+        return torch.stack(small) if leaves else torch.stack(small).sum()
+
+    plan = check(program, torch.randn(1, 2, 62, 62) / 9, torch.randn(2, 2, 3, 3) / 9)
+    assert plan.owner.numbers[-1] <= PAGE

@@ -33,6 +33,7 @@ def steps(plan):
     return [step[0] for step in plan.owner.steps]
 
 
+@pytest.mark.smoke
 def test_a_small_program_as_text():
     def block(x, w, b):
         hidden = F.gelu(torch.addmm(b, x, w))
@@ -204,6 +205,7 @@ def test_empty_tensors(shape):
         check(lambda x: (x + 1) @ torch.relu(x.t()), torch.empty(shape))
 
 
+@pytest.mark.smoke
 def test_sizes_that_vary():
     def program(x):
         return F.softmax((x + 1) @ x.t(), -1)[:, 1:].contiguous().view(-1) * x.shape[0], x.shape[0] * 2
@@ -294,6 +296,7 @@ def test_two_threads_and_calls_within_calls():
     torch.testing.assert_close(nested([x])[0], (x.sort().values + 4) * 16)
 
 
+@pytest.mark.smoke
 def test_mutation_through_the_compiled_function():
     def program(x, y):
         x.add_(y.sum())
@@ -374,6 +377,7 @@ def test_overlapping_inputs_that_are_written():
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.smoke
 def test_training_saves_nothing_in_the_arena():
     weight = rand(16, 16).requires_grad_()
 

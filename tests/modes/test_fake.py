@@ -11,7 +11,7 @@ from torch import nn
 
 import kiln
 from kiln.base.errors import Break
-from kiln.ops.elsewhere import lacks
+from kiln.modes.fake import lacks
 from kiln.ops.fake import FakeTensor
 
 HUGE = 1 << 20

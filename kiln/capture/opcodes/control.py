@@ -5,21 +5,18 @@ from __future__ import annotations
 import builtins
 import collections.abc
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, operators
 from kiln.capture.expected import taken
 from kiln.capture.fake_arrays import OpenNumber
-from kiln.capture.frame import YIELD, Frame, UserError
+from kiln.capture.frame import YIELD, Frame, Machine, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.opcodes.table import computes, consumes, opcode, steps
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 def compare(m: Machine, f: Frame, i: Instruction, a: Any, b: Any) -> Any:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.bytecode.decode import Instruction
-from kiln.capture.frame import Frame, Handled, UserError
+from kiln.capture.frame import Frame, Handled, Machine, UserError
 from kiln.capture.opcodes.table import computes, not_captured, opcode
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 @opcode("PUSH_EXC_INFO")

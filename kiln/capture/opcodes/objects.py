@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, operators, symbolic
-from kiln.capture.frame import NULL, Frame, UserError
+from kiln.capture.frame import NULL, Frame, Machine, UserError
 from kiln.capture.opcodes.control import sequence
 from kiln.capture.opcodes.table import computes, consumes, not_captured, opcode
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 def take(f: Frame, n: int | None) -> list[Any]:

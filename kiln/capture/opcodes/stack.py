@@ -5,17 +5,14 @@ from __future__ import annotations
 import builtins
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
-from kiln.capture.frame import NULL, RETURN, Frame, Unread, UserError
+from kiln.capture.frame import NULL, RETURN, Frame, Machine, Unread, UserError
 from kiln.capture.opcodes.table import computes, consumes, opcode, steps
 from kiln.capture.variables import first_read, unbound
 from kiln.capture.world import DELETED, MISSING
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
 
 
 @opcode("SWAP")

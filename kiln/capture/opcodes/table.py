@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
-from kiln.capture.frame import Frame
-
-if TYPE_CHECKING:
-    from kiln.capture.machine import Machine
+from kiln.capture.frame import Frame, Machine
 
 Handler = Callable[["Machine", Frame, Instruction], Any]
 NAMED: dict[str, Handler] = {}
