@@ -40,7 +40,8 @@ def without_branches(step: Any, places: list[int], *args: Any, **kwargs: Any) ->
         given[place] = [number.double() for number in args[place]]
     step(*given, **{**kwargs, "capturable": True, "foreach": False})
     for place in places:
-        torch._foreach_copy_(args[place], given[place])
+        for number, wide in zip(args[place], given[place], strict=True):
+            number.copy_(wide)
 
 
 def branches(step: Any) -> None:

@@ -213,7 +213,8 @@ class Groups:
             return False
         if node not in self.outputs and is_widened(node):
             return True
-        if self.anew and group.volume() > 1 and self.is_slow(home, node, group.volume()):
+        apart = self.anew or elements(node) == 1
+        if apart and group.volume() > 1 and self.is_slow(home, node, group.volume()):
             return False
         if not home.folds:
             much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
@@ -242,7 +243,7 @@ class Groups:
         A number is kept where it takes them in float64, else made in each thread.
         """
         number = elements(node) == 1
-        if home.volume() > SHORT or not node.spec.dtype.is_floating_point or not number and volume < LARGE:
+        if home.volume() > SHORT or not number and (volume < LARGE or not node.spec.dtype.is_floating_point):
             return False
         found = [t for t in terms([self.natural(home, node)[1]]) if isinstance(t, Apply) and t.op in SLOW]
         return any(not number or term.dtype is torch.float64 for term in found)

@@ -346,10 +346,17 @@ def loads_before_folds(root: Term) -> Iterator[Load]:
 def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
     """The folds of a nest's first two phases, where they are the largest value and the sum of powers."""
     folds = nest.folds()
-    if any(not s.kept and s.phase == 1 for s in nest.stores):
+    phases = {s.phase for s in nest.stores if not s.kept}
+    if 1 in phases or 0 in phases and (len(phases) > 1 or not in_whole_stores(nest)):
         return None
     found = pair_of(*([f for f in folds if f.phase == phase] for phase in (0, 1)))
     return found if found is not None and compute_type(TYPES[found[1].value.dtype]) == F32 else None
+
+
+def in_whole_stores(nest: Nest) -> bool:
+    """Whether elements of a row are stored 16 bytes at once."""
+    (along, *more), each = nest.reduced, [s for s in nest.stores if not s.kept]
+    return not more and all(whole(s.index, WIDEST // s.buffer.dtype.itemsize, along.variable) for s in each)
 
 
 def has_weights(nest: Nest) -> bool:

@@ -24,7 +24,7 @@ from kiln.ops.aliases import bases_in
 APART = 16 << 10  # bytes of a value that is worth memory of its own
 SMALL = APART, APART >> 2, APART >> 4  # bytes from which on values may have it
 LITTLE = 128  # times that something is less than what a program needs at once, so that it counts for little
-PAGE = 4 << 10  # bytes of an arena that count for nothing
+SPARE = 8 << 10  # bytes of an arena that count for nothing
 MUCH = 16 << 20  # bytes that take so long to make that the time for memory is nothing
 
 #: The namespaces whose ops keep nothing of what they are given.
@@ -219,7 +219,7 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
         if left * LITTLE <= most:
             return math.inf
     arenas = {apart: least([one for one in inside if one.size < apart]) for apart in SMALL}
-    return next((apart for apart, size in arenas.items() if size <= max(PAGE, most // LITTLE)), 0)
+    return next((apart for apart, size in arenas.items() if size <= max(SPARE, most // LITTLE)), 0)
 
 
 def _takes(event: Event) -> bool:

@@ -40,8 +40,12 @@ def compile_held(
         return compile_graph(graph, settings, dump)
     if settings.tunes and not gains(graph, settings, held, frozen):
         return compile_graph(graph, settings, dump)
+    tries = repeatable(graph) and any(node.op in PURE for node in frozen.once.nodes)
+    if not tries:  # what is tried runs twice on the same values
+        places = {k: i for i, k in enumerate(frozen.given)}
+        frozen.rest.overwrites = {i: places[k] for i, k in graph.overwrites.items() if k in places}
     made = Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held])
-    if repeatable(graph) and any(node.op in PURE for node in frozen.once.nodes):
+    if tries:
         made.trial = graph, lambda: compile_graph(graph, settings, dump)
     return made.run
 

@@ -12,7 +12,7 @@ from kiln import _launch
 from kiln.base.options import config
 from kiln.fuse.nest import Apply, terms
 from kiln.fuse.program import WAYS
-from kiln.launch.events import APART, PAGE, outputs_early
+from kiln.launch.events import APART, SPARE, outputs_early
 from kiln.launch.program import fused
 from kiln.ops.record import recorded
 
@@ -171,7 +171,7 @@ def test_an_arena_does_not_stay_beside_what_calls_take():
         return F.conv2d(x.view(1, 1, 32, 32), w).sum() + sum(one.tanh() @ each[0] for one in each)
 
     plan = check(many, torch.randn(32, 32) / 9, torch.randn(1, 1, 3, 3))
-    assert plan.owner.numbers[-1] <= PAGE
+    assert plan.owner.numbers[-1] <= SPARE
 
 
 class Again(nn.Module):
@@ -222,7 +222,7 @@ def test_what_later_loops_of_a_kernel_read_takes_memory_that_is_left():
 
     x, w = torch.randn(128, 128), torch.randn(128, 128) / 8
     plan = check(turned, x, w)
-    assert plan.owner.numbers[-1] <= 4 * x.nbytes + PAGE
+    assert plan.owner.numbers[-1] <= 4 * x.nbytes + SPARE
 
 
 def test_a_chain_of_small_values_is_not_made_again_where_its_end_is_joined():
@@ -251,4 +251,4 @@ def test_an_arena_counts_for_little_beside_what_is_needed(leaves):
         return torch.stack(small) if leaves else torch.stack(small).sum()
 
     plan = check(program, torch.randn(1, 2, 62, 62) / 9, torch.randn(2, 2, 3, 3) / 9)
-    assert plan.owner.numbers[-1] <= PAGE
+    assert plan.owner.numbers[-1] <= SPARE
