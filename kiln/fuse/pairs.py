@@ -21,7 +21,7 @@ from kiln.fuse.peel import substituted
 from kiln.fuse.split import Cuts, Split, replaced, results
 
 #: Bytes of a part at least and at most: so many are under way to a block. Parts of all rows at most.
-SHORTEST, LONGEST, MOST = 24 << 10, 43 << 10, 1 << 14
+SHORTEST, LONGEST, MOST = 24 << 10, 43 << 10, 1 << 13
 #: Bytes that threads read at once: a part has whole ones.
 AT_ONCE = 16
 #: Processors that share rows; they do badly where one has so many times the rows that each has on average.

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import kiln
 from kiln.generate.device import generate
-from kiln.generate.grid import laid
+from kiln.generate.grid import laid, read_once
 from kiln.generate.nvptx import VERSIONS
 
 from .emitted import device_of, kernels_noted, kernels_of
@@ -411,3 +411,15 @@ def test_copies_for_gradients_are_written_as_parts_are_read():
     assert count(r"cp\.async\.cg", parts) == 6 == count(r"ld\.shared\.v4", parts) == count(r"st\.global\.v4", parts)
     assert "ld.global.nc.v4" not in parts and ".local" not in made.text
     assert re.findall(r"wait_group (\d)", parts) == ["4", "2", "0"]  # two turns at once
+
+
+def test_copies_in_single_elements_are_not_stored_by_those_that_read_a_row_once():
+    def scores_and_losses(a, i):
+        scores = a.clone()
+        return scores, F.cross_entropy(scores.float(), i, reduction="none")
+
+    places = torch.zeros(64, dtype=torch.int64)
+    for words, once in ((30528, True), (30522, False)):
+        (kernel,) = kernels_of(scores_and_losses, torch.empty(64, words, dtype=HALF), places)
+        (nest,) = [nest for nest in kernel.nests if nest.folds()]
+        assert any(not store.kept for store in nest.stores) and read_once(nest) == once
