@@ -93,7 +93,7 @@ KERNELS = {
     "losses 32000 bf16": (losses, 32000, 1, torch.bfloat16, ("places",)),
     "losses 128256 bf16": (losses, 128256, 1, torch.bfloat16, ("places",)),
     # The logits are the caller's, who may write to them: a copy is kept for the gradient.
-    "the same with its gradient": (Gradient(cross_entropy), 50304, 4, torch.bfloat16, ("places",)),
+    "cross entropy and gradient bf16": (Gradient(cross_entropy), 50304, 4, torch.bfloat16, ("places",)),
     "transpose f32": (lambda x: x.t().contiguous(), 4096, 2, torch.float32, ()),
     "gelu gradient bf16": (lambda grad, x: aten.gelu_backward(grad, x), 4096, 3, torch.bfloat16, ("same",)),
     "softmax gradient 1024 bf16": (softmax_gradient, 1024, 3, torch.bfloat16, ("same",)),

@@ -1,7 +1,7 @@
 """How steps of torch's optimizers are captured whose counts are numbers to Python and tensors to a graph.
 
 Python computes with counts in double precision, so graphs do. Steps that branch on what follows from a count
-are captured in the form they have for recordings of a GPU's work: it asks for no values, and chooses both ways.
+are captured in the form that they have for recordings of a GPU's work: it asks for no values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def branches(step: Any) -> None:
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         # Gradients would go both ways too.
         if kwargs.get("capturable") is False and not kwargs.get("differentiable") and len(args) > places[-1]:
-            return m.inline(without_branches, (step, places, *args), kwargs)
+            return m.inline(without_branches, (step, places, *args), kwargs)  # type: ignore[arg-type]
         return m.inline(step, args, kwargs)
 
 

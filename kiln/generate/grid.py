@@ -192,7 +192,7 @@ def along_rows(nest: Nest, vector: Axis | None, width: int, clusters: bool) -> G
     shared, looped = 0, BLOCK if chunks <= BLOCK * MANY and largest_and_sum(nest) is None else LOOPED
     once, long = read_once(nest), chunks > BLOCK * most  # in registers, few blocks would fit a processor
     many_once = once and rows > PROCESSORS and chunks <= LOOPED * MANY
-    if known and many_once and chunks >= LOOPED * FEW_TURNS // 2:
+    if known and clusters and many_once and chunks >= LOOPED * FEW_TURNS // 2:  # processors with much memory
         return in_turns(nest, vector, width, chunks)
     if known and long and not many_once:
         shared = sum(kept.bytes for kept in read_again(nest).values())

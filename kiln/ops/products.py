@@ -1,8 +1,8 @@
 """Matrix products of symbolic sizes, for versions of PyTorch whose own `matmul` asks for plain numbers.
 
 `matmul` is taken apart above autograd, where no `__torch_dispatch__` sees it. Symbolic fakes carry a dispatch
-key that nothing else has, and for which `matmul` has a kernel here; every other op passes that key by. In inference
-mode a `__torch_dispatch__` sees composite ops, and takes them apart by `composite`.
+key that nothing else has, and for which `matmul` has a kernel here; every other op passes that key by. In
+inference mode a `__torch_dispatch__` sees composite ops, and takes them apart by `composite`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kiln.base.source import Arg, Attr, Const, DictAttr
-from kiln.check.guards import Equals
 from kiln.check.failures import failure
+from kiln.check.guards import Equals
 from kiln.check.shapes import MOST, AnyNumber, Conditions, Follows, Free, Read, ShapedMatch, plan, varying
 from kiln.check.torch_guards import TensorMatch
 from kiln.check.tree import GuardSet

@@ -116,9 +116,25 @@ def test_the_step_at_which_a_branch_changes(foreach):
     check(log)
 
 
+@pytest.mark.parametrize("make", (optim.RAdam, optim.AdamW))
+def test_numbers_are_made_once_and_results_where_they_were(make, tmp_path):
+    """Powers of counts are taken before the loops over parameters, which write in their place."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    optimizer = make(model.parameters(), 0.01)
+    step = kiln.compile(optimizer.step, fullgraph=True)
+    model(torch.randn(3, 64)).sum().backward()
+    step()
+    with kiln.config.patch(dump=str(tmp_path)):
+        step()
+    (loops,), (plan,) = ([p.read_text() for p in tmp_path.glob(f"*/*_{name}.txt")] for name in ("loops", "plan"))
+    first, _, last = loops.partition("stage 1")
+    assert "pow" in first and "pow" not in last
+    assert plan.count(" = empty []") == plan.count(" = empty"), plan  # but for counts
+
+
 def test_adafactor_asks_for_values():
     """The counts that a graph has made and changed are read by Python after it."""
-    make = lambda p: optim.Adafactor(p, 0.01, foreach=True)  # noqa: E731
+    make = lambda p: optim.Adafactor(p, 0.01, foreach=False)  # noqa: E731
     expected, _ = train(make, lambda optimizer: optimizer.step)
     got, log = train(make, lambda optimizer: kiln.compile(optimizer.step, backend="aot_eager"))
     torch.testing.assert_close(got, expected, **CLOSE)

@@ -83,7 +83,7 @@ def test_adam_of_many_parameters_is_one_kernel():
 
     parts = [[rand(*s) * scale for s in shapes] for scale in (1, 0.1, 0.01)]
     parts += [[m * m for m in parts[2]], [torch.tensor(3.0)] * count]
-    check(step, *[x for part in parts for x in part], kernels=1, nests=[2 * count])
+    check(step, *[x for part in parts for x in part], kernels=1, nests=[count, count])
 
 
 def test_small_kernels_after_each_other_are_one():
