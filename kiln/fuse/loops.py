@@ -13,6 +13,7 @@ from kiln.fuse.running import RUNNING
 from kiln.fuse.taps import TAPS
 from kiln.fuse.windows import avg_pool, max_pool, max_pool_backward
 from kiln.ops.expansions.norms import batch_norm, batch_norm_backward, batch_norm_functional
+from kiln.ops.expansions.reductions import product
 from kiln.ops.table import aten
 
 
@@ -45,6 +46,14 @@ def _var_mean(
         kept = [n for d, n in enumerate(x.shape) if d not in dims]
         spread, mean = spread.reshape(kept), mean.reshape(kept)
     return spread, mean
+
+
+def _product(x: torch.Tensor, *dims: Any, dtype: Any = None) -> Any:
+    """In float64: one lane's part may leave float32's range while another's is 0, and the whole is not NaN."""
+    end = dtype or x.dtype
+    if end in (torch.float32, torch.float16, torch.bfloat16):
+        return torch.prod(x.to(end).double(), *dims).to(end)
+    return product(x, *dims, dtype=dtype)
 
 
 def _counted(index: torch.Tensor, size: Any) -> torch.Tensor:
@@ -111,6 +120,8 @@ def _batch_norm_backward(
 #: Expansions in addition to those of the level of primitives.
 FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
+    aten.prod.default: _product,
+    aten.prod.dim_int: _product,
     aten.index_select.default: _index_select,
     aten.embedding.default: _embedding,
     aten.native_batch_norm.default: _batch_norm,

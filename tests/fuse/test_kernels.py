@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kiln
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import Call, fuse
@@ -158,3 +159,13 @@ def test_an_infinity_last_in_its_row_is_its_mean(shape, dims):
                 x[tuple(place)] = value
             check(lambda a: torch.var_mean(a, dims), x, kernels=1, calls=("view", "view"))
             check(lambda a: F.layer_norm(a, shape[-1:]), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_product_may_leave_the_range_of_the_whole(dtype):
+    x = torch.tensor([3.0, 0.1, 1.0, 1.0]).repeat(200).to(dtype)  # every lane has the same factors
+    graph = recorded(lambda a: (a.prod(), a.reshape(2, -1).prod(1)), x)
+    assert len(fuse(expand(graph, "prims", FOR_LOOPS)).kernels) == 1
+    whole, halves = kiln.compile(lambda a: (a.prod(), a.reshape(2, -1).prod(1)))(x)
+    assert whole == 0 and halves.eq(0).all()  # eager's are NaN
+    check(lambda a: a.prod(0, dtype=torch.int64), torch.tensor([1, 2, 3], dtype=torch.int32), kernels=1)

@@ -52,9 +52,8 @@ def _of_own_dtype(fold: Rule) -> Rule:
     return run
 
 
-expansions(
-    {"prod prod.dim_int": _of_own_dtype(torch.prod), "cumsum": _of_own_dtype(torch.cumsum)}, complex_too=True
-)
+product = _of_own_dtype(torch.prod)
+expansions({"prod prod.dim_int": product, "cumsum": _of_own_dtype(torch.cumsum)}, complex_too=True)
 
 
 def _truth(fold: Rule) -> Rule:
