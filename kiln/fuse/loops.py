@@ -49,7 +49,7 @@ def _var_mean(
 
 
 def _product(x: torch.Tensor, *dims: Any, dtype: Any = None) -> Any:
-    """In float64: one lane's part may leave float32's range while another's is 0, and the whole is not NaN."""
+    """In float64: a lane's part may leave float32's range while another's is 0, and the whole is not NaN."""
     end = dtype or x.dtype
     if end in (torch.float32, torch.float16, torch.bfloat16):
         return torch.prod(x.to(end).double(), *dims).to(end)
