@@ -358,8 +358,8 @@ def unhooked(m: Machine, module: torch.nn.Module) -> bool:
     if any(space.get(name) for name in HOOKS) or any(table for _, table in GLOBAL_HOOKS):
         return False
     tables = (*[space.get(name) for name in HOOKS], *[table for _, table in GLOBAL_HOOKS]) if shadows else ()
-    if any(id(table) in shadows for table in tables):
-        return False  # one may have been registered meanwhile
+    if any(shadows[id(table)].changed() for table in tables if id(table) in shadows):
+        return False  # one has been registered meanwhile
     if source is None:
         return True
     if space.get("_compiled_call_impl") is not None or "forward" in space:
