@@ -7,6 +7,7 @@ a row what the row would have given, and a fold over rows, as the mean of their 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -108,9 +109,10 @@ class Pairs:
         lowest = Apply("eq", (self.largest, Const(-math.inf, kind)), torch.bool)  # then there are no powers
         sum_or_none = Apply("where", (lowest, Const(0.0, kind), self.total), kind)
         tops, sums = self.of_parts(self.largest, 1), self.of_parts(sum_or_none, 2)
-        top = tree("maximum", tops)
+        top = tree(tops, lambda a, b: Apply("maximum", (a, b), kind))
         scales = [Apply("exp", (Apply("sub", (each, top), kind),), kind) for each in tops]
-        total = tree("add", [Apply("mul", pair, kind) for pair in zip(sums, scales, strict=True)])
+        scaled = [Apply("mul", pair, kind) for pair in zip(sums, scales, strict=True)]
+        total = tree(scaled, lambda a, b: Apply("add", (a, b), kind))
         known = {id(self.largest): top, id(self.total): total}
         ends = [s for s in self.nest.stores if s.kept]
         for term in terms(s.value for s in ends):  # at a place that is data: read while the parts are
@@ -137,11 +139,11 @@ class Pairs:
         return [Load(held, self.row + number * rows, held.dtype) for number in range(self.parts)]
 
 
-def tree(op: str, values: list[Term]) -> Term:
-    """Values of f32 as one, neighbours first."""
+def tree(values: list[Any], combine: Callable[[Any, Any], Any]) -> Any:
+    """Values as one, neighbours first."""
     while len(values) > 1:
-        pairs = [values[i : i + 2] for i in range(0, len(values), 2)]
-        values = [Apply(op, tuple(pair), torch.float32) if len(pair) > 1 else pair[0] for pair in pairs]
+        paired = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = paired + values[len(paired) * 2 :]
     return values[0]
 
 

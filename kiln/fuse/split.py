@@ -13,6 +13,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis, hinted
+from kiln.fuse.lower import HALVES
 from kiln.fuse.merge import merged
 from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Nest, Place, Store, Term, children, rebuilt, terms
 
@@ -107,7 +108,6 @@ LINES = 4
 #: Long parts are of whole vectors.
 WHOLE = 16
 
-HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-
+from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Apply, Fold, Nest, Term, children
 from kiln.generate.softmax import logarithm_subtracted, summed
 
-_HALF = (torch.bfloat16, torch.float16)
 _PRODUCTS = ("mul", "div", "neg")
 
 
 def loose(nest: Nest) -> frozenset[int]:
     """The ids of such terms: of f32 those whose errors stay as small in products and sums of a softmax."""
     found = nest.terms()
-    half = {id(term) for term in found if isinstance(term, Apply) and term.dtype in _HALF}
+    half = {id(term) for term in found if isinstance(term, Apply) and term.dtype in HALVES}
     strict = {id(store.value) for store in nest.stores}
     for term in reversed(found) if half else ():  # what uses a term comes before it
         if not (id(term) in half or id(term) not in strict and _hands_on(term)):

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from kiln.base.expressions import hinted
 from kiln.fuse.nest import Fold, Store
+from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
@@ -86,7 +86,7 @@ class Online(Values):
         most, sums = held
         values = [self.element(top, i + k * self.width, end) for k in range(count)]
         largest = FOLDS["top" if forgetful(self.nest) is top else "amax"][2]
-        here = _tree(values, largest)
+        here = tree(values, largest)
         larger = fn.emit(f"fcmp ugt {here.type} {here.text}, {most.text}", I1.wide(self.width))
         any_larger = fn.call(f"llvm.vector.reduce.or.v{self.width}i1", I1, larger)
         rare, usual, before = fn.label("rare"), fn.label("usual"), fn.block
@@ -101,7 +101,7 @@ class Online(Values):
         for phi, old, changed in ((now, most, new), (rest, sums, scaled)):
             phi.arrive(old, before)
             phi.arrive(changed, after)
-        added = _tree([functions.exp_below(v - now, loose) for v in values], _sum)
+        added = tree([functions.exp_below(v - now, loose) for v in values], _sum)
         return [now, rest + added]
 
     def pass_over_powers(self, top: Fold, total: Fold) -> None:
@@ -111,7 +111,7 @@ class Online(Values):
         end, apart = self.index(self.vector.size), hinted(self.vector.size) // width // SAMPLES * width
         first = self.keep_lines(total, end)
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
-        near = _within(_tree(looked_at, _top))
+        near = _within(tree(looked_at, _top))
         rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
         loose, tables = id(total.value) in self.loose, avx512.powers_near(rounded.bits(I32) - 0x4B400000)
         # e^-106 is 0 times any power of two below 2.
@@ -176,7 +176,7 @@ class Online(Values):
             for place, (one, _) in zip(places, found, strict=True):
                 fn.store(one, fn.at(memory, place, F32))
             powers, reach = (list(parts) for parts in zip(*found, strict=True))
-            return [sums + _tree(powers, _sum), _top(most, _tree(reach, _top))]
+            return [sums + tree(powers, _sum), _top(most, tree(reach, _top))]
 
         (first, end), step = span, KEPT * width
         whole = first + (end - first) / step * step
@@ -207,11 +207,3 @@ class Online(Values):
 def _within(values: Value) -> Value:
     """The largest of the lanes."""
     return across_lanes([values], lambda a, b: [_top(a[0], b[0])])[0]
-
-
-def _tree(values: list[Value], combine: Any) -> Value:
-    """Values combined by halves."""
-    while len(values) > 1:
-        paired = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = paired + values[len(paired) * 2 :]
-    return values[0]

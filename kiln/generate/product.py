@@ -14,11 +14,11 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axes_for
+from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Apply, Buffer, Const, Load, Nest, Store, Term
 from kiln.generate.nvptx import Unsupported
 
 TYPES = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16", torch.float32: "tl.float32"}
-HALVES = (torch.bfloat16, torch.float16)
 _EXTREME = "tl.{}({{}}, {{}}, propagate_nan=tl.PropagateNan.ALL)"
 #: Functions of floats, by the names of primitives.
 FUNCTIONS = {

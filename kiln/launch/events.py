@@ -218,8 +218,8 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     if not any(node.backward for node in events.program.graph.nodes) and not any(map(_takes, events.listed)):
         if left * LITTLE <= most:
             return math.inf
-    arenas = {apart: least([one for one in inside if one.size < apart]) for apart in SMALL}
-    return next((apart for apart, size in arenas.items() if size <= max(SPARE, most // LITTLE)), 0)
+    little = max(SPARE, most // LITTLE)
+    return next((apart for apart in SMALL if least([o for o in inside if o.size < apart]) <= little), 0)
 
 
 def _takes(event: Event) -> bool:

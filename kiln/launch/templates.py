@@ -17,12 +17,13 @@ from kiln.base import log, records
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in, retarget
 from kiln.base.progress import watched
+from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Buffer
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_view
 from kiln.generate.nvptx import Unsupported
-from kiln.generate.product import HALVES, TILES, Product, Tile, copying, source
+from kiln.generate.product import TILES, Product, Tile, copying, source
 from kiln.launch.cuda import Store
 from kiln.launch.device import capability, plan_on
 from kiln.launch.products import ENTRY, Template, triton
