@@ -80,7 +80,8 @@ class Scope:
     def __init__(self, place: Callable[[], Any] | None = None) -> None:
         self.symbols: list[Symbol] = []
         #: Those of them that stand for what the graph reads from tensors: their hints mean nothing.
-        self.open: set[Symbol] = set()
+        #: Symbols of which no more is known than their type, each with what is raised where a value is needed.
+        self.open: dict[Symbol, Exception | None] = {}
         #: What may be taken for granted of those, as the graph checks it: the answer that follows, or None.
         self.assume: Callable[[Condition], bool | None] | None = None
         self.records: list[Record] = []
@@ -151,9 +152,10 @@ class Scope:
                 answer = None if self.assume is None else self.assume(question)
                 if answer is not None:
                     return answer
-                names = ", ".join(sorted(symbol.name for symbol in self.open & question.symbols()))
+                names = ", ".join(sorted(symbol.name for symbol in self.open.keys() & question.symbols()))
                 why = f"the program asks whether {question}, with {names} the item of a tensor"
-                raise Break("data-dependent", why, "say it before with torch._check, or keep it a tensor")
+                hint = "say it before with torch._check, or keep it a tensor"
+                raise self._needed(question) or Break("data-dependent", why, hint)
             answer = question.hint
             holds = self._simple_condition(question)
             fact = self._narrowed(holds if answer else negate(holds))
@@ -163,7 +165,11 @@ class Scope:
 
     def is_open(self, question: Condition | Expr) -> bool:
         """Whether numbers are in question that only a graph will have."""
-        return bool(self.open) and not self.open.isdisjoint(question.symbols())
+        return bool(self.open) and not self.open.keys().isdisjoint(question.symbols())
+
+    def _needed(self, question: Condition | Expr) -> Exception | None:
+        """What the maker of an open symbol wants to be raised where a question needs its value."""
+        return next(filter(None, map(self.open.get, question.symbols())), None)
 
     def _narrowed(self, fact: Truth) -> Condition:
         """A fact as it is recorded: another value than an end of the range means a narrower range."""
@@ -186,7 +192,8 @@ class Scope:
                 return simple
         if self.is_open(value):
             why = f"the program needs the value of {value}, the item of a tensor"
-            raise Break("data-dependent", why, "keep it a tensor, or move it out of the compiled function")
+            hint = "keep it a tensor, or move it out of the compiled function"
+            raise self._needed(value) or Break("data-dependent", why, hint)
         self.decide(eq(value, value.hint))
         return value.hint
 

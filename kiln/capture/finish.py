@@ -72,6 +72,7 @@ class Finisher:
             why = "data of a tensor is assigned that gradients may follow from"
             again = Break("metadata-mutation", why, "use copy_ under torch.no_grad()")
             raise Restart(self.m.exchanged[0], again)
+        self.m.world.varying.settle()
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
         e.raw("RESUME", 0)
@@ -80,6 +81,8 @@ class Finisher:
             e.callee(torch.get_rng_state)
             e.end_call(0)
             e.store("__drawn")
+        for draw in self.m.world.varying.draws.values():
+            r.draw(draw)
         start = e.here()
         if call is not None:
             e.callee(call)
@@ -105,7 +108,8 @@ class Finisher:
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
         functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
-        return all(module_of(f) in REPLAYED for f in functions) and not self.m.recorder.dispatch.lasting
+        lasting = self.m.recorder.dispatch.lasting or self.m.world.varying.draws
+        return all(module_of(f) in REPLAYED for f in functions) and not lasting
 
     def handle(self, e: Emitter, start: Label, end: Label) -> None:
         """What follows is done when something between the two places raises."""

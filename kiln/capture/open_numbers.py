@@ -53,9 +53,11 @@ def assume_sizes(m: Machine, question: Condition) -> bool | None:
     The graph checks it; where it is not so the frame runs in Python, as after a branch that is expected.
     """
     scope, items = m.world.varying.scope, m.world.varying.items
-    symbols = scope.open & question.symbols()
+    symbols = scope.open.keys() & question.symbols()
+    if not m.recorder.asking or not symbols <= items.keys():
+        return None
     tensors = [items[symbol] for symbol in symbols]
-    if not m.recorder.asking or any(s.real for s in symbols) or any(t.device.type != "cpu" for t in tensors):
+    if any(s.real for s in symbols) or any(t.device.type != "cpu" for t in tensors):
         return None
     for symbol, tensor in zip(symbols, tensors, strict=True):
         if scope.known(ge(symbol, 2)) is None:

@@ -42,7 +42,7 @@ from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Unread
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Callback, Generator, Mapped
 from kiln.capture.purity import DICT_VIEWS, OWN_MODULES
-from kiln.capture.varying import quiet
+from kiln.capture.varying import Draw, quiet
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, World
 from kiln.capture.wrappers import PLAIN_TYPES, of_class
 from kiln.check.shapes import Read
@@ -178,6 +178,8 @@ class Rebuilder:
         for symbol in symbols:
             if symbol in varying.items:
                 self.call(torch.Tensor.item, varying.items[symbol])
+            elif symbol in varying.draws:
+                self.e.load(varying.draws[symbol].name)
             else:
                 self.read(varying.reads[symbol])
         if not isinstance(expr, Symbol):
@@ -192,6 +194,16 @@ class Rebuilder:
         self.source(read.source)
         self.e.const(read.dim)
         self.e.end_call(2)
+
+    def draw(self, draw: Draw) -> None:
+        """Emit a call that gives a number, which a local variable then holds."""
+        self.e.callee(draw.function)
+        if draw.owner is not None:
+            self.source(draw.owner)
+        for arg in draw.args:
+            self.e.const(arg)
+        self.e.end_call((draw.owner is not None) + len(draw.args))
+        self.e.store(draw.name)
 
     # ------------------------------------------------------------------ making
 

@@ -16,7 +16,7 @@ import torch
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
-from kiln.capture import open_numbers, state
+from kiln.capture import draws, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Recalled, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -51,6 +51,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
+    draws.declare_numpy()
     stop, reason = -1, None
     literals, copying = Literals(), True
     attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, unstable, in_python,

@@ -42,6 +42,16 @@ class Shape:
     symbols: tuple[Symbol, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A call that gives a number before the graph runs: the local variable that holds it, and the call."""
+
+    name: str
+    function: Callable[..., Any]
+    owner: Source | None  # the first argument, where it is an object from outside
+    args: tuple[Any, ...]
+
+
 class Varying:
     """The symbols of one capture."""
 
@@ -50,6 +60,7 @@ class Varying:
         self.scope = Scope(place)
         self.reads: dict[Symbol, Read] = {}
         self.items: dict[Symbol, Any] = {}  # of numbers that the graph reads: the tensor of one element
+        self.draws: dict[Symbol, Draw] = {}  # in the order of the program
         self.marked: list[Symbol] = []
         self.numbers = dynamic.mode is True or any(read.what == "value" for read in dynamic.reads)
         self.plain = True  # the sizes of all tensors with symbols may be read as memory
@@ -71,8 +82,20 @@ class Varying:
         hint: int | float = 3 if kind is int else 0.5
         symbol = self.scope.symbol(hint, "a number of a tensor", low=-LIMIT)
         self.items[symbol] = tensor
-        self.scope.open.add(symbol)
+        self.scope.open[symbol] = None
         return symbol
+
+    def drawn(self, draw: Draw, low: int | None, high: int | None, needed: Exception | None) -> Symbol:
+        """A number that is drawn before the graph runs, of which its range is known at most."""
+        hint: int | float = 0.5 if low is None else low
+        symbol = self.scope.symbol(hint, draw.name, low=low, high=high)
+        self.draws[symbol] = draw
+        self.scope.open[symbol] = needed
+        return symbol
+
+    def settle(self) -> None:
+        """From now on nothing begins again: who needs the value of a number that is drawn is refused it."""
+        self.scope.open = {symbol: getattr(error, "reason", None) for symbol, error in self.scope.open.items()}
 
     def _varies(self, value: int | float, source: Source, argument: bool) -> bool:
         mode = self.dynamic.mode

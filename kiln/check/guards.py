@@ -78,10 +78,9 @@ class Guard:
 
     def why(self, argv: Sequence[Any]) -> str:
         try:
-            value = self.source.fetch(argv)
+            return f"{self.source}{self.describe(self.source.fetch(argv))}"
         except Exception as error:
             return f"{self.source} can no longer be read ({type(error).__name__}: {error})"
-        return f"{self.source}{self.describe(value)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

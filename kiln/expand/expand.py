@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kiln.base import log, options
-from kiln.base.errors import Bug
+from kiln.base.errors import Break, Bug
 from kiln.base.graph import CONSTANT, Graph, Node, Spec, TensorSpec, mapped, nodes_in, retarget
 from kiln.expand.fit import fit
 from kiln.ops.aliases import shows
@@ -109,6 +109,8 @@ class Expander:
             return None
         try:
             recorded = _record(function, node)
+        except Break:
+            return None  # it asks for a number that the graph alone will have
         except Exception as error:
             if options.config.strict:
                 raise Bug(f"the expansion of {node.op} fails: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -65,13 +64,6 @@ class Window:
     def arguments(self) -> tuple[Any, ...]:
         return list(self.padding), list(self.stride), list(self.dilation), self.groups
 
-    def over(self, size: Sequence[Any], kernel: Sequence[Any]) -> tuple[Any, ...]:
-        """The size of the result."""
-        out = [size[0], kernel[0]]
-        for n, k, p, s, d in zip(size[2:], kernel[2:], self.padding, self.stride, self.dilation, strict=True):
-            out.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
-        return tuple(out)
-
 
 def convolution(
     graph: Graph,
@@ -86,7 +78,7 @@ def convolution(
     """A convolution with a packed weight, `other` added before the epilogue; `x` is channels-last."""
     spec: TensorSpec = x.spec
     kernel: TensorSpec = weight.spec
-    size = window.over(spec.shape, kernel.shape)
+    size = like.spec.shape
     assert suggests_channels_last(spec.shape, spec.stride), "a packed convolution reads channels-last"
     given = [n if type(n) is int else int(n.hint) for n in spec.shape]
     packed = graph.call(packed_convolution, (weight, *window.arguments(), given), spec=kernel, like=like)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import is_contiguous, is_dense
 from kiln.ops.levels import name_of
@@ -42,6 +43,8 @@ class Relayout:
         self.graph = self.recording.graph
         self.values: dict[Node, Any] = {}
         self._copies: dict[tuple[Node, Any], Node] = {}
+        self.leaving: set[Node] = set()
+        """Outputs alone that are larger than what they are made of: that is restored in their place."""
 
     def run(self) -> Graph:
         """The new graph: the same inputs, and outputs of the same types."""
@@ -49,6 +52,7 @@ class Relayout:
             self.values[node] = self.graph.input(node.name, node.spec, node.backward)
         kept: set[Any] = set()
         read = self.old.read()
+        self.leaving = {n for n in nodes_in(self.old.outputs) if n not in read and is_larger(n)}
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             for node in self.old.nodes:
                 if node in self.made:
@@ -74,7 +78,7 @@ class Relayout:
             return self.values[node.args[0]][node.args[1]]
         if node.op is CONSTANT or all(map(self.same, node.inputs())):
             return self.graph.copy(node, self.values)
-        if not follows(node):
+        if not follows(node) or node in self.leaving:
 
             def plain(leaf: Any) -> Any:
                 if type(leaf) is not Node or self.contiguous(leaf):
@@ -161,6 +165,15 @@ def call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name_of(op) in ("view", "_unsafe_view"):
         return aten.reshape.default(*args)
     return op(*args, **kwargs)
+
+
+def is_larger(node: Node) -> bool:
+    """Whether a value has more elements than all that it is made of."""
+    specs = [node.spec, *[read.spec for read in node.inputs()]]
+    if not all(isinstance(spec, TensorSpec) and all(type(n) is int for n in spec.shape) for spec in specs):
+        return False
+    made, *read = [math.prod(spec.shape) for spec in specs]
+    return made > sum(read)
 
 
 def follows(node: Node) -> bool:

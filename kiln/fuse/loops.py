@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kiln.fuse.lower import HALVES
 from kiln.fuse.products import convolution_backward
 from kiln.fuse.running import RUNNING
 from kiln.fuse.taps import TAPS
@@ -23,6 +24,9 @@ def _var_mean(
     """Two passes over a row that stays in the cache."""
     if not x.dim() or not x.is_floating_point():
         return NotImplemented
+    if x.dtype in HALVES:
+        found = _var_mean(x.to(torch.float32), dims, correction=correction, keepdim=keepdim)
+        return found if found is NotImplemented else tuple(part.to(x.dtype) for part in found)
     dims = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
     count: Any = 1
     for d in dims:

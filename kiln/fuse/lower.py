@@ -97,6 +97,12 @@ class Terms:
             return self.const(index, torch.int64)
         return self.make(Place, index, self.places(index))  # type: ignore[no-any-return]
 
+    def narrowed(self, place: Term) -> Term:
+        """A place as a number of 32 bits, of which vectors have more lanes, where it surely is one."""
+        if not isinstance(place, Place) or place.places or self.scope.bounds(place.index)[1] >= 1 << 31:
+            return place
+        return self.make(Place, place.index, (), torch.int32)  # type: ignore[no-any-return]
+
     def load(self, buffer: Buffer, index: Any, dtype: torch.dtype, valid: Term | None) -> Term:
         return self.make(Load, buffer, index, dtype, valid, self.places(index))  # type: ignore[no-any-return]
 

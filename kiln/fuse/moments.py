@@ -3,6 +3,8 @@
 The distances are taken from one of the row's elements: then no mean has to be known before. Of a row that
 is far from 0 beside its width they are short, so that the sum of their squares less that of the mean keeps
 its digits. Of three elements, none at the row's ends, it is the middle one: a single one may be far off.
+
+A mean is that of distances from the first element in two passes, too: of equal numbers it is their own.
 """
 
 from __future__ import annotations
@@ -22,34 +24,41 @@ FLOAT = torch.float32
 
 
 def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
-    """The nest with its second phase in the first, where that is of squared distances from means alone."""
+    """The nest with its second phase in the first, where that is of squared distances from means alone.
+
+    Where it is not cut, its rows are near by and gone over twice, which loses nothing.
+    """
     folds = nest.folds()
     later = [f for f in folds if f.phase == 1]
-    known_sizes = all(type(a.size) is int and a.low == 0 for a in nest.reduced)
-    if not later or not known_sizes or axis_to_cut(nest, cuts) is None:
+    if not later or not all(type(a.size) is int and a.low == 0 for a in nest.reduced):
+        return nest
+    cut = axis_to_cut(nest, cuts) is not None
+    if not cut and cuts.at_once:
         return nest
     count = math.prod(a.size for a in nest.reduced)
-    # Of the same phase as before are the folds of the first; all others are a phase earlier.
+    # Of the same phase as before are the folds of the first; all others are a phase earlier where it is cut.
     known: dict[int, Term] = {id(f): f for f in folds if f.phase == 0}
     for squares in later:
         mean = mean_of(squares, count)
         if mean is None:
             return nest
         total = mean.args[0]
-        start = usual(total.value, nest)
+        known.update({id(t): t for t in terms([total.value])})
+        start = usual(total.value, nest) if cut else finite(at(total.value, nest, 0))
         step = of_floats("sub", total.value, start)
-        far, wide = (Fold("sum", value, FLOAT, 0) for value in (step, of_floats("mul", step, step)))
+        far = Fold("sum", step, FLOAT, 0)
         share = of_floats("div", far, number(count))
-        left = of_floats("sub", wide, of_floats("mul", far, share))
-        negative = Apply("lt", (left, number(0)), torch.bool)
-        known[id(squares)] = of_floats("where", negative, number(0), left)
         known[id(total)] = of_floats("add", far, of_floats("mul", start, number(count)))
         known[id(mean)] = of_floats("add", start, share)
-    values = replaced([s.value for s in nest.stores], known, earlier=1)
-    stores = [
-        replace(store, value=value, phase=min(store.phase, max(store.phase - 1, 1)))
-        for store, value in zip(nest.stores, values, strict=True)
-    ]
+        if cut:
+            wide = Fold("sum", of_floats("mul", step, step), FLOAT, 0)
+            left = of_floats("sub", wide, of_floats("mul", far, share))
+            negative = Apply("lt", (left, number(0)), torch.bool)
+            known[id(squares)] = of_floats("where", negative, number(0), left)
+    values = replaced([s.value for s in nest.stores], known, earlier=1 if cut else 0)
+    stores = [replace(store, value=value) for store, value in zip(nest.stores, values, strict=True)]
+    if cut:
+        stores = [replace(store, phase=min(store.phase, max(store.phase - 1, 1))) for store in stores]
     return replace(nest, stores=stores)
 
 
@@ -91,9 +100,13 @@ def usual(value: Term, nest: Nest) -> Term:
     """The middle one of three of the values that are folded; 0 where it is not finite."""
     one, other, third = (at(value, nest, quarter) for quarter in (1, 2, 3))
     low, high = of_floats("minimum", one, other), of_floats("maximum", one, other)
-    found = of_floats("maximum", low, of_floats("minimum", high, third))
-    finite = Apply("lt", (of_floats("abs", found), number(math.inf)), torch.bool)
-    return of_floats("where", finite, found, number(0))
+    return finite(of_floats("maximum", low, of_floats("minimum", high, third)))
+
+
+def finite(value: Term) -> Term:
+    """The value, or 0 where it is an infinity or no number."""
+    is_finite = Apply("lt", (of_floats("abs", value), number(math.inf)), torch.bool)
+    return of_floats("where", is_finite, value, number(0))
 
 
 def at(value: Term, nest: Nest, quarter: int) -> Term:

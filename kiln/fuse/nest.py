@@ -45,7 +45,7 @@ class Const:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Place:
-    """An index expression as a value, int64; `places` are the computed indices in it."""
+    """An index expression as a value, int64, or int32 if small; `places` are the computed indices in it."""
 
     index: Any
     places: tuple[Computed, ...] = ()

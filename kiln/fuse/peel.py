@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     if not all(type(a.size) is int and type(a.low) is int and not a.low for a in nest.axes):
         return [nest]
     used = nest.terms()
-    tests = {id(t): found for t in used if (found := turning(t, nest)) is not None}
+    tests = {id(t): found for t in used if (found := turning(t, nest.axes)) is not None}
     cuts: dict[Axis, list[int]] = {a: [0, a.size] for a in nest.axes}
     for a, turn, _ in tests.values():
         if 0 < turn < a.size and turn not in cuts[a]:
@@ -71,7 +71,7 @@ def in_line(nest: Nest) -> Axis:
     return next((a for a in reversed(nest.axes) if poly.get((a.variable,)) == 1), nest.axes[-1])
 
 
-def turning(term: Term, nest: Nest) -> tuple[Axis, int, bool] | None:
+def turning(term: Term, axes: Sequence[Axis]) -> tuple[Axis, int, bool] | None:
     """For a comparison of one loop's place with a number: the loop, where it changes, what it is before."""
     if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
         return None
@@ -93,7 +93,7 @@ def turning(term: Term, nest: Nest) -> tuple[Axis, int, bool] | None:
         atom, step = monomial[0], factor
         if atom.op is FLOORDIV and type(atom.args[1]) is int:
             atom, repeats = atom.args
-        found = next((a for a in nest.axes if atom is a.variable), None)
+        found = next((a for a in axes if atom is a.variable), None)
     if found is None or type(start) is not int:
         return None
     # `step * place + start < 0` holds up to a place, or from it on.

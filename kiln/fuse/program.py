@@ -175,10 +175,11 @@ class Finishing:
         if len(parts) > 1:
             steps.append(Split(parts))
             return
-        nests = [nest]
         if self.cuts.at_once:
             aligning = Aligning(scope, lambda buffer: self.owner(buffer).spec)
             nests = [one for part in apart(nest, scope) for one in aligning.run(in_one_pass(part, self.cuts))]
+        else:
+            nests = [in_one_pass(nest, self.cuts)]
         for number, one in enumerate(nests):
             part = f"{name}_{number}" if number else name
             found = in_pairs(one, scope, part, self.cuts) if copies(one) else None

@@ -156,6 +156,11 @@ class Groups:
         if len(spots) >= SEVERAL and len(spots) * self.cost(group, node) > CHEAP:
             raise Misfit
 
+    def scattered(self, group: Group, node: Node) -> int:
+        """How many reads at places that are data a member's element is made of."""
+        found = terms([self.natural(group, node)[1]])
+        return sum(isinstance(t, Load) and bool(t.places) for t in found)
+
     def element(self, group: Group, node: Node, coords: Coords, valid: Term | None) -> Term:
         """The element of a pointwise node at coordinates."""
         key = (node, coords, valid)
@@ -180,6 +185,8 @@ class Groups:
             if kind in PLACED:
                 place = group.terms.place(folded_place(node, coords))
                 (value,) = group.terms.rounded((value,))
+                if node.spec.device.type == "cpu":
+                    place = group.terms.narrowed(place)
             elif value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
             single = is_running(node) and kept_shape(node) == shape_of(node)
@@ -188,7 +195,10 @@ class Groups:
                 if kind == "sum" and dtype.is_floating_point:  # a sum of nothing but -0.0 is 0.0
                     known = group.terms.apply("add", dtype, value, group.terms.const(0.0, dtype))
             else:
-                known = group.terms.make(Fold, kind, value, dtype, group.terms.phase(value), place)
+                held = dtype if place is None else place.dtype
+                known = group.terms.make(Fold, kind, value, held, group.terms.phase(value), place)
+            if known.dtype != dtype:
+                known = group.terms.apply("convert", dtype, known)
             group.memo[key] = known
         return known
 
@@ -217,7 +227,7 @@ class Groups:
         if apart and group.volume() > 1 and self.is_slow(home, node, group.volume()):
             return False
         if not home.folds:
-            much_smaller = elements(node) * MUCH_SMALLER <= group.volume()
+            much_smaller = elements(node) * MUCH_SMALLER <= group.volume() and self.scattered(home, node) < 2
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
             cost = self.cost(home, node) if limit else 1
             if cost <= limit and cost + self.made_for(group, home, node, depth) <= limit:

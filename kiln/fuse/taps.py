@@ -93,10 +93,11 @@ def apply(x: torch.Tensor, dim: int, matrix: Entries) -> torch.Tensor:
     table = matrix.table(first, count)
     windows, along = aten.unfold(x, dim, count, 1), [-1, *[1] * (x.dim() - 1 - dim)]
     if count > FEW:
-        picked = aten.index(windows, [None] * dim + [places])
-        return _weighted(picked, table.T, [*along, count]).sum(-1)
+        weights = _weights(table.T, [*along, count], x.dtype)
+        return _weighted(aten.index(windows, [None] * dim + [places]), *weights).sum(-1)
+    taps = [_weights(table[k], along, x.dtype) for k in range(count)]
     parts = [
-        _weighted(aten.index(aten.select(windows, -1, k), [None] * dim + [places]), table[k], along)
+        _weighted(aten.index(aten.select(windows, -1, k), [None] * dim + [places]), *taps[k])
         for k in range(count)
     ]
     return functools.reduce(torch.add, parts)
@@ -123,18 +124,21 @@ def spoilt(out: torch.Tensor, x: torch.Tensor, dim: int, matrix: Entries) -> tor
     return out
 
 
-def _weighted(values: torch.Tensor, table: Array, shape: list[int]) -> torch.Tensor:
-    """Values times weights; what has no entry is left out, as it may be infinite."""
+def _weights(table: Array, shape: list[int], dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weights, unless all are 1, and where there are entries, unless everywhere.
+
+    They come before the values they are for: what is made of these goes on in the same loops.
+    """
     absent = np.isnan(table)
-    weights = torch.from_numpy(np.ascontiguousarray(table)).view(shape).to(values.dtype)
-    if (absent | (table == 1)).all():
-        return values if not absent.any() else torch.where(weights == 1, values, _zero(values))
-    found = values * weights
-    return torch.where(weights == weights, found, _zero(values)) if absent.any() else found
+    weights = torch.from_numpy(np.ascontiguousarray(table)).view(shape).to(dtype)
+    present = weights == weights if absent.any() else None
+    return None if (absent | (table == 1)).all() else weights, present
 
 
-def _zero(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=like.dtype)
+def _weighted(values: torch.Tensor, weights: torch.Tensor | None, present: torch.Tensor | None) -> torch.Tensor:
+    """Values times weights; what has no entry is left out, as it may be infinite."""
+    found = values if weights is None else values * weights
+    return found if present is None else torch.where(present, found, torch.zeros((), dtype=values.dtype))
 
 
 def steps_of(matrix: Entries, first: Array) -> tuple[int, int] | None:

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
+
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
-from kiln.fuse.nest import Apply, Axis, Fold, Term
+from kiln.base.symbols import Expr
+from kiln.fuse.moments import is_plain
+from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, terms
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import combined, lanes, shuffled
+from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F64, Type, Value, fma
-from kiln.generate.scalar import FOLDS, TYPES
+from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
 from kiln.generate.values import Values
 
 #: Rows that are worth it.
@@ -29,12 +33,18 @@ Memory: TypeAlias = "list[Value]"
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Columns that are folded together, over which rows, and where: the last of the levels starts anew."""
+    """Columns that are folded together, over which rows, and where: the last of the levels starts anew.
+
+    There are no more columns than there is room for.
+    """
 
     rows: Axis
     left: Any
     right: Any
+    room: int
     levels: list[Memory]
+    same: dict[int, tuple[Term, Value]]
+    """Values that rows have in common, and where they are kept."""
 
 
 def anew(axis: Axis) -> int:
@@ -48,6 +58,7 @@ class Columns(Values):
 
     along: Callable[..., list[Value]]
     factor: Callable[[list[Term], int], int]
+    fetch_piece: Callable[[Axis, int, list[Term]], None]
 
     def by_rows(self) -> bool:
         """Whether columns are folded so: rows must be longer than what registers hold, and many."""
@@ -65,22 +76,41 @@ class Columns(Values):
     def fold_columns(self, low: Any, high: Any) -> None:
         """The columns from `low` to `high`, in strips for which there is room."""
         fn, kinds = self.fn, self.kinds()
-        room = max(WAITING // max(len(kinds), 1) // self.width, 1) * self.width
         (rows,) = self.nest.reduced
+        common = self.common(rows)
+        room = max(WAITING // max(len(kinds) + len(common), 1) // self.width, 1) * self.width
+        same = {
+            id(t): (t, fn.at_entry(f"alloca [{room} x {compute_type(TYPES[t.dtype])}], align 64"))
+            for t in common
+        }
         running = any(fold.running for fold in self.nest.folds())
         count = 2 if not running and hinted(rows.size) - hinted(rows.low) > anew(rows) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
-            self.fold_strip(Strip(rows, low, high, levels))
+            self.fold_strip(Strip(rows, low, high, high - low, levels, same))
             return
         end = self.index(high)
 
         def strip(left: Value, _: list[Value]) -> list[Value]:
             right = left + room
-            self.fold_strip(Strip(rows, left, (right < end).where(right, end), levels))
+            self.fold_strip(Strip(rows, left, (right < end).where(right, end), room, levels, same))
             return []
 
         fn.loop(self.index(low), end, room, [], strip)
+
+    def common(self, rows: Axis) -> list[Term]:
+        """What is computed of columns alone, whatever the row: the largest of such terms."""
+        assert self.vector is not None
+        found = [] if self.nest.ordered else terms(self.each_row())
+        here, along = (varying(found, {a.variable}) for a in (rows, self.vector))
+        used = {id(c): c for t in found if id(t) in here for c in children(t) if id(c) not in here}
+        return [
+            t for t in used.values()
+            if isinstance(t, Apply) and id(t) in along and is_plain(t) and t.dtype is not torch.bool
+        ]  # fmt: skip
+
+    def each_row(self) -> list[Term]:
+        return [f.value for f in self.nest.folds()] + [s.value for s in self.nest.stores if not s.kept]
 
     def kinds(self) -> list[Type]:
         """The types of what folds carry."""
@@ -89,6 +119,7 @@ class Columns(Values):
     def fold_strip(self, strip: Strip) -> None:
         """All rows of some columns, then what follows from their folds."""
         low, end = self.index(strip.rows.low), self.index(strip.rows.size)
+        self.each_column(strip, partial(self.keep_common, strip))
         self.each_column(strip, partial(self.begin_columns, strip, strip.levels[0]))
         if len(strip.levels) == 1:
             self.some_rows(strip, low, end)
@@ -120,13 +151,22 @@ class Columns(Values):
         self.each_column(strip, join)
         return []
 
+    def keep_common(self, strip: Strip) -> None:
+        for term, memory in strip.same.values():
+            self.fn.store(self.value(term), self.at_column(strip, memory, term))
+
+    def at_column(self, strip: Strip, memory: Value, term: Term) -> Value:
+        assert self.vector is not None
+        place = self.variables[self.vector.variable] - strip.left
+        return self.fn.at(memory, place, compute_type(TYPES[term.dtype]))
+
     def some_rows(self, strip: Strip, first: Value, last: Value) -> None:
-        roots = [f.value for f in self.nest.folds()] + [s.value for s in self.nest.stores if not s.kept]
+        factor = self.factor(self.each_row(), self.schedule.vectors)
 
         def row(i: Value, _: list[Value]) -> list[Value]:
             self.push()
             self.variables[strip.rows.variable] = i
-            self.each_column(strip, partial(self.fold_row, strip), self.factor(roots, self.schedule.vectors))
+            self.each_column(strip, partial(self.fold_row, strip), factor)
             self.pop()
             return []
 
@@ -134,6 +174,11 @@ class Columns(Values):
 
     def fold_row(self, strip: Strip) -> None:
         """One row at the columns at hand; what is stored on the way is."""
+        for key, (term, memory) in strip.same.items():
+            kind = compute_type(TYPES[term.dtype]).wide(self.lanes)
+            self.layers[-1][key] = self.fn.load(self.at_column(strip, memory, term), kind)
+        if not self.nest.ordered:
+            self.fetch_piece(strip.rows, strip.room, self.each_row())
         before = self.read_waiting(strip, strip.levels[-1])
         self.write_waiting(strip, strip.levels[-1], self.advanced(self.nest.folds(), before))
         for store in self.nest.stores:
@@ -153,9 +198,21 @@ class Columns(Values):
                 here, after = self.ran(fold, held[0], values[0])
                 self.layers[-1][id(fold)] = here
                 results.append(after)
+            elif fold.place is not None and self.in_order(fold.place):
+                results += IN_ORDER[fold.kind](*held, *values)
             else:
                 results += combined([fold], held, values)
         return results
+
+    def in_order(self, place: Term) -> bool:
+        """Whether the places that a lane sees grow from turn to turn."""
+        loops = [a for a in self.nest.reduced if a is not self.vector]
+        if self.vector in self.nest.reduced:
+            loops.append(self.vector)
+        if not isinstance(place, Place) or not isinstance(place.index, Expr):
+            return False
+        steps = [place.index.poly.get((a.variable,), 0) for a in loops]
+        return all(type(n) is int for n in steps) and steps[-1:] > [0] and steps == sorted(set(steps))[::-1]
 
     def added(self, term: Term, held: Value) -> Value:
         """A sum of doubles after a turn, by the units that multiply where others convert floats meanwhile."""

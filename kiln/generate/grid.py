@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -415,18 +416,12 @@ def extent(axis: Axis) -> int:
 
 def reduced_extent(nest: Nest) -> int:
     """The elements that are folded into one."""
-    count = 1
-    for a in nest.reduced:
-        count *= extent(a)
-    return count
+    return math.prod(map(extent, nest.reduced))
 
 
 def kept_extent(nest: Nest) -> int:
     """The results of each fold."""
-    count = 1
-    for a in nest.kept:
-        count *= extent(a)
-    return count
+    return math.prod(map(extent, nest.kept))
 
 
 def power_of_two(n: int) -> int:

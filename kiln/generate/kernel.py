@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
+from kiln.fuse.moments import is_plain
 from kiln.fuse.nest import (
     Apply,
     Axis,
@@ -22,6 +23,7 @@ from kiln.fuse.nest import (
     Place,
     Store,
     Term,
+    children,
     terms,
 )
 from kiln.generate import avx512
@@ -31,6 +33,7 @@ from kiln.generate.lanes import (
     across_lanes,
     combined,
     first_lane,
+    varying,
     with_first_lane,
 )
 from kiln.generate.llvm import THOROUGH, Value
@@ -228,7 +231,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         """How many vectors one turn takes: several where a turn is short, so that folds wait less."""
         assert self.vector is not None
         found = terms(iter(roots))
-        simple = len(found) <= SHORT_TURN and all(
+        loops = {a.variable for a in self.nest.reduced} | {self.vector.variable}
+        simple = len(varying(found, loops)) <= SHORT_TURN and all(
             t.op not in COSTLY if isinstance(t, Apply) else not getattr(t, "places", ()) for t in found
         )
         if not simple or any(t.dtype.itemsize > 4 for t in found if isinstance(t, (Load, Apply))):
@@ -346,6 +350,20 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             return found, self.pass_over_powers
         return self.moments(), self.pass_for_moments
 
+    def before_loops(self, roots: list[Term]) -> None:
+        """Compute what is read from memory and the same in all turns of the loops over the reduced axes.
+
+        Loops that may have no turn leave such reads inside.
+        """
+        reduced = self.nest.reduced
+        if self.sizes or any(a.size == 0 for a in reduced):
+            return
+        found = terms(roots)
+        moving = varying(found, {a.variable for a in reduced})
+        for term in [below for t in found if id(t) in moving for below in children(t)]:
+            if isinstance(term, Apply) and id(term) not in moving and is_plain(term):
+                self.value(term)
+
     def phase(self, folds: list[Fold], stores: list[Store]) -> None:
         """The loops over the reduced axes, once: folds some values, stores others."""
         wanted, forgets = folds, forgetful(self.nest)
@@ -354,10 +372,14 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         wide = self.width if across else self.lanes
         start = [part for fold in folds for part in self.neutral(fold, wide)]
         asked = self.long_phase()
+        self.before_loops([f.value for f in folds] + [s.value for s in stores])
 
         def body(carried: list[Value]) -> list[Value]:
             if self.now == asked:
                 self.fetch_next()
+            if across and axes and self.now == 0:
+                assert self.vector is not None
+                self.fetch_piece(axes[-1], hinted(self.vector.size), [f.value for f in folds])
             results = self.advanced(folds, carried)
             for store in stores:
                 self.store(store)

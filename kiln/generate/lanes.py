@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
@@ -35,6 +35,17 @@ def row_terms(roots: list[Term]) -> list[Term]:
     for root in roots:
         visit(root)
     return list(seen.values())
+
+
+def varying(found: list[Term], variables: Set[Expr]) -> set[int]:
+    """The ids of terms, given children first, that depend on one of these loops and on no fold."""
+    ids: set[int] = set()
+    for term in found:
+        index = getattr(term, "index", None)
+        inside = isinstance(index, Expr) and not variables.isdisjoint(index.symbols())
+        if inside or not isinstance(term, Fold) and any(id(child) in ids for child in children(term)):
+            ids.add(id(term))
+    return ids
 
 
 def aligned(values: list[Value], op: str) -> list[Value]:

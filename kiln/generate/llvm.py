@@ -100,6 +100,26 @@ def _bf16_bits(number: float) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
+Operator: TypeAlias = "Callable[[Value, Value | Number], Value]"
+
+
+def _operator(float_op: str, signed: str, unsigned: str = "") -> Operator:
+    """The instruction of an operator: for floats, for signed integers, and for others where that differs."""
+
+    def emit(self: Value, other: Value | Number) -> Value:
+        left, right = self._beside(other)
+        op = float_op if left.type.is_float else signed if left.type.signed or not unsigned else unsigned
+        if left.type.is_float and self.fn.module.contracts:
+            op += " contract"
+        return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", left.type)
+
+    return emit
+
+
+def _comparison(relation: str) -> Operator:
+    return lambda self, other: self.compare(relation, other)
+
+
 class Value:
     """An SSA value in a function under construction; Python's operators emit instructions."""
 
@@ -126,45 +146,22 @@ class Value:
             f"shufflevector {wide} {first.text}, {wide} poison, <{width} x i32> zeroinitializer", wide
         )
 
-    def _binary(self, other: Value | Number, float_op: str, signed: str, unsigned: str = "") -> Value:
-        left = (
-            self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
-        )
-        right = left.like(other)
-        op = float_op if left.type.is_float else signed if left.type.signed or not unsigned else unsigned
-        if left.type.is_float and self.fn.module.contracts:
-            op += " contract"
-        return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", left.type)
+    def _beside(self, other: Value | Number) -> tuple[Value, Value]:
+        """This value and another one, both of the wider one's width."""
+        wider = isinstance(other, Value) and other.type.width > self.type.width
+        left = other.like(self) if wider else self  # type: ignore[union-attr]
+        return left, left.like(other)
 
-    def __add__(self, other: Value | Number) -> Value:
-        return self._binary(other, "fadd", "add")
-
-    def __sub__(self, other: Value | Number) -> Value:
-        return self._binary(other, "fsub", "sub")
-
-    def __mul__(self, other: Value | Number) -> Value:
-        return self._binary(other, "fmul", "mul")
-
-    def __truediv__(self, other: Value | Number) -> Value:
-        return self._binary(other, "fdiv", "sdiv", "udiv")
-
-    def __mod__(self, other: Value | Number) -> Value:
-        return self._binary(other, "frem", "srem", "urem")
-
-    def __and__(self, other: Value | Number) -> Value:
-        return self._binary(other, "and", "and")
-
-    def __or__(self, other: Value | Number) -> Value:
-        return self._binary(other, "or", "or")
-
-    def __xor__(self, other: Value | Number) -> Value:
-        return self._binary(other, "xor", "xor")
-
-    def __lshift__(self, other: Value | Number) -> Value:
-        return self._binary(other, "shl", "shl")
-
-    def __rshift__(self, other: Value | Number) -> Value:
-        return self._binary(other, "ashr", "ashr", "lshr")
+    __add__ = _operator("fadd", "add")
+    __sub__ = _operator("fsub", "sub")
+    __mul__ = _operator("fmul", "mul")
+    __truediv__ = _operator("fdiv", "sdiv", "udiv")
+    __mod__ = _operator("frem", "srem", "urem")
+    __and__ = _operator("and", "and")
+    __or__ = _operator("or", "or")
+    __xor__ = _operator("xor", "xor")
+    __lshift__ = _operator("shl", "shl")
+    __rshift__ = _operator("ashr", "ashr", "lshr")
 
     def __radd__(self, other: Number) -> Value:
         return self.like(other) + self
@@ -188,10 +185,7 @@ class Value:
 
     def compare(self, relation: str, other: Value | Number) -> Value:
         """A mask: `relation` is eq, ne, lt, le, gt or ge; false where a number is not one, but for ne."""
-        left = (
-            self if not isinstance(other, Value) or other.type.width <= self.type.width else other.like(self)
-        )
-        right = left.like(other)
+        left, right = self._beside(other)
         if left.type.is_float:
             op = f"fcmp {'une' if relation == 'ne' else 'o' + relation}"
         elif relation in ("eq", "ne"):
@@ -200,17 +194,10 @@ class Value:
             op = f"icmp {'s' if left.type.signed and left.type.kind != 'i1' else 'u'}{relation}"
         return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", I1.wide(left.type.width))
 
-    def __lt__(self, other: Value | Number) -> Value:
-        return self.compare("lt", other)
-
-    def __le__(self, other: Value | Number) -> Value:
-        return self.compare("le", other)
-
-    def __gt__(self, other: Value | Number) -> Value:
-        return self.compare("gt", other)
-
-    def __ge__(self, other: Value | Number) -> Value:
-        return self.compare("ge", other)
+    __lt__ = _comparison("lt")
+    __le__ = _comparison("le")
+    __gt__ = _comparison("gt")
+    __ge__ = _comparison("ge")
 
     def where(self, yes: Value | Number, no: Value | Number) -> Value:
         """`yes` in the lanes of this mask, `no` in the others."""
@@ -544,9 +531,7 @@ class Module:
         self._declared.setdefault(name, text)
 
     def text(self) -> str:
-        own = {f.name for f in self.functions}
-        declared = [text for name, text in self._declared.items() if name not in own]
-        return "\n".join([*declared, self.definitions()])
+        return "\n".join([*self.declarations().values(), self.definitions()])
 
     def declarations(self) -> dict[str, str]:
         """What the functions call and do not define, by name."""

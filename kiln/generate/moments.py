@@ -67,7 +67,8 @@ class Moments(Values):
 def _are_moments(total: Fold, squares: Fold) -> bool:
     """Whether folds are the sum of elements of f32 and that of squares of their distances from its share."""
     element, power = _widened(total), _widened(squares)
-    if not isinstance(element, Load) or not is_call(power, "mul") or power.args[0] is not power.args[1]:
+    source = element.args[0] if is_call(element, "convert") else element
+    if not isinstance(source, Load) or not is_call(power, "mul") or power.args[0] is not power.args[1]:
         return False
     distance = power.args[0]
     if (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kiln.base.expressions import FLOORDIV
-from kiln.base.symbols import Expr
-from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, terms
+from kiln.fuse.nest import Apply, Axis, Load, Nest, Term, terms
+from kiln.fuse.peel import turning
 
 #: Pieces of one loop at most, and of one whose body has few terms: it is written once for each.
 MOST, MOST_OF_SHORT, SHORT = 4, 9, 64
@@ -19,7 +18,7 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     """Where conditions on the variable of a loop change, in order; none where pieces were short or many."""
     if type(axis.size) is not int or axis.low != 0:
         return []
-    found = {border for term in _conditions(nest) if (border := _border(term, axis)) is not None}
+    found = {turn[1] for term in _conditions(nest) if (turn := turning(term, (axis,))) is not None}
     inside = sorted(b for b in found if 0 < b < axis.size)
     edges = [0, *inside, axis.size]
     most = MOST_OF_SHORT if len(nest.terms()) <= SHORT else MOST
@@ -40,9 +39,9 @@ def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:
     for term in nest.terms():
         if not isinstance(term, Apply):
             continue
-        border = _border(term, axis)
-        if border is not None and not low < border < high:
-            known[id(term)] = (high <= border) == (term.op == "lt")
+        turn = turning(term, (axis,))
+        if turn is not None and not low < turn[1] < high:
+            known[id(term)] = (high <= turn[1]) == turn[2]
         for name, short in (ALL, ANY):
             if term.op == name:
                 given = [known.get(id(arg)) for arg in term.args]
@@ -60,27 +59,3 @@ def _conditions(nest: Nest) -> list[Term]:
         if isinstance(term, Load) and term.valid is not None:
             found.append(term.valid)
     return terms(iter(found))
-
-
-def _border(term: Term, axis: Axis) -> int | None:
-    """The first turn in which `place + a < b` fails or `place + a >= b` holds; None for others.
-
-    The place is the variable, a multiple or a quotient of it.
-    """
-    if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
-        return None
-    place, bound = term.args
-    if not isinstance(place, Place) or not isinstance(bound, Const) or not isinstance(place.index, Expr):
-        return None
-    if place.index.symbols() != {axis.variable} or type(bound.value) is not int:
-        return None
-    room = bound.value - place.index.poly.get((), 0)
-    (moving, step), *more = [(m, factor) for m, factor in place.index.poly.items() if m] or [((), 0)]
-    if more or len(moving) != 1 or type(step) is not int or step < 1:
-        return None
-    (atom,) = moving
-    if atom is axis.variable:
-        return int(-(-room // step))
-    if step != 1 or atom.op is not FLOORDIV or atom.args[0] is not axis.variable:
-        return None
-    return int(room * atom.args[1]) if type(atom.args[1]) is int else None

@@ -24,20 +24,19 @@ def _either(float_form: Scalar, integer_form: Scalar) -> Scalar:
     return lambda *args: (float_form if args[0].type.is_float else integer_form)(*args)
 
 
-def maximum(a: Value, b: Value) -> Value:
-    """The larger; a NaN wins."""
-    if (own := functions.own_function("maximum", a)) is not None:
-        return own(a, b)
-    wins = a > b
-    return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
+def _choice(name: str, relation: str) -> Scalar:
+    """The larger or the smaller of two; a NaN wins."""
+
+    def choose(a: Value, b: Value) -> Value:
+        if (own := functions.own_function(name, a)) is not None:
+            return own(a, b)
+        wins = a.compare(relation, b)
+        return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
+
+    return choose
 
 
-def minimum(a: Value, b: Value) -> Value:
-    """The smaller; a NaN wins."""
-    if (own := functions.own_function("minimum", a)) is not None:
-        return own(a, b)
-    wins = a < b
-    return (wins | functions.is_nan(a)).where(a, b) if a.type.is_float else wins.where(a, b)
+maximum, minimum = _choice("maximum", "gt"), _choice("minimum", "lt")
 
 
 def _extreme(name: str) -> Scalar:
@@ -249,10 +248,22 @@ def _first(relation: str) -> Callable[..., tuple[Value, Value]]:
     return combine
 
 
-#: Folds that carry a place with each value.
+def _further(relation: str) -> Callable[..., tuple[Value, Value]]:
+    """The same of a value with a place before the other's."""
+
+    def combine(a: Value, here: Value, b: Value, there: Value) -> tuple[Value, Value]:
+        taken = b.compare(relation, a)
+        if a.type.is_float:  # better or not comparable, and what is held is a number
+            taken = b.fn.emit(f"fcmp u{relation} {b.type} {b.text}, {a.text}", taken.type) & a.compare("eq", a)
+        return taken.where(b, a), taken.where(there, here)
+
+    return combine
+
+
+#: Folds that carry a place with each value, which is 0 at first: of what is no better than nothing at all the
+#: first element is the best. How two of them become one, in any order and where the second comes later.
 PLACED: dict[str, Callable[..., tuple[Value, Value]]] = {"argmax": _first("gt"), "argmin": _first("lt")}
-#: Where these start: after every place.
-NOWHERE = (1 << 63) - 1
+IN_ORDER: dict[str, Callable[..., tuple[Value, Value]]] = {"argmax": _further("gt"), "argmin": _further("lt")}
 
 
 def convert(x: Value, dtype: torch.dtype) -> Value:

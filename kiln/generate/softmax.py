@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kiln.fuse.nest import Apply, Fold, Nest, Term, children
+from kiln.fuse.pairs import pair_of
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value, fma
@@ -11,13 +12,10 @@ from kiln.generate.scalar import TYPES
 
 def pair(nest: Nest) -> tuple[Fold, Fold] | None:
     """The first two folds of a nest where they are a largest value and a sum of exponentials below it."""
-    found = [f for f in nest.folds() if f.phase < 2]
-    if len(found) != 2 or any(s.phase < 2 and not s.kept for s in nest.stores):
+    if any(s.phase < 2 and not s.kept for s in nest.stores):
         return None
-    top, total = sorted(found, key=lambda f: f.phase)
-    if (top.kind, total.kind, top.phase, total.phase) != ("amax", "sum", 0, 1):
-        return None
-    return (top, total) if subtracted(total.value) is top else None
+    found = pair_of(*([f for f in nest.folds() if f.phase == phase] for phase in (0, 1)))
+    return found if found is not None and subtracted(found[1].value) is found[0] else None
 
 
 def forgetful(nest: Nest) -> Fold | None:

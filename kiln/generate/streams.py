@@ -28,6 +28,8 @@ LINE = 64
 USUAL_CACHE = 32 << 20
 #: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself.
 SHORTEST, LONGEST = 512, 1 << 17
+#: Elements of a piece of memory of which later ones are asked for, and how many bytes before they are read.
+LONGEST_PIECE, BEFORE = 1 << 13, 12 << 10
 #: Bytes of a nest that the nearest caches do not hold.
 FAR = 1 << 20
 
@@ -161,21 +163,42 @@ class Streams(Values):
         outer = self.outer()
         if not outer or self.lanes != self.width or self.live is not None or not self.goes_far():
             return
-        fn, axis = self.fn, outer[-1]
+        # Into the second cache where rows are gone over again: the nearest has this one.
+        self.ask_for(outer[-1], 1, self.fetched(outer[-1]), 2 if self.nest.reduced else 3)
+
+    def fetch_piece(self, axis: Axis, length: int, roots: list[Term]) -> None:
+        """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.
+
+        The processor does not foresee pieces that do not follow each other, nor those that take some time.
+        """
+        whole = self.lanes % self.width == 0 and self.live is None
+        if not whole or length > LONGEST_PIECE or moved(self.nest) < FAR:
+            return
+        assert self.vector is not None
+        found = []
+        for load in terms(roots):
+            if isinstance(load, Load) and isinstance(load.index, Expr) and not load.places and not load.valid:
+                apart, step = (load.index.poly.get((a.variable,), 0) for a in (axis, self.vector))
+                if step == 1 and hinted(apart) >= length:
+                    found.append(load)
+        if found:
+            self.ask_for(axis, -(-BEFORE // (length * found[0].dtype.itemsize)), found, 2)
+
+    def ask_for(self, axis: Axis, ahead: int, loads: list[Load], near: int) -> None:
+        """Ask for what is read some turns of a loop later, at the most in its last one."""
+        fn = self.fn
         here = self.variables[axis.variable]
-        later, last = here + 1, self.index(axis.size) - 1
+        later, last = here + ahead, self.index(axis.size) - 1
         known, self.layers, self.indices = (self.layers, self.indices), [{}], [{}]
         self.variables[axis.variable] = (later < last).where(later, last)
-        for load in self.fetched(axis):
+        for load in loads:
             for place in load.places:
                 self.variables[place.symbol] = self.lane_or_value(place.term)
             first = self.index(load.index)
-            read, data = fn.constant(0, I32), fn.constant(1, I32)
-            # Into the second cache where rows are gone over again: the nearest has this one.
-            near = fn.constant(2 if self.nest.reduced else 3, I32)
-            for lane in range(0, self.width, LINE // load.dtype.itemsize):
+            hints = [fn.constant(n, I32) for n in (0, near, 1)]
+            for lane in range(0, self.lanes, LINE // load.dtype.itemsize):
                 address = fn.at(self.pointers[load.buffer], first + lane, TYPES[load.dtype])
-                fn.call("llvm.prefetch.p0", VOID, address, read, near, data)
+                fn.call("llvm.prefetch.p0", VOID, address, *hints)
         self.variables[axis.variable] = here
         self.layers, self.indices = known
 
@@ -242,8 +265,10 @@ def _number(fn: Function, pointer: Value) -> Value:
 
 def moved(nest: Nest) -> int:
     """Bytes of what a nest reads and writes in all of its loops, by the sizes when traced."""
-    variables = {a.variable for a in nest.axes}
-    places = {t.buffer: t.index for t in nest.terms() if isinstance(t, Load)}
-    places |= {s.buffer: s.index for s in nest.stores}
-    large = [b for b, index in places.items() if isinstance(index, Expr) and variables <= index.symbols()]
+    bounds = [part for a in nest.axes for part in (a.low, a.size) if isinstance(part, Expr)]
+    parts = set[Expr]().union(*[part.symbols() for part in bounds])  # their loops are seen in others
+    variables = {a.variable for a in nest.axes} - parts
+    places = [(t.buffer, t.index) for t in nest.terms() if isinstance(t, Load)]
+    places += [(s.buffer, s.index) for s in nest.stores]
+    large = {b for b, index in places if isinstance(index, Expr) and variables <= index.symbols()}
     return sum(nest.volume() * b.dtype.itemsize for b in large)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.lower import DIVISIONS
@@ -25,7 +27,7 @@ from kiln.generate.functions import compute_type
 from kiln.generate.lanes import STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
-from kiln.generate.scalar import FOLDS, NOWHERE, SCALARS, TYPES, convert
+from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import bounded
 
@@ -168,7 +170,7 @@ class Values(Reads):
             return self.fn.constant(term.value, kind)
         if isinstance(term, Place):
             self.bind(term.places)
-            return self.lanes_of(term.index)
+            return self.lanes_of(term.index) if term.dtype is torch.int64 else self.narrow(term.index)
         if isinstance(term, Load):
             return self.load(term)
         if isinstance(term, Apply):
@@ -274,7 +276,7 @@ class Values(Reads):
         kind = compute_type(TYPES[fold.value.dtype]).wide(wide)
         floating, integral, _ = FOLDS[fold.kind.replace("arg", "a")]
         start = self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
-        return [start] if fold.place is None else [start, self.fn.constant(NOWHERE, I64.wide(wide))]
+        return [start] if fold.place is None else [start, self.fn.constant(0, TYPES[fold.dtype].wide(wide))]
 
     # Indices
 
@@ -349,6 +351,13 @@ class Values(Reads):
         self.variables[variable] = scalar
         self.pop()
         return value
+
+    def narrow(self, index: Any) -> Value:
+        """The same in 32 bits."""
+        step = self.stride(index)
+        if self.lanes == 1 or not step:
+            return self.lanes_of(index).to(I32)
+        return self.index(index).to(I32).splat(self.lanes) + self.ramp(self.lanes, I32) * step
 
     def ramp(self, lanes: int, kind: Type = I64) -> Value:
         """0, 1, 2, … in the lanes."""

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 import torch
 
 from kiln import _launch
+from kiln.generate.code import Store as Store
 from kiln.generate.cpu import workers
 from kiln.generate.device import Function
 from kiln.generate.nvptx import depends_on
@@ -29,13 +29,6 @@ FUNCTIONS = (
     "cuLaunchKernel", "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorString",
     "cuLaunchKernelEx",
 )  # fmt: skip
-
-
-class Store(Protocol):
-    """Where machine code is kept between processes."""
-
-    def get(self, key: str) -> bytes | None: ...
-    def put(self, key: str, data: bytes) -> None: ...
 
 
 class DriverError(RuntimeError):

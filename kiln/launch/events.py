@@ -18,8 +18,8 @@ from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.launch.memory import Lodging, least, size_of
 from kiln.launch.shims import Shim, shim_of
-from kiln.launch.shown import Strided, strided
-from kiln.ops.aliases import bases_in
+from kiln.launch.shown import ahead_of
+from kiln.ops.aliases import base_of, bases_in
 
 APART = 16 << 10  # bytes of a value that is worth memory of its own
 SMALL = APART, APART >> 2, APART >> 4  # bytes from which on values may have it
@@ -41,9 +41,10 @@ class Event:
     reads: tuple[Node, ...]
     makes: tuple[Node, ...]
     launch: Launch | None = None
-    view: Strided | None = None
     node: Node | None = None
     shim: Shim | None = None
+    ahead: Any = None
+    """Of a view: how many elements after those of what it shows it starts."""
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ def outputs_early(listed: list[Event]) -> list[Event]:
             start, views, todo = fixed, set[int](), list(event.reads)
             while todo:
                 at = places.get(todo.pop(), -1)
-                if at >= 0 and order[at].view is not None:
+                if at >= 0 and order[at].ahead is not None:
                     views.add(at)
                     todo += order[at].reads
                 else:
@@ -120,7 +121,7 @@ def outputs_early(listed: list[Event]) -> list[Event]:
             order.insert(start + len(moved), event)
         else:
             order.append(event)
-            if event.launch is None and event.view is None and event.shim is None:
+            if event.launch is None and event.ahead is None and event.shim is None:
                 fixed = len(order)
         for i in range(start, len(order)):
             places.update(dict.fromkeys(order[i].makes, i))
@@ -163,8 +164,8 @@ def _call(events: Events, node: Node) -> Event:
         base = _base(node, made)
         if base is not None:
             events.owners[made] = events.value(base)
-    view = strided(node) if node in events.owners else None
-    return Event(tuple(reads), makes, view=view, node=node, shim=None if view else shim_of(node))
+    ahead = ahead_of(node) if node in events.owners else None
+    return Event(tuple(reads), makes, None, node, shim_of(node) if ahead is None else None, ahead)
 
 
 def _symbols(value: Any) -> list[Symbol]:
@@ -177,14 +178,8 @@ def _base(node: Node, made: Node) -> Node | None:
     """The argument in whose memory a result of a call lies."""
     if not isinstance(node.op, torch._ops.OpOverload):
         return None
-    bases = bases_in(node.op)
-    place = made.args[1] if made is not node and len(bases) > 1 else 0
-    index = bases[place] if place < len(bases) else None
-    if index is None:
-        return None
-    base = (
-        node.args[index] if index < len(node.args) else node.kwargs.get(node.op._schema.arguments[index].name)
-    )
+    place = made.args[1] if made is not node and len(bases_in(node.op)) > 1 else 0
+    base = base_of(node.op, node.args, node.kwargs, place)
     return base if type(base) is Node else next(iter(nodes_in(base)), None)
 
 
@@ -224,7 +219,7 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
 
 def _takes(event: Event) -> bool:
     """Whether a step is a call that takes memory for what it gives, and maybe for a while."""
-    if event.node is None or event.view is not None or event.node.op is operator.getitem:
+    if event.node is None or event.ahead is not None or event.node.op is operator.getitem:
         return False
     return event.shim is None or not event.shim.writes
 
@@ -270,6 +265,6 @@ def native_reads(events: Events) -> set[Node]:
     for event in events.listed:
         if event.launch is not None:
             found.update(event.reads)
-        elif event.node is not None and (event.view is not None or event.node.op in STRIDES):
+        elif event.node is not None and (event.ahead is not None or event.node.op in STRIDES):
             found.add(events.value(event.node.args[0]))
     return found

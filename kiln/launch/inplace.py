@@ -48,8 +48,9 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
             used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)
-            if not nest.reduced and _in_vectors(nest):  # what is loaded by one term is loaded once in a turn
-                later = {b for b in later if len({id(load) for *_, load in loads[b]}) > 1}
+            if later and not nest.ordered and _in_vectors(nest):  # what one term loads is loaded once in a turn
+                again = _later(nest, store, store.phase + 1)
+                later = {b for b in later if b in again or len({id(load) for *_, load in loads[b]}) > 1}
             found[written] = [b for b in found[written] if b in used and b not in later]
     return found
 
@@ -84,12 +85,19 @@ def _in_vectors(nest: Nest) -> bool:
     )
 
 
-def _later(nest: Nest, store: Store) -> set[Buffer]:
-    """The buffers that may be loaded after a store: in later phases, or in its own for what follows it."""
-    place = nest.stores.index(store)
-    after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) > (store.phase, place)]
-    folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= store.phase]
-    return _loads([*after, *folds])
+def _later(nest: Nest, store: Store, phase: int | None = None) -> set[Buffer]:
+    """The buffers that may be loaded after a store: from a phase on, or from its own for what follows it."""
+    start = (store.phase, nest.stores.index(store) + 1) if phase is None else (phase, 0)
+    after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) >= start]
+    folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= start[0]]
+    found, seen, todo = set[Buffer](), set[int](), [*after, *[part for fold in folds for part in children(fold)]]
+    while todo:
+        term = todo.pop()
+        if id(term) not in seen and not isinstance(term, Fold):  # folds of earlier phases are done
+            seen.add(id(term))
+            found.update([term.buffer] if isinstance(term, Load) else ())
+            todo += children(term)
+    return found
 
 
 def _loads(roots: list[Term]) -> set[Buffer]:

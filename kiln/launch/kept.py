@@ -27,7 +27,7 @@ from kiln._launch import Plan
 from kiln.base import records
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, mapped
 from kiln.base.options import Settings
 from kiln.generate.code import Store, kept_code
 from kiln.generate.cpu import depends_on
@@ -188,19 +188,15 @@ class _Shown:
 
     def value(self, value: Any) -> str:
         """An argument of a node."""
-        kind = type(value)
-        if kind is Node:
-            return str(value.name)
-        if kind is tuple or kind is list:
-            return f"{kind.__name__}({', '.join(map(self.value, value))})"
-        if kind is dict:
-            return f"dict({', '.join(f'{self.value(k)}: {self.value(v)}' for k, v in value.items())})"
-        if kind is slice:
-            return f"slice{self.value((value.start, value.stop, value.step))}"
+        return repr(mapped(value, self._leaf))
+
+    def _leaf(self, value: Any) -> Any:
+        if type(value) is Node:
+            return {"node": value.name}
         if isinstance(value, Expr):
             self.scopes[id(value.scope)] = value.scope
-            return f"<{value}>"
-        return f"{kind.__name__} {_encoded(value)}"
+            return {"size": str(value)}
+        return _encoded(value)
 
 
 def _tensor(value: Any) -> tuple[str, list[int], str]:

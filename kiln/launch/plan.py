@@ -122,7 +122,6 @@ class Planner:
         self.native = native_reads(self.events)
         self.lodgings: list[Lodging] = []
         self.homes: dict[Node, int | Place] = {}
-        self.specs: dict[Node, TensorSpec] = {}
         self.names: list[str] = []
         self.lodged: dict[Node, int] = {}
         self.tensors: list[tuple[int, Any]] = []
@@ -240,7 +239,7 @@ class Planner:
         if found is None:
             found = self.lodged[node] = len(self.tensors)
             place = self.numbers.place(home.lodging, home.ahead)
-            self.tensors.append((place, self.form(self.specs.get(node) or node.spec)))
+            self.tensors.append((place, self.form(node.spec)))
         return PLACE, found
 
     # Steps
@@ -248,7 +247,7 @@ class Planner:
     def add(self, event: Event) -> None:
         if event.launch is not None:
             self.launch(event.launch, next(self.compiled))
-        elif event.view is not None:
+        elif event.ahead is not None:
             self.view(event)
         else:
             self.call(event)
@@ -328,15 +327,14 @@ class Planner:
         return node in self.lodgers if isinstance(self.homes[left], Place) else left in self.fresh
 
     def view(self, event: Event) -> None:
-        view, node = event.view, event.node
-        assert view is not None and node is not None
+        ahead, node = event.ahead, event.node
+        assert node is not None
         base = self.home(node.args[0])
         if isinstance(base, Place):
-            self.homes[node] = Place(base.lodging, base.ahead + view.ahead * node.spec.dtype.itemsize)
-            self.specs[node] = TensorSpec(view.shape, view.stride, node.spec.dtype, node.spec.device)
+            self.homes[node] = Place(base.lodging, base.ahead + ahead * node.spec.dtype.itemsize)
             return
-        form = (len(view.shape), self.numbers.run(view.shape), self.numbers.run(view.stride), 0)
-        self.steps.append(("show", self.slot(node), base, form, self.numbers.run((view.ahead,)), ()))
+        form, place = (*self.form(node.spec)[:3], 0), self.numbers.run((ahead,))
+        self.steps.append(("show", self.slot(node), base, form, place, ()))
 
     def call(self, event: Event) -> None:
         node, shim = event.node, event.shim

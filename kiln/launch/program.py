@@ -21,6 +21,7 @@ from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.epilogues import with_epilogues
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
+from kiln.expand.heads import grouped
 from kiln.expand.padding import padded
 from kiln.expand.products import by_onednn, summed_up
 from kiln.expand.sizes import determined
@@ -171,7 +172,7 @@ def is_watched(dump: Dump) -> bool:
 def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE) -> Program:
     """A graph of aten ops as a program, fused in one way."""
     given = revisable(graph, dump)
-    given = sealed(given) if settings.exact else padded(given)
+    given = sealed(given) if settings.exact else padded(grouped(given))
     with records.timed("expand", dump.name, dump.half):
         prims = unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims"))
     if not settings.exact:

@@ -154,56 +154,6 @@ def _kind(argument: Any) -> str:
     return KINDS.get(text, text)
 
 
-def _tensor(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("h", (ref(value),))] if isinstance(value, Node) else None
-
-
-def _maybe_tensor(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("o", () if value is None else (ref(value),))]
-
-
-def _tensors(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    if not all(isinstance(item, Node) for item in value):
-        return None
-    return [("l", tuple(map(ref, value))), ("n", len(value))]
-
-
-def _int(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return None if isinstance(value, Node) else [("i", numbers((value,)))]
-
-
-def _maybe_int(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("n", 0)] if value is None else [("p", numbers((value,)))]
-
-
-def _ints(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    values = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    return [("p", numbers(values)), ("n", len(values))]
-
-
-def _maybe_ints(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("n", 0), ("n", 0)] if value is None else [("P", numbers(tuple(value))), ("n", len(value))]
-
-
-def _bool(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("n", int(value))]
-
-
-def _bools(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("b", struct.pack(f"={len(value)}i", *map(int, value))), ("n", len(value))]
-
-
-def _number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return [("d", float(value))] if plain else None
-
-
-def _maybe_number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    if value is None:
-        return [("n", 0)]
-    return [("D", float(value))] if isinstance(value, (int, float)) else None
-
-
 @functools.lru_cache(None, typed=True)
 def _lasting(*values: Any) -> int:
     """The address of a text, of a number, or of such addresses, which stays: layers use few of them."""
@@ -221,18 +171,6 @@ def _lasting(*values: Any) -> int:
 _LASTING: list[Any] = []
 
 
-def _text(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("t", value)]
-
-
-def _maybe_text(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("n", 0)] if value is None else [("T", value)]
-
-
-def _maybe_numbers(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
-    return [("f", tuple(map(float, value))), ("n", len(value))]
-
-
 LASTING: dict[str, Callable[[Any], int]] = {
     "t": _lasting,
     "T": lambda text: _lasting(_lasting(text)),
@@ -245,11 +183,43 @@ def lasting(word: Word) -> Word:
     return "n", LASTING[word[0]](word[1])
 
 
+def _listed(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def _number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return [("d", float(value))] if plain else None
+
+
+def _maybe_number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    if value is None:
+        return [("n", 0)]
+    return [("D", float(value))] if isinstance(value, (int, float)) else None
+
+
+#: The words of an argument by its type; None for a value that has none. `ref` says what a node is in a plan,
+#: `numbers` where numbers stand in its table.
 MAKERS: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {
-    "Tensor": _tensor, "Tensor?": _maybe_tensor, "Tensor[]": _tensors, "int": _int, "int?": _maybe_int,
-    "int[]": _ints, "int[]?": _maybe_ints, "bool": _bool, "bool[]": _bools, "float": _number,
-    "number": _number, "Scalar": _number, "float?": _maybe_number, "optional[number]": _maybe_number,
-    "str": _text, "optional[str]": _maybe_text, "List[optional[number]]": _maybe_numbers,
+    "Tensor": lambda value, ref, numbers: [("h", (ref(value),))] if isinstance(value, Node) else None,
+    "Tensor?": lambda value, ref, numbers: [("o", () if value is None else (ref(value),))],
+    "Tensor[]": lambda value, ref, numbers: (
+        None if not all(isinstance(one, Node) for one in value)
+        else [("l", tuple(map(ref, value))), ("n", len(value))]),
+    "int": lambda value, ref, numbers: None if isinstance(value, Node) else [("i", numbers((value,)))],
+    "int?": lambda value, ref, numbers: [("n", 0)] if value is None else [("p", numbers((value,)))],
+    "int[]": lambda value, ref, numbers: [("p", numbers(_listed(value))), ("n", len(_listed(value)))],
+    "int[]?": lambda value, ref, numbers: (
+        [("n", 0), ("n", 0)] if value is None else [("P", numbers(tuple(value))), ("n", len(value))]),
+    "bool": lambda value, ref, numbers: [("n", int(value))],
+    "bool[]": lambda value, ref, numbers: [
+        ("b", struct.pack(f"={len(value)}i", *map(int, value))), ("n", len(value))],
+    **dict.fromkeys(("float", "number", "Scalar"), _number),
+    **dict.fromkeys(("float?", "optional[number]"), _maybe_number),
+    "str": lambda value, ref, numbers: [("t", value)],
+    "optional[str]": lambda value, ref, numbers: [("n", 0)] if value is None else [("T", value)],
+    "List[optional[number]]": lambda value, ref, numbers: [
+        ("f", tuple(map(float, value))), ("n", len(value))],
 }  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, copied, no
 from kiln.expand.expand import expand
 from kiln.expand.stacks import unstacked
 from kiln.fuse.lower import HALVES
-from kiln.ops.layout import is_dense
+from kiln.ops.layout import fills_memory
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
@@ -116,12 +116,6 @@ def has_side(node: Node) -> bool:
     return len(mine) == 1 and all(
         one.spec.shape == () or node.op in MOVES and fills_memory(one.spec) for one in others
     )
-
-
-def fills_memory(spec: TensorSpec) -> bool:
-    """Whether it is known that elements fill one block of memory: sizes that vary may leave gaps."""
-    known = all(type(number) is int for number in (*spec.shape, *spec.stride))
-    return known and is_dense(spec.shape, spec.stride)
 
 
 def with_numbers_again(graph: Graph, device: torch.device) -> None:

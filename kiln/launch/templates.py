@@ -20,6 +20,7 @@ from kiln.base.progress import watched
 from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Buffer
 from kiln.fuse.program import Program
+from kiln.fuse.repeats import nodes_of
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_view
 from kiln.generate.nvptx import Unsupported
@@ -100,9 +101,10 @@ def found(program: Program) -> list[Site]:
     readers: dict[Node, list[Step]] = {}
     makers: dict[Node, Step] = {}
     for step in program.steps:
-        for node in operands_of(step):
+        made, reads = nodes_of(step)
+        for node in reads:
             readers.setdefault(node, []).append(step)
-        makers.update(dict.fromkeys(results(step), step))
+        makers.update(dict.fromkeys(made, step))
     shown = set(nodes_in(program.graph.outputs))
 
     def only_reader(node: Node) -> Step | None:
@@ -253,8 +255,8 @@ def alone(site: Site, steps: Sequence[Step]) -> Program:
     Its inputs are those of the steps that the site has, whatever is done.
     """
     graph = Graph()
-    made = {node for step in site.steps for node in results(step)}
-    given = [node for step in site.steps for node in operands_of(step) if node not in made]
+    made = {node for step in site.steps for node in nodes_of(step)[0]}
+    given = [node for step in site.steps for node in nodes_of(step)[1] if node not in made]
     nodes = {node: graph.input(node.name, node.spec) for node in dict.fromkeys(given)}
     copies: list[Step] = []
     for step in steps:
@@ -267,16 +269,8 @@ def alone(site: Site, steps: Sequence[Step]) -> Program:
             nodes.update({n: graph.call(n.op, (), spec=n.spec) for n in step.writes.values()})
             reads, writes = ({b: nodes[n] for b, n in part.items()} for part in (step.reads, step.writes))
             copies.append(Launch(step.kernel, reads, writes, {}))
-    graph.outputs = tuple([nodes[n] for n in results(site.steps[-1])])
+    graph.outputs = tuple([nodes[n] for n in nodes_of(site.steps[-1])[0]])
     return Program(graph, copies)
-
-
-def results(step: Step) -> list[Node]:
-    return [step.node] if isinstance(step, Call) else list(step.writes.values())
-
-
-def operands_of(step: Step) -> list[Node]:
-    return step.node.inputs() if isinstance(step, Call) else list(step.reads.values())
 
 
 def seconds(run: Callable[[], Sequence[Any]]) -> float:

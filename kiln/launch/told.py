@@ -37,9 +37,9 @@ from kiln.generate.nvptx import WAITING
 from kiln.launch.device import capability
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.shims import shim_of
-from kiln.launch.shown import strided
+from kiln.launch.shown import ahead_of
 from kiln.launch.sources import computed_in
-from kiln.ops.aliases import bases_in
+from kiln.ops.aliases import base_of
 
 
 def tell(program: Program, graph: Graph, device: torch.device, dump: Dump, run: Any) -> None:
@@ -149,7 +149,7 @@ def steps_of(program: Program, names: dict[Any, str]) -> Iterable[Step]:
 
 
 def call_kind(node: Node) -> str:
-    if base_of(node) is not None and strided(node) is not None:
+    if shown_by(node) is not None and ahead_of(node) is not None:
         return "view"
     return "native" if shim_of(node) is not None else "python"
 
@@ -180,7 +180,7 @@ def alive(steps: Sequence[Made], outputs: Any) -> list[int]:
     last: dict[Node, int] = {}
     for i, (made, read, _) in enumerate(steps):
         for node in made:
-            base = base_of(node)
+            base = shown_by(node)
             if base is not None:
                 owners[node] = base
         last.update(dict.fromkeys(map(owner, (*made, *read)), i))
@@ -201,14 +201,11 @@ def total(sizes: Counter[int]) -> int:
     return sum(size * count for size, count in sizes.items())
 
 
-def base_of(node: Node) -> Node | None:
+def shown_by(node: Node) -> Node | None:
     """The value in whose memory another lies."""
-    if node.op is operator.getitem:
-        return node.args[0] if type(node.args[0]) is Node else None
-    bases = bases_in(node.op) if isinstance(node.op, torch._ops.OpOverload) else ()
-    if not bases or bases[0] is None or bases[0] >= len(node.args):
-        return None
-    base = node.args[bases[0]]
+    known = isinstance(node.op, torch._ops.OpOverload)
+    base = base_of(node.op, node.args, node.kwargs, 0) if known else None
+    base = node.args[0] if node.op is operator.getitem else base
     return base if type(base) is Node else None
 
 

@@ -68,29 +68,11 @@ class Measurement:
         """The row of the model itself."""
         return self.rows[0]
 
-    @property
-    def parameters(self) -> int:
-        return self.total.parameters
-
-    @property
-    def parameter_bytes(self) -> int:
-        return self.total.parameter_bytes
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self.total.buffer_bytes
-
-    @property
-    def saved_bytes(self) -> int:
-        return self.total.saved_bytes
-
-    @property
-    def flops(self) -> int:
-        return self.total.flops
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.total.peak_bytes
+    def __getattr__(self, name: str) -> Any:
+        """What the row of the model itself says: `parameters`, `flops`, `peak_bytes`, …"""
+        if name.startswith("_") or name not in dir(Row):
+            raise AttributeError(name)
+        return getattr(self.total, name)
 
     def __getitem__(self, name: str) -> Row:
         """The row of a module by its name; the model's own is ''."""

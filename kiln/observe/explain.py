@@ -8,16 +8,14 @@ from typing import Any
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
-from kiln.base.records import (
-    BreakRecord,
-    FallbackRecord,
-    GraphRecord,
-    RecompileRecord,
-    Records,
-    ResidualRecord,
-)
+from kiln.base.records import Records
 from kiln.bytecode.decompile import became, beside
 from kiln.observe.facts import Fact, facts
+
+
+def _listed(kind: str) -> Any:
+    """The records of one kind, in order."""
+    return property(lambda explanation: tuple(getattr(explanation.records, kind)))
 
 
 @dataclass(frozen=True)
@@ -32,25 +30,11 @@ class Explanation:
         """All of it as plain data."""
         return facts(self.records)
 
-    @property
-    def graph_records(self) -> tuple[GraphRecord, ...]:
-        return tuple(self.records.graphs)
-
-    @property
-    def breaks(self) -> tuple[BreakRecord, ...]:
-        return tuple(self.records.breaks)
-
-    @property
-    def recompiles(self) -> tuple[RecompileRecord, ...]:
-        return tuple(self.records.recompiles)
-
-    @property
-    def fallbacks(self) -> tuple[FallbackRecord, ...]:
-        return tuple(self.records.fallbacks)
-
-    @property
-    def residuals(self) -> tuple[ResidualRecord, ...]:
-        return tuple(self.records.residuals)
+    graph_records = _listed("graphs")
+    breaks = _listed("breaks")
+    recompiles = _listed("recompiles")
+    fallbacks = _listed("fallbacks")
+    residuals = _listed("residuals")
 
     @property
     def graphs(self) -> tuple[Any, ...]:

@@ -104,6 +104,12 @@ def is_dense(size: Size, stride: Size) -> bool:
     return True
 
 
+def fills_memory(spec: Any) -> bool:
+    """Whether it is known that the elements of a type fill one block of memory: sizes may vary."""
+    known = all(type(n) is int for n in (*spec.shape, *spec.stride))
+    return known and is_dense(spec.shape, spec.stride)
+
+
 def overlaps(size: Sequence[Any], stride: Sequence[Any]) -> bool:
     """Whether elements share a place in memory, by the sizes when traced."""
     reach = 1

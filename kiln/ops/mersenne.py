@@ -16,7 +16,7 @@ import torch
 from kiln import _mersenne
 from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
 from kiln.ops.fake import make
-from kiln.ops.layout import is_dense
+from kiln.ops.layout import fills_memory
 from kiln.ops.table import RULES, aten
 
 BITS = 53  # of a number that is compared with the chance of a one
@@ -98,10 +98,4 @@ def _is_mask(node: Node) -> bool:
         return False
     spec: TensorSpec = node.spec
     chance = argument(node, 1, "p", 0.5)
-    return spec.device.type == "cpu" and type(chance) is float and _is_dense(spec)
-
-
-def _is_dense(spec: TensorSpec) -> bool:
-    """Whether the elements fill their memory, each at one place: they are drawn in the order of memory."""
-    known = all(type(n) is int for n in (*spec.shape, *spec.stride))
-    return known and is_dense(spec.shape, spec.stride)
+    return spec.device.type == "cpu" and type(chance) is float and fills_memory(spec)

@@ -147,6 +147,8 @@ class Recording(Mode):
             if func in LIFTS and type(args[0]) is not FakeTensor:
                 self.bind(out, self._literal(args[0]))
                 return None
+            if func is aten._to_copy.default and not isinstance(args[0], Tensor):  # a number in a transform
+                func, kwargs = aten.scalar_tensor.default, {"dtype": out.dtype, "device": out.device}
         elif kind is not tuple and kind is not list and not (out is None or MUTATING[func]):
             return None
         argument = self.argument

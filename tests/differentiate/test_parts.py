@@ -1,4 +1,4 @@
-"""Graphs whose backward looks at numbers: differentiated in parts, the calls between them in eager."""
+"""Graphs that look at numbers, or whose backward does: differentiated in parts, those calls in eager."""
 
 from __future__ import annotations
 
@@ -77,7 +77,17 @@ class Twice(nn.Module):
         return self.last(a).sin() * b, b.sum()
 
 
-@pytest.mark.parametrize(("kind", "parts"), [(Experts, 3), (Twice, 2)])
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, ends):
+        y = self.first(x).relu()
+        return self.last(y / y.abs().max().item()).sin() * ends[0].item(), (y * y.sum().item()).sum()
+
+
+@pytest.mark.parametrize(("kind", "parts"), [(Experts, 3), (Twice, 2), (Scaled, 4)])
 @pytest.mark.parametrize("sizes", [(7, 7, 7), (7, 9, 11, 8)])
 def test_a_backward_that_looks_at_numbers_is_left_to_eager(kind, parts, sizes):
     torch.manual_seed(0)

@@ -1,0 +1,83 @@
+"""Numbers from random generators of Python: drawn before the graph runs, in the order of the program.
+
+The graph goes on with a number of which its type is known, and for an int the range. A program that looks at
+it breaks where it was drawn: capture begins again for that.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+from kiln.base.errors import Break
+from kiln.base.source import Arg, Const, Source
+from kiln.capture.calls import HANDLERS, Args, Kwargs, handles, native
+from kiln.capture.frame import Machine, Restart
+from kiln.capture.recorder import Recorder
+from kiln.capture.varying import Draw
+from kiln.ops.symint import wrap
+
+LARGEST = 1 << 62
+
+
+def refusal(function: Any) -> Break:
+    name = f"{getattr(function, '__module__', None) or 'random'}.{function.__qualname__}"
+    return Break("random-state", f"the number that {name} gives is needed", "draw it outside, and pass it in")
+
+
+def number(m: Machine, function: Any, owner: Source | None, args: Args, found: range | None) -> Any:
+    """A number that the function gives; an int is one of `found`."""
+    reason, step = refusal(function), m.frames[-1].step
+    reason.at = m.frames[-1].place()
+    low, high = (min(found[0], found[-1]), max(found[0], found[-1])) if found is not None else (None, None)
+    draw = Draw(f"__drawn{len(m.world.varying.draws)}", function, owner, args)
+    symbol = m.world.varying.drawn(draw, low, high, Restart(step, reason))
+    m.recorder.symbol(symbol, "value", Arg(-1, draw.name))
+    m.world.writes += 1
+    return wrap(symbol)
+
+
+def drawing(function: Any, like: Any, ints: Any) -> Any:
+    """How a method of generators is captured; `like` is that of a generator of no consequence."""
+
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        owner, *given = args
+        if type(owner) is random.Random and owner is not SHARED and m.source(owner) is None:
+            return native(m, function, args, kwargs)
+        whole = type(m.recorder) is Recorder  # a graph that runs once in a call
+        if kwargs or not whole or type(owner) is not type(like.__self__) or not {*map(type, given)} <= {int, float}:
+            raise refusal(function)
+        result = m.native(like, *given)  # raises what it raises
+        found = ints(*given) if ints else None
+        if type(result) not in (int, float) or found and max(map(abs, (found[0], found[-1]))) > LARGEST:
+            raise refusal(function)
+        return number(m, function, m.source(owner) or Const(owner), tuple(given), found)
+
+    return handler
+
+
+SHARED = random.random.__self__  # type: ignore[attr-defined]
+
+
+def draws(generator: Any, floats: str, ints: dict[str, Any]) -> None:
+    """Declare methods of such generators: those that give a float, and those that give an int of a range."""
+    for name in (*floats.split(), *ints):
+        function = getattr(type(generator), name)
+        handles(function)(drawing(function, getattr(generator, name), ints.get(name)))
+
+
+draws(
+    random.Random(0),
+    "random uniform triangular gauss normalvariate lognormvariate expovariate betavariate gammavariate",
+    {"randint": lambda a, b: range(a, b + 1), "randrange": range, "getrandbits": lambda k: range(1 << k)},
+)
+
+
+def declare_numpy() -> None:
+    """Declare numpy's generators, once a program has loaded them: that takes as long as a small capture."""
+    found = sys.modules.get("numpy.random")
+    if found is not None and id(found.RandomState.rand) not in HANDLERS:
+        names = "random uniform normal standard_normal"
+        draws(found.RandomState(0), f"{names} rand randn random_sample", {"randint": range})
+        draws(found.default_rng(0), names, {})

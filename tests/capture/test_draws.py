@@ -1,0 +1,144 @@
+"""Numbers from Python's random generators: drawn before the graph runs, one graph where nobody looks at them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import EAGER, How, Watch, kiln, one_graph, program, same_as_eager, t
+
+X = t(3)
+GENERATOR = random.Random(5)
+
+
+def seeded() -> None:
+    GENERATOR.seed(3)
+    numpy.random.seed(3)
+
+
+def states() -> list:
+    return [GENERATOR.getstate(), list(numpy.random.get_state()[1])]
+
+
+HOW = How(setup=seeded, state=states)
+
+
+@program(t(3, grad=True))
+def scales_and_offsets(x):
+    return x * random.random() + random.randint(1, 9), random.uniform(2, 3), random.gauss(0, 1)
+
+
+@program(X)
+def numbers_are_numbers(x):
+    a, b = random.random(), random.randrange(1, 9, 2)
+    return x**a, a * 2 + b, [a, b], x.clamp(max=a), torch.full((2,), a), isinstance(a, float)
+
+
+@program(X, how=HOW)
+def a_generator_from_outside(x):
+    return x * GENERATOR.random() + GENERATOR.randint(0, 5), GENERATOR.getrandbits(4)
+
+
+@program(X, how=HOW)
+def those_of_numpy(x):
+    return x * numpy.random.rand() + numpy.random.randint(3), numpy.random.uniform(1, 2), numpy.random.normal()
+
+
+@program(X)
+def a_number_that_nobody_uses(x):
+    random.random()
+    return x + 1
+
+
+@program(X)
+def a_range_answers_questions(x):
+    k = random.randint(2, 5)
+    return x * k if k > 1 else x
+
+
+@program(X, graphs=2, breaks=1)
+def a_branch_breaks_where_it_was_drawn(x):
+    y = x + 1
+    return y * 2 if random.random() < 2 else y
+
+
+@program(X, graphs=2, breaks=1)
+def across_a_break(x):
+    k = random.random()
+    y = x * k
+    kiln.graph_break()
+    return y + k + random.random()
+
+
+@program(X, raises=ValueError)
+def an_empty_range(x):
+    return x * random.randint(3, 1)
+
+
+SYSTEM = random.SystemRandom()
+
+
+@program(X, graphs=1, breaks=1)
+def a_subclass_breaks(x):
+    return x * SYSTEM.randint(3, 3)
+
+
+test_scales, test_numbers = scales_and_offsets, numbers_are_numbers
+test_outside, test_numpy, test_unused = a_generator_from_outside, those_of_numpy, a_number_that_nobody_uses
+test_range, test_branch, test_across = a_range_answers_questions, a_branch_breaks_where_it_was_drawn, across_a_break
+test_empty, test_subclass = an_empty_range, a_subclass_breaks
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x) * random.random()
+
+
+def test_each_layer_draws_its_own():
+    one_graph(nn.Sequential(*(Scaled() for _ in range(8))), X)
+
+
+def test_a_body_that_runs_again_breaks():
+    def f(x):
+        return checkpoint(lambda a: a.sin() * random.random(), x, use_reentrant=False)
+
+    same_as_eager(f, t(3, grad=True), how=How(recompiles=True))
+
+
+def test_the_generator_is_read_in_each_call():
+    class Holder:
+        def __init__(self, seed):
+            self.generator = random.Random(seed)
+
+    def f(x, holder):
+        return x * holder.generator.random()
+
+    watch = Watch(f)
+    for seed in (1, 2, 2, 3):
+        watch(X, Holder(seed))
+    assert EAGER or (watch.recompiles == 0 and not watch.breaks)
+
+
+def test_an_op_that_fails_draws_once():
+    def f(x, i):
+        return x[i] * GENERATOR.random()
+
+    outcomes = []
+    for run in (f, f if EAGER else kiln.compile(f)):
+        GENERATOR.seed(1)
+        for index in ([0, 1], [0, 5], [1, 1]):
+            try:
+                outcomes.append(run(X, torch.tensor(index)).tolist())
+            except IndexError:
+                outcomes.append(None)
+        outcomes.append(GENERATOR.random())
+    assert outcomes[1] is outcomes[5] is None
+    torch.testing.assert_close(torch.tensor(outcomes[0]), torch.tensor(outcomes[4]))
