@@ -158,6 +158,7 @@ layout_for(Plan *plan, const Value *slots)
     if (plan->fixed != NULL)
         return (Layout *)Py_NewRef(plan->fixed);
     PyObject *key = PyTuple_New(plan->symbols_count);
+    int known = 1; /* -0.0 is equal to 0.0, and another number */
     for (int i = 0; key != NULL && i < plan->symbols_count; i++) {
         const Value *value = &slots[plan->symbols[i].index];
         int dim = (int)plan->symbols[i].kind;
@@ -173,17 +174,20 @@ layout_for(Plan *plan, const Value *slots)
             Py_CLEAR(key);
         else
             PyTuple_SET_ITEM(key, i, number);
+        if (number != NULL && PyFloat_CheckExact(number) && PyFloat_AS_DOUBLE(number) == 0 &&
+            signbit(PyFloat_AS_DOUBLE(number)))
+            known = 0;
     }
     if (key == NULL)
         return NULL;
-    Layout *layout = (Layout *)Py_XNewRef(PyDict_GetItemWithError(plan->layouts, key));
+    Layout *layout = known ? (Layout *)Py_XNewRef(PyDict_GetItemWithError(plan->layouts, key)) : NULL;
     if (layout == NULL && !PyErr_Occurred()) {
         PyObject *given = PyObject_CallOneArg(plan->resolve, key);
         layout = given != NULL ? layout_new(given, plan) : NULL;
         Py_XDECREF(given);
         if (PyDict_GET_SIZE(plan->layouts) >= KNOWN_LAYOUTS)
             PyDict_Clear(plan->layouts);
-        if (layout != NULL && PyDict_SetItem(plan->layouts, key, (PyObject *)layout))
+        if (known && layout != NULL && PyDict_SetItem(plan->layouts, key, (PyObject *)layout))
             Py_CLEAR(layout);
     }
     Py_DECREF(key);

@@ -11,10 +11,14 @@ from kiln.base.dataclass import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Something in the making: `finish` waits for it; `is_done` says that there is nothing to wait for."""
+    """Something in the making: `finish` waits for it; `is_done` says that there is nothing to wait for.
+
+    `made` is what is there of it already, where that is worth a look.
+    """
 
     finish: Callable[[], Any]
     is_done: bool = True
+    made: Any = None
 
 
 def begin(compiler: Callable[[Any], Any], graph: Any) -> Begun:

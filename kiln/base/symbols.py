@@ -194,7 +194,10 @@ class Scope:
             why = f"the program needs the value of {value}, the item of a tensor"
             hint = "keep it a tensor, or move it out of the compiled function"
             raise self._needed(value) or Break("data-dependent", why, hint)
-        self.decide(eq(value, value.hint))
+        # Zeros of both signs are equal: what a float that is zero follows from tells them apart.
+        zero = value.real and value.hint == 0
+        for known in sorted(value.symbols(), key=lambda s: s.order) if zero else (value,):
+            self.decide(eq(known, known.hint))
         return value.hint
 
     def known(self, question: Truth) -> bool | None:

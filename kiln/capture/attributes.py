@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.base.source import Attr, Const, DictAttr, Item
+from kiln.base.source import Attr, Const, DictAttr, Global, Item
 from kiln.capture import symbolic
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
 from kiln.capture.wrappers import PLAIN_TYPES
-from kiln.check.guards import Absent, Contains, Length
+from kiln.check.guards import Absent, Contains, Is, Length
+from kiln.check.values import lookup
 from kiln.ops.fake import FakeTensor
 
 NATIVE_DESCRIPTORS = (
@@ -25,13 +26,8 @@ NATIVE_DESCRIPTORS = (
 )  # fmt: skip
 
 
-def mro_lookup(cls: type, name: str) -> Any:
-    """The raw value of `name` along the MRO of a class, or MISSING."""
-    for base in cls.__mro__:
-        space = base.__dict__
-        if name in space:
-            return space[name]
-    return MISSING
+#: The raw value of a name along the MRO of a class, or MISSING.
+mro_lookup = lookup
 
 
 def type_lookup(m: Machine, cls: type, name: str) -> Any:
@@ -293,6 +289,8 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
     value = space[name]
     overlay = m.world.spaces.get(id(space))
     if overlay is None and module.__name__.partition(".")[0] == "torch" and isinstance(value, STABLE):
+        if isinstance(value, PATCHED):
+            m.world.guard(Is(Global(Const(space, "globals"), name), value))
         return m.world.constant(value)
     found = m.world.read_global(space, name)
     if found is DELETED:
@@ -300,7 +298,9 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
     return found
 
 
+#: What is the same object wherever it is read in torch, and of that what programs put others in place of.
 STABLE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType, torch.dtype)
+PATCHED = STABLE[:2]
 
 
 def load_from_super(m: Machine, value: Any, name: str) -> Any:

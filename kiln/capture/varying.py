@@ -102,7 +102,7 @@ class Varying:
         if mode is False or type(value) is int and not -LIMIT <= value <= LIMIT:
             return False
         if Read(source) in self.dynamic.reads:
-            return math.isfinite(value)
+            return type(value) is int or math.isfinite(value) and value != 0  # a condition does not tell 0.0 from -0.0
         return mode is True and argument and type(value) is int and value not in (0, 1)
 
     def tensor(

@@ -64,17 +64,17 @@ def owned_tensors(
             held[name] = tensor
 
 
-def joined(data: Any, dtype: torch.dtype | None = None, device: Any = None, **rest: Any) -> torch.Tensor:
-    """`torch.tensor` of nested lists with tensors of one element among them, which fakes do not know."""
+def joined(
+    data: Any, dtype: torch.dtype | None = None, device: Any = None, *, function: Any = torch.tensor, **rest: Any
+) -> torch.Tensor:
+    """A tensor of nested lists with tensors of one element and open numbers among them, which fakes do not know."""
     leaves: list[Any] = []
     shape = _flattened(data, leaves)
-    if not shape or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return torch.tensor(data, dtype=dtype, device=device, **rest)
-    if dtype is None:
-        kinds = [torch.as_tensor(leaf).dtype for leaf in leaves]
-        dtype = functools.reduce(torch.promote_types, kinds)
-    parts = [torch.as_tensor(leaf, dtype=dtype, device=device).detach().reshape(()) for leaf in leaves]
-    made = torch.stack(parts).view(shape)
+    if isinstance(data, torch.Tensor) or not any(isinstance(v, (torch.Tensor, *SYMBOLIC)) for v in leaves):
+        return function(data, dtype=dtype, device=device, **rest)  # type: ignore[no-any-return]
+    parts = [torch.full((), v, device=device) if type(v) in SYMBOLIC else torch.as_tensor(v, device=device) for v in leaves]
+    dtype = functools.reduce(torch.promote_types, [v.dtype for v in parts]) if dtype is None else dtype
+    made = torch.stack([v.detach().to(dtype).reshape(()) for v in parts]).view(shape)
     return made.requires_grad_() if rest.get("requires_grad") else made
 
 
@@ -128,7 +128,8 @@ def packed(pool: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any)
 #: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them, or
 #: ask whether a tensor is of torch's own class.
 STAND_INS: dict[Any, Any] = {
-    torch.tensor: joined, functional.scaled_dot_product_attention: masks.attention,
+    functional.scaled_dot_product_attention: masks.attention,
+    **{f: functools.partial(joined, function=f) for f in (torch.tensor, torch.as_tensor, torch.asarray)},
     **{pool: functools.partial(packed, pool) for pool in (functional.max_pool1d, torch.max_pool1d)},
 }  # fmt: skip
 

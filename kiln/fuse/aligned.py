@@ -20,7 +20,21 @@ from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.merge import merged, rewritten
-from kiln.fuse.nest import Apply, Axis, Buffer, Const, Fold, Load, Nest, Place, Store, Term, children, terms
+from kiln.fuse.nest import (
+    Apply,
+    Axis,
+    Buffer,
+    Const,
+    Fold,
+    Load,
+    Nest,
+    Place,
+    Store,
+    Term,
+    children,
+    rebuilt,
+    terms,
+)
 from kiln.fuse.peel import substituted
 from kiln.fuse.split import along_memory, replaced
 
@@ -184,30 +198,14 @@ def unmasked(stores: list[Store], freed: dict[int, Term | None], asked: dict[int
 
     def built(term: Term) -> Term:
         if id(term) not in made:
-            new: Term = term
-            if isinstance(term, Load):
-                valid = freed.get(id(term), term.valid)
-                places = tuple([replace(c, term=built(asked.get(id(c.term), c.term))) for c in term.places])
-                new = replace(term, valid=None if valid is None else built(valid), places=places)
-            elif isinstance(term, Place) and term.places:
-                places = tuple([replace(c, term=built(asked.get(id(c.term), c.term))) for c in term.places])
-                new = replace(term, places=places)
-            elif children(term):
-                new = with_children(term, built)
-            made[id(term)] = new
+            new = replace(term, valid=freed[id(term)]) if id(term) in freed else term  # type: ignore[arg-type]
+            below = {id(child): built(child) for child in children(new)}
+            at_places = [place.term for place in getattr(new, "places", ()) if id(place.term) in asked]
+            below |= {id(old): built(asked[id(old)]) for old in at_places}
+            made[id(term)] = rebuilt(new, below)
         return made[id(term)]
 
     return [replace(store, value=built(store.value)) for store in stores]
-
-
-def with_children(term: Any, built: Callable[[Term], Term]) -> Term:
-    """A function, fold or place of other terms."""
-    if isinstance(term, Apply):
-        return replace(term, args=tuple([built(a) for a in term.args]))
-    if isinstance(term, Fold):
-        place = None if term.place is None else built(term.place)
-        return replace(term, value=built(term.value), place=place)
-    return replace(term, places=tuple([replace(c, term=built(c.term)) for c in term.places]))  # type: ignore[no-any-return]
 
 
 def starts_whole(load: Load, along: Axis) -> bool:
@@ -247,12 +245,8 @@ def without_rest(stores: list[Store], row: Axis, end: int) -> list[Store]:
         elif isinstance(term, Apply) and below_largest(term):
             largest = built(term.args[1])
             new = replace(term, args=(found[id(term.args[0])], largest))
-        elif isinstance(term, Load):
-            valid = None if term.valid is None else built(term.valid)
-            places = tuple([replace(c, term=built(c.term)) for c in term.places])
-            new = replace(term, valid=valid, places=places)
         elif children(term):
-            new = with_children(term, built)
+            new = rebuilt(term, {id(child): built(child) for child in children(term)})
         made[id(term)] = new
         return new  # type: ignore[no-any-return]
 

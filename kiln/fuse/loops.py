@@ -73,13 +73,7 @@ def _index_select(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
     return aten.index(x, places)
 
 
-def _embedding(
-    weight: torch.Tensor,
-    index: torch.Tensor,
-    padding: int = -1,
-    scale_by_freq: bool = False,
-    sparse: bool = False,
-) -> Any:
+def _embedding(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Any:
     return aten.index(weight, [_counted(index, weight.shape[0])]) if weight.dim() == 2 else NotImplemented
 
 
@@ -96,29 +90,14 @@ def _in_single(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype is torch.float32
 
 
-def _batch_norm(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    if training and _in_single(x) and math.prod(x.shape[2:]) == 1:
-        return NotImplemented  # eager adds row by row, with products that are not rounded
-    return batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+def _adds_rows(x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *_: Any) -> bool:
+    """Whether eager adds row by row, with products that are not rounded."""
+    return training and _in_single(x) and math.prod(x.shape[2:]) == 1
 
 
-def _batch_norm_functional(
-    x: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    if training and _in_single(x) and math.prod(x.shape[2:]) == 1:
-        return NotImplemented
-    return batch_norm_functional(x, weight, bias, mean, var, training, momentum, eps)
-
-
-def _batch_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: Any, mean: Any, var: Any, middle: Any, scale: Any,
-    training: bool, eps: float, mask: list[bool],
-) -> Any:  # fmt: skip
-    if training and _in_single(x):
-        return NotImplemented
-    return batch_norm_backward(grad, x, weight, mean, var, middle, scale, training, eps, mask)
+def _unless(called: Callable[..., bool], expansion: Callable[..., Any]) -> Callable[..., Any]:
+    """An expansion, but for arguments with which eager's kernel is called."""
+    return lambda *args: NotImplemented if called(*args) else expansion(*args)
 
 
 #: Expansions in addition to those of the level of primitives.
@@ -128,9 +107,11 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.prod.dim_int: _product,
     aten.index_select.default: _index_select,
     aten.embedding.default: _embedding,
-    aten.native_batch_norm.default: _batch_norm,
-    aten._native_batch_norm_legit_functional.default: _batch_norm_functional,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_batch_norm.default: _unless(_adds_rows, batch_norm),
+    aten._native_batch_norm_legit_functional.default: _unless(_adds_rows, batch_norm_functional),
+    aten.native_batch_norm_backward.default: _unless(
+        lambda grad, x, weight, mean, var, middle, scale, training, *_: training and _in_single(x),
+        batch_norm_backward),
     aten.max_pool2d_with_indices.default: max_pool,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     aten.avg_pool2d.default: avg_pool,
@@ -141,4 +122,4 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     # What `kiln.ops.random` left: those draw eager's numbers.
     aten.bernoulli.p: _eager,
     aten.bernoulli.default: _eager,
-}
+}  # fmt: skip

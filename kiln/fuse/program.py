@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import field, replace
+from itertools import chain
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.fuse.aligned import Aligning, apart
 from kiln.fuse.coalesce import LARGEST
+from kiln.fuse.costs import bytes_of
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged, rewritten
 from kiln.fuse.moments import in_one_pass
@@ -30,6 +33,8 @@ from kiln.fuse.views import is_map, place_of
 FAR = 8
 #: Single numbers that are worth a kernel of their own before all others.
 FEWEST = 4
+#: Bytes of memory that are worth another order of steps.
+MUCH = 16 << 10
 
 
 @dataclass(slots=True)
@@ -37,11 +42,13 @@ class Program:
     """What a graph became: steps in order, over the graph's inputs and outputs.
 
     `overwrites` gives for outputs the inputs in whose memory they may be written, once that is not read.
+    `left` are the bytes of more outputs, those of blocks for which its steps are repeated.
     """
 
     graph: Graph
     steps: list[Step]
     overwrites: dict[Node, Node] = field(default_factory=dict)
+    left: int = 0
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -81,7 +88,7 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
         steps = fuse_repeats(graph, steps_of)
     if cuts.at_once:
         steps = small_first(steps, set(nodes_in(graph.outputs)))
-    return Program(graph, [*steps, *left_over(graph, steps)])
+    return Program(graph, with_views(graph, steps))
 
 
 def small_first(steps: list[Step], outputs: set[Node]) -> list[Step]:
@@ -129,11 +136,23 @@ def without(step: Launch, nests: list[Nest]) -> Launch | None:
     return Launch(kernel, {b: owners[b] for b in read}, kept, step.scratch)
 
 
-def left_over(graph: Graph, steps: Iterable[Step]) -> list[Call]:
-    """What outputs alone need of values without inputs and of views."""
-    shown = {node for out in nodes_in(graph.outputs) for node in chain_of(out)}
-    shown.difference_update(node for step in steps for node in nodes_of(step)[0])
-    return [Call(node) for node in graph.nodes if node in shown and node.op is not CONSTANT]
+def with_views(graph: Graph, steps: list[Step]) -> list[Step]:
+    """The steps and what outputs alone need: views, after what they show, and values without inputs."""
+    chains = [chain_of(out) for out in nodes_in(graph.outputs)]
+    shown = {node: chain[-1] for chain in chains for node in chain if node.op is not CONSTANT}
+    made = [nodes_of(step)[0] for step in steps]
+    for node in (node for nodes in made for node in nodes):
+        shown.pop(node, None)
+    left: dict[Node, list[Step]] = {}
+    for node in graph.nodes if shown else ():
+        if node in shown:
+            left.setdefault(shown[node], []).append(Call(node))
+    listed: list[Step] = []
+    for step, nodes in zip(steps, made, strict=True):
+        listed.append(step)
+        for node in nodes:
+            listed += left.pop(node, ())
+    return [*listed, *[call for calls in left.values() for call in calls]]
 
 
 class Finishing:
@@ -210,9 +229,13 @@ class Finishing:
             made.update(map(self.owner, written))
         return False
 
-    def launched(self, steps: Iterable[Split | Call]) -> list[Step]:
+    def launched(self, steps: list[Split | Call]) -> list[Step]:
         """The steps with nests that follow each other as few kernels."""
         made: list[Step] = []
+        last: dict[Node, int] = {}
+        if self.cuts.at_once:
+            steps = self.early(steps)
+            last = self.last_uses(steps)
         batch, scratch = Batch(), dict[Buffer, TensorSpec]()
 
         def close() -> None:
@@ -224,17 +247,55 @@ class Finishing:
                 made.append(Launch(kernel, {b: self.owner(b) for b in reads}, owned, scratch))
             batch, scratch = Batch(), {}
 
-        for step in steps:
+        for i, step in enumerate(steps):
             if isinstance(step, Call):
                 close()
                 made.append(step)
                 continue
-            if not batch.takes(step.nests):
+            if batch.stages and self.frees(batch, step, last, i) or not batch.takes(step.nests):
                 close()
                 batch.takes(step.nests)
             scratch.update(step.scratch)
         close()
         return made
+
+    def early(self, steps: list[Split | Call]) -> list[Split | Call]:
+        """The steps with loops after which much memory can go as soon as what they read is made."""
+        root, last = self.groups.root, self.last_uses(steps)
+        made: dict[Node, int] = {}
+        places: list[int] = []
+        for i, step in enumerate(steps):
+            reads, writes = self.touched(step)
+            place = i
+            if isinstance(step, Split):
+                going = [n for n in dict.fromkeys(map(root, reads)) if last[n] == i]
+                if bytes_of(going) - bytes_of(writes) >= MUCH:
+                    place = max([made.get(n, -1) for read in reads for n in (read, root(read))], default=i)
+            places.append(place)
+            made.update(dict.fromkeys(writes, place))
+        return [steps[i] for i in sorted(range(len(steps)), key=lambda i: (places[i], i))]
+
+    def last_uses(self, steps: list[Split | Call]) -> dict[Node, int]:
+        """The last step that reads or makes a value; what leaves stays."""
+        used = {self.groups.root(n): i for i, step in enumerate(steps) for n in chain(*self.touched(step))}
+        return used | dict.fromkeys(self.groups.outputs, len(steps))
+
+    def frees(self, batch: Batch, step: Split, last: dict[Node, int], place: int) -> bool:
+        """Whether much could go after a kernel, before a step that makes as much of other sizes."""
+        used = dict.fromkeys(b for stage in batch.stages for nest in stage for b in nest.used())
+        nodes = {self.groups.root(self.owner(b)) for b in used if b in self.groups.owners}
+        left = Counter([bytes_of([n]) for n in nodes if last.get(n, place) < place])
+        new = Counter([bytes_of([n]) for n in self.touched(step)[1]])
+        return min(sum((a - b).elements()) for a, b in ((left, new), (new, left))) >= MUCH
+
+    def touched(self, step: Split | Call) -> tuple[list[Node], list[Node]]:
+        """What a step reads and what it makes."""
+        if isinstance(step, Call):
+            return [*step.node.inputs()], [step.node]
+        used = [nest.buffers() for nest in step.nests]
+        writes = {b: None for _, written in used for b in written if b not in step.scratch}
+        reads = {b: None for read, _ in used for b in read if b not in writes and b not in step.scratch}
+        return list(map(self.owner, reads)), list(map(self.owner, writes))
 
     def owner(self, buffer: Buffer) -> Node:
         return self.groups.owners[buffer]

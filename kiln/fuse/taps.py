@@ -21,7 +21,7 @@ from kiln.fuse.windows import FEW, pair
 from kiln.ops.expansions.reductions import adaptive_avg_pool, spread
 from kiln.ops.expansions.support import widened
 from kiln.ops.layout import FLOATS
-from kiln.ops.table import aten
+from kiln.ops.table import aten, declare
 
 Array = np.ndarray[Any, Any]
 #: Results a neighbour has, and neighbours from one result to the next, that vectors are made of in one piece.
@@ -359,24 +359,18 @@ def _shared_out(grad: torch.Tensor, windows: list[Windows], divisor: Any = None)
 linear_forward, linear_backward = _interpolating(linear)
 cubic_forward, cubic_backward = _interpolating(cubic)
 
-TAPS: dict[Any, Callable[..., Any]] = {
-    aten.upsample_linear1d.default: linear_forward,
-    aten.upsample_bilinear2d.default: linear_forward,
-    aten.upsample_trilinear3d.default: linear_forward,
-    aten.upsample_bicubic2d.default: cubic_forward,
-    aten.upsample_linear1d_backward.default: linear_backward,
-    aten.upsample_bilinear2d_backward.default: linear_backward,
-    aten.upsample_trilinear3d_backward.default: linear_backward,
-    aten.upsample_bicubic2d_backward.default: cubic_backward,
-    aten.upsample_nearest1d_backward.default: nearest_backward(False),
-    aten.upsample_nearest2d_backward.default: nearest_backward(False),
-    aten.upsample_nearest3d_backward.default: nearest_backward(False),
-    aten._upsample_nearest_exact1d_backward.default: nearest_backward(True),
-    aten._upsample_nearest_exact2d_backward.default: nearest_backward(True),
-    aten._upsample_nearest_exact3d_backward.default: nearest_backward(True),
-    aten._adaptive_avg_pool2d.default: average_forward,
-    aten._adaptive_avg_pool3d.default: average_forward,
-    aten._adaptive_avg_pool2d_backward.default: functools.partial(average_backward, 2),
-    aten._adaptive_avg_pool3d_backward.default: functools.partial(average_backward, 3),
-    aten.avg_pool2d_backward.default: pool_backward,
-}
+TAPS: dict[Any, Callable[..., Any]] = {}
+declare(TAPS, {
+    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d": linear_forward,
+    "upsample_linear1d_backward upsample_bilinear2d_backward upsample_trilinear3d_backward": linear_backward,
+    "upsample_bicubic2d": cubic_forward,
+    "upsample_bicubic2d_backward": cubic_backward,
+    "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward":
+        nearest_backward(False),
+    "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward "
+    "_upsample_nearest_exact3d_backward": nearest_backward(True),
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d": average_forward,
+    "_adaptive_avg_pool2d_backward": functools.partial(average_backward, 2),
+    "_adaptive_avg_pool3d_backward": functools.partial(average_backward, 3),
+    "avg_pool2d_backward": pool_backward,
+})  # fmt: skip

@@ -278,4 +278,5 @@ OWN: dict[str, Callable[..., Value]] = {
     "scaled": scaled, "exp": exp, "exp_below": exp_below, "erf": erf, "gelu": gelu, "gelu_slope": gelu_slope,
     "add_64": add_64, "loose exp": exp_loose, "loose exp_below": exp_below_loose,
     "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose, "loose pow": functions.pow_loose,
+    "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Elementary functions as LLVM instructions, for scalars and vectors of f32 and f64.
 
-f32: the hot ones (exp, log, tanh, erf, sigmoid) stay in f32, the others go through f64 and are rounded once;
+f32: the hot ones (exp, log, sin, tanh, erf, sigmoid) stay in f32, the others go through f64 and are rounded once;
 every error is at most 4 units in the last place, tested over the whole range. f64: the C library, lane by
 lane. Coefficients were fitted for least relative error on the intervals that the comments name.
 """
@@ -16,6 +16,8 @@ LN2 = math.log(2)
 LN2_HIGH_32, LN2_LOW_32 = 0.693359375, -2.12194440e-4
 LN2_HIGH_64, LN2_LOW_64 = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 HALF_PI_HIGH, HALF_PI_LOW = 1.5707963267948966, 6.123233995736766e-17
+PI_PARTS = (3.141592502593994, 1.5099578831723193e-07, 1.0780605906948477e-14)  # of 24 bits, all positive
+FEW_TURNS = 2.0**16  # below it a rest of half turns is a float that is good to the last place
 ROUNDER_32, ROUNDER_64 = 1.5 * 2.0**23, 1.5 * 2.0**52  # adding one rounds to an integer, in the low bits
 
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/2
@@ -48,6 +50,9 @@ _SIN = (-0.16666666666629841, 0.0083333333249493105, -0.00019841263643318405, 2.
         -2.4758804564636329e-8)  # fmt: skip
 _COS = (0.04166666666659894, -0.0013888888877840229, 2.4801580778872735e-5, -2.7555531804652925e-7,
         2.0645446857668296e-9)  # fmt: skip
+# (sin(r) - r) / r^3 in r^2, |r| <= pi/2, and to 2^-19
+_SIN_32 = (-0.16666659491808064, 0.008333064611480775, -0.00019809474924225646, 2.6054815128039212e-06)
+_SIN_LOOSE = (-0.16665848234794478, 0.008314197459577803, -0.0001853963284535571)
 # (atan(x) - x) / x^3 in x^2, |x| <= tan(pi/8)
 _ATAN = (-0.33333333333261623, 0.19999999982969821, -0.14285712891311774, 0.11111054983789814,
          -0.090896249832979984, 0.076744186082590531, -0.065108321951971944, 0.050392572116010546,
@@ -367,34 +372,67 @@ def _widened(function: Callable[..., Value]) -> Callable[..., Value]:
     return rounded
 
 
-def _or_by_library(
-    function: Callable[..., Value], beyond: Callable[..., Value], name: str
+def _or_rarely(
+    near: Callable[..., Value], beyond: Callable[..., Value], far: Callable[..., Value]
 ) -> Callable[..., Value]:
-    """A function whose arguments `beyond` its reach, which are rare, go to the C library."""
+    """A function of f32 for which another one stands where arguments, which are rare, are `beyond` its reach."""
 
     def chosen(*arguments: Value) -> Value:
         fn, kind = arguments[0].fn, arguments[0].type
-        wide = [a.to(F64) for a in arguments]
-        near = function(*wide).to(F32)
-        far = beyond(*wide)
-        some = far if kind.width == 1 else fn.call(f"llvm.vector.reduce.or.v{kind.width}i1", I1, far)
+        usual, outside = near(*arguments), beyond(*arguments)
+        some = outside if kind.width == 1 else fn.call(f"llvm.vector.reduce.or.v{kind.width}i1", I1, outside)
         slow, done, before = fn.label("slow"), fn.label("near"), fn.block
         fn.branch(some, slow, done)
         fn.start(slow)
-        exact = far.where(by_library(name, *wide).to(F32), near)
+        exact = outside.where(far(*arguments), usual)
         last = fn.block
         fn.jump(done)
         fn.start(done)
         result = fn.phi(kind)
-        result.arrive(near, before)
+        result.arrive(usual, before)
         result.arrive(exact, last)
         return result
 
     return chosen
 
 
-def _too_large_to_reduce(x: Value) -> Value:
-    return absolute(x) >= 2.0**30
+def _or_by_library(
+    function: Callable[..., Value], beyond: Callable[..., Value], name: str
+) -> Callable[..., Value]:
+    """A function computed in f64 that leaves arguments beyond its reach to the C library."""
+    return _or_rarely(_widened(function), beyond, _widened(_library(name)))
+
+
+def _from(bound: float) -> Callable[[Value], Value]:
+    return lambda x: absolute(x) >= bound
+
+
+def _half_turns(x: Value, odd: bool, parts: int, terms: Sequence[float]) -> Value:
+    """The sine of x, or its cosine with `odd` quarters of a turn in between, of an x whose turns are few.
+
+    x is a number of half turns and a rest. Each step of taking them off is exact but for a rounding of what
+    is left.
+    """
+    turns = fma(x, 1 / math.pi, -0.5) + ROUNDER_32 if odd else fma(x, 1 / math.pi, ROUNDER_32)
+    n = turns - ROUNDER_32
+    n = n + 0.5 if odd else n
+    for part in PI_PARTS[:parts]:
+        x = fma(n, -part, x)
+    sign = -1.0 if odd else 1.0
+    value = x * polynomial(x * x, [sign, *[sign * c for c in terms]])
+    return (value.bits(I32) ^ (turns.bits(I32) << 31)).bits(F32)
+
+
+def _sine(odd: bool, wide: Callable[[Value], Value], name: str) -> Callable[[Value], Value]:
+    """The sine or cosine: of small numbers in f32, of larger ones in f64, of huge ones by the C library."""
+    further = _or_by_library(wide, _from(2.0**30), name)
+    return _or_rarely(lambda x: _half_turns(x, odd, 3, _SIN_32), _from(FEW_TURNS), further)
+
+
+def sine_loose(odd: bool, name: str) -> Callable[[Value], Value]:
+    """The same for numbers of types of two bytes, to 2^-19."""
+    exact = _sine(odd, _cos_64 if odd else _sin_64, name)
+    return _or_rarely(lambda x: _half_turns(x, odd, 2, _SIN_LOOSE), _from(FEW_TURNS), exact)
 
 
 def _fmod_64(x: Value, y: Value) -> Value:
@@ -404,6 +442,7 @@ def _fmod_64(x: Value, y: Value) -> Value:
 
 
 def _inexact_quotient(x: Value, y: Value) -> Value:
+    x, y = x.to(F64), y.to(F64)
     return ~(absolute(x) < absolute(y) * 2.0**28)
 
 
@@ -437,9 +476,8 @@ _SINGLE: dict[str, Callable[..., Value]] = {
     "expm1": _widened(_expm1_64), "log1p": _log1p_32,
     "log2": _widened(lambda x: _log_64(x) * (1 / LN2)),
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
-    "sin": _or_by_library(_sin_64, _too_large_to_reduce, "sin"),
-    "cos": _or_by_library(_cos_64, _too_large_to_reduce, "cos"),
-    "tan": _or_by_library(_tan_64, _too_large_to_reduce, "tan"),
+    "sin": _sine(False, _sin_64, "sin"), "cos": _sine(True, _cos_64, "cos"),
+    "tan": _or_by_library(_tan_64, _from(2.0**30), "tan"),
     "asin": _widened(asin_64), "acos": _widened(acos_64), "atan": _widened(atan_64),
     "sinh": _widened(_sinh_64), "cosh": _widened(_cosh_64),
     "asinh": _widened(_asinh_64), "acosh": _widened(_acosh_64), "atanh": _widened(_atanh_64),

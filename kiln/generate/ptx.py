@@ -41,7 +41,7 @@ class GridEmitter(Online):
     # The frame
 
     def emit(self) -> None:
-        if self.grid.members == 1:
+        if self.grid.members == 1 and not self.asks():
             self.begin()
         self.locate()
         sizes = [part for axis in self.nest.axes for part in (axis.size, axis.low) if isinstance(part, Expr)]
@@ -229,6 +229,8 @@ class GridEmitter(Online):
             exact = isinstance(count, int) and count % grid.rows == 0
             active = None if exact or grid.rows == 1 else row < self.index(count)
             self.place(self.outer(), row if active is None else active.where(row, 0))
+            if self.asks():
+                self.begin()
         else:
             active = self.columns()
         with self.only_if(active):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Apply, Const, Load, Store, Term
-from kiln.generate.grid import LOOPED, WIDEST, key_of, reduced_extent, rows_ahead
+from kiln.fuse.nest import Apply, Axis, Const, Load, Store, Term
+from kiln.generate.grid import LOOPED, WIDEST, key_of, power_of_two, reduced_extent, rows_ahead
 from kiln.generate.llvm import F32, I8, I32, I64, Type, Value
 from kiln.generate.ptx import GridEmitter
 
+TOGETHER = 32 << 10  # bytes of neighbouring rows that a strip takes at once
 QUAD = 4  # columns that a thread sums at the end
 REGISTERS = 72  # of a thread of a large block, so that blocks of the second stage start beside it
 
@@ -47,9 +49,7 @@ class StripEmitter(GridEmitter):
         team = self.unsigned(self.thread) / grid.team
         self.numbered = team + 1
         strip = self.unsigned(self.block).to(I64)
-        begin = strip * part.rows
-        first, end = begin + team.to(I64), begin + part.rows
-        end = (end < row.size).where(end, row.size)
+        first, (at, end) = team.to(I64), self.rows_of(row, strip)
         loads = {key_of(t): t for t in self.nest.terms() if isinstance(t, Load)}
         plain = [t for t in loads.values() if t.valid is None and not t.places]
         own = [t for t in plain if isinstance(t.index, Expr) and row.variable in t.index.symbols()]
@@ -58,15 +58,15 @@ class StripEmitter(GridEmitter):
         depth = grid.shared // self.stage if copied else 1
         last = self.unsigned((end - 1).to(I32))
 
-        def at(place: Value) -> None:
-            near = self.unsigned(place.to(I32))
-            self.variables[row.variable] = (near < last).where(near, last).to(I64)
+        def near(place: Value) -> None:
+            there = self.unsigned(place.to(I32))
+            self.variables[row.variable] = at((there < last).where(there, last))
 
         for stage in range(depth if copied else 0):
-            at(first + stage * grid.rows)
+            near(first + stage * grid.rows)
             self.copy_row(copied, fn.constant(stage * self.stage, I32))
         fixed = self.read_ahead = self.rows_read([t for t in plain if t not in own and t not in copied])
-        at(first)
+        near(first)
         ahead = self.rows_read(own)
         added = [s for s in self.nest.stores if s.adds]
         places = [(store, turn) for store in added for turn in range(grid.turns)]
@@ -75,7 +75,7 @@ class StripEmitter(GridEmitter):
         def body(place: Value, carried: list[Value]) -> list[Value]:
             sums, (other, slot, *here) = carried[: len(places)], carried[len(places) :]
             self.push()
-            at(place + grid.rows)
+            near(place + grid.rows)
             following = self.rows_read(own)
             self.pop()
             self.push()
@@ -83,14 +83,14 @@ class StripEmitter(GridEmitter):
             self.other, self.slot = other, slot
             self.read_ahead = {**fixed, **dict(zip(ahead, here, strict=True))}
             self.sums = dict(zip(places, sums, strict=True))
-            self.variables[row.variable] = place
+            self.variables[row.variable] = at(self.unsigned(place.to(I32)))
             if copied:
                 self.wait_but(depth - 1)
             self.row()
             self.pop()
             if copied:
                 self.push()
-                at(place + depth * grid.rows)
+                near(place + depth * grid.rows)
                 self.copy_row(copied, self.slot)
                 self.pop()
             self.slot = None
@@ -103,12 +103,37 @@ class StripEmitter(GridEmitter):
         if copied:
             self.wait_but(0)
         if grid.rows > 1:  # teams with a row less meet as often: tools that look for races count barriers
-            with self.branch(first + (end - begin - 1) / grid.rows * grid.rows >= end):
+            with self.branch(first + (end - 1) / grid.rows * grid.rows >= end):
                 self.barrier()
         self.numbered = None
         self.variables[part.variable] = strip
         self.finish([(*place, total) for place, total in zip(places, totals, strict=False)], team)
         self.lanes = 1
+
+    def rows_of(self, row: Axis, strip: Value) -> tuple[Callable[[Value], Value], Value]:
+        """What says which row of all it is that has a number in a strip, and how many rows the strip has.
+
+        Strips take a few neighbours in turn, so that what all processors read lies together; of the rows that
+        are left over each has a part.
+        """
+        strips, together = self.count(), self.together()
+        before = row.size // (strips * together) * together
+        left = -(-(row.size - before * strips) // strips)
+        rest = strip * -left + (row.size - before * strips)
+        rest = (rest < left).where((rest > 0).where(rest, 0), left)
+        block = self.unsigned(self.block)
+
+        def at(number: Value) -> Value:
+            there = number / together * (strips * together) + block * together + number % together
+            after = number + block * left + before * (strips - 1)
+            return (number < before).where(there, after).to(I64)
+
+        return at, rest + before
+
+    def together(self) -> int:
+        """How many rows are taken that are neighbours."""
+        size = max(int(t.dtype.itemsize) for t in self.nest.terms() if isinstance(t, Load))
+        return power_of_two(max(self.grid.rows, TOGETHER // (reduced_extent(self.nest) * size)))
 
     def finish(self, totals: list[tuple[Store, int, Value]], team: Value) -> None:
         """Store the sums of what the teams of a block have, in their order; teams share the columns."""

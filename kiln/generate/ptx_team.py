@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 from kiln.fuse.nest import Axis, Load, Nest
-from kiln.generate.grid import WARP, WIDEST, key_of, power_of_two, reduced_extent
+from kiln.generate.grid import WARP, WIDEST, has_weights, key_of, phases_of, power_of_two, reduced_extent
 from kiln.generate.lanes import lanes
 from kiln.generate.llvm import I1, I8, I32, I64, PTR, U8, VOID, Type, Value
 from kiln.generate.nvptx import NEXT, WAIT
@@ -55,9 +55,32 @@ class Team(DeviceValues):
 
     def begin(self) -> None:
         """Wait for what was started before, and let what comes next start where blocks take little."""
+        if self.asks():
+            self.ask()
         self.fn.do(WAIT)
         if not self.grid.shared:
             self.fn.do(NEXT)
+
+    def asks(self) -> bool:
+        """Whether rows are on their way before they may be read: norms with weights read little at their end."""
+        whole = self.grid.along and self.grid.members == 1 and self.nest.part is None
+        return whole and bool(self.grid.turns) and self.new and has_weights(self.nest)
+
+    def ask(self) -> None:
+        """Let what a thread reads of its row come to the second cache, which is always up to date."""
+        kept = {axis.variable for axis in self.nest.kept}
+        loads = {key_of(t): t for t in self.nest.terms() if isinstance(t, Load)}
+        own = [loads[key] for key in phases_of(self.nest) if not kept.isdisjoint(key[1].symbols())]
+        for turn in range(self.grid.turns):
+            self.push()
+            self.along_row(self.turn_at(turn)[0])
+            for load in own:
+                self.do("prefetch.global.L2 [$0];", self.source(load))
+            self.pop()
+
+    def source(self, load: Load) -> Value:
+        """Where a thread reads at its place."""
+        return self.fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
 
     def let_next(self) -> None:
         """Let what comes next start: all of a row that takes much of a processor's memory has been read.
@@ -167,11 +190,9 @@ class Team(DeviceValues):
 
     def copy(self, load: Load, at: Value, size: int) -> None:
         """Copy what a thread reads here to a place in the block's memory, while the thread goes on."""
-        fn = self.fn
-        source = fn.at(self.pointers[load.buffer], self.index(load.index), TYPES[load.dtype])
         cached = "cg" if size == WIDEST else "ca"
         target = self.address_of(f"@{NAME}_row") + at
-        self.do(f"cp.async.{cached}.shared.global [$0], [$1], {size};", target, source)
+        self.do(f"cp.async.{cached}.shared.global [$0], [$1], {size};", target, self.source(load))
 
     def commit(self) -> None:
         """What was copied since the last time is waited for at once."""

@@ -38,7 +38,7 @@ class DeviceValues(Values):
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, 1)
         self.grid: Grid = laid(nest, clusters)
-        self.aligned = aligned
+        self.aligned, self.new = aligned, clusters
         self.vector, self.width = self.grid.vector, self.grid.width
         halves = rounds_to_halves(nest)
         self.module.own = OWN_OF_HALVES if halves else OWN

@@ -29,7 +29,7 @@ USUAL_CACHE = 32 << 20
 #: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself.
 SHORTEST, LONGEST = 512, 1 << 17
 #: Elements of a piece of memory of which later ones are asked for, and how many bytes before they are read.
-LONGEST_PIECE, BEFORE = 1 << 13, 12 << 10
+LONGEST_PIECE, BEFORE = 1 << 13, 16 << 10
 #: Bytes of a nest that the nearest caches do not hold.
 FAR = 1 << 20
 

@@ -207,7 +207,8 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
                 last = end if node in owners else memory[node]
                 one = Lodging("", hinted(size_of(node.spec)), i, last)
                 (inside if node in lodged else outside).append(one)
-    left, most = sum([one.size for one in outside if one.last == end]), least([*inside, *outside])
+    more = events.program.left
+    left, most = more + sum([o.size for o in outside if o.last == end]), more + least([*inside, *outside])
     if left >= MUCH:
         return 0
     if not any(node.backward for node in events.program.graph.nodes) and not any(map(_takes, events.listed)):

@@ -55,6 +55,19 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
     return found
 
 
+def successors(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
+    """For each buffer that later stages alone use, those that earlier ones alone do."""
+    first: dict[Buffer, int] = {}
+    last: dict[Buffer, int] = {}
+    for number, stage in enumerate(kernel.stages):
+        for buffer in [b for nest in stage for b in nest.used()]:
+            first.setdefault(buffer, number)
+            last[buffer] = number
+    return {
+        b: [o for o, end in last.items() if end < first[b] and o.dtype == b.dtype] for b in kernel.buffers()[1]
+    }
+
+
 def never_fails(kernel: Kernel) -> bool:
     """Whether a kernel finds no fault in any data: all is floats and booleans, no index is data."""
     found = terms(store.value for nest in kernel.nests for store in nest.stores)

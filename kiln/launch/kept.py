@@ -110,8 +110,8 @@ class Keeping:
         return flat.reshape(shape)
 
 
-def keeping(graph: Graph, settings: Settings, store: Store | None) -> Keeping | None:
-    """Where the plan of a graph is kept, if it can be."""
+def keeping(graph: Graph, settings: Settings, store: Store | None, left: int = 0) -> Keeping | None:
+    """Where the plan of a graph that leaves so many bytes more is kept, if it can be."""
     if store is None or settings.tunes:
         return None
     constants = tuple([node.args[0] for node in graph.nodes if node.op is CONSTANT])
@@ -129,7 +129,7 @@ def keeping(graph: Graph, settings: Settings, store: Store | None) -> Keeping | 
         return [*map(str, state), str(sizes), *[str(scope.knowledge()) for scope in scopes]]
 
     now = facts()
-    parts = FORMAT, _versions(), depends_on(), text, repr(known), *now
+    parts = FORMAT, _versions(), depends_on(), text, repr(known), str(left), *now
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return Keeping(store, key, constants, facts, now)
 

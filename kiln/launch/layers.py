@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
@@ -26,8 +26,8 @@ from kiln.launch.text import Description
 TENSORS = "hol"
 #: What is done for a step before it.
 AHEAD = ("make", "show")
-#: The second and the third of three layers, between which the new ones come.
-SECOND, THIRD = 1, 2
+#: Three layers: between the second and the third the new ones come.
+FIRST, SECOND, THIRD = range(3)
 
 Triple: TypeAlias = "tuple[int, int, int]"
 
@@ -126,6 +126,17 @@ class _Numbers:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """What a plan of all layers gives: the places where one of few gives it, layer by layer, and its layer.
+
+    What is of no layer has one place, and -1.
+    """
+
+    places: tuple[int, ...]
+    layer: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """A step without the slots and places that it names, those in order, and the slots that it frees."""
 
@@ -135,92 +146,156 @@ class _Seen:
     drops: tuple[int, ...]
 
 
-def repeated(made: Description, owns: Sequence[Triple], count: int) -> Description:
+def repeated(
+    made: Description, owns: Sequence[Triple], count: int,
+    inputs: Sequence[int] = (), outputs: Sequence[Output] = (),
+) -> Description:  # fmt: skip
     """A plan with `count` layers more; Uneven where its steps do not repeat.
 
     `owns` are the inputs that three layers in a row have each of its own, -1 for none. The new layers come
-    between the second and the third, their inputs after those there are, layer by layer, in this order.
+    between the second and the third. `inputs` says where inputs are then, those there are and the new ones,
+    layer by layer, in this order; without it that is their order. `outputs` says what is given, where it is
+    more than was.
     """
     if made.settled.fixed is None or count < 1:
         raise Uneven
-    own = {slot: (f, layer) for f, three in enumerate(owns) for layer, slot in enumerate(three) if slot >= 0}
-    seen = [_seen(step, made) for step in made.steps]
-    used = [{*one.slots, *one.drops} for one in seen]
-    begin, end = _begin(seen, used, own, SECOND), _begin(seen, used, own, THIRD)
-    last = 2 * end - begin
-    if not 0 <= begin < end < last <= len(seen):
-        raise Uneven
-    fixed = made.inputs + len(made.constants)
-    low, high, top = (max([fixed - 1, *set().union(*used[:i])]) + 1 for i in (begin, end, last))
-    if top - high != high - low:
-        raise Uneven
-    same, handed = _same(seen[begin:end], seen[end:last], own, (fixed, low, high))
-    outputs: list[int] = []
-    _argument(("t", made.outputs), _noted(outputs), _kept)
-    rest = set(outputs).union(*used[last:])
-    if any(fixed <= slot < low and slot not in same for slot in rest):
-        raise Uneven
-    if any(layer != THIRD for slot, (_, layer) in own.items() if slot in rest):
-        raise Uneven
-    inputs, period = len(owns) * count, high - low
+    return _Repeating(made, owns, count, inputs).run(outputs)
 
-    def turn(number: int) -> Callable[[int], int]:
+
+class _Repeating:
+    """The second of three layers, whose steps, from `begin` to `end`, are repeated.
+
+    Slots from `low` to `high` are those of values that it makes.
+    """
+
+    def __init__(self, made: Description, owns: Sequence[Triple], count: int, inputs: Sequence[int]) -> None:
+        self.made, self.owns, self.count = made, owns, count
+        self.more = len(owns) * count
+        self.inputs = inputs or range(made.inputs + self.more)
+        self.own = {
+            slot: (f, layer) for f, three in enumerate(owns) for layer, slot in enumerate(three) if slot >= 0
+        }
+        self.seen = seen = [_seen(step, made) for step in made.steps]
+        self.named = set().union(*[one.slots for one in seen])  # other inputs are freed at once
+        self.used = [{*one.slots, *self.named.intersection(one.drops)} for one in seen]
+        self.begin, self.end = begin, end = self._begin(SECOND), self._begin(THIRD)
+        self.last = last = 2 * end - begin
+        if not 0 <= begin < end < last <= len(seen):
+            raise Uneven
+        self.fixed = fixed = made.inputs + len(made.constants)
+        low, high, top = (max([fixed - 1, *set().union(*self.used[:i])]) + 1 for i in (begin, end, last))
+        self.low, self.high, self.period = low, high, high - low
+        if top - high != high - low:
+            raise Uneven
+        self.same, self.handed = _same(seen[begin:end], seen[end:last], self.own, (fixed, low, high))
+
+    def _begin(self, layer: int) -> int:
+        """The first step that names what a layer has of its own, with what is done for it before, or -1."""
+        slots = {slot for slot, (_, which) in self.own.items() if which == layer}
+        begin = next((i for i, one in enumerate(self.used) if not slots.isdisjoint(one)), 0) - 1
+        while begin >= 0 and self.seen[begin].form[0] in AHEAD:
+            begin -= 1
+        return begin + 1 if begin >= 0 else -1
+
+    def refuse_rest(self, outputs: Sequence[int]) -> None:
+        """Raise Uneven where what follows the third layer reads what others made or have of their own."""
+        rest, first = set(outputs).union(*self.used[self.last :]), self._begin(FIRST)
+        before = set().union(*self.used[:first]) if first >= 0 else set()
+        before.difference_update(*self.used[first : self.last])
+        if any(self.fixed <= slot < self.low and slot not in self.same | before for slot in rest):
+            raise Uneven
+        if any(layer != THIRD for slot, (_, layer) in self.own.items() if slot in rest):
+            raise Uneven
+
+    def turn(self, number: int) -> Slot:
         """Where the slots of the second layer are in turn `number`."""
 
         def moved(slot: int) -> int:
-            if slot in own:
-                f, layer = own[slot]
+            if slot in self.own:
+                f, layer = self.own[slot]
                 on = layer + number
                 if on <= SECOND or layer == THIRD:
-                    return slot if layer == THIRD else owns[f][on]
-                return made.inputs + (on - THIRD) * len(owns) + f
-            if slot < made.inputs:
-                return slot
-            if number and slot in handed:
-                return handed[slot] + inputs + (number - 1) * period
-            return slot + inputs + (number * period if slot >= low else 0)
+                    return self.inputs[slot if layer == THIRD else self.owns[f][on]]
+                return self.inputs[self.made.inputs + (on - THIRD) * len(self.owns) + f]
+            if slot < self.made.inputs:
+                return self.inputs[slot]
+            if number and slot in self.handed:
+                return self.handed[slot] + self.more + (number - 1) * self.period
+            return slot + self.more + (number * self.period if slot >= self.low else 0)
 
         return moved
 
-    def later(slot: int) -> int:
+    def later(self, slot: int) -> int:
         """Where the slots of what follows the new layers are."""
-        return turn(count)(slot) if slot >= low or own.get(slot, (0, THIRD))[1] == SECOND else turn(0)(slot)
+        moves = slot >= self.low or self.own.get(slot, (0, THIRD))[1] == SECOND
+        return self.turn(self.count if moves else 0)(slot)
 
-    lie = _lying(seen, begin, end, count)
-    steps = [_moved(step, turn(0)) for step in made.steps[:end]]
-    for number in range(1, count + 1):
-        place = turn(number)
-        for i in range(begin, end):
-            slots = deque(map(place, (*seen[i].slots, *seen[i].drops)))
-            there = made.steps[i + lie[number % len(lie)]]
-            steps.append(_moved((*there[:-1], seen[i].drops), partial(_next, slots)))
-    steps += [_moved(step, later) for step in made.steps[end:]]
-    names, more = made.names, made.names[low:high] * count
-    kinds = [step[0] for step in made.steps]
-    told = Sources((), ())
-    told.names = _again(made.sources.names, begin, end, count)
-    told.places = _again(made.sources.places, begin, end, count)
-    return replace(
-        made,
-        steps=tuple(steps),
-        outputs=_argument(("t", made.outputs), later, _kept)[1],
-        names=(*names[: made.inputs], *["layer"] * inputs, *names[made.inputs : high], *more, *names[high:]),
-        kernels=_again(made.kernels, kinds[:begin].count("launch"), kinds[:end].count("launch"), count),
-        labels=_again(made.labels, kinds[:begin].count("call"), kinds[:end].count("call"), count),
-        inputs=made.inputs + inputs,
-        sources=told,
-    )
+    def given(self, output: Output) -> tuple[str, Any]:
+        """An output of the whole."""
+        made = [self.made.outputs[place] for place in output.places]
+        if output.layer < 0:
+            return _argument(made[0], self.later, _kept)
+        slots, low, high, layer = [slot for _, slot in made], self.low, self.high, output.layer
+        if any(kind != "s" for kind, _ in made):
+            raise Uneven
+        if slots[0] in self.own:
+            early = layer < THIRD + self.count
+            return "s", self.turn(layer)(slots[0]) if early else self.later(slots[layer - self.count])
+        first = next((i for i, slot in enumerate(slots[: THIRD + 1]) if low <= slot < high), -1)
+        if first < 0 or {b - a for a, b in pairwise(slots[first : THIRD + 1])} - {self.period}:
+            raise Uneven
+        if first <= layer <= first + self.count:
+            return "s", self.turn(layer - first)(slots[first])
+        slot = slots[layer if layer < first else layer - self.count]
+        if low <= slot < high or (slot < low) != (layer < first):
+            raise Uneven
+        return "s", self.later(slot)
 
+    def freed(self, step: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A step before the layers, which frees what new ones have of what no step reads, too."""
+        unread = [self.own[slot][0] for slot in step[-1] if slot not in self.named
+                  and self.own.get(slot, (0, -1))[1] == SECOND]  # fmt: skip
+        first = self.made.inputs
+        new = [self.inputs[first + k * len(self.owns) + f] for f in unread for k in range(self.count)]
+        moved = _moved(step, self.turn(0))
+        return (*moved[:-1], (*moved[-1], *new)) if new else moved
 
-def _begin(
-    seen: Sequence[_Seen], used: Sequence[set[int]], own: Mapping[int, tuple[int, int]], layer: int
-) -> int:
-    """The first step that names what a layer has of its own, or what is done for it before; -1 for none."""
-    slots = {slot for slot, (_, which) in own.items() if which == layer}
-    begin = next((i for i, one in enumerate(used) if not slots.isdisjoint(one)), 0) - 1
-    while begin >= 0 and seen[begin].form[0] in AHEAD:
-        begin -= 1
-    return begin + 1 if begin >= 0 else -1
+    def run(self, outputs: Sequence[Output]) -> Description:
+        """The whole plan."""
+        made, begin, end, count = self.made, self.begin, self.end, self.count
+        shown: list[int] = []
+        whole = _argument(("t", made.outputs), self.later, _kept)[1]
+        if not outputs:
+            _argument(("t", made.outputs), _noted(shown), _kept)
+        self.refuse_rest(shown)
+        lie = _lying(self.seen, begin, end, count)
+        steps = [self.freed(step) for step in made.steps[:begin]]
+        steps += [_moved(step, self.turn(0)) for step in made.steps[begin:end]]
+        for number in range(1, count + 1):
+            place = self.turn(number)
+            for i in range(begin, end):
+                slots = deque(map(place, (*self.seen[i].slots, *self.seen[i].drops)))
+                there = made.steps[i + lie[number % len(lie)]]
+                steps.append(_moved((*there[:-1], self.seen[i].drops), partial(_next, slots)))
+        steps += [_moved(step, self.later) for step in made.steps[end:]]
+        names, again = made.names, made.names[self.low : self.high] * count
+        taken = ["layer"] * (made.inputs + self.more)
+        for i, name in zip(self.inputs, names[: made.inputs], strict=False):
+            taken[i] = name
+        kinds = [step[0] for step in made.steps]
+        told = Sources((), ())
+        told.names = _again(made.sources.names, begin, end, count)
+        told.places = _again(made.sources.places, begin, end, count)
+        return replace(
+            made,
+            steps=tuple(steps),
+            outputs=tuple(map(self.given, outputs)) if outputs else whole,
+            names=(*taken, *names[made.inputs : self.high], *again, *names[self.high :]),
+            kernels=_again(made.kernels, kinds[:begin].count("launch"), kinds[:end].count("launch"), count),
+            labels=_again(made.labels, kinds[:begin].count("call"), kinds[:end].count("call"), count),
+            inputs=made.inputs + self.more,
+            sources=told,
+        )
 
 
 def _lying(seen: Sequence[_Seen], begin: int, end: int, count: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from kiln.fuse.steps import Launch
 from kiln.generate.code import Compiled
 from kiln.generate.cpu import Code
 from kiln.launch.events import Event, Events, apart_from, events_of, last_uses, lodgers, native_reads
-from kiln.launch.inplace import heirs, never_fails
+from kiln.launch.inplace import heirs, never_fails, successors
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import dtype_code, function, hides, set_up
 from kiln.launch.numbers import Numbers, Settled
@@ -254,15 +254,13 @@ class Planner:
 
     def launch(self, launch: Launch, compiled: Any) -> None:
         before = {node: self.address(node) for node in launch.reads.values()}
-        self.taken = set()
+        self.taken, places = set(), dict[Buffer, tuple[int, int]]()
         for buffer, node in launch.writes.items():
             self.made(node, self.leaving(launch, buffer, node))
+            places[buffer] = self.address(node)
         scratch = {buffer: self.scratch(buffer.name, spec) for buffer, spec in launch.scratch.items()}
-        reads, writes = launch.reads, launch.writes
-        buffers = tuple([
-            scratch[b] if b in scratch else self.address(writes[b]) if b in writes else before[reads[b]]
-            for b in compiled.buffers
-        ])  # fmt: skip
+        places.update(scratch)
+        buffers = tuple([places[b] if b in places else before[launch.reads[b]] for b in compiled.buffers])
         self.sources.append(launch)
         step = self.started(compiled, buffers)
         drops = tuple([index for kind, index in scratch.values() if kind == SLOT])
@@ -295,9 +293,12 @@ class Planner:
         pairs = self.heirs.get(launch.kernel)
         if pairs is None:
             pairs = self.heirs[launch.kernel] = heirs(launch.kernel, self.reads_first)
+            if len(launch.kernel.stages) > 1 and not self.device[0]:
+                for later, earlier in successors(launch.kernel).items():
+                    pairs[later] = [*pairs.get(later, ()), *earlier]
         for read in pairs.get(buffer, ()):
-            left = self.events.value(launch.reads[read])
-            if left not in self.taken and self.gives_way(left, node):
+            left = self.events.value(launch.reads.get(read) or launch.writes.get(read) or node)
+            if left in self.homes and left not in self.taken and self.gives_way(left, node):
                 self.taken.add(left)
                 return left
         return None
@@ -319,7 +320,7 @@ class Planner:
         events = self.events
         if left in events.kept or left in events.owners or self.memory[left] != self.now:
             return False
-        if self.readings(left) != 1:
+        if self.readings(left) > 1:
             return False
         mine, its = left.spec, node.spec
         if (mine.dtype, size_of(mine)) != (its.dtype, size_of(its)):  # the kernel knows where elements lie

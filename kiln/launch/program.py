@@ -13,8 +13,9 @@ from kiln._launch import set_limit
 from kiln.base import log, records
 from kiln.base.begun import Begun
 from kiln.base.dump import NOWHERE, Dump
+from kiln.base.errors import Uneven
 from kiln.base.fx import runner
-from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.base.graph import Graph, Node, TensorSpec, tensors
 from kiln.base.options import Settings, config
 from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
@@ -36,6 +37,7 @@ from kiln.generate.code import generate
 from kiln.generate.cpu import assembly
 from kiln.launch.cache import disk
 from kiln.launch.device import plan_on
+from kiln.launch.few import Few, few_of
 from kiln.launch.graphs import Recorded, can_record
 from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
@@ -71,7 +73,7 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
         dump.show("plan", "plan", "txt", lambda: str(plan))
         return plan
 
-    return Begun(finish, code is None or code.is_here)
+    return Begun(finish, code is None or code.is_here, made)
 
 
 def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Begun:
@@ -126,16 +128,22 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     return Begun(lambda: Sides(*found, [one.finish() for one in begun]), all(one.is_done for one in begun))
 
 
-def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump) -> Begun:
-    """A graph whose tensors are on one device."""
+def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump, left: int = 0) -> Begun:
+    """A graph whose tensors are on one device, which leaves so many bytes beside its own outputs."""
     kept = None
     if device.type == "cpu" and not is_watched(dump):
-        kept = keeping(graph, settings, disk(settings.cache_bytes))
+        found = None if settings.tunes else few_of(graph)
+        if found is not None:
+            try:
+                return begin_few(found, begin_on(device, found.graph, settings, dump, left + found.left))
+            except Uneven:
+                pass
+        kept = keeping(graph, settings, disk(settings.cache_bytes), left)
         plan = kept.find() if kept is not None else None
         if plan is not None:
             plan.title = dump.title
             set_limit(settings.arena_bytes)
-            return Begun(lambda: plan)
+            return Begun(lambda: plan, made=plan.owner)
     fusing, link = TARGETS[device.type]
     if settings.tunes and device.type == "cpu":
         untuned = replace(settings, mode="default")
@@ -148,6 +156,7 @@ def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump)
         specs = [node.spec for node in graph.inputs]
         fusing = WAYS[choice(str(graph), ways, specs, disk(settings.cache_bytes), title=dump.title)]
     program = fused(graph, settings, fusing, dump)
+    program.left = left
     outputs, inputs = program.graph.outputs, program.graph.inputs
     program.overwrites = {
         outputs[i]: inputs[k] for i, k in graph.overwrites.items()
@@ -161,6 +170,19 @@ def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump)
     run = begun.finish()
     tell(program, graph, device, dump, run)
     return Begun(lambda: run)
+
+
+def begin_few(few: Few, begun: Begun) -> Begun:
+    """The plan of a graph by that of few of its blocks; Uneven where its steps do not repeat."""
+    made = few.whole(begun.made)
+
+    def finish() -> Run:
+        plan = begun.finish()
+        whole = linked(made, plan.owner.code)
+        whole.title = plan.title
+        return whole
+
+    return Begun(finish, begun.is_done, made)
 
 
 def is_watched(dump: Dump) -> bool:
@@ -195,18 +217,10 @@ TARGETS: dict[str, tuple[Fusing, Link]] = {
 
 def device_of(graph: Graph) -> torch.device | None:
     """The device that a graph's tensors are on; None where they are on a GPU and elsewhere."""
-    types = [node.spec for node in (*graph.inputs, *graph.nodes)]
-    found = {spec.device for spec in types if type(spec) is TensorSpec}
-    found |= {one.device for spec in types if type(spec) is not TensorSpec for one in specs_in(spec)}
+    found = {spec.device for spec in tensors([node.spec for node in (*graph.inputs, *graph.nodes)])}
     if not any(device.type == "cuda" for device in found):
         return torch.device("cpu")
     return found.pop() if len(found) == 1 else None
-
-
-def specs_in(spec: Any) -> list[TensorSpec]:
-    if isinstance(spec, (tuple, list)):
-        return [one for part in spec for one in specs_in(part)]
-    return [spec] if isinstance(spec, TensorSpec) else []
 
 
 def conformed(graph: Graph, outputs: Sequence[Any]) -> Graph:

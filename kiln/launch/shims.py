@@ -21,6 +21,8 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, TensorSpec, argument
 from kiln.launch.native import function
+from kiln.ops.levels import with_gradients
+from kiln.ops.table import overload
 
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 
@@ -50,28 +52,12 @@ def _packed_layers() -> dict[Any, Shim]:
 
 #: Kernels that fail by sizes and dtypes alone, which were seen when the graph was traced, not by values.
 _ON_CPU: dict[Any, Shim] = {
-    aten.mm.default: Shim("aoti_torch_cpu_mm_out", True),
-    aten.addmm.default: Shim("aoti_torch_cpu_addmm_out", True),
-    aten.bmm.default: Shim("aoti_torch_cpu_bmm_out", True),
-    aten.baddbmm.default: Shim("aoti_torch_cpu_baddbmm_out", True),
-    aten.convolution.default: Shim("aoti_torch_cpu_convolution"),
-    aten.convolution_backward.default: Shim("aoti_torch_cpu_convolution_backward"),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: Shim(
-        "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu"
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Shim(
-        "aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu_backward"
-    ),
-    aten.max_pool2d_with_indices.default: Shim("aoti_torch_cpu_max_pool2d_with_indices"),
-    aten.max_pool2d_with_indices_backward.default: Shim("aoti_torch_cpu_max_pool2d_with_indices_backward"),
-    aten.avg_pool2d.default: Shim("aoti_torch_cpu_avg_pool2d"),
-    aten.avg_pool2d_backward.default: Shim("aoti_torch_cpu_avg_pool2d_backward"),
-    aten._adaptive_avg_pool2d.default: Shim("aoti_torch_cpu__adaptive_avg_pool2d"),
-    aten._adaptive_avg_pool2d_backward.default: Shim("aoti_torch_cpu__adaptive_avg_pool2d_backward"),
-    aten.cat.default: Shim("aoti_torch_cpu_cat"),
+    **{overload(name): Shim(f"aoti_torch_cpu_{name}_out", True) for name in "mm addmm bmm baddbmm".split()},
+    **{overload(name): Shim(f"aoti_torch_cpu_{name}") for name in with_gradients(
+        "convolution max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d "
+        "_scaled_dot_product_flash_attention_for_cpu") | {"cat"}},
     **_packed_layers(),
-}
-_ATTENTIONS = ("flash", "efficient", "cudnn")
+}  # fmt: skip
 _ON_CUDA: dict[Any, Shim] = {
     **{
         op: Shim(shim.name.replace("_cpu_", "_cuda_"), shim.writes)
@@ -79,12 +65,9 @@ _ON_CUDA: dict[Any, Shim] = {
         if op.namespace == "aten" and not op.name().endswith(("_for_cpu", "_for_cpu_backward"))
     },
     **{
-        getattr(aten, name).default: Shim(f"aoti_torch_cuda_{name}")
-        for kind in _ATTENTIONS
-        for name in (
-            f"_scaled_dot_product_{kind}_attention",
-            f"_scaled_dot_product_{kind}_attention_backward",
-        )
+        overload(name): Shim(f"aoti_torch_cuda_{name}")
+        for kind in ("flash", "efficient", "cudnn")
+        for name in with_gradients(f"_scaled_dot_product_{kind}_attention")
     },
     aten._addmm_activation.default: Shim("aoti_torch_cuda__addmm_activation"),
 }

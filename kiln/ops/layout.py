@@ -268,19 +268,6 @@ COMPLEX_OF = {torch.float16: torch.complex32, torch.bfloat16: torch.complex64,
               torch.float32: torch.complex64, torch.float64: torch.complex128}  # fmt: skip
 REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
-_PROMOTED = {(a, b): torch.promote_types(a, b) for a in PLAIN_DTYPES for b in PLAIN_DTYPES}
-
-
-def outranked(high: torch.dtype, low: torch.dtype) -> torch.dtype:
-    """The dtype when one operand outranks the other: dimensions over scalars, tensors over Python numbers."""
-    if high in COMPLEX:
-        return high
-    if high in FLOATS:
-        return COMPLEX_OF[high] if low in COMPLEX else high
-    if high is torch.bool or low in INEXACT:
-        return _PROMOTED[high, low]
-    return high
-
 
 def of_number(kind: type) -> torch.dtype:
     """The dtype that a Python number of this type has in an expression."""
@@ -290,30 +277,3 @@ def of_number(kind: type) -> torch.dtype:
         return torch.bool
     default = torch.get_default_dtype()
     return COMPLEX_OF[default] if kind is complex else default
-
-
-def promote(a: torch.dtype, a_rank: int, b: torch.dtype, b_rank: int) -> torch.dtype:
-    """The dtype of an expression over two tensors."""
-    if a is b:
-        return a
-    if (a_rank == 0) == (b_rank == 0):
-        return _PROMOTED[a, b]
-    return outranked(a, b) if a_rank else outranked(b, a)
-
-
-def promote_number(dtype: torch.dtype, kind: type) -> torch.dtype:
-    """The dtype of an expression over a tensor and a Python number."""
-    if kind is int and dtype is not torch.bool or kind is float and dtype in INEXACT or kind is bool:
-        return dtype
-    return outranked(dtype, of_number(kind))
-
-
-def casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a result of dtype `source` may be written into a tensor of dtype `target`."""
-    if source is target:
-        return True
-    if source in COMPLEX:
-        return target in COMPLEX
-    if source in FLOATS:
-        return target in INEXACT
-    return source is torch.bool or target is not torch.bool

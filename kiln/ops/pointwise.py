@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -22,13 +23,8 @@ from kiln.ops.layout import (
     Size,
     alike,
     broadcast,
-    casts,
-    of_number,
-    outranked,
     pointwise,
     preserved,
-    promote,
-    promote_number,
     row_major,
 )
 from kiln.ops.meta import common_device
@@ -88,32 +84,18 @@ def two_devices(a: torch.device, b: torch.device) -> RuntimeError:
     return RuntimeError(f"{text}, {a} and {b}!")
 
 
+#: Numbers of the kinds of symbolic ones.
+LIKE: dict[type, Any] = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}
+
+
 def common_dtype(a: Operand, b: Operand) -> torch.dtype:
-    """The dtype to which two operands are promoted."""
-    if type(b) in NUMBERS:
-        return promote_number(a.dtype, type(b))
-    if type(a) in NUMBERS:
-        return promote_number(b.dtype, type(a))
-    one, other = a.dtype, b.dtype
-    return one if one is other else promote(one, a.dim(), other, b.dim())
-
-
-def common_dtype_of_all(*operands: Operand) -> torch.dtype:
-    """The dtype to which operands are promoted: dimensions before scalars before numbers."""
-    ranks: list[torch.dtype | None] = [None, None, None]
-    for operand in operands:
-        if type(operand) in NUMBERS:
-            rank, dtype = 2, of_number(type(operand))
-        else:
-            rank, dtype = 0 if operand.dim() else 1, operand.dtype
-        seen = ranks[rank]
-        ranks[rank] = dtype if seen is None else torch.promote_types(seen, dtype)
-    result: torch.dtype | None = None
-    for found in reversed(ranks):
-        if found is not None:
-            result = found if result is None else outranked(found, result)
-    assert result is not None
-    return result
+    """The dtype to which two operands, a tensor at least, are promoted."""
+    tensor, other = (b, a) if type(a) in NUMBERS else (a, b)
+    dtype, kind = tensor.dtype, type(other)
+    if kind in NUMBERS:
+        same = dtype in FLOATS and kind is not complex or kind is int and dtype in INTEGERS or kind is bool
+        return dtype if same else torch.result_type(tensor, LIKE.get(kind, other))
+    return dtype if dtype is other.dtype else torch.result_type(tensor, other)
 
 
 def _same(x: Tensor, *_: Any, **__: Any) -> Any:
@@ -236,7 +218,7 @@ def _lerp(a: Tensor, b: Tensor, weight: Operand) -> Any:
 def _clamp(x: Tensor, low: Any = None, high: Any = None) -> Any:
     if (low is None and high is None) or x.dtype in COMPLEX:
         return NotImplemented
-    dtype = common_dtype_of_all(x, *[v for v in (low, high) if v is not None])
+    dtype = reduce(torch.promote_types, [common_dtype(x, v) for v in (low, high) if v is not None])
     return like(x, dtype, dtype)
 
 
@@ -246,13 +228,13 @@ def in_place(x: Any, *operands: Operand, **_: Any) -> Any:
     for operand in operands:
         kind = type(operand)
         if kind in NUMBERS:
-            if not casts(promote_number(x.dtype, kind), x.dtype):
+            if not torch.can_cast(common_dtype(x, operand), x.dtype):
                 raise Mismatch("the result does not fit the dtype")
             continue
         other = operand.shape
         if not alike(other, size) and broadcast(size, other) != size:
             raise Mismatch("the result does not fit the shape")
-        if operand.dtype is not x.dtype and not casts(common_dtype(x, operand), x.dtype):
+        if operand.dtype is not x.dtype and not torch.can_cast(common_dtype(x, operand), x.dtype):
             raise Mismatch("the result does not fit the dtype")
     return writable(x)
 

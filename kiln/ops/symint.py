@@ -137,29 +137,8 @@ class Node:
     def hint(self) -> Any:
         return self.expr.hint if isinstance(self.expr, (Expr, Condition)) else self.expr
 
-    def has_hint(self) -> bool:
-        return True
-
-    def is_int(self) -> bool:
-        return self.kind is int
-
-    def is_float(self) -> bool:
-        return self.kind is float
-
-    def is_bool(self) -> bool:
-        return self.kind is bool
-
-    def is_nested_int(self) -> bool:
-        return False
-
-    def nested_int(self) -> None:
-        return None
-
     def is_constant(self) -> bool:
         return not isinstance(self._simple(), (Expr, Condition))
-
-    def is_symbolic(self) -> bool:
-        return True
 
     def _simple(self) -> Any:
         value = self.expr
@@ -189,15 +168,6 @@ class Node:
 
     constant_int = maybe_as_int
     constant_bool = maybe_as_bool
-
-    def wrap_int(self, value: int) -> Node:
-        return Node(value, int)
-
-    def wrap_float(self, value: float) -> Node:
-        return Node(value, float)
-
-    def wrap_bool(self, value: bool) -> Node:
-        return Node(value, bool)
 
     def fixed(self, file: Any = "", line: int = 0) -> Any:
         """The number that it is now, recorded as a condition."""
@@ -332,6 +302,10 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
+#: Questions that have one answer for all numbers.
+ANSWERS = {"has_hint": True, "is_symbolic": True, "is_nested_int": False, "nested_int": None}
+
+
 def _kind(value: Any) -> type:
     if isinstance(value, Expr):
         return float if value.real else int
@@ -372,3 +346,8 @@ for _name, _of_one in FUNCTIONS.items():
     setattr(Node, _name, _unary(_of_one))
 for _name, _method in LAYOUTS.items():
     setattr(Node, _name, _method)
+for _name, _answer in ANSWERS.items():
+    setattr(Node, _name, lambda self, answer=_answer: answer)
+for _type in (int, float, bool):
+    setattr(Node, f"is_{_type.__name__}", lambda self, kind=_type: self.kind is kind)
+    setattr(Node, f"wrap_{_type.__name__}", lambda self, value, kind=_type: Node(value, kind))

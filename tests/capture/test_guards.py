@@ -395,6 +395,26 @@ def test_patched_torch_function_is_called(monkeypatch):
     w(X)
 
 
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+def test_a_patched_function_of_torch_is_called_by_what_was_compiled(monkeypatch):
+    def f(x):
+        return torch.nn.functional.relu(x) + 1
+
+    compiled = kiln.compile(torch.nn.Sequential(torch.nn.ReLU())), kiln.compile(f)
+    for function in (torch.nn.functional.relu, torch.nn.functional.silu, torch.nn.functional.relu):
+        monkeypatch.setattr(torch.nn.functional, "relu", function)
+        for c in compiled:
+            torch.testing.assert_close(c(X), function(X) + (c is compiled[1]))
+
+
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+@pytest.mark.parametrize("f", [lambda x, k: x / k, lambda x, k: torch.copysign(x, k) * k, lambda x, k: x / (k * 0)])
+def test_zeros_of_both_signs_are_told_apart(f):
+    compiled = kiln.compile(f)
+    for k in (0.0, -0.0, 0.0, 1.5, -0.0, -2.5, 0.0, 1.0, -0.0):
+        torch.testing.assert_close(1 / compiled(X, k), 1 / f(X, k))
+
+
 # Module trees.
 
 
