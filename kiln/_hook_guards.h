@@ -65,66 +65,12 @@ static int guards_check(Guards *self, PyObject *const *argv, Py_ssize_t argc)
     return holds;
 }
 
-/* The value of a node from scratch: sets *absent for the dict of an object without one. */
-static PyObject *fetch_path(Guards *self, int number, Call *call, bool *absent)
-{
-    const Node *node = &self->nodes[number];
-    PyObject *base = NULL;
-    if (node->parent >= 0) {
-        base = fetch_path(self, node->parent, call, absent);
-        if (base == NULL) /* an absent dict has no keys */
-            return *absent = false, NULL;
-    }
-    PyObject *value = fetch(node, base, call);
-    *absent = value == NULL && node->kind == FETCH_DICT && !PyErr_Occurred();
-    Py_XDECREF(base);
-    return value;
-}
-
-/* One guard on its own, as `holds` of the Python class has it. */
-static int check_alone(Guards *self, const Check *check, Call *call)
-{
-    PyObject **values = PyMem_Calloc(check->count + 1, sizeof *values);
-    if (values == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    bool fetched = true, absent = false;
-    for (int i = 0; fetched && i < check->count; i++) {
-        values[i] = fetch_path(self, check->nodes[i], call, &absent);
-        fetched = values[i] != NULL || absent;
-    }
-    int holds = !fetched                     ? (PyErr_Occurred() ? -1 : 0)
-                : check->kind <= LAST_OF_ONE ? check_value(check, values[0])
-                             : check_loose(check, values, call);
-    for (int i = 0; i < check->count; i++)
-        Py_XDECREF(values[i]);
-    PyMem_Free(values);
-    return settle(holds);
-}
-
 static PyObject *Guards_check(Guards *self, PyObject *argv)
 {
     if (!PyTuple_Check(argv))
         return PyErr_Format(PyExc_TypeError, "check() takes a tuple of arguments, not %s", Py_TYPE(argv)->tp_name);
     int holds = guards_check(self, ((PyTupleObject *)argv)->ob_item, PyTuple_GET_SIZE(argv));
     return holds < 0 ? NULL : PyBool_FromLong(holds);
-}
-
-static PyObject *Guards_failing(Guards *self, PyObject *argv)
-{
-    if (!PyTuple_Check(argv)) {
-        PyErr_SetString(PyExc_TypeError, "failing() takes a tuple of arguments");
-        return NULL;
-    }
-    Call call = {.argv = ((PyTupleObject *)argv)->ob_item, .argc = PyTuple_GET_SIZE(argv)};
-    int holds = !self->cleared;
-    Py_ssize_t i = 0;
-    for (; holds && i < self->check_count; i++)
-        if ((holds = check_alone(self, &self->checks[i], &call)) != 1)
-            break;
-    Py_XDECREF(call.tuple);
-    return holds < 0 ? NULL : PyLong_FromSsize_t(holds ? -1 : i);
 }
 
 static int Guards_clear(Guards *self)
@@ -328,7 +274,6 @@ static PyGetSetDef Guards_getset[] = {
 
 static PyMethodDef Guards_methods[] = {
     {"check", (PyCFunction)Guards_check, METH_O, "Whether all guards hold on a tuple of bound arguments."},
-    {"failing", (PyCFunction)Guards_failing, METH_O, "The number of the first guard that does not hold, or -1."},
     {NULL},
 };
 

@@ -201,9 +201,9 @@ def _in_parts(module: fx.GraphModule, error: Exception, make: Make) -> Callable[
     """The graph in parts, where it or a backward in Python looks at numbers: what may do so runs in eager."""
     if not isinstance(error, Break) or error.kind not in ("backward", "data-dependent"):
         return None
-    own = any(has_own_backward(node) or is_read(node) for node in module.graph.nodes)
+    own = any(map(looks_at_numbers, module.graph.nodes))
     aside: Make = lambda *given: Unseen.aside(partial(make, *given))  # noqa: E731
-    run = in_parts(module, aside, lambda n: has_own_backward(n) or is_switch(n) or is_read(n)) if own else None
+    run = in_parts(module, aside, lambda n: looks_at_numbers(n) or is_switch(n)) if own else None
     if run is not None:
         name = str(module.meta.get("name", "")) or "a graph"
         log.warn_once(("parts", error.why), f"{name} is differentiated in parts: {error.kind}: {error.why}")
@@ -219,10 +219,10 @@ def has_own_backward(node: fx.Node) -> bool:
     return (custom or isinstance(op, Named)) and any(isinstance(v, Tensor) and v.requires_grad for v in made)
 
 
-def is_read(node: fx.Node) -> bool:
-    """Whether a call reads the number that a tensor is, or checks one."""
+def looks_at_numbers(node: fx.Node) -> bool:
+    """Whether a call, or its backward, may look at numbers in tensors, or checks one that was read."""
     checks = isinstance(node.target, Named) and "example_value" not in node.meta
-    return checks or node.op == "call_method" and node.target == "item"
+    return checks or node.op == "call_method" and node.target == "item" or has_own_backward(node)
 
 
 def is_switch(node: fx.Node) -> bool:

@@ -75,6 +75,9 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
             function = modules.call_function(model)
             named = replace(asked, name=type(model).__qualname__)
             return modules.twin(model, MethodType(_region(function, named), model), again)
+        case FunctionType() if model.__globals__.get("__name__", "").startswith("torch._functorch."):
+            # What a transform makes is captured where it is called.
+            return _shared(functools.wraps(model)(lambda *args, **kwargs: model(*args, **kwargs)), asked)
         case FunctionType():
             return _shared(model, asked)
         case MethodType():

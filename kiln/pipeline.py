@@ -7,6 +7,7 @@ import types
 from collections import Counter
 from dataclasses import field, replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -160,7 +161,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     stance = live.stance()
     if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
         return None  # a functorch transform runs its function on tensors of its own
-    failures = [failed_guards(entry, argv) for entry in entries]
+    failing = [(entry.info, failing_guards(entry.info, argv)) for entry in entries]
+    failures = [[failure(guard, argv, entry.place(guard)) for guard in found] for entry, found in failing]
     if stance == "fail_on_recompile":
         why = "; ".join(str(found[0]) for found in failures if found) or "it has not been compiled yet"
         raise RecompileError(f"{name} would be compiled again: {why}")
@@ -171,9 +173,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     ):  # fmt: skip
         region.limit_hit = True
         return None
-    unstable = frozenset(
-        str(entry.info.guards[i].source) for entry in entries if (i := entry.guards.failing(argv)) >= 0
-    )
+    unstable = frozenset(str(found[0].source) for _, found in failing if found)
     known = [entry.info.guards for entry in entries]
     first = stance in live.FIRST_AS_IS and not entries and region not in family.first
     if first:
@@ -273,12 +273,7 @@ def failed(region: Any, name: str, error: Exception, asked: Compile) -> None:
     region.enabled = False
 
 
-def failed_guards(entry: Any, argv: tuple[Any, ...]) -> list[records.Failure]:
-    """Why an entry does not hold: its first guard that fails, or all of them while somebody listens."""
-    first = entry.guards.failing(argv)
-    if first < 0:
-        return []
-    guards = [entry.info.guards[first]]
-    if records.listening():
-        guards += [guard for guard in entry.info.guards[first + 1 :] if not guard.holds(argv)]
-    return [failure(guard, argv, entry.info.place(guard)) for guard in guards]
+def failing_guards(entry: Entry, argv: tuple[Any, ...]) -> list[Guard]:
+    """The first guard of an entry that does not hold, or all of them while somebody listens."""
+    found = (guard for guard in entry.guards if not guard.holds(argv))
+    return list(found if records.listening() else islice(found, 1))

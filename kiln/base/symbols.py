@@ -79,8 +79,8 @@ class Scope:
 
     def __init__(self, place: Callable[[], Any] | None = None) -> None:
         self.symbols: list[Symbol] = []
-        #: Those of them that stand for what the graph reads from tensors: their hints mean nothing.
-        #: Symbols of which no more is known than their type, each with what is raised where a value is needed.
+        #: Those of which no more is known than their type, each with what is raised where a value is needed:
+        #: what the graph reads from tensors, or is drawn. Their hints mean nothing.
         self.open: dict[Symbol, Exception | None] = {}
         #: What may be taken for granted of those, as the graph checks it: the answer that follows, or None.
         self.assume: Callable[[Condition], bool | None] | None = None

@@ -45,8 +45,8 @@ def drawing(function: Any, like: Any, ints: Any) -> Any:
         owner, *given = args
         if type(owner) is random.Random and owner is not SHARED and m.source(owner) is None:
             return native(m, function, args, kwargs)
-        whole = type(m.recorder) is Recorder  # a graph that runs once in a call
-        if kwargs or not whole or type(owner) is not type(like.__self__) or not {*map(type, given)} <= {int, float}:
+        plain = type(owner) is type(like.__self__) and not kwargs and {*map(type, given)} <= {int, float}
+        if not plain or type(m.recorder) is not Recorder:  # a graph in it may run more than once in a call
             raise refusal(function)
         result = m.native(like, *given)  # raises what it raises
         found = ints(*given) if ints else None

@@ -95,14 +95,16 @@ class Varying:
 
     def settle(self) -> None:
         """From now on nothing begins again: who needs the value of a number that is drawn is refused it."""
-        self.scope.open = {symbol: getattr(error, "reason", None) for symbol, error in self.scope.open.items()}
+        for symbol, error in self.scope.open.items():
+            self.scope.open[symbol] = getattr(error, "reason", None)
 
     def _varies(self, value: int | float, source: Source, argument: bool) -> bool:
         mode = self.dynamic.mode
         if mode is False or type(value) is int and not -LIMIT <= value <= LIMIT:
             return False
         if Read(source) in self.dynamic.reads:
-            return type(value) is int or math.isfinite(value) and value != 0  # a condition does not tell 0.0 from -0.0
+            # A condition does not tell zeros of both signs apart.
+            return type(value) is int or math.isfinite(value) and value != 0
         return mode is True and argument and type(value) is int and value not in (0, 1)
 
     def tensor(

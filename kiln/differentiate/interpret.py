@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks
+from kiln.ops.symint import SYMBOLIC
 
 
 def fetch(module: Any, path: str) -> Any:
@@ -65,16 +66,16 @@ def owned_tensors(
 
 
 def joined(
-    data: Any, dtype: torch.dtype | None = None, device: Any = None, *, function: Any = torch.tensor, **rest: Any
+    data: Any, dtype: torch.dtype | None = None, device: Any = None, *, function: Any, **rest: Any
 ) -> torch.Tensor:
-    """A tensor of nested lists with tensors of one element and open numbers among them, which fakes do not know."""
+    """A tensor of nested lists with tensors of one element or open numbers among them, unknown to fakes."""
     leaves: list[Any] = []
     shape = _flattened(data, leaves)
     if isinstance(data, torch.Tensor) or not any(isinstance(v, (torch.Tensor, *SYMBOLIC)) for v in leaves):
         return function(data, dtype=dtype, device=device, **rest)  # type: ignore[no-any-return]
-    parts = [torch.full((), v, device=device) if type(v) in SYMBOLIC else torch.as_tensor(v, device=device) for v in leaves]
+    parts = [torch.full((), v) if type(v) in SYMBOLIC else torch.as_tensor(v) for v in leaves]
     dtype = functools.reduce(torch.promote_types, [v.dtype for v in parts]) if dtype is None else dtype
-    made = torch.stack([v.detach().to(dtype).reshape(()) for v in parts]).view(shape)
+    made = torch.stack([v.detach().to(device, dtype).reshape(()) for v in parts]).view(shape)
     return made.requires_grad_() if rest.get("requires_grad") else made
 
 

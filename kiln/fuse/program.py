@@ -233,7 +233,7 @@ class Finishing:
         """The steps with nests that follow each other as few kernels."""
         made: list[Step] = []
         last: dict[Node, int] = {}
-        if self.cuts.at_once:
+        if not self.cuts.at_once:
             steps = self.early(steps)
             last = self.last_uses(steps)
         batch, scratch = Batch(), dict[Buffer, TensorSpec]()
@@ -252,7 +252,7 @@ class Finishing:
                 close()
                 made.append(step)
                 continue
-            if batch.stages and self.frees(batch, step, last, i) or not batch.takes(step.nests):
+            if batch.stages and last and self.frees(batch, step, last, i) or not batch.takes(step.nests):
                 close()
                 batch.takes(step.nests)
             scratch.update(step.scratch)

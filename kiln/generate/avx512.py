@@ -75,6 +75,10 @@ _TANH = (
      0.036934901, 0.0216141772, 0.0123217786, 0.00692470884, 0.00386120146, 0.00214371854, 0.00118735072,
      0.000656779855, 0.000363032654),
 )  # fmt: skip
+# (log(1 + f) - f + f^2/2) / f^3 on -1/4 <= f <= 1/2; (log(1 + f) - f) / f^2 on the same, to 2^-13
+_LOG = (0.33333449112478436, -0.25000095841991365, 0.1999086123934421, -0.1664731216533302,
+        0.14478394782422344, -0.13161193500149865, 0.10463023307031803, -0.04507481456778046)  # fmt: skip
+_LOG_LOOSE = (-0.4999805895448732, 0.3374478454551848, -0.2571728369773627, 0.1401491907178048)
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/32
 _EXP = (0.5000162220356067, 0.16666718660599164)
 _POWERS = tuple(2.0 ** (n / LANES) for n in range(LANES))
@@ -154,9 +158,61 @@ def sigmoid_loose(x: Value) -> Value:
     if x.type.width % LANES:
         return functions.sigmoid(x)
     e = exp_below_loose(-functions.absolute(x))
+    return functions.sign_bit(x).where(e, 1.0) * _inverse(e + 1.0)
+
+
+def log(x: Value, more: Value | None = None) -> Value:
+    """The logarithm of f32, and a little more."""
+    if x.type.width % LANES:
+        return functions.log_by_polynomial(x, more)
+    n, f = _exponent_and_rest(x)
+    square = f * f
+    high, low = functions.LN2_EAGER  # both positive: of infinite exponents their products are alike
+    y = fma(n, low, functions.polynomial(f, _LOG) * square * f)
+    y = y if more is None else y + more
+    return fma(n, high, fma(square, -0.5, y) + f)
+
+
+def log_loose(x: Value) -> Value:
+    """To 2^-13."""
+    if x.type.width % LANES:
+        return functions.log_by_polynomial(x)
+    n, f = _exponent_and_rest(x)
+    return fma(n, functions.LN2, functions.polynomial(f, (1.0, *_LOG_LOOSE)) * f)
+
+
+def log1p(x: Value) -> Value:
+    """log(1 + x), made good for what the sum loses."""
+    if x.type.width % LANES:
+        return functions.log1p_by_polynomial(x)
+    u = x + 1.0
+    inside = (u.bits(U32) - 1) < 0x4E800000  # more than 0, and 2^30 at most
+    inverse = _inverse(u)
+    inverse = fma(inverse, fma(-u, inverse, 1.0), inverse)
+    lost = inside.where((x - (u - 1.0)) * inverse, 0.0)
+    return u.compare("eq", 1.0).where(x, log(u, lost))
+
+
+def log1p_loose(x: Value) -> Value:
+    """To 2^-13."""
+    near = functions.absolute(x) < 2.0**-10
+    return near.where(fma(x * x, -0.5, x), log_loose(x + 1.0))
+
+
+def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
+    """n and f, of -1/4 up to 1/2, with x = 2^n (1 + f); -inf and 0 for zeros, inf and 0 for inf, else NaN."""
+    fn, everywhere, exactly = x.fn, Value(x.fn, "-1", I16), Value(x.fn, "4", I32)
+    names = ("llvm.x86.avx512.mask.getmant.ps.512", "llvm.x86.avx512.mask.getexp.ps.512")
+    range_of_rest = Value(fn, "11", I32)  # from 3/4 to 3/2, NaN for what is negative
+    m = _in_registers(lambda x: fn.call(names[0], x.type, x, range_of_rest, x, everywhere, exactly), x)
+    n = _in_registers(lambda x: fn.call(names[1], x.type, x, x, everywhere, exactly), x)
+    return (m < 1.0).where(n + 1.0, n), m - 1.0
+
+
+def _inverse(x: Value) -> Value:
+    """To 2^-14."""
     name, everywhere = "llvm.x86.avx512.rcp14.ps.512", Value(x.fn, "-1", I16)
-    inverse = _in_registers(lambda part: x.fn.call(name, part.type, part, part, everywhere), e + 1.0)
-    return functions.sign_bit(x).where(e, 1.0) * inverse
+    return _in_registers(lambda part: x.fn.call(name, part.type, part, part, everywhere), x)
 
 
 def tanh_loose(x: Value) -> Value:
@@ -276,7 +332,7 @@ def _in_registers(function: Callable[..., Value], *values: Value) -> Value:
 #: rounded to types of two bytes.
 OWN: dict[str, Callable[..., Value]] = {
     "scaled": scaled, "exp": exp, "exp_below": exp_below, "erf": erf, "gelu": gelu, "gelu_slope": gelu_slope,
-    "add_64": add_64, "loose exp": exp_loose, "loose exp_below": exp_below_loose,
+    "log": log, "log1p": log1p, "loose log": log_loose, "loose log1p": log1p_loose, "add_64": add_64, "loose exp": exp_loose, "loose exp_below": exp_below_loose,
     "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose, "loose pow": functions.pow_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip

@@ -146,7 +146,7 @@ def _power_of_two_32(n: Value) -> Value:
     return ((n + 127) << 23).bits(F32)
 
 
-def _log_32(x: Value, more: Value | None = None) -> Value:
+def log_by_polynomial(x: Value, more: Value | None = None) -> Value:
     """The logarithm, and a little more."""
     tiny = x < 2.0**-126
     scaled = tiny.where(x * 2.0**23, x)
@@ -161,10 +161,10 @@ def _log_32(x: Value, more: Value | None = None) -> Value:
     return _log_edges(x, y)
 
 
-def _log1p_32(x: Value) -> Value:
+def log1p_by_polynomial(x: Value) -> Value:
     """log(1 + x), made good for what the sum loses."""
     u = x + 1.0
-    return u.compare("eq", 1.0).where(x, _log_32(u, (x - (u - 1.0)) / u))
+    return u.compare("eq", 1.0).where(x, log_by_polynomial(u, (x - (u - 1.0)) / u))
 
 
 def _log_edges(x: Value, y: Value) -> Value:
@@ -325,7 +325,7 @@ def _pow_64(x: Value, y: Value) -> Value:
 
 def pow_loose(x: Value, y: Value) -> Value:
     """The power in f32: an error of the logarithm counts as often as the exponent says."""
-    return _with_edges_of_pow(x, y, apply("exp", y * _log_32(absolute(x))))
+    return _with_edges_of_pow(x, y, apply("exp", y * apply("log", absolute(x))))
 
 
 def _with_edges_of_pow(x: Value, y: Value, result: Value) -> Value:
@@ -472,8 +472,8 @@ def _library(name: str) -> Callable[..., Value]:
 
 
 _SINGLE: dict[str, Callable[..., Value]] = {
-    "exp": _exp_32, "exp2": _exp2_32, "log": _log_32, "tanh": _tanh_32, "erf": erf,
-    "expm1": _widened(_expm1_64), "log1p": _log1p_32,
+    "exp": _exp_32, "exp2": _exp2_32, "log": log_by_polynomial, "tanh": _tanh_32, "erf": erf,
+    "expm1": _widened(_expm1_64), "log1p": log1p_by_polynomial,
     "log2": _widened(lambda x: _log_64(x) * (1 / LN2)),
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
     "sin": _sine(False, _sin_64, "sin"), "cos": _sine(True, _cos_64, "cos"),

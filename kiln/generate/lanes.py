@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any
 
-from kiln.base.expressions import hinted
+from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import (
     Apply,
@@ -172,8 +173,22 @@ def symbols_of(nest: Nest) -> list[Expr]:
         elif isinstance(term, Const):
             expressions.append(term.value)
     for expression in expressions:
-        if isinstance(expression, Expr) and expression.real:
-            found[expression] = None
-        elif isinstance(expression, Expr):
-            found.update(dict.fromkeys(sorted(expression.symbols() - loops, key=lambda s: s.order)))
+        given = {part for part in given_in(expression) if part not in loops}
+        found.update(dict.fromkeys(sorted(given, key=lambda part: part.order)))
     return list(found)
+
+
+#: What code computes of indices.
+COMPUTED = frozenset({SUM, MIN, MAX, FLOORDIV, MOD})
+
+
+def given_in(expression: Any) -> Iterator[Expr]:
+    """The numbers that code is given for an expression: symbols, floats, and what floats were rounded to."""
+    if not isinstance(expression, Expr):
+        return
+    if expression.real or expression.op not in COMPUTED:
+        yield expression
+        return
+    atoms = [a for m in expression.poly for a in m] if expression.op is SUM else expression.args
+    for atom in atoms:
+        yield from given_in(atom)

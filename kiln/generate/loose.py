@@ -6,7 +6,8 @@ from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Apply, Fold, Nest, Term, children
 from kiln.generate.softmax import logarithm_subtracted, summed
 
-_PRODUCTS = ("mul", "div", "neg")
+#: Functions whose relative error is no more than that of what they are given.
+_STEADY = ("mul", "div", "neg", "where", "tanh")
 
 
 def loose(nest: Nest) -> frozenset[int]:
@@ -29,4 +30,7 @@ def _hands_on(term: Term) -> bool:
     if term.op == "log":
         (below,) = term.args
         return isinstance(below, Fold) and summed(below)
-    return term.op in _PRODUCTS or logarithm_subtracted(term)
+    if term.op == "log1p":  # of a positive number
+        (below,) = term.args
+        return isinstance(below, Apply) and below.op == "exp"
+    return term.op in _STEADY or logarithm_subtracted(term)

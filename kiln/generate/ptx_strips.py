@@ -7,11 +7,11 @@ from typing import Any
 
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Apply, Axis, Const, Load, Store, Term
-from kiln.generate.grid import LOOPED, WIDEST, key_of, power_of_two, reduced_extent, rows_ahead
+from kiln.generate.grid import LOOPED, WIDEST, key_of, phases_of, power_of_two, reduced_extent, rows_ahead
 from kiln.generate.llvm import F32, I8, I32, I64, Type, Value
 from kiln.generate.ptx import GridEmitter
 
-TOGETHER = 32 << 10  # bytes of neighbouring rows that a strip takes at once
+TOGETHER = 16 << 10  # bytes of neighbouring rows that a strip takes at once
 QUAD = 4  # columns that a thread sums at the end
 REGISTERS = 72  # of a thread of a large block, so that blocks of the second stage start beside it
 
@@ -116,23 +116,24 @@ class StripEmitter(GridEmitter):
         Strips take a few neighbours in turn, so that what all processors read lies together; of the rows that
         are left over each has a part.
         """
-        strips, together = self.count(), self.together()
-        before = row.size // (strips * together) * together
+        strips, near = self.count(), self.neighbours()
+        before = row.size // (strips * near) * near
         left = -(-(row.size - before * strips) // strips)
         rest = strip * -left + (row.size - before * strips)
         rest = (rest < left).where((rest > 0).where(rest, 0), left)
         block = self.unsigned(self.block)
 
         def at(number: Value) -> Value:
-            there = number / together * (strips * together) + block * together + number % together
+            there = number / near * (strips * near) + block * near + number % near
             after = number + block * left + before * (strips - 1)
-            return (number < before).where(there, after).to(I64)
+            row: Value = (number < before).where(there, after)
+            return row.to(I64)
 
         return at, rest + before
 
-    def together(self) -> int:
+    def neighbours(self) -> int:
         """How many rows are taken that are neighbours."""
-        size = max(int(t.dtype.itemsize) for t in self.nest.terms() if isinstance(t, Load))
+        size = max((int(key[2].itemsize) for key in phases_of(self.nest)), default=1)
         return power_of_two(max(self.grid.rows, TOGETHER // (reduced_extent(self.nest) * size)))
 
     def finish(self, totals: list[tuple[Store, int, Value]], team: Value) -> None:

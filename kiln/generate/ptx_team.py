@@ -62,7 +62,7 @@ class Team(DeviceValues):
             self.fn.do(NEXT)
 
     def asks(self) -> bool:
-        """Whether rows are on their way before they may be read: norms with weights read little at their end."""
+        """Whether rows are asked for before they may be read: norms with weights read little at their end."""
         whole = self.grid.along and self.grid.members == 1 and self.nest.part is None
         return whole and bool(self.grid.turns) and self.new and has_weights(self.nest)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
-from kiln.base.symbols import Expr, Symbol
+from kiln.base.symbols import Expr
 from kiln.fuse.lower import DIVISIONS
 from kiln.fuse.nest import (
     Apply,
@@ -24,7 +24,7 @@ from kiln.fuse.nest import (
 )
 from kiln.generate.forms import another
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import STRIDES, aligned, lanes_along, symbols_of, vector_axis
+from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
@@ -369,7 +369,7 @@ class Values(Reads):
             return index
         if not isinstance(index, Expr):
             return self.fn.constant(index, I64)
-        if isinstance(index, Symbol):
+        if index.op not in COMPUTED:
             return self.variables[index]
         for layer in reversed(self.indices):
             known: Value | None = layer.get(index)

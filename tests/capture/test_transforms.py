@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kiln
-from tests.support import How, one_graph, pin, program, same_as_eager, t
+from tests.support import EAGER, How, one_graph, pin, program, same_as_eager, t
 
 X, V = t(3, 5), t(5)
 OVER_ROWS = torch.vmap(lambda row: row.sum() * 2)
@@ -22,6 +22,16 @@ def test_vmap(x, v):
         torch.vmap(lambda row: row + torch.ones(5), in_dims=1, out_dims=1)(x.t()),
         OVER_ROWS(x),
     )
+
+
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+@pytest.mark.parametrize("maker", [torch.vmap, torch.func.grad, torch.func.jacrev, torch.func.hessian, torch.func.grad_and_value])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_a_transform_makes_is_compiled_itself(maker, dynamic):
+    made = maker(lambda row: (row * V).sin().sum())
+    compiled = kiln.compile(made, backend="eager", fullgraph=True, dynamic=dynamic)
+    for x in (X, V, X[:2]):
+        torch.testing.assert_close(compiled(x), made(x))
 
 
 @program(X, V)

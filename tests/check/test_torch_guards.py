@@ -127,7 +127,6 @@ def test_agreement_on_pinned_parameters(seed):
         for argv in [(argument,)] * 15 + [(parameters[0].data,), (models[0].bias,)]:
             expected = [g.holds(argv) for g in guards.guards]
             first = expected.index(False) if False in expected else -1
-            assert built.failing(argv) == first
             assert built.check(argv) is (first < 0)
             assert built.check(argv) is (first < 0)
             held, broke = held + (first < 0), broke + (first >= 0)

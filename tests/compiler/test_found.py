@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kiln
+from kiln.base import records
 
 
 @pytest.fixture(autouse=True)
@@ -232,3 +233,22 @@ def test_zeros_without_memory_are_zeros():
 
     kiln.compile(f, backend=kiln.aot(kept))(x)
     assert "zeros" in graphs[0] and "_efficientzerotensor" not in graphs[0]
+
+
+@pytest.mark.parametrize("f", [lambda r: r.sum() * 2, lambda r: r.mean() / 2.5, lambda r: torch.add(r.sum(), 3, alpha=2)])
+def test_numbers_and_single_elements_meet_in_a_transform(f):
+    x = torch.randn(3, 5)
+    torch.testing.assert_close(kiln.compile(torch.vmap(f), fullgraph=True)(x), torch.vmap(f)(x))
+
+
+@pytest.mark.parametrize("f", [
+    lambda x, k: torch.tensor(k) + x, lambda x, k: torch.tensor([[k, x.sum()], [1, k]]), lambda x, k: torch.as_tensor([1, x.sum()]),
+    lambda x, k: torch.asarray([k, x.max()], dtype=torch.float64), lambda x, k: torch.tensor([x.shape[0], k]),
+])  # fmt: skip
+def test_tensors_of_numbers_that_vary_are_compiled_once(f):
+    compiled = kiln.compile(f)
+    with records.collect() as log:
+        for i, k in enumerate((0.1, 0.3, 0.35, 0.77)):
+            x = torch.randn(i + 3)
+            torch.testing.assert_close(compiled(x, k), f(x, k))
+    assert len(log.graphs) == 2 and not log.fallbacks

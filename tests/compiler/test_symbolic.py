@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,10 @@ CASES: dict[str, Case] = {
     "number": (lambda x: F.mse_loss(x, x.detach() * 0.5) * (1 / x.shape[0]), lambda n: (randn(n, 3),)),
     "stepped": (lambda x: x.flatten() * 2, lambda n: (randn(2 * n, 5)[::2],)),
     "halves": (lambda x: F.glu(x), lambda n: (randn(3, 2 * n),)),
+    "rounded": (lambda x: x[: max(2, int(x.shape[0] * 0.7))] * round(x.shape[0] / 2) + math.ceil(x.shape[1] / 3),
+                lambda n: (randn(n, n + 1),)),
+    "rounded sizes": (lambda x: F.pad(x, (0, int(x.shape[1] * 1.5))).sum(0) * x.new_ones(int(x.shape[1] * 1.5) + x.shape[1]),
+                      lambda n: (randn(3, n),)),
     "replicate": (lambda x: F.pad(x, (1, 1), mode="replicate") * 2, lambda n: (randn(1, 3, n),)),
 }  # fmt: skip
 

@@ -137,7 +137,7 @@ FOLDS = {
             norm_gradients,
             *(normal(rows, n), normal(rows, n), normal(rows, 1), positive(rows, 1), normal(n)),
         )
-        for rows, n in ((1100, 4096), (15000, 300), (6000, 768), (6000, 777), (1700, 3072), (1200, 8192))
+        for rows, n in ((1100, 4096), (15000, 300), (6000, 768), (6000, 777), (10922, 768), (133, 4096), (1700, 3072), (1200, 8192))
     },
     "sum of all": (lambda a: a.sum(), normal(1234, 567)),
     "mean of all": (lambda a: a.mean(), normal(4096, 1024)),

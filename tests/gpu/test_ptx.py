@@ -232,11 +232,34 @@ def test_gradients_of_norms_read_rows_once():
     (first, second), text = made.starts[0], made.text.split(".entry")[1]
     assert (first.blocks, first.threads) == (128, 512) and second.threads * second.blocks <= 132 * 1024
     # Two teams of 256 threads, two turns along a row: the weights, and copies of two tensors, two rows before
-    # the loop and one in each turn of it. One team waits for its own threads, once more where it has a row less,
-    # and all once they have sums, which the teams store by halves.
+    # the loop and one in each turn of it. One team waits for its own threads, and all once they have sums, which
+    # the teams store by halves.
     assert count(r"ld\.global\.nc\.v4", text) == 2 and count(r"cp\.async\.cg", text) == 2 * 2 * 3
-    assert count(r"bar\.sync\s+%r\d+, 256", text) == 2 and count(r"bar\.sync", text) == 2 + 2
+    assert count(r"bar\.sync\s+%r\d+, 256", text) == 1 and count(r"bar\.sync", text) == 1 + 2
     assert count(r"st\.global\.v4", text) in (9, 10) and first.function.shared == 2 * 2 * 4096 * 2 * 2
+
+
+def test_strips_take_neighbouring_rows_in_turn():
+    """What all processors read lies together; each has as many rows as another, or one team a row less."""
+    x, each = torch.empty(20_001, 768, dtype=HALF), torch.rand(20_001, 1)
+    text = device_of(norm_gradients, x, x.clone(), each, each.clone(), torch.empty(768, dtype=HALF)).text
+    first = text.split(".entry")[1]
+    # 132 strips take 16 rows in turn, nine times, and up to eight of those that are left over.
+    assert count(r"mul\S+\s+\S+, \S+, 2112;", first) + count(r"mad\S+\s+\S+, \S+, 2112,", first)
+    assert count(r"setp\S+\s+\S+, \S+, 14[34];", first) and count(r"bar\.sync\s+%r\d+, 96", first) == 2
+
+
+def test_norms_ask_for_rows_while_what_comes_before_ends():
+    """What is asked for comes to the second cache, and is read when that has ended."""
+    x, w = torch.empty(4096, 4096), torch.empty(4096)
+
+    def norm(a, r, w, b):
+        return F.layer_norm(a + r, (4096,), w, b)
+
+    before, after = device_of(norm, x, x.clone(), w, w.clone()).text.split("griddepcontrol.wait")
+    assert count(r"prefetch\.global\.L2", before) == 2 * 2 and "prefetch" not in after and "ld.global" not in before
+    assert "prefetch" not in device_of(norm, x, x.clone(), w, w.clone(), clusters=False).text
+    assert "prefetch" not in device_of(lambda a: a.softmax(-1), x).text  # reads until its end
 
 
 def test_older_architectures_wait_for_nothing_themselves():
