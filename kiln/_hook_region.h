@@ -374,19 +374,6 @@ static PyObject *Region_add(Region *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static PyObject *Region_remove(Region *self, PyObject *info)
-{
-    for (int i = 0; i < self->count; i++)
-        if (self->entries[i]->info == info) {
-            Entry *entry = self->entries[i];
-            self->count--;
-            memmove(self->entries + i, self->entries + i + 1, (self->count - i) * sizeof *self->entries);
-            Py_DECREF(entry);
-            Py_RETURN_TRUE;
-        }
-    Py_RETURN_FALSE;
-}
-
 static void drop_entries(Region *self)
 {
     Entry **entries = self->entries;
@@ -504,7 +491,6 @@ static PyObject *Region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static PyMethodDef Region_methods[] = {
     {"add", (PyCFunction)Region_add, METH_VARARGS, "add(guards, run, info=None): puts an entry first."},
-    {"remove", (PyCFunction)Region_remove, METH_O, "Takes out the entry with this very info; whether there was one."},
     {"clear", (PyCFunction)Region_clear_entries, METH_NOARGS, "Takes out all entries."},
     {"call_original", (PyCFunction)(void (*)(void))Region_call_original, METH_FASTCALL | METH_KEYWORDS,
      "Calls the function itself."},

@@ -22,7 +22,7 @@ from kiln.bytecode.decompile import beside, source_of
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
 from kiln.capture.told import operations
-from kiln.check.sentences import sentence
+from kiln.check.guards import sentence
 
 OFTEN = 3
 """Recompiles for one reason before it is said aloud."""

@@ -224,23 +224,6 @@ class Graph:
                 raise Bug(f"the output {out.name} is not made in the graph")
         return self
 
-    def run(self, *values: Any, resolve: Callable[[Any], Any] = lambda leaf: leaf) -> tuple[Any, ...]:
-        """The outputs on these input values, op by op; `resolve` turns other leaves than nodes to values."""
-        known: dict[Node, Any] = dict(zip(self.inputs, values, strict=True))
-
-        def value_of(leaf: Any) -> Any:
-            return known[leaf] if type(leaf) is Node else resolve(leaf)
-
-        for node in self.nodes:
-            if node.op is CONSTANT:
-                known[node] = node.args[0]
-            else:
-                known[node] = node.op(
-                    *[mapped(a, value_of) for a in node.args],
-                    **{k: mapped(v, value_of) for k, v in node.kwargs.items()},
-                )
-        return tuple([mapped(out, value_of) for out in self.outputs])
-
     def __str__(self) -> str:
         """The graph as a Python function."""
         inputs = ", ".join(f"{node.name}: {show_spec(node.spec)!r}" for node in self.inputs)

@@ -236,8 +236,12 @@ class Match:
                 value, shared = self._find(number, place)
                 self.values.append(value)
                 self.shared.append(shared)
-            #: Which checks speak of nothing that this module has of its own.
-            self.same = [all(at < 0 or self.shared[at] for at in places) for _, places in recipe.checks]
+            #: Which checks speak of nothing that this module has of its own; -1 is no place.
+            known = [*self.shared, True]
+            self.same = [
+                known[places[0]] if len(places) == 1 else all([known[at] for at in places])
+                for _, places in recipe.checks
+            ]
             for same, (guard, places) in zip(self.same, recipe.checks, strict=True):
                 if not same:
                     self._compare(guard, places)

@@ -579,24 +579,27 @@ class Recorder:
         begins now, `paths` the names of modules that others stand for.
         """
         copies = _Images(self, others)
-        image, block = copies.__getitem__, object()
+        image, block, create = copies.__getitem__, object(), self.graph.create_node
         before, now = where
         here, within = self.where, self.within
+        trace = path = ""
         try:
+            self.where = lambda: trace
+            if within is not None:
+                self.within = lambda: paths.get(path, path)
             for node in nodes:
-                meta = node.meta
+                op, meta = node.op, node.meta
                 trace, path = meta["stack_trace"], meta.get("module", "")
                 if before != now and trace.startswith(before):
                     trace = now + trace[len(before) :]
-                self.where = partial(str, trace)
-                if within is not None:
-                    self.within = partial(str, paths.get(path, path))
-                if node.op == "get_attr":
+                if op == "get_attr":
                     image(node)
                     continue
-                args, kwargs = map_arg(node.args, image), node.kwargs and map_arg(node.kwargs, image)
+                kwargs = node.kwargs
+                made = copies[node] = create(
+                    op, node.target, map_arg(node.args, image), kwargs and map_arg(kwargs, image)
+                )
                 example = meta.get("example_value")
-                made = copies[node] = self.graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
                 self._added(made, others.get(id(example), example))
                 made.meta["copied"] = block, node
                 if "flips" in meta:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from types import CodeType
@@ -10,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
-from kiln.base.source import Const, Source
+from kiln.base.source import Const, Source, readable
 from kiln.check.values import MISSING as MISSING
 from kiln.check.values import is_plain, keys_of, lookup, same, show, typed
 
@@ -23,9 +22,9 @@ class Paths(Protocol):
     def instance_dict(self, base: Source) -> int: ...
 
 
-def words(name: str) -> str:
-    """A class name in lower-case words."""
-    return "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in name).strip()
+def sentence(guard: Guard) -> str:
+    """What must hold, in a line: "x is a float32 tensor of shape (8, 64) on cpu"."""
+    return readable(" ".join(str(guard).split()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +34,8 @@ class Guard:
     source: Source
 
     def __str__(self) -> str:
-        facts = [getattr(self, fact.name) for fact in dataclasses.fields(self) if fact.name != "source"]
-        texts = [str(fact) if isinstance(fact, Source) else show(fact) for fact in facts]
-        return " ".join((str(self.source), words(type(self).__name__), *texts))
+        """What must hold, for a person."""
+        raise NotImplementedError
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         """The nodes whose values the check reads."""
@@ -90,6 +88,10 @@ class TypeIs(Guard):
     check = _hook.CHECK_TYPE
     type: type
 
+    def __str__(self) -> str:
+        home = "" if self.type.__module__ in ("builtins", "__main__") else f"{self.type.__module__}."
+        return f"{self.source} is of type {home}{self.type.__qualname__}"
+
     def test(self, value: Any) -> bool:
         return type(value) is self.type
 
@@ -106,6 +108,14 @@ class Is(Guard):
 
     check = _hook.CHECK_IS
     value: Any
+
+    def __str__(self) -> str:
+        name = getattr(self.value, "__qualname__", None) or getattr(self.value, "__name__", None)
+        if isinstance(name, str):
+            return f"{self.source} is {name}"
+        if self.value is None or isinstance(self.value, (bool, int, float, str)):
+            return f"{self.source} is {show(self.value)}"
+        return f"{self.source} is the same {type(self.value).__name__} as before"
 
     def test(self, value: Any) -> bool:
         return value is self.value
@@ -124,6 +134,9 @@ class Equals(Guard):
     """The value of an immutable constant, in the sense of `same`."""
 
     value: Any
+
+    def __str__(self) -> str:
+        return f"{self.source} is {show(self.value)}"
 
     def test(self, value: Any) -> bool:
         return same(value, self.value)
@@ -146,6 +159,11 @@ class Length(Guard):
     check = _hook.CHECK_LENGTH
     n: int
 
+    def __str__(self) -> str:
+        if not self.n:
+            return f"{self.source} is empty"
+        return f"{self.source} has {self.n} element{'s' * (self.n > 1)}"
+
     def test(self, value: Any) -> bool:
         return len(value) == self.n
 
@@ -159,6 +177,10 @@ class Keys(Guard):
     """The keys of a dict, in order."""
 
     keys: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        keys = ", ".join(map(show, self.keys))
+        return f"{self.source} has the keys {keys}, in this order" if keys else f"{self.source} is empty"
 
     def test(self, value: Any) -> bool:
         return isinstance(value, dict) and same(tuple(keys_of(value)), self.keys)
@@ -180,6 +202,9 @@ class Contains(Guard):
 
     item: Any
     present: bool
+
+    def __str__(self) -> str:
+        return f"{self.source} {'has' if self.present else 'lacks'} {show(self.item)}"
 
     def test(self, value: Any) -> bool:
         kind = next((kind for kind in (dict, set, frozenset) if isinstance(value, kind)), None)
@@ -205,6 +230,9 @@ class Absent(Guard):
     check = _hook.CHECK_ABSENT
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.source} has no attribute {self.name} of its own"
+
     def test(self, value: Any) -> bool:
         return self.name not in getattr(value, "__dict__", ())
 
@@ -220,6 +248,9 @@ class SetEquals(Guard):
     """The elements of a set or frozenset, by type and value."""
 
     elements: frozenset[Any]
+
+    def __str__(self) -> str:
+        return f"{self.source} is {show(set(self.elements))}"
 
     def test(self, value: Any) -> bool:
         return isinstance(value, (set, frozenset)) and typed(value) == typed(self.elements)
@@ -238,6 +269,9 @@ class FunctionState(Guard):
     code: CodeType
     defaults: Any
     kwdefaults: Any
+
+    def __str__(self) -> str:
+        return f"{self.source} has the code and the defaults it had"
 
     def test(self, value: Any) -> bool:
         return (
@@ -273,7 +307,9 @@ class ClassAttr(Guard):
         object.__setattr__(self, "source", Const(self.cls))
 
     def __str__(self) -> str:
-        return f"{self.source}.{self.name} is the class's own"
+        if self.value is MISSING:
+            return f"{self.source} has no attribute {self.name}"
+        return f"{self.source}.{self.name} is as the class defines it"
 
     def test(self, value: Any) -> bool:
         return lookup(value, self.name) is self.value
@@ -328,6 +364,9 @@ class SameObject(Relation):
     __slots__ = ()
     check = _hook.CHECK_SAME
 
+    def __str__(self) -> str:
+        return f"{self.sources[0]} and {self.sources[1]} are one object"
+
     def relates(self, values: Sequence[Any]) -> bool:
         return values[0] is values[1]
 
@@ -345,6 +384,9 @@ class Distinct(Relation):
 
     def __init__(self, sources: Sequence[Source]) -> None:
         Relation.__init__(self, *sources)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.sources))} are different objects"
 
     def relates(self, values: Sequence[Any]) -> bool:
         return len({id(v) for v in values}) == len(values)
@@ -368,6 +410,9 @@ class Custom(Guard):
 
     predicate: Callable[[Any], bool]
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.text}"
 
     def test(self, value: Any) -> bool:
         return bool(self.predicate(value))

@@ -105,8 +105,7 @@ class ShapedMatch(TensorMatch):
         return ShapedMatch(source, type(tensor), dtype, device, shape, strides, requires_grad, keys, seen)
 
     def __str__(self) -> str:
-        sizes = ", ".join(map(str, self.shape))
-        return f"{self.source} shaped match {show(self.type)} {self.dtype} {self.device} sizes ({sizes})"
+        return self.looks()
 
     def _differs(self, now: tuple[Any, ...]) -> str | None:
         dtype, device, shape, strides, requires_grad, keys = now
@@ -150,6 +149,9 @@ class AnyNumber(Guard):
 
     type: type
     seen: int | float
+
+    def __str__(self) -> str:
+        return f"{self.source} is any {self.type.__name__}"
 
     def test(self, value: Any) -> bool:
         number: Any = value

@@ -32,6 +32,17 @@ class TensorMatch(Guard):
     def of(source: Source, tensor: torch.Tensor) -> TensorMatch:
         return TensorMatch(source, type(tensor), *facts(tensor))
 
+    def __str__(self) -> str:
+        return f"{self.looks()}, strides {self.strides}"
+
+    def looks(self) -> str:
+        """What it is but for its strides."""
+        kind = "" if self.type.__name__ == "Tensor" else f" ({self.type.__name__})"
+        grad = ", with gradients" if self.requires_grad else ""
+        shape = f"({', '.join(map(str, self.shape))}{',' * (len(self.shape) == 1)})"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.source} is a {dtype} tensor{kind} of shape {shape} on {self.device}{grad}"
+
     def test(self, value: Any) -> bool:
         return type(value) is self.type and self._differs(facts(value)) is None
 

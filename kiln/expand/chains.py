@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from typing import Any
 
+import torch
+
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Node, TensorSpec, argument
 from kiln.expand.onednn import NONE, Epilogue
@@ -26,6 +28,9 @@ class Chain:
     norm: Node | None = None
     other: Node | None = None
     epilogue: Epilogue = NONE
+    loops: bool = False
+    """Whether loops compute it, which take any function after one another."""
+    after: list[Node] = field(default_factory=list)
     views: list[Node] = field(default_factory=list)
     covered: set[Node] = field(default_factory=set)
 
@@ -44,15 +49,16 @@ class Matcher:
     known: Collection[Node]
     taken: set[Node]
 
-    def chain(self, anchor: Node) -> Chain:
+    def chain(self, anchor: Node, loops: bool = False) -> Chain:
         """The longest chain from an anchor on."""
-        chain = Chain(anchor, anchor)
+        chain = Chain(anchor, anchor, loops=loops)
         while chain.last not in self.outputs and len(self.users[chain.last]) == 1:
             after = self.users[chain.last][0]
-            step = STEPS.get(after.op)
+            step = STEPS.get(after.op, _elementwise if loops else None)
             if after in self.taken or step is None or not step(self, chain, after):
                 break
             chain.covered.add(chain.last)
+            chain.after.append(after)
             chain.last = after
         self.trim(chain)
         self.taken.update(chain.covered, [chain.last])
@@ -62,6 +68,7 @@ class Matcher:
         """Leave views at the end out: they are views of the result."""
         while chain.views and chain.views[-1] is chain.last:
             chain.views.pop()
+            chain.after.pop()
             chain.last = chain.last.args[0]
             chain.covered.discard(chain.last)
 
@@ -89,7 +96,8 @@ def _item(matcher: Matcher, chain: Chain, node: Node) -> bool:
 def _add(matcher: Matcher, chain: Chain, node: Node) -> bool:
     """A tensor of the same size added to a convolution."""
     a, b = node.args
-    if chain.anchor.op is not aten.convolution.default or not chain.open or node.kwargs.get("alpha", 1) != 1:
+    open = chain.open or chain.loops
+    if chain.anchor.op is not aten.convolution.default or not open or node.kwargs.get("alpha", 1) != 1:
         return False
     other = b if a is chain.last else a
     if type(other) is not Node or other is chain.last or not isinstance(other.spec, TensorSpec):
@@ -104,6 +112,8 @@ def _add(matcher: Matcher, chain: Chain, node: Node) -> bool:
 def _function(make: Callable[[Node], Epilogue | None]) -> Callable[[Matcher, Chain, Node], bool]:
     def step(matcher: Matcher, chain: Chain, node: Node) -> bool:
         # After a sum oneDNN's call takes none of these functions.
+        if chain.loops:
+            return _of_each(chain, node)
         epilogue = make(node) if chain.open else None
         if epilogue is None or node.args[0] is not chain.last:
             return False
@@ -111,6 +121,19 @@ def _function(make: Callable[[Node], Epilogue | None]) -> Callable[[Matcher, Cha
         return True
 
     return step
+
+
+def _of_each(chain: Chain, node: Node) -> bool:
+    """Whether a function of elements has no other tensor to read, and keeps the type."""
+    spec = node.spec
+    same = isinstance(spec, TensorSpec) and spec.shape == chain.last.spec.shape
+    return same and spec.dtype is chain.last.spec.dtype and list(node.inputs()) == [chain.last]
+
+
+def _elementwise(matcher: Matcher, chain: Chain, node: Node) -> bool:
+    """Any function of elements, for loops."""
+    op = node.op
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags and _of_each(chain, node)
 
 
 def _view(matcher: Matcher, chain: Chain, node: Node) -> bool:

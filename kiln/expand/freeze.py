@@ -134,6 +134,10 @@ def _wanted(graph: Graph, kept: set[Node]) -> list[Node]:
     for node in graph.nodes:
         if node not in kept:
             needed.update(node.inputs())
+    for node in reversed(graph.nodes):  # what is a view of a kept value is taken again
+        if node in needed and node in kept and shows(node.op) and isinstance(node.args[0].spec, TensorSpec):
+            needed.remove(node)
+            needed.add(node.args[0])
     # Constants are at hand in either part, and a tuple is no value that a graph takes.
     wanted = [n for n in graph.nodes if n in kept and n in needed and n.op is not CONSTANT]
     return [n for n in wanted if isinstance(n.spec, TensorSpec)]

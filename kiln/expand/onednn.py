@@ -65,6 +65,10 @@ class Window:
         return list(self.padding), list(self.stride), list(self.dilation), self.groups
 
 
+#: The window of a convolution that looks at one place alone, if its kernel does.
+POINT = Window((0, 0), (1, 1), (1, 1), 1)
+
+
 def convolution(
     graph: Graph,
     like: Node,

@@ -13,6 +13,16 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
 from kiln.expand.chains import Chain, Matcher
+from kiln.expand.convolved import PACKS as LOOPED
+from kiln.expand.convolved import (
+    is_of_channels,
+    is_product,
+    of_channels,
+    of_one_place,
+    product,
+    row,
+    wide_vectors,
+)
 from kiln.expand.onednn import NONE, PACKS, Window, available, convolution, linear
 from kiln.expand.pools import pooling, pools
 from kiln.expand.relayout import Maker, Relayout
@@ -40,7 +50,7 @@ def packed(graph: Graph, known: Collection[Node]) -> Graph:
         made[item] = pooling(node, item)
         covered.add(node)
     for node, form in anchors:
-        chain = matcher.chain(node)
+        chain = matcher.chain(node, form.in_loops(node))
         made[chain.last] = form.maker(chain)
         covered |= chain.covered
     return Relayout(graph, made, covered).run()
@@ -64,7 +74,7 @@ def normalised(
 
 
 #: Functions of ours that only compute: values of them are known where their arguments are.
-PURE = PACKS | {normalised}
+PURE = PACKS | LOOPED | {normalised}
 
 
 class Convolution:
@@ -82,29 +92,38 @@ class Convolution:
         return suggests_channels_last(spec.shape, channels_last(spec.shape))
 
     @staticmethod
+    def window(node: Node) -> Window:
+        stride, padding, dilation = (tuple(n * 2 if len(n) == 1 else n) for n in node.args[3:6])
+        return Window(padding, stride, dilation, node.args[8])
+
+    @staticmethod
+    def in_loops(node: Node) -> bool:
+        """Whether loops do a convolution."""
+        window = Convolution.window(node)
+        return wide_vectors() and (is_product(node, window) or is_of_channels(node, window))
+
+    @staticmethod
     def maker(chain: Chain) -> Maker:
-        x, weight, bias, stride, padding, dilation, _, _, groups = chain.anchor.args
-        padding, stride, dilation = (tuple(n * 2 if len(n) == 1 else n) for n in (padding, stride, dilation))
-        window = Window(padding, stride, dilation, groups)
+        x, weight, bias = chain.anchor.args[:3]
+        window = Convolution.window(chain.anchor)
 
         def make(new: Relayout) -> Node:
             value = new.values[x]
             w, b = with_norm(new, chain, new.value(weight), new.value(bias))
+            if chain.loops and is_product(chain.anchor, window):
+                return product(new, chain, value, w, b, window)
             source = new.with_strides(value, channels_last(value.spec.shape))
+            if chain.loops:
+                return of_channels(new, chain, source, w, b, window)
             other = None
             if chain.other is not None:
                 other = new.values[chain.other]
                 other = new.with_strides(other, channels_last(other.spec.shape))
-            of_one_place = window == POINT and set(weight.spec.shape[2:]) == {1}
-            if of_one_place and (other is None or chain.epilogue == NONE):
+            if of_one_place(weight, window) and (other is None or chain.epilogue == NONE):
                 return at_each_place(new, chain, source, w, b, other)
             return convolution(new.graph, chain.last, source, w, b, window, chain.epilogue, other)
 
         return make
-
-
-#: The window of a convolution that looks at one place alone, if its kernel does.
-POINT = Window((0, 0), (1, 1), (1, 1), 1)
 
 
 def at_each_place(
@@ -130,6 +149,11 @@ class Product:
 
     first: int
 
+    def in_loops(self, node: Node) -> bool:
+        """Whether loops do a product: of one row, which is bound by reading the weight as it lies."""
+        x, weight = node.args[self.first :][:2]
+        return bool(x.spec.shape[0] == 1 and weight.spec.stride[0] == 1)
+
     def fits(self, node: Node, known: Collection[Node]) -> bool:
         bias = node.args[0] if self.first else None
         x, weight = node.args[self.first :][:2]
@@ -142,7 +166,7 @@ class Product:
             return False
         if prod(weight.spec.shape) < WEIGHT:
             return False
-        return bool(getattr(rows, "hint", rows) >= ROWS)
+        return bool(getattr(rows, "hint", rows) >= ROWS) or self.in_loops(node)
 
     def maker(self, chain: Chain) -> Maker:
         bias = chain.anchor.args[0] if self.first else None
@@ -158,6 +182,8 @@ class Product:
                 turned = TensorSpec(spec.shape[::-1], spec.stride[::-1], spec.dtype, spec.device, spec.offset)
                 outputs_first = new.graph.call(aten.t.default, (matrix,), spec=turned, like=chain.anchor)
             w, b = with_norm(new, chain, outputs_first, new.value(bias))
+            if chain.loops:
+                return row(new, chain, source, w, b)
             made = linear(new.graph, chain.last, source, w, b, chain.epilogue)
             if not chain.views:
                 return made

@@ -114,14 +114,16 @@ class Window:
         assert found is not None
         return found
 
-    def shifted(self, x: torch.Tensor, out: Sequence[int]) -> list[torch.Tensor]:
-        """For each place in a window the elements of all windows there."""
+    def shifted(
+        self, x: torch.Tensor, out: Sequence[int], fill: float = -math.inf
+    ) -> list[torch.Tensor]:
+        """For each place in a window the elements of all windows there; `fill` in the padding."""
         steps = list(zip(self.stride, self.dilation, self.kernel, out, strict=True))
         reach = [(n - 1) * stride + dilation * (kernel - 1) + 1 for stride, dilation, kernel, n in steps]
         after = [max(reach[d] - x.shape[d + 2] - self.padding[d], 0) for d in range(2)]
         border = [self.padding[1], after[1], self.padding[0], after[0]]
         if any(border):
-            x = aten.constant_pad_nd.default(x, border, -math.inf)
+            x = aten.constant_pad_nd.default(x, border, fill)
         parts: list[torch.Tensor] = []
         for place in itertools.product(*map(range, self.kernel)):
             part = x

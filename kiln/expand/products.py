@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from kiln.base.graph import Graph, Node, TensorSpec, nodes_in, substituted
+from kiln.base.graph import Graph, Made, Node, TensorSpec, nodes_in, substituted
 from kiln.expand.onednn import NONE, available
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
@@ -28,11 +28,6 @@ def by_onednn(graph: Graph) -> Graph:
     if not large or not available():
         return graph
 
-    def made(op: object, args: tuple[object, ...], spec: TensorSpec, like: Node) -> Node:
-        node = graph.call(op, args, spec=spec, like=like)
-        graph.nodes.pop()  # it stands where the product did
-        return node
-
     def instead(node: Node) -> tuple[list[Node], Node] | None:
         if node not in large:
             return None
@@ -41,10 +36,11 @@ def by_onednn(graph: Graph) -> Graph:
         rows, columns = node.args[first : first + 2]
         spec: TensorSpec = columns.spec
         turned = TensorSpec(spec.shape[::-1], spec.stride[::-1], spec.dtype, spec.device)
-        weight = made(aten.permute.default, (columns, [1, 0]), turned, node)
+        made = Made(graph, node)
+        weight = made.call(aten.permute.default, turned, columns, [1, 0])
         args = (rows, weight, bias, *NONE.arguments())
-        layer = made(torch.ops.mkldnn._linear_pointwise.default, args, node.spec, node)
-        return [weight, layer], layer
+        layer = made.call(torch.ops.mkldnn._linear_pointwise.default, node.spec, *args)
+        return made.nodes, layer
 
     return substituted(graph, instead)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in
 from kiln.fuse.axes import Misfit, coordinates, refined
-from kiln.fuse.costs import bytes_of
+from kiln.fuse.costs import bytes_of, elements
 from kiln.fuse.folds import folded_dims, marked
 from kiln.fuse.lower import is_pointwise
 from kiln.fuse.nest import Axis
@@ -21,6 +22,8 @@ LOOK_BACK = 8
 LARGEST = 200
 #: Bytes of a gradient from which on those that are added to it do not wait for one another.
 SUMMED = 16 << 10
+#: How often each factor of a product of matrices is used, at least.
+MANY = 7
 
 
 class Coalescing(Groups):
@@ -33,7 +36,7 @@ class Coalescing(Groups):
         self.largest, self.runs = largest, runs
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
         self.summing = partial_sums(graph)
-        self.read_whole |= self.summing
+        self.read_whole |= self.summing | {self.root(node) for node in factors(graph)}
 
     # Nodes into groups
 
@@ -177,6 +180,16 @@ class Coalescing(Groups):
                 if is_map(user):
                     self.place[user] = group.position
                     todo.append(user)
+
+
+def factors(graph: Graph) -> Iterator[Node]:
+    """What is multiplied to be summed up, each of it many times: loops that do that make nothing else."""
+    users = graph.users()
+    for node in graph.nodes:
+        if name_of(node.op) == "mul" and [name_of(user.op) for user in users[node]] == ["sum"]:
+            given = [arg for arg in node.args if type(arg) is Node]
+            if len(given) == 2 and all(elements(one) * MANY <= elements(node) for one in given):
+                yield from given
 
 
 def partial_sums(graph: Graph) -> set[Node]:

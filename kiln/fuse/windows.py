@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kiln.ops.sizes import pooled
 from kiln.ops.table import aten
 
 FEW = 16  # places of a window that are added one by one
@@ -44,15 +45,8 @@ class Windows:
             return
         self.x = x
         self.kernel, self.stride, self.padding, self.dilation = (side for side in sides if side is not None)
-        self.out = [self.count(d, ceil) for d in range(2)]
-
-    def count(self, dim: int, ceil: bool) -> int:
-        """How many windows there are; one that starts in the padding after the end does not count."""
-        size: int = self.x.shape[dim - 2]
-        stride, padding = self.stride[dim], self.padding[dim]
-        room = size + 2 * padding - self.reach(dim)
-        count = (-(-room // stride) if ceil else room // stride) + 1
-        return count - 1 if ceil and (count - 1) * stride >= size + padding else count
+        (size,) = pooled(x, self.kernel, self.stride, self.padding, self.dilation, ceil)
+        self.out = size[-2:]
 
     def reach(self, dim: int) -> int:
         """The places from the first to the last of a window."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from kiln.generate import functions
 from kiln.generate.lanes import lanes, shuffled
-from kiln.generate.llvm import F32, F64, I16, I32, U32, Value, fma, literal
+from kiln.generate.llvm import BF16, F32, F64, I16, I32, U32, Value, fma, literal
 
 LANES, DOUBLES = 16, 8
 ROOT_TWO = math.sqrt(2)
@@ -35,6 +35,35 @@ _AREA = (
     (0.0109673422, 0.006839382, -6.43691601e-05, -0.0053068148, -0.00584609155, -0.00330070802,
      -0.000472027052, 0.000955968979, 0.00110345893, 0.000720362877, 0.000343488035, 0.000128844214,
      3.93714799e-05, 9.9370609e-06, 2.10103121e-06, 3.74842699e-07),
+)  # fmt: skip
+# The area below the normal curve up to n AREA_STEP, n = 0 … 15, -16 … -1, to 2^-14 where it is more than 10^-5
+_SHARE = (
+    (0.49999997, 0.646169722, 0.77337265, 0.869705498, 0.93319279, 0.969603658, 0.987775505, 0.995667577,
+     0.998650074, 0.999630928, 0.999911606, 0.999981463, 0.999996603, 0.999999464, 0.99999994, 1, 0,
+     9.27129928e-09, 7.6027348e-08, 5.43940814e-07, 3.39728786e-06, 1.85355329e-05, 8.84142282e-05,
+     0.000369072368, 0.00134988909, 0.00433244044, 0.0122244731, 0.0303963777, 0.0668072328, 0.130294546,
+     0.226627365, 0.353830218),
+    (0.398938477, 0.371852517, 0.301137477, 0.211878672, 0.12951985, 0.068787545, 0.031739831, 0.0127238119,
+     0.00443142233, 0.00134084083, 0.000352463074, 8.04906958e-05, 1.59685642e-05, 2.75210982e-06,
+     4.1203694e-07, 5.35878968e-08, 0, 5.36281632e-08, 4.12237824e-07, 2.75294815e-06, 1.59714655e-05,
+     8.04989395e-05, 0.000352481933, 0.00134087459, 0.00443146657, 0.0127238473, 0.031739831, 0.0687874928,
+     0.129519776, 0.211878613, 0.301137447, 0.371852517),
+    (4.88309252e-06, -0.0697178096, -0.112924226, -0.119180091, -0.0971393511, -0.0644886717, -0.0357081033,
+     -0.0167007819, -0.00664766086, -0.00226294389, -0.000660983787, -0.000166052123, -3.5940895e-05,
+     -6.71111593e-06, -1.08218842e-06, -1.50820554e-07, 0, 1.52073142e-07, 1.08882773e-06, 6.74065313e-06,
+     3.60503254e-05, 0.000166385726, 0.000661805214, 0.00226452318, 0.00664986391, 0.0167025104, 0.035707362,
+     0.0644839928, 0.0971319005, 0.119174048, 0.112923928, 0.0697245374),
+    (-0.06605459, -0.0529656634, -0.0219632182, 0.00914911553, 0.0267258082, 0.0286956932, 0.0214697998,
+     0.0125344163, 0.00595767749, 0.00235414971, 0.000782704854, 0.000220635106, 5.30032885e-05,
+     1.089122e-05, 1.91943923e-06, 2.90733169e-07, 0, 2.89165513e-07, 1.91164418e-06, 1.08587938e-05,
+     5.28913297e-05, 0.000220317917, 0.000781980634, 0.00235285703, 0.00595598295, 0.0125330649,
+     0.0214698613, 0.0286975764, 0.0267286785, 0.00915138982, -0.0219625067, -0.0529657155),
+    (-0.000138882446, 0.016384257, 0.0227710214, 0.0171675123, 0.00612546178, -0.00268129003,
+     -0.00607619435, -0.00539639033, -0.00333066937, -0.00159432483, -0.000617618905, -0.000197844201,
+     -5.30740981e-05, -1.20211844e-05, -2.31188278e-06, -3.79059713e-07, 0, 3.42086167e-07, 2.11677434e-06,
+     1.11567424e-05, 4.98837398e-05, 0.000188151709, 0.000593828678, 0.00154870469, 0.00326716993,
+     0.00534655247, 0.00609734701, 0.00281497813, -0.0059128264, -0.0169950873, -0.0227611698,
+     -0.0165755823),
 )  # fmt: skip
 # The slope of x times the area up to x, less 1/2
 SLOPE_STEP = 53 / 128
@@ -286,6 +315,15 @@ def gelu(x: Value) -> Value:
     return x * (area(x) + 0.5)
 
 
+def gelu_loose(x: Value) -> Value:
+    """To 2^-13; 0 below -5.8, where eager's is."""
+    if x.type.width % LANES:
+        return gelu(x)
+    inside = functions.at_least(functions.at_most(x, 5.8), -5.95)
+    rounded = fma(inside, 1 / AREA_STEP, functions.ROUNDER_32)
+    return x * _piece(fma(rounded - functions.ROUNDER_32, -AREA_STEP, inside), rounded.bits(I32), _SHARE)
+
+
 def gelu_slope(x: Value) -> Value:
     """The derivative of `gelu`; NaN at infinities, as eager's. It is 0 for x < -6, where it is small."""
     if x.type.width % LANES:
@@ -299,10 +337,15 @@ def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, 
     a = functions.at_most(functions.absolute(x), end)
     rounded = fma(a, 1 / step, functions.ROUNDER_32)
     t = fma(rounded - functions.ROUNDER_32, -step, a)
-    *rest, last = [_looked_up(table, rounded.bits(I32)) for table in tables]
+    return functions.with_sign(_piece(t, rounded.bits(I32), tables), x)
+
+
+def _piece(t: Value, places: Value, tables: Sequence[tuple[float, ...]]) -> Value:
+    """A polynomial whose coefficients are looked up."""
+    *rest, last = [_looked_up(table, places) for table in tables]
     for c in reversed(rest):
         last = fma(last, t, c)
-    return functions.with_sign(last, x)
+    return last
 
 
 def _looked_up(table: tuple[float, ...], places: Value) -> Value:
@@ -328,10 +371,17 @@ def _in_registers(function: Callable[..., Value], *values: Value) -> Value:
     return shuffled(low, range(width), high)
 
 
+def to_bf16(low: Value, high: Value) -> Value:
+    """Two registers rounded to one of bf16."""
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    return low.fn.call(name, BF16.wide(2 * LANES), high, low)
+
+
 #: By name, what stands in place of the functions of `kiln.generate.functions`; loose ones where results are
 #: rounded to types of two bytes.
 OWN: dict[str, Callable[..., Value]] = {
     "scaled": scaled, "exp": exp, "exp_below": exp_below, "erf": erf, "gelu": gelu, "gelu_slope": gelu_slope,
+    "loose gelu": gelu_loose,
     "log": log, "log1p": log1p, "loose log": log_loose, "loose log1p": log1p_loose, "add_64": add_64, "loose exp": exp_loose, "loose exp_below": exp_below_loose,
     "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose, "loose pow": functions.pow_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),

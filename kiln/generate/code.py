@@ -17,6 +17,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.generate.alike import form
+from kiln.generate.blocks import blocked
 from kiln.generate.cpu import Code, Making, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
@@ -148,6 +149,10 @@ def code_for(text: str, store: Store | None) -> Coming:
     return Coming(hashlib.sha256(f"{depends_on()}\n{text}".encode()).hexdigest(), text, store)
 
 
+Piece: TypeAlias = "tuple[str, list[int], list[Any], Any]"
+"""A function for a nest or a part of one: its name, which buffers and sizes it is given, its tasks."""
+
+
 class Writer:
     """The text of a module: a function for each nest, and for each stage, that differs from the others."""
 
@@ -156,25 +161,31 @@ class Writer:
         self.nests: dict[str, str] = {}
         self.entries: dict[str, str] = {}
         self.declared: dict[str, str] = {}
-        self.written: dict[Any, tuple[str, list[Any], Any]] = {}
+        self.written: dict[Any, list[Piece]] = {}
         self.forms: dict[Nest, Any] = {}
 
-    def nest(self, nest: Nest, alone: bool, schedule: Schedule) -> tuple[str, list[Any], Any]:
-        """The name of a nest's function, the sizes that it is given and its tasks: alike, of any length."""
+    def nest(self, nest: Nest, alone: bool, schedule: Schedule) -> list[Piece]:
+        """The functions of a nest: alike, of any length."""
         like = nest.like or nest
         if like not in self.forms:
             self.forms[like] = form(like)
         key = self.forms[like], alone, schedule
         if key not in self.written:
-            general, lengths = (nest, {}) if alone else of_any_length(nest)
-            emitter = Emitter(general, self.width >> schedule.narrower, schedule)
-            self.declared.update(emitter.module.declarations())
-            name = self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
-            tasks = emitter.tasks()
-            if isinstance(tasks, Expr) and lengths:
-                tasks = tasks.evaluate(lengths)
-            self.written[key] = name, [lengths.get(s, s) for s in emitter.sizes], tasks
+            used, parts = nest.used(), blocked(nest, self.width >> schedule.narrower)
+            self.written[key] = [self.piece(used, part, alone, schedule) for part in parts]
         return self.written[key]
+
+    def piece(self, used: list[Buffer], nest: Nest, alone: bool, schedule: Schedule) -> Piece:
+        """One function: its name, the places of its buffers among those used, its sizes and its tasks."""
+        general, lengths = (nest, {}) if alone else of_any_length(nest)
+        emitter = Emitter(general, self.width >> schedule.narrower, schedule)
+        self.declared.update(emitter.module.declarations())
+        name = self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
+        tasks = emitter.tasks()
+        if isinstance(tasks, Expr) and lengths:
+            tasks = tasks.evaluate(lengths)
+        places = [used.index(buffer) for buffer in emitter.buffers]
+        return name, places, [lengths.get(s, s) for s in emitter.sizes], tasks
 
     def entry(self, module: Module) -> str:
         """The name of the function of a stage."""
@@ -216,13 +227,16 @@ class Entries:
             return fn.load(fn.at(fn.parameters["sizes"], place, I64), I64)
 
         total: Any = 0
-        for nest in nests:
-            body, sizes, tasks = self.writer.nest(nest, len(nests) == 1, self.schedule)
-            buffers = [self.buffers[b] for b in nest.used()]
+        pieces = [
+            (nest.used(), piece) for nest in nests
+            for piece in self.writer.nest(nest, len(nests) == 1, self.schedule)
+        ]  # fmt: skip
+        for used, (body, places, sizes, tasks) in pieces:
+            buffers = [self.buffers[used[place]] for place in places]
             given = [fn.load(fn.at(fn.parameters["buffers"], place, I64), PTR) for place in buffers]
             given += map(size, sizes)
             low, high = first, last
-            if len(nests) > 1:
+            if len(pieces) > 1:
                 start, end = size(total), size(total + tasks)
                 low = (first > start).where(first, start) - start
                 high = (last < end).where(last, end) - start

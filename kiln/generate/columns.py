@@ -56,6 +56,8 @@ def anew(axis: Axis) -> int:
 class Columns(Values):
     """Emits nests whose folds run over rows while vectors run along columns."""
 
+    blocked = False
+
     along: Callable[..., list[Value]]
     factor: Callable[[list[Term], int], int]
     fetch_piece: Callable[[Axis, int, list[Term]], None]
@@ -190,7 +192,7 @@ class Columns(Values):
         results: list[Value] = []
         for fold in folds:
             held = carried[len(results) : len(results) + len(fold.parts)]
-            if fold.kind == "sum" and held[0].type.kind == "f64":
+            if fold.kind == "sum" and (held[0].type.kind == "f64" or self.blocked):
                 results.append(self.added(fold.value, held[0]))
                 continue
             values = [c.like(self.value(part)) for c, part in zip(held, fold.parts, strict=True)]

@@ -51,14 +51,34 @@ def _gelu_by_tanh(x: Value) -> Value:
     return x / (power + 1.0)
 
 
+# log(1 + y) / y - 1 in y, 0 <= y <= 1, and to 2^-13
+_SOFT = (-0.4999993276398183, 0.33330511329271517, -0.24958587502930804, 0.19695400920479303,
+         -0.15355397347486263, 0.10680557239351414, -0.057664461061665645, 0.020204593839164467,
+         -0.0033184745162644995)  # fmt: skip
+_SOFT_LOOSE = (-0.4977744903224232, 0.30922474341763495, -0.16136303361943358, 0.04310625750290031)
+OVERFLOW = 88.72283935546875  # from here on an exponential is infinite
+
+
+def _softplus(x: Value, loose: bool = False) -> Value:
+    """log(1 + e^x) as the larger of x and 0 and log(1 + y), y = e^-|x|."""
+    y = functions.exp_below(-functions.absolute(x), loose)
+    added = y * functions.polynomial(y, (1.0, *(_SOFT_LOOSE if loose else _SOFT)))
+    return (x >= OVERFLOW).where(math.inf, functions.at_least(x, 0.0) + added)
+
+
+def _softplus_loosely(x: Value) -> Value:
+    return _softplus(x, loose=True)
+
+
 Form = Callable[..., Value]
 #: Patterns, names of what they are computed from, how, and how where few places will do: a name is that of
 #: what the machine does better.
 _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_GELU_BY_TANH, ("x",), _gelu_by_tanh, _gelu_by_tanh_loosely),
     (_LOGISTIC, ("x", "u"), _weighted, _weighted_loosely),
-    (_GELU, ("x",), "gelu", "gelu"),
+    (_GELU, ("x",), "gelu", "loose gelu"),
     (_GELU_SLOPE, ("x",), "gelu_slope", "gelu_slope"),
+    (("log1p", ("exp", "x")), ("x",), _softplus, _softplus_loosely),
 )
 
 
@@ -66,7 +86,7 @@ def another(
     term: Term, own: Mapping[str, Form], loose: bool = False
 ) -> tuple[tuple[Term, ...], Form] | None:
     """What a term of f32 is computed from, and how, where there is a form that costs less."""
-    if not isinstance(term, Apply) or term.op not in ("mul", "add"):
+    if not isinstance(term, Apply) or term.op not in ("mul", "add", "log1p"):
         return None
     if compute_type(TYPES[term.dtype]) != F32:
         return None

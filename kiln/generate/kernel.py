@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
+import torch
+
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
@@ -28,11 +30,13 @@ from kiln.fuse.nest import (
 )
 from kiln.generate import avx512
 from kiln.generate.columns import Columns, anew
+from kiln.generate.cpu import host
 from kiln.generate.lanes import (
     access_cost,
     across_lanes,
     combined,
     first_lane,
+    lanes_along,
     varying,
     with_first_lane,
 )
@@ -68,12 +72,18 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             self.vector, self.width = self.crossing.along, width
         if self.only_reads():
             self.width //= 2
+        self.blocked = nest.several and bool(nest.reduced)
+        if self.blocked:
+            self.vector = nest.kept[-1]
+            self.width = math.gcd(lanes_along(self.vector, width), self.vector.size)
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
         if self.masks:
             self.module.own.update(avx512.OWN)
+            if "+avx512bf16" in host().features:
+                self.module.own["to_bf16"] = avx512.to_bf16
             self.loose = loose(nest)
         self.emit()
-        if self.crossing is not None or self.fn.short_loops:
+        if self.crossing is not None or self.fn.short_loops and not nest.several:
             self.fn.attributes += f" {THOROUGH}"
 
     # The frame: tasks and loops
@@ -219,8 +229,11 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
     def columns(self) -> int:
         """How many vectors of columns are folded at once: rows are read in longer pieces."""
         folds = self.nest.folds()
+        if self.blocked and self.vector is not None:
+            return int(self.vector.size) // self.width
         if not folds:
-            return max(self.schedule.stretch, 2 if self.slow_stream() else 1)
+            pairs = "to_bf16" in self.module.own and all(s.buffer.dtype is torch.bfloat16 for s in self.nest.stores)
+            return max(self.schedule.stretch, 2 if pairs or self.slow_stream() else 1)
         roots = [s.value for s in self.nest.stores]
         most = self.schedule.columns
         while self.vector is not None and most > 1 and most * self.width > hinted(self.vector.size):
@@ -313,6 +326,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         stores, folds = self.nest.stores, self.nest.folds()
         if not self.nest.reduced:
             self.fetch_next()
+            if self.nest.several:
+                self.in_step(stores)
             for store in stores:
                 self.store(store)
             return
@@ -330,6 +345,17 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                     self.store(store)
             if here or inside:
                 self.phase(here, inside)
+
+    def rounds(self, folds: list[Fold]) -> bool:
+        """Whether folds gather errors of rounding in long loops; those of blocks do, as eager's products."""
+        kinds = {fold.kind for fold in folds if fold.dtype.is_floating_point}
+        return not self.blocked and not kinds.isdisjoint(("sum", "prod"))
+
+    def in_step(self, stores: list[Store]) -> None:
+        """Compute neighbours side by side: what they share is needed for a short while."""
+        for terms_of in zip(*[self.pending(store.value) for store in stores], strict=False):
+            for term in terms_of:
+                self.value(term)
 
     def from_line(
         self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body, *_: Any
@@ -389,7 +415,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         running = any(f.running for f in folds)
         short = across and folds and not stores and not running
         factor = self.factor([f.value for f in folds], self.schedule.vectors) if short else 1
-        rounds = not running and any(f.dtype.is_floating_point and f.kind in ("sum", "prod") for f in folds)
+        rounds = not running and self.rounds(folds)
 
         def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:
             """A part of the loops folded by itself, then into the totals: errors of long sums stay small."""

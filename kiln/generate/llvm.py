@@ -452,14 +452,16 @@ class Function:
         """`for i in range(low, high, step)` with values carried from turn to turn; their last values."""
         zero = self.constant(0, I64)
         low, high = zero.like(low), zero.like(high)
+        counted = low.text.isdigit() and high.text.isdigit()
+        turns = -((int(low.text) - int(high.text)) // step) if counted else 0
+        if turns == 1:
+            return list(body(low, list(carried)))
         head, inside, done = self.label("head"), self.label("body"), self.label("done")
         origin, place = self.block, len(self.lines)
         self.lines.append("")
         self.jump(head)
         self._known.append({})
         self._before.append([])
-        counted = low.text.isdigit() and high.text.isdigit()
-        turns = -((int(low.text) - int(high.text)) // step) if counted else 0
         self._certain.append(inside if turns > 0 else "")
         self.short_loops |= 0 < turns <= FEW_TURNS
         self.start(head)

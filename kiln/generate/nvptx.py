@@ -22,6 +22,8 @@ WAITING = (9, 0)
 #: A kernel's first words: wait for what was started before, and let what comes after be started.
 WAIT = 'call void asm sideeffect "griddepcontrol.wait;", "~{memory}"()'
 NEXT = 'call void asm sideeffect "griddepcontrol.launch_dependents;", "~{memory}"()'
+#: Instructions of that architecture: the word of a wait, and the bits by which a load is known.
+WAITS, LOADS, KIND = 0x782E, 0x981, 0xFFF
 #: Names of functions that a module calls and does not have; those of LLVM are instructions.
 DECLARED = re.compile(r"^declare [^@]*@(?!llvm\.)([\w.]+)", re.MULTILINE)
 
@@ -67,4 +69,17 @@ def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9,
         tuning.loop_vectorization = tuning.slp_vectorization = False
         with llvm.create_pass_builder(made, tuning) as builder:
             at_once("LLVMPY_RunNewModulePassManager")(builder.getModulePassManager(), parsed, builder)
-        return emitted(parsed, made, binary=False).decode()
+        found = emitted(parsed, made, binary=False).decode()
+    return reading_in_order(found) if capability > WAITING else found
+
+
+def reading_in_order(text: str) -> str:
+    """PTX whose loads stay after the wait: what it calls read only may be read at any time."""
+    return text.replace("ld.global.nc.", "ld.global.")
+
+
+def reads_early(code: bytes) -> bool:
+    """Whether machine code of the first architecture that waits reads memory before it does."""
+    words = memoryview(code)[: len(code) // 16 * 16].cast("Q").tolist()[::2]
+    before = words[: words.index(WAITS)] if WAITS in words else []
+    return any(word & KIND == LOADS for word in before)

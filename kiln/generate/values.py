@@ -235,8 +235,9 @@ class Values(Reads):
 
     def store(self, store: Store) -> None:
         fn = self.fn
-        value = self.value(store.value)
         stored = TYPES[store.buffer.dtype]
+        paired = self.module.own.get("to_bf16") if stored.kind == "bf16" and self.lanes == 32 else None
+        value = self.value(store.value) if paired is None else paired(*self.of_registers(store.value))
         base = self.pointers[store.buffer]
         if self.lanes == 1:
             place = fn.at(base, self.index(store.index), stored)
@@ -270,6 +271,23 @@ class Values(Reads):
         live = fn.constant(1, I1.wide(lanes)) if self.live is None else self.live
         name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
         fn.call(name, VOID_TYPE, value, pointers, align, live)
+
+    def of_registers(self, term: Term) -> list[Value]:
+        """The value of a term of bf16 where lanes are those of two registers, in each by itself, as f32."""
+        assert self.vector is not None
+        while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
+            term = term.args[0]  # it is rounded where it is stored
+        variable, known = self.vector.variable, (self.layers, self.indices)
+        here, self.lanes = self.variables[variable], self.lanes // 2
+        found = []
+        for start in (0, self.lanes):
+            self.layers, self.indices = [{}], [{}]
+            self.variables[variable] = here + start
+            value = self.value(term)
+            found.append(value if value.type.width > 1 else value.splat(self.lanes))
+        self.variables[variable], self.lanes = here, self.lanes * 2
+        self.layers, self.indices = known
+        return found
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

@@ -16,7 +16,7 @@ from kiln import _launch
 from kiln.generate.code import Store as Store
 from kiln.generate.cpu import workers
 from kiln.generate.device import Function
-from kiln.generate.nvptx import depends_on
+from kiln.generate.nvptx import depends_on, reading_in_order, reads_early
 from kiln.launch.native import address, library
 
 LOG = 8192  # bytes of what the driver says of a module that it refuses
@@ -137,7 +137,7 @@ def loading(
 
     Their code comes from memory, from disk, or from LLVM and the driver.
     """
-    target = f"{depends_on()}, sm_{capability[0]}{capability[1]}, driver {version()}"
+    target = f"{depends_on()}, reads in order, sm_{capability[0]}{capability[1]}, driver {version()}"
     texts = {f: f"{target}, {f.threads}, {f.shared}\n{f.text}".encode() for f in functions}
     keys = {one: (device, hashlib.sha256(text).hexdigest()) for one, text in texts.items()}
     coming: dict[Function, Future[bytes]] = {}
@@ -167,9 +167,11 @@ def _code(
     if kept:
         return kept
     text = function.ptx(capability)
-    code = text.encode() + b"\0"  # which the driver's loader takes too
+    code = reading_in_order(text).encode() + b"\0"  # which the driver's loader takes too
     with suppress(DriverError):
         code = machine_code(text, device)
+        if reads_early(code):
+            code = machine_code(reading_in_order(text), device)
         if store is not None:
             store.put(key, code)
     return code

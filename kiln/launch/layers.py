@@ -271,8 +271,10 @@ class _Repeating:
         lie = _lying(self.seen, begin, end, count)
         steps = [self.freed(step) for step in made.steps[:begin]]
         steps += [_moved(step, self.turn(0)) for step in made.steps[begin:end]]
+        period = set().union(*[{*one.slots, *one.drops} for one in self.seen[begin:end]])
         for number in range(1, count + 1):
-            place = self.turn(number)
+            turn = self.turn(number)
+            place = {slot: turn(slot) for slot in period}.__getitem__
             for i in range(begin, end):
                 slots = deque(map(place, (*self.seen[i].slots, *self.seen[i].drops)))
                 there = made.steps[i + lie[number % len(lie)]]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
@@ -122,11 +123,7 @@ def tried(f: Any, args: Sequence[Any], arguments: Mapping[str, Any], compile: Co
 
 
 def flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value.detach()]
-    nested = isinstance(value, (list, tuple))
-    parts: Any = value.values() if isinstance(value, dict) else value if nested else ()
-    return [tensor for part in parts for tensor in flat(part)]
+    return [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def compared(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Outcome:
@@ -266,31 +263,20 @@ def earlier_outputs(program: Program) -> Iterator[Program]:
     """The program with one value as its output: values in halves of the way, then single outputs."""
     calls = program.calls
     places = [len(calls) * k // 8 for k in range(1, 8)] if len(calls) > 8 else range(len(calls) - 1)
-    outputs = output_of(program.graph).all_input_nodes
+    outputs = program.graph.output_node().all_input_nodes
     names = [*[calls[i].name for i in places], *[node.name for node in outputs if len(outputs) > 1]]
     for name in names:
-        graph = copied(program.graph)
+        graph = copy.deepcopy(program.graph)
         node = next(n for n in graph.nodes if n.name == name)
-        output_of(graph).args = ((node,),)
+        graph.output_node().args = ((node,),)
         yield program.with_graph(graph, program.inputs)
-
-
-def output_of(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
-
-
-def copied(graph: fx.Graph) -> fx.Graph:
-    made = fx.Graph()
-    result = made.graph_copy(graph, {})
-    made.output(result)
-    return made
 
 
 def given_values(program: Program, start: int, end: int) -> Program:
     """The program with the values of some calls as inputs; the program where one is no tensor or number."""
     values = values_of(program)
     names = [node.name for node in program.calls[start:end]]
-    graph, inputs = copied(program.graph), list(program.inputs)
+    graph, inputs = copy.deepcopy(program.graph), list(program.inputs)
     last = [node for node in graph.nodes if node.op == "placeholder"]
     for node in [n for n in graph.nodes if n.name in names]:
         value = values.get(node.name)
@@ -317,7 +303,7 @@ def values_of(program: Program) -> dict[str, Any]:
     torch.manual_seed(0)
     inputs = [v.detach() if isinstance(v, torch.Tensor) else v for v in map(kept, program.inputs)]
     with torch.set_grad_enabled(program.grad):
-        Keeping(fx.GraphModule(torch.nn.Module(), copied(program.graph))).run(*inputs)
+        Keeping(fx.GraphModule(torch.nn.Module(), copy.deepcopy(program.graph))).run(*inputs)
     needs = any(isinstance(v, torch.Tensor) and v.requires_grad for v in program.inputs)
     return {name: grown(value, needs and program.grad) for name, value in found.items()}
 
@@ -336,7 +322,7 @@ def smaller_shapes(program: Program) -> Iterator[Program]:
         for new in dict.fromkeys((1, 2, size // 2)):
             if new >= size:
                 continue
-            graph = copied(program.graph)
+            graph = copy.deepcopy(program.graph)
             for node in graph.nodes:
                 if node.op.startswith("call"):
                     node.args = fx.node.map_aggregate(node.args, partial(resized, size=size, new=new))

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kiln.base.fx import runner
 from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
 from kiln.ops.fake import Mode, make
 from kiln.ops.mersenne import quicken
@@ -241,5 +242,5 @@ class Again(Mode):
         self.drawn += 1
         if self.drawn > self.count:
             return out
-        (made,) = graph.run(self.seeds[self.drawn - 1])
+        (made,) = runner(graph)([self.seeds[self.drawn - 1]])
         return out.copy_(made)

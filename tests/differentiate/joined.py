@@ -16,6 +16,7 @@ from kiln.differentiate.interpret import fetch
 from kiln.differentiate.joint import Attribute, Constant, Fresh, Given, Joint, Placeholder, Step
 from kiln.differentiate.trace import trace
 from kiln.differentiate.writes import FORMS, HIDDEN
+from tests.graphs import run_graph
 
 
 def copied(value: Any, leaves: list[Any]) -> Any:
@@ -64,7 +65,7 @@ class Joined(torch.autograd.Function):
         ctx.resolve = resolve = resolver(joint, primals)
         zeros = [torch.zeros(mapped(n.spec.shape, resolve), dtype=n.spec.dtype)
                  for n in joint.graph.inputs[len(primals) :]]  # fmt: skip
-        results = joint.graph.run(*primals, *zeros, resolve=resolve)[: joint.results]
+        results = run_graph(joint.graph, *primals, *zeros, resolve=resolve)[: joint.results]
         for value, node in zip(results, joint.forward_outputs(), strict=True):
             shape, stride = mapped((node.spec.shape, node.spec.stride), resolve)
             assert (tuple(value.shape), value.dtype, value.stride()) == (shape, node.spec.dtype, stride), node
@@ -82,7 +83,7 @@ class Joined(torch.autograd.Function):
             tangents.append(laid.copy_(grads[i]))
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(ctx.rng)
-            found = joint.graph.run(*ctx.primals, *tangents, resolve=ctx.resolve)[joint.results :]
+            found = run_graph(joint.graph, *ctx.primals, *tangents, resolve=ctx.resolve)[joint.results :]
         return (None, None, *found)
 
 
@@ -108,7 +109,7 @@ def run_joint(joint: Joint, module: GraphModule, args: list[Any]) -> Any:
         results = Joined.apply(joint, [], *primals)
     else:
         with torch.no_grad():
-            results = joint.graph.run(*primals, resolve=resolver(joint, primals))
+            results = run_graph(joint.graph, *primals, resolve=resolver(joint, primals))
         assert len(results) == joint.results
     for m in joint.mutated:
         with torch.set_grad_enabled(m.with_grad):

@@ -10,6 +10,7 @@ from kiln.expand import epilogues
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.ops.record import recorded
+from tests.graphs import run_graph
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
@@ -75,5 +76,5 @@ def test_two_layers():
 
     graph = with_epilogues(f, X, W, B, torch.randn(16, 32).to(HALF), torch.randn(16).to(HALF))
     assert ops(graph).count("_addmm_activation") == 2 and "relu" not in ops(graph)
-    out = graph.run(X, W, B, *[torch.randn(*s).to(HALF) for s in ((16, 32), (16,))])[0]
+    out = run_graph(graph, X, W, B, *[torch.randn(*s).to(HALF) for s in ((16, 32), (16,))])[0]
     assert out.shape == (4, 8, 16)

@@ -21,6 +21,7 @@ from kiln.ops.levels import name_of
 from kiln.ops.record import Recording
 from kiln.ops.table import EXPANSIONS, aten
 from tests.expand.sweep import Program, same
+from tests.graphs import run_graph
 
 
 def names(graph: Graph) -> list[str]:
@@ -244,7 +245,7 @@ def test_symbolic_sizes_stay_symbolic() -> None:
     graph = expand(recording.graph, "prims").check()
     assert graph.nodes[-1].args[1] == size and scope.records == []
     value = torch.randn(7, 8)
-    (found,) = graph.run(value, resolve=lambda leaf: leaf.evaluate({size: 7}) if hasattr(leaf, "scope") else leaf)
+    (found,) = run_graph(graph, value, resolve=lambda leaf: leaf.evaluate({size: 7}) if hasattr(leaf, "scope") else leaf)
     torch.testing.assert_close(found, F.gelu(F.layer_norm(value, (8,))).softmax(0).mean(0))
 
 

@@ -44,6 +44,7 @@ class Seen:
 @pytest.fixture(autouse=True)
 def small_weights_too(monkeypatch):
     monkeypatch.setattr(packed, "WEIGHT", 0)
+    monkeypatch.setattr(packed, "wide_vectors", lambda: False)  # loops are in test_convolved
 
 
 def test_small_weights_stay_as_they_are(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kiln.generate.device import Function, generate
-from kiln.generate.nvptx import Unsupported
+from kiln.generate.nvptx import WAITS, Unsupported, reads_early
 from kiln.launch import cuda
 
 from .emitted import kernels_of
@@ -56,6 +56,23 @@ def test_each_function_is_compiled_once(driver):
     assert sorted(compiled) == sorted(f.ptx((9, 0)) for f in functions)
     assert cuda.loading(functions, 0, (9, 0))() == handles and len(compiled) == len(functions)
     assert not cuda._making
+
+
+def test_nothing_is_read_before_the_wait_of_machine_code(driver, monkeypatch):
+    """What PTX says is only read may be read early; then it is compiled again, as memory that others write."""
+    wait, load, other = (word.to_bytes(8, "little") + bytes(8) for word in (WAITS, 0x7981, 0x7919))
+    good, early = other + wait + load, load + wait + other
+    assert reads_early(early) and not reads_early(good) and not reads_early(load + other) and not reads_early(b"")
+    (function,), given = functions_of(["add"]), []
+
+    def machine_code(text, device):
+        given.append(text)
+        return (early if ".nc." in text else good) + function.name.encode()
+
+    monkeypatch.setattr(cuda, "machine_code", machine_code)
+    cuda.loading([function], 0, (9, 0))()
+    assert [".nc." in text for text in given] == [True, False]
+    assert ".nc." not in function.ptx((10, 0)) and ".nc." in function.ptx((8, 0))
 
 
 def test_what_cannot_be_compiled_is_raised_where_it_is_waited_for(driver):

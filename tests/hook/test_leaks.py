@@ -99,8 +99,7 @@ def test_guards_that_fail_at_every_place():
     assert blocks < 50
 
 
-@pytest.mark.parametrize("drop", ["remove", "clear"])
-def test_recompiles(drop):
+def test_recompiles():
     def function(thing, x, *rest, **more):
         return x
 
@@ -121,7 +120,7 @@ def test_recompiles(drop):
         infos.add(info)
         region.add(entry_guards(thing, argv[1]).build(), lambda thing, x, rest, more: x, info)
         if len(region.entries) > 8:
-            region.remove(region.entries[-1].info) if drop == "remove" else region.clear()
+            region.clear()
         return argv[1]
 
     region = _hook.Region(function, miss)

@@ -70,7 +70,7 @@ def test_compile_and_call():
         guards.add(Custom(Arg(0, "x"), slow_true, "was slow"))
         region.add(guards.build(), lambda x, _: (x * factor, number), factor)
         if len(region.entries) > 6:
-            region.remove(region.entries[-1].info)
+            region.clear()
         return x * factor, number
 
     region = _hook.Region(function, miss)
