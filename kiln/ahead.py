@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -23,6 +25,7 @@ from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
 from kiln.base.reports import fell_back
 from kiln.capture.nested import hide
+from kiln.capture.runtime import watch_gradient
 from kiln.capture.torch_calls import Named
 from kiln.differentiate import finish, parts, results, run, training
 from kiln.differentiate.halves import Halves
@@ -124,6 +127,7 @@ def compiled(
     """
     try:
         refuse_effects(module)
+        refuse_hooks(module)
         refuse_wrappers(module, examples)
         name = str(module.meta.get("name", ""))
         with records.timed("differentiate", name):
@@ -189,6 +193,33 @@ def refuse_effects(module: fx.GraphModule) -> None:
                 raise Break("global-state", f"the graph calls {name}", "call it outside the graph")
 
 
+def refuse_hooks(module: fx.GraphModule) -> None:
+    """Raise Break for hooks on gradients that may do more than compute: a trace would run them in its stead."""
+    if any(is_hook(node) for node in module.graph.nodes):
+        raise Break("tensor-hook", "a hook on gradients may do more than compute", "let it use torch alone")
+
+
+def is_hook(node: fx.Node) -> bool:
+    """Whether a call makes autograd call a function of the program's that is not known to compute alone."""
+    if node.target is not watch_gradient:
+        return node.target is torch.utils.hooks.BackwardHook
+    held = node.args[1]
+    return not isinstance(held, fx.Node) or not computes(getattr(held.graph.owning_module, str(held.target), None))
+
+
+def computes(function: Any) -> bool:
+    """Whether a function reads nothing but its arguments and torch, and writes nothing but local variables."""
+    if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
+        return False
+    for step in dis.get_instructions(function.__code__):
+        if step.opname.startswith(("STORE_", "DELETE_", "IMPORT_", "MAKE_")) and step.opname != "STORE_FAST":
+            return False
+        home = function.__globals__.get(step.argval) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else torch
+        if not str(getattr(home, "__module__", None) or getattr(home, "__name__", "")).startswith("torch"):
+            return False
+    return True
+
+
 def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:
     """Raise Break for a graph over tensors made of others: what their classes do is not in it."""
     held = [getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr")]
@@ -199,7 +230,7 @@ def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:
 
 def _in_parts(module: fx.GraphModule, error: Exception, make: Make) -> Callable[..., Any] | None:
     """The graph in parts, where it or a backward in Python looks at numbers: what may do so runs in eager."""
-    if not isinstance(error, Break) or error.kind not in ("backward", "data-dependent"):
+    if not isinstance(error, Break) or error.kind not in ("backward", "data-dependent", "tensor-hook"):
         return None
     own = any(map(looks_at_numbers, module.graph.nodes))
     aside: Make = lambda *given: Unseen.aside(partial(make, *given))  # noqa: E731
@@ -222,7 +253,8 @@ def has_own_backward(node: fx.Node) -> bool:
 def looks_at_numbers(node: fx.Node) -> bool:
     """Whether a call, or its backward, may look at numbers in tensors, or checks one that was read."""
     checks = isinstance(node.target, Named) and "example_value" not in node.meta
-    return checks or node.op == "call_method" and node.target == "item" or has_own_backward(node)
+    reads = node.op == "call_method" and node.target == "item"
+    return checks or reads or has_own_backward(node) or is_hook(node)
 
 
 def is_switch(node: fx.Node) -> bool:

@@ -28,6 +28,9 @@ class ArrayEquals(Guard):
 
     value: Any
 
+    def __str__(self) -> str:
+        return f"{self.source} is an array of {self.value.dtype} with shape {self.value.shape} and these contents"
+
     def test(self, value: Any) -> bool:
         mine = self.value
         return (type(value) is type(mine) and value.dtype == mine.dtype and value.shape == mine.shape
@@ -45,6 +48,9 @@ class ArrayMatch(Guard):
     """What an array is, apart from its contents."""
 
     facts: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source} is {' '.join(map(str, ('an array of', *self.facts[1:3])))}"
 
     def test(self, value: Any) -> bool:
         return facts_of(value) == self.facts

@@ -333,7 +333,10 @@ def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs,
 def enter_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """Interpret a call of a module: straight to forward when no hook is registered anywhere."""
     if "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
-        # A lazy module takes its shapes from its first arguments.
+        # A lazy module takes its shapes from its first arguments, and its parameters are drawn now.
+        if m.recorder.dispatch.draws:
+            why = f"a {type(module).__name__} is initialized after random numbers were drawn"
+            raise Break("random-state", why, "call the module once before it is compiled")
         m.native(module._infer_parameters, module, args, kwargs)
     cls = type(module)
     entry = attributes.type_lookup(m, cls, "__call__")

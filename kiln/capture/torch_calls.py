@@ -92,6 +92,10 @@ refuses("random-state", "the state of the random generator is changed or read",
         torch.cuda.manual_seed_all)  # fmt: skip
 refuses("global-state", "torch's default device is changed", "use `with torch.device(...)`",
         torch.set_default_device, torch.set_default_tensor_type)  # fmt: skip
+refuses("tensor-layout", "a quantized tensor is made", "quantize outside the compiled function",
+        torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic,
+        torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor,
+        torch._empty_affine_quantized, torch._empty_per_channel_affine_quantized)  # fmt: skip
 refuses("backward", "gradients are computed inside the compiled function", "call backward outside of it",
         torch.autograd.backward, torch.autograd.grad)  # fmt: skip
 

@@ -11,10 +11,9 @@ from kiln.fuse.nest import RUNNING, Axis
 from kiln.fuse.views import Coords, shape_of, supported
 from kiln.ops.levels import name_of
 
-#: Reductions over some dimensions: the names of the ops, and of the folds.
-FOLDS = frozenset({"sum", "prod", "amax", "amin", "any", "all", "argmax", "argmin"}) | RUNNING
-#: Those that give a place.
-PLACED = frozenset({"argmax", "argmin"})
+#: Reductions over some dimensions, by the names of the ops and of the folds: those that give a place, and all.
+PLACED = frozenset({"argmax", "argmin", "kiln::pooled_place"})
+FOLDS = frozenset({"sum", "prod", "amax", "amin", "any", "all"}) | PLACED | RUNNING
 
 
 def folded_dims(node: Node) -> frozenset[int] | None:

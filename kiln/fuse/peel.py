@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,10 +25,11 @@ from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, r
 WORTH = 1 << 13
 #: Nests that one becomes at most.
 MOST = 9
+#: Elements that a turn reads from which on a nest stays whole: conditions cost little beside them, and code
+#: for each part takes long to compile.
+LOADS = 16
 #: Parts of the innermost loop are at least this long, or it stays whole.
 LINE = 16
-#: Terms of all nests together, from which on the borders of an axis are one nest.
-LONG = 320
 
 #: What stands for an element that is not read, where it is no integer.
 ZEROS: dict[torch.dtype, Any] = {
@@ -49,6 +49,8 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     if not all(type(a.size) is int and type(a.low) is int and not a.low for a in nest.axes):
         return [nest]
     used = nest.terms()
+    if sum(isinstance(term, Load) for term in used) >= LOADS:
+        return [nest]
     tests = {id(t): found for t in used if (found := turning(t, nest.axes)) is not None}
     cuts: dict[Axis, list[int]] = {a: [0, a.size] for a in nest.axes}
     for a, turn, _ in tests.values():
@@ -59,34 +61,12 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     if any(high - low < LINE for low, high in parts[inner]):
         parts[inner] = [(0, inner.size)]
     count = math.prod(map(len, parts.values()))
-    if len(parts[inner]) == 1 < count and count * len(used) > LONG:
-        inside = {a: max(found, key=lambda part: part[1] - part[0]) for a, found in parts.items()}
-        if 2 * math.prod([high - low for low, high in inside.values()]) >= nest.volume():
-            return framed(nest, tests, inside, scope)
     if count == 1 or count > MOST:
         return [nest]
     if count == len(parts[inner]):  # lines are written in their order: the target goes from part to part
         return [nest]
     regions = itertools.product(*[parts[a] for a in nest.axes])
     return [merged(part_of(nest, tests, region, scope), scope) for region in regions]
-
-
-def framed(
-    nest: Nest, tests: dict[int, tuple[Axis, int, bool]], inside: dict[Axis, tuple[int, int]], scope: Scope
-) -> list[Nest]:
-    """The nest inside of all borders, and for each axis a nest with what is beyond, which asks."""
-    made: list[Nest] = []
-    region = {a: (0, a.size) for a in nest.axes}
-    for a, (low, high) in inside.items():
-        if beyond := low + a.size - high:
-            edge = axis(scope, beyond, a.variable.name)
-            # The places before the inside, then those after it.
-            after = minimum(edge.variable // low, 1) if low else 1
-            place = edge.variable + after * (high - low)
-            part = part_of(nest, tests, tuple(region.values()), scope, {a: (edge, place)})
-            made.append(merged(part, scope))
-        region[a] = (low, high)
-    return [merged(part_of(nest, tests, tuple(region.values()), scope), scope), *made]
 
 
 def in_line(nest: Nest) -> Axis:
@@ -134,10 +114,9 @@ def number(term: Term) -> Any:
 
 
 def part_of(
-    nest: Nest, tests: dict[int, tuple[Axis, int, bool]], region: tuple[tuple[int, int], ...], scope: Scope,
-    edges: Mapping[Axis, tuple[Axis, Any]] = MappingProxyType({}),
-) -> Nest:  # fmt: skip
-    """The nest over one region, in which most comparisons are known; along `edges` at other places."""
+    nest: Nest, tests: dict[int, tuple[Axis, int, bool]], region: tuple[tuple[int, int], ...], scope: Scope
+) -> Nest:
+    """The nest over one region, in which most comparisons are known."""
     bounds = dict(zip(nest.axes, region, strict=True))
     known: dict[int, Term] = {}
     for key, (a, turn, before) in tests.items():
@@ -148,10 +127,7 @@ def part_of(
     axes: list[Axis] = []
     moves: dict[Any, Any] = {}
     for a, (low, high) in bounds.items():
-        if a in edges:
-            edge, moves[a.variable] = edges[a]
-            axes.append(edge)
-        elif (low, high) == (0, a.size):
+        if (low, high) == (0, a.size):
             axes.append(a)
         elif high - low == 1:
             moves[a.variable] = low

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kiln.ops.reductions import pooled_place
 from kiln.ops.sizes import pooled
 from kiln.ops.table import aten
 
@@ -80,12 +81,13 @@ def max_pool(
     x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
-    """The largest of each window and its place: of several NaN the first one's, eager gives the last."""
+    """The largest of each window and its place: of several NaN the last one's, on other devices the first's."""
     windows = Windows(x, kernel, stride, padding, dilation, ceil_mode)
     if not windows.known:
         return NotImplemented
     values = windows.values(-math.inf)
-    within = values.argmax(-1).to(torch.int32)
+    place = pooled_place(values, -1) if x.device.type == "cpu" else values.argmax(-1)
+    within = place.to(torch.int32)
     width = windows.kernel[1]
     row, column = within // width, within % width
     row = (windows.starts(0) + row.to(torch.int64) * windows.dilation[0]).clamp(min=0)

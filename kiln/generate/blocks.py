@@ -155,6 +155,8 @@ def at_once(nest: Nest, axes: tuple[Axis, ...], places: list[dict[Any, Any]]) ->
                 index = substituted(new.index, moves)
                 key = (new.buffer, id(new.valid)) if isinstance(new, Load) else ()
                 new = same.setdefault((index, *key), replace(new, index=index))
+            elif isinstance(new, Apply):
+                new = same.setdefault((new.op, new.dtype, *map(id, new.args)), new)
             made[id(term)] = new
         stores += [
             replace(s, index=substituted(s.index, moves), value=made[id(s.value)]) for s in nest.stores

@@ -56,7 +56,7 @@ Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
 
 REGISTERS = 24  # of vectors, for what folds carry
-SHORT_TURN = 16  # terms
+SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
 
 
 class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
@@ -232,13 +232,24 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         if self.blocked and self.vector is not None:
             return int(self.vector.size) // self.width
         if not folds:
-            pairs = "to_bf16" in self.module.own and all(s.buffer.dtype is torch.bfloat16 for s in self.nest.stores)
-            return max(self.schedule.stretch, 2 if pairs or self.slow_stream() else 1)
+            return max(self.schedule.stretch, 2 if self.in_pairs() or self.slow_stream() else 1)
         roots = [s.value for s in self.nest.stores]
         most = self.schedule.columns
         while self.vector is not None and most > 1 and most * self.width > hinted(self.vector.size):
             most //= 2  # of few columns all at once
         return self.factor(roots, most) if len(folds) * most <= REGISTERS else 1
+
+    def in_pairs(self) -> bool:
+        """Whether two vectors at once become one of bf16 that is stored."""
+        found, stores = self.nest.terms(), self.nest.stores
+        if "to_bf16" not in self.module.own or any(s.buffer.dtype is not torch.bfloat16 for s in stores):
+            return False
+        reads = [t for t in found if isinstance(t, Load)]
+        indices = [t.index for t in reads] + [s.index for s in stores]
+        assert self.vector is not None
+        beside = all(access_cost(i, self.vector) <= 1 for i in indices if isinstance(i, Expr))
+        simple = len(found) <= MANY_TERMS and not any(t.places for t in reads) and not self.nest.several
+        return beside and simple
 
     def factor(self, roots: list[Term], most: int) -> int:
         """How many vectors one turn takes: several where a turn is short, so that folds wait less."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -234,26 +235,35 @@ RUNNING = {"cumsum": "sum", "cumprod": "prod", "kiln::running_max": "amax", "kil
 FOLDS |= {running: FOLDS[kind] for running, kind in RUNNING.items()}
 
 
-def _first(relation: str) -> Callable[..., tuple[Value, Value]]:
-    """The better of two values with its place, of equals the earlier; NaN is better than any number."""
+Combine: TypeAlias = Callable[..., tuple[Value, Value]]
+
+
+def _first(relation: str, last: bool = False) -> Combine:
+    """The better of two values with its place, of equals the earlier; NaN is better than any number.
+
+    Of two NaN it is the earlier, or the later where it is the `last` that is asked for.
+    """
 
     def combine(a: Value, here: Value, b: Value, there: Value) -> tuple[Value, Value]:
         better, same = b.compare(relation, a), b.compare("eq", a)
+        taken = better | (same & (there < here))
         if a.type.is_float:
             mine, other = functions.is_nan(a), functions.is_nan(b)
-            better, same = better | (other & ~mine), same | (other & mine)
-        taken = better | (same & (there < here))
+            later = (there > here) if last else (there < here)
+            taken = taken | (other & (~mine | later))
         return taken.where(b, a), taken.where(there, here)
 
     return combine
 
 
-def _further(relation: str) -> Callable[..., tuple[Value, Value]]:
+def _further(relation: str, last: bool = False) -> Combine:
     """The same of a value with a place before the other's."""
 
     def combine(a: Value, here: Value, b: Value, there: Value) -> tuple[Value, Value]:
         taken = b.compare(relation, a)
-        if a.type.is_float:  # better or not comparable, and what is held is a number
+        if a.type.is_float and last:
+            taken = taken | functions.is_nan(b)
+        elif a.type.is_float:  # better or not comparable, and what is held is a number
             taken = b.fn.emit(f"fcmp u{relation} {b.type} {b.text}, {a.text}", taken.type) & a.compare("eq", a)
         return taken.where(b, a), taken.where(there, here)
 
@@ -262,8 +272,12 @@ def _further(relation: str) -> Callable[..., tuple[Value, Value]]:
 
 #: Folds that carry a place with each value, which is 0 at first: of what is no better than nothing at all the
 #: first element is the best. How two of them become one, in any order and where the second comes later.
-PLACED: dict[str, Callable[..., tuple[Value, Value]]] = {"argmax": _first("gt"), "argmin": _first("lt")}
-IN_ORDER: dict[str, Callable[..., tuple[Value, Value]]] = {"argmax": _further("gt"), "argmin": _further("lt")}
+_KINDS: dict[str, tuple[str, bool]] = {
+    "argmax": ("gt", False), "argmin": ("lt", False), "kiln::pooled_place": ("gt", True),
+}  # fmt: skip
+PLACED: dict[str, Combine] = {name: _first(*kind) for name, kind in _KINDS.items()}
+IN_ORDER: dict[str, Combine] = {name: _further(*kind) for name, kind in _KINDS.items()}
+FOLDS |= {name: FOLDS["amax" if relation == "gt" else "amin"] for name, (relation, _) in _KINDS.items()}
 
 
 def convert(x: Value, dtype: torch.dtype) -> Value:

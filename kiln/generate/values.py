@@ -292,7 +292,7 @@ class Values(Reads):
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""
         kind = compute_type(TYPES[fold.value.dtype]).wide(wide)
-        floating, integral, _ = FOLDS[fold.kind.replace("arg", "a")]
+        floating, integral, _ = FOLDS[fold.kind]
         start = self.fn.constant(floating if kind.is_float else integral(kind.scalar), kind)
         return [start] if fold.place is None else [start, self.fn.constant(0, TYPES[fold.dtype].wide(wide))]
 

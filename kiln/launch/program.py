@@ -174,6 +174,8 @@ def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump,
 
 def begin_few(few: Few, begun: Begun) -> Begun:
     """The plan of a graph by that of few of its blocks; Uneven where its steps do not repeat."""
+    if begun.made is None:
+        raise Uneven
     made = few.whole(begun.made)
 
     def finish() -> Run:

@@ -119,3 +119,16 @@ library.impl("running_max", lambda x, dim: x.cummax(dim).values, "CPU")
 library.impl("running_min", lambda x, dim: x.cummin(dim).values, "CPU")
 running_max, running_min = torch.ops.kiln.running_max.default, torch.ops.kiln.running_min.default
 RULES[running_max] = RULES[running_min] = lambda x, dim: similar(x)
+
+
+def _pooled_place(x: Tensor, dim: int) -> Tensor:
+    """The place of the largest element, of equal ones the first, but of several NaN the last."""
+    none = x.isnan()
+    last = x.shape[dim] - 1 - none.flip(dim).to(torch.uint8).argmax(dim)
+    return torch.where(none.any(dim), last, x.argmax(dim))
+
+
+library.define("pooled_place(Tensor x, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("pooled_place", _pooled_place, "CPU")
+pooled_place = torch.ops.kiln.pooled_place.default
+RULES[pooled_place] = _arg_extreme

@@ -8,9 +8,10 @@ import copy
 import functools
 import types
 
+import pytest
 import torch
 
-from tests.support import SAME_OBJECTS, Watch, kiln, one_graph, program, same_as_eager, t
+from tests.support import EAGER, SAME_OBJECTS, Watch, kiln, one_graph, program, same_as_eager, t
 
 X = t(3, 4)
 
@@ -226,3 +227,31 @@ def test_class_that_closes_over_a_tensor_and_leaves():
 
     got = kiln.compile(f, backend="eager")(X)
     torch.testing.assert_close(got.run(), X * 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+def test_packed_sequences_and_quantized_tensors_are_left_to_eager():
+    net = torch.nn.GRU(3, 4)
+    lengths = torch.tensor([4, 2])
+
+    def recurrent(x):
+        return net(torch.nn.utils.rnn.pack_padded_sequence(x, lengths))[1] * 2
+
+    def quantized(x):
+        y = torch.quantize_per_tensor(x * 2, 0.1, 0, torch.qint8).dequantize()
+        return y + len(str(y.dtype))
+
+    for f in (recurrent, quantized):
+        x = t(4, 2, 3)
+        torch.testing.assert_close(kiln.compile(f)(x), f(x))
+
+
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+def test_a_lazy_module_is_initialized_in_the_programs_order():
+    outs = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.LazyLinear(3))
+        outs.append((kiln.compile(net) if compiled else net)(t(4, 6)))
+    torch.testing.assert_close(*outs)

@@ -139,3 +139,28 @@ def test_contexts_are_entered_between_the_parts(backend):
             torch.testing.assert_close(y.grad, x.grad)
     assert (len(log.graphs), len(log.breaks), len(log.fallbacks)) == (1, 0, 0)
     assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "kiln"])
+def test_hooks_that_do_more_than_compute_see_real_gradients(backend):
+    seen, factor = [], [1.0]
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    net[1].register_full_backward_hook(lambda module, given, got: seen.append(got[0].clone()))
+
+    def f(x):
+        y = net[0](x).sin()
+        y.register_hook(lambda g: seen.append(g.clone()))
+        z = y * 2
+        z.register_hook(lambda g: g * 3)
+        z.register_hook(lambda g: g * factor[0])
+        return z.cos().exp()
+
+    for call, made in ((f, kiln.compile(f, backend=backend)), (net, kiln.compile(net, backend=backend))):
+        for factor[0] in (1.0, 2.0):
+            grads = []
+            for run in (call, made):
+                net.zero_grad()
+                run(torch.ones(2, 3, requires_grad=True)).sum().backward()
+                grads.append((net[0].weight.grad.clone(), seen.pop(), len(seen)))
+            torch.testing.assert_close(*grads)
+            assert type(grads[1][1]) is torch.Tensor

@@ -38,7 +38,7 @@ def taps(x):
 def test_borders_of_padding_are_apart():
     x = last(2, 32, 20, 21)
     found = nests(taps, x)
-    assert [masked(nest) for nest in found] == [False, True, True]  # the inside, rows and columns of the border
+    assert len(found) == 9 and not any(map(masked, found))
     check(taps, x)
 
 

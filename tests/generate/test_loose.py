@@ -44,6 +44,34 @@ def test_what_is_kept_or_subtracted_from_needs_all_places():
     assert "tanh" not in loose_ops(lambda a: F.softmax(a.float().tanh() * 30, -1).to(a.dtype), x)
 
 
+def test_errors_of_what_is_given_do_not_grow_in_a_softplus():
+    x = rand(8, 64).bfloat16()
+    assert {"exp", "log1p"} <= loose_ops(F.softplus, x) and {"exp", "tanh"} <= loose_ops(F.mish, x)
+    assert "exp" not in loose_ops(lambda a: torch.log1p(-a.float().exp()).to(a.dtype), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_argument_of_gelu(dtype):
+    """Eager's is 0 for what is far below 0, where it subtracts two numbers that are nearly the same."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    x = x[x.isfinite()]
+    (got,), eager = compile_graph(recorded(F.gelu, x))([x]), F.gelu(x)
+    assert not got.isnan().any() and torch.equal(got[x < -5.9].abs(), eager[x < -5.9].abs())
+    torch.testing.assert_close(got, F.gelu(x.double()).to(dtype), rtol=2.0**-7, atol=1e-7)
+
+
+@pytest.mark.skipif("+avx512bf16" not in cpu.host().features, reason="no instruction rounds to bf16")
+@wide
+def test_two_vectors_become_one_of_bf16():
+    x = rand(8, 80).bfloat16()
+    assert "cvtne2ps2bf16" in Emitter(nest_of(lambda a: a * 2 + 1, x), 16).fn.text()
+    assert "cvtne2ps2bf16" not in Emitter(nest_of(lambda a: (a * 2, a.float()), x), 16).fn.text()
+    for length in (31, 32, 47, 80, 4099):
+        x = (rand(3, length) * 50).bfloat16()
+        for f in (lambda a: a * 3 + 1, lambda a: F.silu(a).relu(), lambda a: a.t() * a.t()):
+            torch.testing.assert_close(compile_graph(recorded(f, x))([x])[0], f(x), rtol=2.0**-7, atol=1e-6)
+
+
 @wide
 def test_loose_functions_are_taken():
     text = Emitter(nest_of(F.silu, rand(8, 64).bfloat16()), 16).fn.text()
@@ -55,8 +83,9 @@ def test_loose_functions_are_taken():
 @pytest.mark.parametrize(
     "function",
     [torch.exp, torch.sigmoid, torch.tanh, F.silu, lambda a: F.gelu(a, approximate="tanh"), lambda a: a.exp() * 3,
-     lambda a: a.pow(1.5), lambda a: 1.5**a],
-    ids=["exp", "sigmoid", "tanh", "silu", "gelu", "product", "power", "base"],
+     lambda a: a.pow(1.5), lambda a: 1.5**a, torch.log, torch.log1p, torch.sin, torch.cos, F.softplus, F.mish],
+    ids=["exp", "sigmoid", "tanh", "silu", "gelu", "product", "power", "base", "log", "log1p", "sin", "cos",
+         "softplus", "mish"],
 )
 def test_every_argument(function, dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)

@@ -46,7 +46,8 @@ def arguments(name):
     """Bit patterns from the whole range, dense pieces where functions bend, and the edges."""
     bits = torch.arange(-(2**31), 2**31, 2**17 + 1, dtype=torch.int64).to(torch.int32)
     dense = [torch.linspace(-r, r, 20_001) for r in (1e-3, 1.5, 10.0, 110.0)]
-    x = torch.cat([bits.view(torch.float32), *dense, torch.tensor(EDGES)])
+    turns = torch.arange(-66_000, 66_000, 3).double() * (math.pi / 2)  # where little is left of sines
+    x = torch.cat([bits.view(torch.float32), *dense, turns.float(), torch.tensor(EDGES)])
     x = x[: len(x) // 16 * 16] if name not in TWO else x
     if name not in TWO:
         return (torch.cat([x[:-32], torch.tensor(EDGES), torch.zeros(11)]),)
@@ -91,7 +92,7 @@ def test_float32(name):
 
 
 @pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
-@pytest.mark.parametrize("name", ["exp", "exp2", "tanh", "erf", "sigmoid"])
+@pytest.mark.parametrize("name", ["exp", "exp2", "log", "log1p", "tanh", "erf", "sigmoid"])
 def test_what_avx512_does_better_is_as_good(name):
     given = arguments(name)
     got, reference = compiled(name, F32, 16, avx512.OWN)(*given), exact(name, *given)
