@@ -193,6 +193,21 @@ def exp(n: int) -> Any:
 
 
 @case
+def sin(n: int) -> Any:
+    return torch.sin, (torch.randn(floats(n, 2)) * 10,)
+
+
+@case
+def softplus(n: int) -> Any:
+    return functional.softplus, (torch.randn(floats(n, 2)),)
+
+
+@case
+def gelu_bf16(n: int) -> Any:
+    return functional.gelu, (torch.randn(floats(n, 2) * 2).to(torch.bfloat16),)
+
+
+@case
 def gelu_backward(n: int) -> Any:
     args = (torch.randn(*rows(n, 3)), torch.randn(*rows(n, 3)))
     return (lambda g, x: torch.ops.aten.gelu_backward(g, x)), args
@@ -226,6 +241,16 @@ def amax_rows(n: int) -> Any:
 @case
 def amax_full(n: int) -> Any:
     return (lambda a: a.amax()), (torch.randn(floats(n, 1)),)
+
+
+@case
+def argmax_rows(n: int) -> Any:
+    return (lambda a: a.argmax(-1)), (torch.randn(*rows(n, 1)),)
+
+
+@case
+def var_columns(n: int) -> Any:
+    return (lambda a: a.var(0)), (torch.randn(*rows(n, 1)),)
 
 
 @case
@@ -275,6 +300,13 @@ def layer_norm_backward(n: int) -> Any:
 def batch_norm_training(n: int) -> Any:
     side = max(int((floats(n, 2) / (8 * 64)) ** 0.5), 1)
     args = (torch.randn(8, 64, side, side), torch.randn(64), torch.randn(64))
+    return (lambda x, w, b: functional.batch_norm(x, None, None, w, b, True)), args
+
+
+@case
+def batch_norm_planes(n: int) -> Any:
+    batch = max(floats(n, 2) // (64 * 28 * 28), 1)
+    args = (torch.randn(batch, 64, 28, 28), torch.randn(64), torch.randn(64))
     return (lambda x, w, b: functional.batch_norm(x, None, None, w, b, True)), args
 
 

@@ -77,7 +77,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
             return modules.twin(model, MethodType(_region(function, named), model), again)
         case FunctionType() if model.__globals__.get("__name__", "").startswith("torch._functorch."):
             # What a transform makes is captured where it is called.
-            return _shared(functools.wraps(model)(lambda *args, **kwargs: model(*args, **kwargs)), asked)
+            called: Any = functools.wraps(model)(lambda *args, **kwargs: model(*args, **kwargs))
+            return _shared(called, asked)
         case FunctionType():
             return _shared(model, asked)
         case MethodType():

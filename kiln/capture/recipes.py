@@ -239,7 +239,7 @@ class Match:
             #: Which checks speak of nothing that this module has of its own; -1 is no place.
             known = [*self.shared, True]
             self.same = [
-                known[places[0]] if len(places) == 1 else all([known[at] for at in places])
+                known[places[0]] if len(places) == 1 else all(map(known.__getitem__, places))
                 for _, places in recipe.checks
             ]
             for same, (guard, places) in zip(self.same, recipe.checks, strict=True):

@@ -33,8 +33,8 @@ def grouped(graph: Graph) -> Graph:
     for node in attending:
         first = KEYS[node.op]
         given = node.args[first : first + 2]
-        sources = list(map(before, given))
-        if None in sources or sources[0].spec.shape != sources[1].spec.shape:
+        sources = [source for one in given if (source := before(one)) is not None]
+        if len(sources) != 2 or sources[0].spec.shape != sources[1].spec.shape:
             continue
         sums: list[tuple[Node, Node, Node]] | None = []
         if first == 2:
@@ -55,7 +55,7 @@ def before(node: Node) -> Node | None:
         return None
     source, shape = node.args[0], node.spec.shape
     mine = source.spec.shape
-    if len(mine) != 5 or len(shape) != 5 or len(wanted) != 4 or mine[HEADS] != 1 or source.spec.stride[-1] != 1:
+    if (len(mine), len(shape), len(wanted)) != (5, 5, 4) or mine[HEADS] != 1 or source.spec.stride[-1] != 1:
         return None
     heads, times = shape[1:3]
     known = type(heads) is int and type(times) is int and times > 1
@@ -66,7 +66,7 @@ def before(node: Node) -> Node | None:
 def sums_of(
     node: Node, source: Node, users: dict[Node, list[Node]], outputs: set[Node]
 ) -> list[tuple[Node, Node, Node]] | None:
-    """The gradients of keys and values, each with its view by heads and the sum; None where others read them."""
+    """The gradients of keys and values, each with its view by heads and the sum; None for other readers."""
     found = []
     for part in users[node]:
         if part.op is not operator.getitem or node in outputs:

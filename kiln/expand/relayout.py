@@ -173,7 +173,7 @@ def is_larger(node: Node) -> bool:
     if not all(isinstance(spec, TensorSpec) and all(type(n) is int for n in spec.shape) for spec in specs):
         return False
     made, *read = [math.prod(spec.shape) for spec in specs]
-    return made > sum(read)
+    return bool(made > sum(read))
 
 
 def follows(node: Node) -> bool:

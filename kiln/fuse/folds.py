@@ -11,7 +11,7 @@ from kiln.fuse.nest import RUNNING, Axis
 from kiln.fuse.views import Coords, shape_of, supported
 from kiln.ops.levels import name_of
 
-#: Reductions over some dimensions, by the names of the ops and of the folds: those that give a place, and all.
+#: Reductions over some dimensions, by the names of ops and of folds: those that give a place, and all.
 PLACED = frozenset({"argmax", "argmin", "kiln::pooled_place"})
 FOLDS = frozenset({"sum", "prod", "amax", "amin", "any", "all"}) | PLACED | RUNNING
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import field, replace
 from itertools import chain
+from typing import TypeAlias
+
+import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
@@ -35,6 +39,10 @@ FAR = 8
 FEWEST = 4
 #: Bytes of memory that are worth another order of steps.
 MUCH = 16 << 10
+
+
+Uses: TypeAlias = tuple[list[Node], list[Node]]
+"""What a step reads and what it makes."""
 
 
 @dataclass(slots=True)
@@ -155,6 +163,19 @@ def with_views(graph: Graph, steps: list[Step]) -> list[Step]:
     return [*listed, *[call for calls in left.values() for call in calls]]
 
 
+def much(left: Counter[int], new: Counter[int]) -> bool:
+    """Whether much could go before as much is made, of other sizes: what has the same takes its place."""
+    return min(sum((a - b).elements()) for a, b in ((left, new), (new, left))) >= MUCH
+
+
+def is_plain(node: Node) -> bool:
+    """Whether a call does nothing but to give its result."""
+    op = node.op
+    if isinstance(op, torch._ops.OpOverload):
+        return op.namespace == "aten" and not op._schema.is_mutable
+    return op is operator.getitem
+
+
 class Finishing:
     """From groups to steps; a member is stored when an output, an eager kernel or another group reads it."""
 
@@ -232,11 +253,14 @@ class Finishing:
     def launched(self, steps: list[Split | Call]) -> list[Step]:
         """The steps with nests that follow each other as few kernels."""
         made: list[Step] = []
-        last: dict[Node, int] = {}
-        if not self.cuts.at_once:
-            steps = self.early(steps)
-            last = self.last_uses(steps)
-        batch, scratch = Batch(), dict[Buffer, TensorSpec]()
+        batch, scratch, left = Batch(), dict[Buffer, TensorSpec](), Counter[int]()
+        uses = [] if self.cuts.at_once else list(map(self.touched, steps))
+        if uses:
+            order = self.early(steps, uses)
+            steps, uses = [steps[i] for i in order], [uses[i] for i in order]
+        ends: list[list[int]] = [[] for _ in steps]
+        for node, i in self.last_uses(uses).items():
+            ends[i].append(bytes_of([node]))
 
         def close() -> None:
             nonlocal batch, scratch
@@ -246,49 +270,52 @@ class Finishing:
                 owned = {b: self.owner(b) for b in writes if b not in scratch}
                 made.append(Launch(kernel, {b: self.owner(b) for b in reads}, owned, scratch))
             batch, scratch = Batch(), {}
+            left.clear()
 
         for i, step in enumerate(steps):
             if isinstance(step, Call):
                 close()
                 made.append(step)
                 continue
-            if batch.stages and last and self.frees(batch, step, last, i) or not batch.takes(step.nests):
+            new = Counter([bytes_of([n]) for n in uses[i][1]]) if left else left
+            if much(left, new) or not batch.takes(step.nests):
                 close()
                 batch.takes(step.nests)
             scratch.update(step.scratch)
+            left.update(ends[i])
         close()
         return made
 
-    def early(self, steps: list[Split | Call]) -> list[Split | Call]:
-        """The steps with loops after which much memory can go as soon as what they read is made."""
-        root, last = self.groups.root, self.last_uses(steps)
+    def early(self, steps: list[Split | Call], uses: list[Uses]) -> list[int]:
+        """The places of the steps, loops after which much memory can go as soon as what they read is made.
+
+        What other code may do is done when it was to be.
+        """
+        root, last = self.groups.root, self.last_uses(uses)
         made: dict[Node, int] = {}
         places: list[int] = []
-        for i, step in enumerate(steps):
-            reads, writes = self.touched(step)
+        fixed = -1
+        for i, (step, (reads, writes)) in enumerate(zip(steps, uses, strict=True)):
             place = i
-            if isinstance(step, Split):
-                going = [n for n in dict.fromkeys(map(root, reads)) if last[n] == i]
-                if bytes_of(going) - bytes_of(writes) >= MUCH:
-                    place = max([made.get(n, -1) for read in reads for n in (read, root(read))], default=i)
+            if isinstance(step, Call):
+                fixed = fixed if is_plain(step.node) else i
+            else:
+                going = [n for n in dict.fromkeys(map(root, reads)) if last.get(n) == i]
+                if going and bytes_of(going) - bytes_of(writes) >= MUCH:
+                    place = max(fixed, *[made.get(n, -1) for read in reads for n in (read, root(read))])
             places.append(place)
             made.update(dict.fromkeys(writes, place))
-        return [steps[i] for i in sorted(range(len(steps)), key=lambda i: (places[i], i))]
+        return sorted(range(len(steps)), key=lambda i: (places[i], i))
 
-    def last_uses(self, steps: list[Split | Call]) -> dict[Node, int]:
-        """The last step that reads or makes a value; what leaves stays."""
-        used = {self.groups.root(n): i for i, step in enumerate(steps) for n in chain(*self.touched(step))}
-        return used | dict.fromkeys(self.groups.outputs, len(steps))
+    def last_uses(self, uses: list[Uses]) -> dict[Node, int]:
+        """The last step that reads or makes a value which goes then: neither an input nor an output."""
+        used = {self.groups.root(n): i for i, nodes in enumerate(uses) for n in chain(*nodes)}
+        for node in self.groups.outputs:
+            used.pop(node, None)
+        made = ((n, i) for n, i in used.items() if n.op is not INPUT and n.op is not CONSTANT)
+        return {n: i for n, i in made if isinstance(n.spec, TensorSpec)}
 
-    def frees(self, batch: Batch, step: Split, last: dict[Node, int], place: int) -> bool:
-        """Whether much could go after a kernel, before a step that makes as much of other sizes."""
-        used = dict.fromkeys(b for stage in batch.stages for nest in stage for b in nest.used())
-        nodes = {self.groups.root(self.owner(b)) for b in used if b in self.groups.owners}
-        left = Counter([bytes_of([n]) for n in nodes if last.get(n, place) < place])
-        new = Counter([bytes_of([n]) for n in self.touched(step)[1]])
-        return min(sum((a - b).elements()) for a, b in ((left, new), (new, left))) >= MUCH
-
-    def touched(self, step: Split | Call) -> tuple[list[Node], list[Node]]:
+    def touched(self, step: Split | Call) -> Uses:
         """What a step reads and what it makes."""
         if isinstance(step, Call):
             return [*step.node.inputs()], [step.node]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from kiln.ops.layout import FLOATS
 from kiln.ops.table import aten, declare
 
 Array = np.ndarray[Any, Any]
+Given: TypeAlias = "torch.Tensor | None"
 #: Results a neighbour has, and neighbours from one result to the next, that vectors are made of in one piece.
 REGULAR = {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (3, 1), (4, 1)}
 #: Neighbours of one result at most.
@@ -124,7 +125,7 @@ def spoilt(out: torch.Tensor, x: torch.Tensor, dim: int, matrix: Entries) -> tor
     return out
 
 
-def _weights(table: Array, shape: list[int], dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _weights(table: Array, shape: list[int], dtype: torch.dtype) -> tuple[Given, Given]:
     """Weights, unless all are 1, and where there are entries, unless everywhere.
 
     They come before the values they are for: what is made of these goes on in the same loops.
@@ -135,7 +136,7 @@ def _weights(table: Array, shape: list[int], dtype: torch.dtype) -> tuple[torch.
     return None if (absent | (table == 1)).all() else weights, present
 
 
-def _weighted(values: torch.Tensor, weights: torch.Tensor | None, present: torch.Tensor | None) -> torch.Tensor:
+def _weighted(values: torch.Tensor, weights: Given, present: Given) -> torch.Tensor:
     """Values times weights; what has no entry is left out, as it may be infinite."""
     found = values if weights is None else values * weights
     return found if present is None else torch.where(present, found, torch.zeros((), dtype=values.dtype))

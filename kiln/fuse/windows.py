@@ -81,7 +81,7 @@ def max_pool(
     x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
-    """The largest of each window and its place: of several NaN the last one's, on other devices the first's."""
+    """The largest of each window and its place: of several NaN the last; on other devices the first."""
     windows = Windows(x, kernel, stride, padding, dilation, ceil_mode)
     if not windows.known:
         return NotImplemented

@@ -36,7 +36,7 @@ _AREA = (
      -0.000472027052, 0.000955968979, 0.00110345893, 0.000720362877, 0.000343488035, 0.000128844214,
      3.93714799e-05, 9.9370609e-06, 2.10103121e-06, 3.74842699e-07),
 )  # fmt: skip
-# The area below the normal curve up to n AREA_STEP, n = 0 … 15, -16 … -1, to 2^-14 where it is more than 10^-5
+# The area up to x, around n AREA_STEP with n = 0 … 15, -16 … -1, to 2^-13 of the value where x > -4.5
 _SHARE = (
     (0.49999997, 0.646169722, 0.77337265, 0.869705498, 0.93319279, 0.969603658, 0.987775505, 0.995667577,
      0.998650074, 0.999630928, 0.999911606, 0.999981463, 0.999996603, 0.999999464, 0.99999994, 1, 0,
@@ -380,9 +380,10 @@ def to_bf16(low: Value, high: Value) -> Value:
 #: By name, what stands in place of the functions of `kiln.generate.functions`; loose ones where results are
 #: rounded to types of two bytes.
 OWN: dict[str, Callable[..., Value]] = {
-    "scaled": scaled, "exp": exp, "exp_below": exp_below, "erf": erf, "gelu": gelu, "gelu_slope": gelu_slope,
-    "loose gelu": gelu_loose,
-    "log": log, "log1p": log1p, "loose log": log_loose, "loose log1p": log1p_loose, "add_64": add_64, "loose exp": exp_loose, "loose exp_below": exp_below_loose,
-    "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose, "loose pow": functions.pow_loose,
+    "scaled": scaled, "exp": exp, "exp_below": exp_below, "log": log, "log1p": log1p, "erf": erf,
+    "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
+    "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
+    "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
+    "loose gelu": gelu_loose, "loose pow": functions.pow_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Elementary functions as LLVM instructions, for scalars and vectors of f32 and f64.
 
-f32: the hot ones (exp, log, sin, tanh, erf, sigmoid) stay in f32, the others go through f64 and are rounded once;
+f32: the hot ones (exp, log, sin, tanh, erf, sigmoid) stay in f32, others go through f64 and are rounded once;
 every error is at most 4 units in the last place, tested over the whole range. f64: the C library, lane by
 lane. Coefficients were fitted for least relative error on the intervals that the comments name.
 """
@@ -375,7 +375,7 @@ def _widened(function: Callable[..., Value]) -> Callable[..., Value]:
 def _or_rarely(
     near: Callable[..., Value], beyond: Callable[..., Value], far: Callable[..., Value]
 ) -> Callable[..., Value]:
-    """A function of f32 for which another one stands where arguments, which are rare, are `beyond` its reach."""
+    """A function of f32, and another one for arguments, which are rare, that are `beyond` its reach."""
 
     def chosen(*arguments: Value) -> Value:
         fn, kind = arguments[0].fn, arguments[0].type

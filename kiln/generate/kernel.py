@@ -414,9 +414,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         def body(carried: list[Value]) -> list[Value]:
             if self.now == asked:
                 self.fetch_next()
-            if across and axes and self.now == 0:
-                assert self.vector is not None
-                self.fetch_piece(axes[-1], hinted(self.vector.size), [f.value for f in folds])
+            self.fetch_pieces(folds)
             results = self.advanced(folds, carried)
             for store in stores:
                 self.store(store)

@@ -69,6 +69,8 @@ class Reads:
             return fn.load(fn.at(base, place, stored), kind).to(held)
         if lanes == 1:
             return self.gathered(base, place.splat(mask.type.width), stored, mask)
+        if mask.type.width == 1:  # what is not read at all may lie where no memory is, which takes long
+            place = mask.where(place, 0)
         wide = mask if mask.type.width == lanes else mask.splat(lanes)
         memory = I8_OF[kind.kind].wide(lanes) if kind.kind == "i1" else kind
         zero = fn.constant(0, memory)

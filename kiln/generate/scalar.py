@@ -264,7 +264,8 @@ def _further(relation: str, last: bool = False) -> Combine:
         if a.type.is_float and last:
             taken = taken | functions.is_nan(b)
         elif a.type.is_float:  # better or not comparable, and what is held is a number
-            taken = b.fn.emit(f"fcmp u{relation} {b.type} {b.text}, {a.text}", taken.type) & a.compare("eq", a)
+            other = b.fn.emit(f"fcmp u{relation} {b.type} {b.text}, {a.text}", taken.type)
+            taken = other & a.compare("eq", a)
         return taken.where(b, a), taken.where(there, here)
 
     return combine

@@ -14,7 +14,7 @@ from pathlib import Path
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
-from kiln.fuse.nest import Apply, Axis, Load, Nest, Place, Store, Term, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Place, Store, Term, terms
 from kiln.generate.cpu import host
 from kiln.generate.lanes import row_terms
 from kiln.generate.llvm import I1, I32, I64, VOID, Function, Value
@@ -165,6 +165,12 @@ class Streams(Values):
             return
         # Into the second cache where rows are gone over again: the nearest has this one.
         self.ask_for(outer[-1], 1, self.fetched(outer[-1]), 2 if self.nest.reduced else 3)
+
+    def fetch_pieces(self, folds: list[Fold]) -> None:
+        """Ask for what the first folds over rows of several pieces read later."""
+        vector, loops = self.vector, [a for a in self.nest.reduced if a is not self.vector]
+        if vector is not None and vector.reduced and loops and self.now == 0:
+            self.fetch_piece(loops[-1], hinted(vector.size), [f.value for f in folds])
 
     def fetch_piece(self, axis: Axis, length: int, roots: list[Term]) -> None:
         """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.

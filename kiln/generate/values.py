@@ -236,7 +236,8 @@ class Values(Reads):
     def store(self, store: Store) -> None:
         fn = self.fn
         stored = TYPES[store.buffer.dtype]
-        paired = self.module.own.get("to_bf16") if stored.kind == "bf16" and self.lanes == 32 else None
+        pairs = stored.kind == "bf16" and self.lanes == 32 and not self.nest.reduced
+        paired = self.module.own.get("to_bf16") if pairs else None
         value = self.value(store.value) if paired is None else paired(*self.of_registers(store.value))
         base = self.pointers[store.buffer]
         if self.lanes == 1:

@@ -48,7 +48,8 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
             used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)
-            if later and not nest.ordered and _in_vectors(nest):  # what one term loads is loaded once in a turn
+            # What one term loads is loaded once in a turn.
+            if later and not nest.ordered and _in_vectors(nest):
                 again = _later(nest, store, store.phase + 1)
                 later = {b for b in later if b in again or len({id(load) for *_, load in loads[b]}) > 1}
             found[written] = [b for b in found[written] if b in used and b not in later]
@@ -63,9 +64,8 @@ def successors(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
         for buffer in [b for nest in stage for b in nest.used()]:
             first.setdefault(buffer, number)
             last[buffer] = number
-    return {
-        b: [o for o, end in last.items() if end < first[b] and o.dtype == b.dtype] for b in kernel.buffers()[1]
-    }
+    written = kernel.buffers()[1]
+    return {b: [o for o, end in last.items() if end < first[b] and o.dtype == b.dtype] for b in written}
 
 
 def never_fails(kernel: Kernel) -> bool:
@@ -103,7 +103,8 @@ def _later(nest: Nest, store: Store, phase: int | None = None) -> set[Buffer]:
     start = (store.phase, nest.stores.index(store) + 1) if phase is None else (phase, 0)
     after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) >= start]
     folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= start[0]]
-    found, seen, todo = set[Buffer](), set[int](), [*after, *[part for fold in folds for part in children(fold)]]
+    found, seen = set[Buffer](), set[int]()
+    todo = [*after, *[part for fold in folds for part in children(fold)]]
     while todo:
         term = todo.pop()
         if id(term) not in seen and not isinstance(term, Fold):  # folds of earlier phases are done

@@ -32,7 +32,7 @@ def test_equal_numbers_have_no_variance(shape, dim, number):
 
 
 @pytest.mark.parametrize("shape, dim", [((1 << 18,), 0), ((6000, 96), 0), ((6000, 96), None), ((9, 700), 1)])
-@pytest.mark.parametrize("shift, scale", [(0, 1), (1000, 0.1), (-3e4, 30), (1e20, 1e19)])
+@pytest.mark.parametrize("shift, scale", [(0, 1), (1000, 0.1), (-3e4, 30), (1e15, 1e14)])
 def test_variances_are_good_far_from_0(shape, dim, shift, scale):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator) * scale + shift

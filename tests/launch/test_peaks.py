@@ -260,11 +260,11 @@ def test_a_value_is_written_where_a_sum_over_its_rows_reads():
     def scaled(x, w, r):
         y = (x @ w) * r
         z = torch.where(r > 0, y @ w, 0.0)
-        return y.sum(0) + z.sum(0) + (z @ w).sum(0)
+        return y.sum(0), z.sum(0), z @ w
 
     given = [torch.randn(64, 256) / 16, torch.randn(256, 256) / 16, torch.randn(64, 256)]
     plan = check(scaled, *given)
-    assert plan.owner.numbers[-1] < 3 * given[0].nbytes
+    assert [step[0] for step in plan.owner.steps].count("make") == 6  # three products, a mask and two sums
     check(lambda x, w: ((y := x @ w).softmax(-1), y.sum(0)), *given[:2])
     check(lambda x, w: ((y := (x @ w).relu()), (y - y.mean(0)).square().sum(0)), *given[:2])
     check(lambda x, w: ((y := x @ w).cumsum(0) + y, y.sum(0)), *given[:2])
@@ -272,24 +272,24 @@ def test_a_value_is_written_where_a_sum_over_its_rows_reads():
 
 def test_later_stages_take_the_memory_of_earlier_ones():
     def staged(x):
-        shares = torch.softmax(x, -1)
-        return (torch.sin(x.t() * shares.sum(0)[:, None]).softmax(0) @ x).sum()
+        first = torch.softmax(x, -1)
+        return torch.softmax(x * first.sum(0), -1).sum(0)
 
-    x = torch.randn(64, 64) / 64
+    x = torch.randn(64, 64)
     plan = check(staged, x)
-    assert plan.owner.numbers[-1] <= 2 * x.nbytes + SPARE
+    assert plan.owner.numbers[-1] == 2 * x.nbytes
 
 
 def test_what_lets_memory_go_is_not_put_off():
-    """The sum of a temporary value comes before the product that was asked for first."""
+    """The sum of a value that nobody else reads comes right after it, and not after the other product."""
 
     def put_off(x, w):
         shares = torch.softmax(x @ w, -1)
         return torch.relu(x @ x.t()), shares.sum(0)
 
     plan = check(put_off, torch.randn(96, 96), torch.randn(96, 96))
-    kinds = [step[0] for step in plan.owner.steps if step[0] in ("launch", "call")]
-    assert kinds == ["call", "launch", "call", "launch"], kinds
+    stages = [len(step[1]) for step in plan.owner.steps if step[0] == "launch"]
+    assert stages == [2, 1], stages
 
 
 def test_what_grows_at_the_end_is_laid_out_before():
