@@ -83,7 +83,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 self.module.own["to_bf16"] = avx512.to_bf16
             self.loose = loose(nest)
         self.emit()
-        if self.crossing is not None or self.fn.short_loops and not nest.several:
+        if self.crossing is not None or self.fn.short_loops and len(self.fn.lines) < LONG and not nest.several:
             self.fn.attributes += f" {THOROUGH}"
 
     # The frame: tasks and loops
