@@ -194,7 +194,7 @@ def refuse_effects(module: fx.GraphModule) -> None:
 
 
 def refuse_hooks(module: fx.GraphModule) -> None:
-    """Raise Break for hooks on gradients that may do more than compute: a trace would run them in its stead."""
+    """Raise Break for hooks on gradients that may do more than compute: a trace alone would run them."""
     if any(is_hook(node) for node in module.graph.nodes):
         raise Break("tensor-hook", "a hook on gradients may do more than compute", "let it use torch alone")
 
@@ -203,12 +203,13 @@ def is_hook(node: fx.Node) -> bool:
     """Whether a call makes autograd call a function of the program's that is not known to compute alone."""
     if node.target is not watch_gradient:
         return node.target is torch.utils.hooks.BackwardHook
-    held = node.args[1]
-    return not isinstance(held, fx.Node) or not computes(getattr(held.graph.owning_module, str(held.target), None))
+    held: Any = node.args[1]
+    hook = getattr(held.graph.owning_module, held.target, None) if isinstance(held, fx.Node) else held
+    return not computes(hook)
 
 
 def computes(function: Any) -> bool:
-    """Whether a function reads nothing but its arguments and torch, and writes nothing but local variables."""
+    """Whether a function reads only its arguments and torch, and writes only local variables."""
     if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
         return False
     for step in dis.get_instructions(function.__code__):

@@ -29,7 +29,8 @@ class ArrayEquals(Guard):
     value: Any
 
     def __str__(self) -> str:
-        return f"{self.source} is an array of {self.value.dtype} with shape {self.value.shape} and these contents"
+        facts = f"an array of {self.value.dtype} with shape {self.value.shape}"
+        return f"{self.source} is {facts} and its contents"
 
     def test(self, value: Any) -> bool:
         mine = self.value

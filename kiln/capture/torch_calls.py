@@ -360,7 +360,7 @@ def recurrent(function: Any) -> Any:
     return handler
 
 
-declare({function: recurrent(function) for function in (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)})
+declare({f: recurrent(f) for f in (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)})
 
 
 def of_numbers(function: Any) -> Any:

@@ -54,6 +54,7 @@ from kiln.generate.tiles import Tiles, crossing
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
 Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
+LONG = 400  # lines of a function whose loops are not worth being unrolled, however short they are
 
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
@@ -83,7 +84,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 self.module.own["to_bf16"] = avx512.to_bf16
             self.loose = loose(nest)
         self.emit()
-        if self.crossing is not None or self.fn.short_loops and len(self.fn.lines) < LONG and not nest.several:
+        unrolls = self.fn.short_loops and len(self.fn.lines) < LONG and not nest.several
+        if self.crossing is not None or unrolls:
             self.fn.attributes += f" {THOROUGH}"
 
     # The frame: tasks and loops
