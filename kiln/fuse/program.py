@@ -146,11 +146,16 @@ def without(step: Launch, nests: list[Nest]) -> Launch | None:
 
 def with_views(graph: Graph, steps: list[Step]) -> list[Step]:
     """The steps and what outputs alone need: views, after what they show, and values without inputs."""
-    chains = [chain_of(out) for out in nodes_in(graph.outputs)]
-    shown = {node: chain[-1] for chain in chains for node in chain if node.op is not CONSTANT}
     made = [nodes_of(step)[0] for step in steps]
-    for node in (node for nodes in made for node in nodes):
-        shown.pop(node, None)
+    stored = {node for nodes in made for node in nodes}
+    shown: dict[Node, Node] = {}
+    for out in nodes_in(graph.outputs):
+        root: Node | None = None
+        for node in reversed(chain_of(out)):
+            if node in stored:
+                root = node
+            elif node.op is not CONSTANT:
+                shown[node] = root = root or node
     left: dict[Node, list[Step]] = {}
     for node in graph.nodes if shown else ():
         if node in shown:

@@ -350,3 +350,12 @@ def test_gradients_at_nan_are_those_of_eagers_vectors(f):
     kiln.compile(f, backend="kiln", fullgraph=True)(x).sum().backward()
     f(y).sum().backward()
     torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
+
+
+def test_a_view_comes_after_the_view_that_a_kernel_stores():
+    def program(a):
+        v = a.tanh().select(1, 1)
+        return torch.copysign(v, a), v.flatten().expand((64,))
+
+    x = torch.randn(1, 3, 64, 1, requires_grad=True)
+    torch.testing.assert_close(kiln.compile(program, backend="kiln", fullgraph=True)(x), program(x))
