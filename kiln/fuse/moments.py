@@ -5,6 +5,7 @@ is far from 0 beside its width they are short, so that the sum of their squares 
 its digits. Of three elements, none at the row's ends, it is the middle one: a single one may be far off.
 
 A mean is that of distances from the first element in two passes, too: of equal numbers it is their own.
+One that is stored is of the numbers themselves, unless they are equal: beside a far element it loses digits.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
     count = math.prod(a.size for a in nest.reduced)
     # Of the same phase as before are the folds of the first; all others are a phase earlier where it is cut.
     known: dict[int, Term] = {id(f): f for f in folds if f.phase == 0}
+    stored: dict[int, Term] = {}
     for squares in later:
         mean = mean_of(squares, count)
         if mean is None:
@@ -48,15 +50,25 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
         step = of_floats("sub", total.value, start)
         far = Fold("sum", step, FLOAT, 0)
         share = of_floats("div", far, number(count))
-        known[id(total)] = of_floats("add", far, of_floats("mul", start, number(count)))
+        whole = of_floats("mul", start, number(count))
+        known[id(total)] = of_floats("add", far, whole)
         known[id(mean)] = of_floats("add", start, share)
+        equal = Apply("eq", (far, number(0)), torch.bool)
+        stored[id(total)] = of_floats("where", equal, whole, total)
+        stored[id(mean)] = of_floats("where", equal, start, of_floats("div", total, number(count)))
         if cut:
             wide = Fold("sum", of_floats("mul", step, step), FLOAT, 0)
             left = of_floats("sub", wide, of_floats("mul", far, share))
             negative = Apply("lt", (left, number(0)), torch.bool)
             known[id(squares)] = of_floats("where", negative, number(0), left)
-    values = replaced([s.value for s in nest.stores], known, earlier=1 if cut else 0)
-    stores = [replace(store, value=value) for store, value in zip(nest.stores, values, strict=True)]
+    earlier, roots = 1 if cut else 0, [s.value for s in nest.stores]
+    made = replaced([*roots, *later], known, earlier)
+    known |= stored | {id(squares): new for squares, new in zip(later, made[len(roots) :], strict=True)}
+    stores = []
+    for store, value in zip(nest.stores, made, strict=False):
+        if store.kept:
+            (value,) = replaced([store.value], known, earlier)
+        stores.append(replace(store, value=value))
     if cut:
         stores = [replace(store, phase=min(store.phase, max(store.phase - 1, 1))) for store in stores]
     return replace(nest, stores=stores)
