@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Apply, Fold, Nest, Term, children
 from kiln.generate.softmax import logarithm_subtracted, summed
@@ -18,7 +20,8 @@ def loose(nest: Nest) -> frozenset[int]:
     for term in reversed(found) if half else ():  # what uses a term comes before it
         if not (id(term) in half or id(term) not in strict and _hands_on(term)):
             strict.update(id(child) for child in children(term))
-    return frozenset(half.union(id(term) for term in found if id(term) not in strict) if half else ())
+    few = [id(t) for t in found if t.dtype is torch.float32 and id(t) not in strict] if half else ()
+    return frozenset(half.union(few))
 
 
 def _hands_on(term: Term) -> bool:

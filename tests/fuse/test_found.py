@@ -29,6 +29,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "which halves are no numbers, as 16 bits": ([plain(3, 50, dtype="bf16")], ["v0 = (a0 / (a0 - a0)).isnan().to(torch.int16) * 3"]),
     "flip without dimensions": ([plain()], ["v0 = a0.flip(0)", "v1 = torch.exp2(torch.lerp(v0, a0, 0.25).reshape(1, 1))"]),
     "variance of one number": ([plain(17, 33)], ["v0 = torch.var_mean(a0.amax(), 0)[1]"]),
+    "doubles rounded to halves": ([plain(17, 33, dtype="f64")], ["v0 = a0.sin() * a0.tanh()", "v1 = v0.exp().to(torch.float16) + v0.log1p().to(torch.bfloat16)"]),
     "copysign of halves, from double": ([plain(5, 17, dtype="f16")], ["v0 = a0.cos().tanh()"]),
     "a quotient of indices below zero": ([plain(33, 5)], ["v0 = F.pad(a0, (1, 2)).reshape(2, 2, 1, 3, 22).abs()"]),
     "a long sum": ([plain(1_000_003), plain(dtype="bf16", grad=True)], ["a0.copy_(a1)", "v0 = torch.fmax(a0, a1)"]),
