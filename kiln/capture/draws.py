@@ -26,7 +26,7 @@ def refusal(function: Any) -> Break:
     return Break("random-state", f"the number that {name} gives is needed", "draw it outside, and pass it in")
 
 
-def number(m: Machine, function: Any, owner: Source | None, args: Args, found: range | None) -> Any:
+def number(m: Machine, function: Any, owner: Source, args: Args, found: range | None) -> Any:
     """A number that the function gives; an int is one of `found`."""
     reason, step = refusal(function), m.frames[-1].step
     reason.at = m.frames[-1].place()

@@ -198,11 +198,10 @@ class Rebuilder:
     def draw(self, draw: Draw) -> None:
         """Emit a call that gives a number, which a local variable then holds."""
         self.e.callee(draw.function)
-        if draw.owner is not None:
-            self.source(draw.owner)
+        self.source(draw.owner)
         for arg in draw.args:
             self.e.const(arg)
-        self.e.end_call((draw.owner is not None) + len(draw.args))
+        self.e.end_call(1 + len(draw.args))
         self.e.store(draw.name)
 
     # ------------------------------------------------------------------ making

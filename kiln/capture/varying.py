@@ -48,7 +48,7 @@ class Draw:
 
     name: str
     function: Callable[..., Any]
-    owner: Source | None  # the first argument, where it is an object from outside
+    owner: Source  # the generator, which is the first argument
     args: tuple[Any, ...]
 
 

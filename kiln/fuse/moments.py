@@ -68,9 +68,8 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
     for store, value in zip(nest.stores, made, strict=False):
         if store.kept:
             (value,) = replaced([store.value], known, earlier)
-        stores.append(replace(store, value=value))
-    if cut:
-        stores = [replace(store, phase=min(store.phase, max(store.phase - 1, 1))) for store in stores]
+        phase = min(store.phase, max(store.phase - 1, 1)) if cut else store.phase
+        stores.append(replace(store, value=value, phase=phase))
     return replace(nest, stores=stores)
 
 

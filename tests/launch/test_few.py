@@ -11,7 +11,7 @@ from torch import nn
 import kiln
 from kiln.base.errors import Uneven
 from kiln.launch import layers, program
-from tests.launch.test_layers import Plain, Random
+from tests.launch.test_layers import Plain, Random, noting
 
 
 class Wide(Plain):
@@ -48,21 +48,7 @@ class Stack(nn.Module):
 @pytest.fixture
 def made(monkeypatch):
     """What each graph that was shortened became: its plan, or None where the steps do not repeat."""
-    found, real = [], program.begin_few
-
-    def noted(few, begun):
-        try:
-            whole = real(few, begun)
-        except Uneven:
-            found.append(None)
-            raise
-        found.append(whole.made)
-        return whole
-
-    monkeypatch.setattr(program, "begin_few", noted)
-    kiln.reset()
-    torch.manual_seed(0)
-    return found
+    return noting(monkeypatch, program, "begin_few", lambda whole: whole and whole.made)
 
 
 def compare(model, compiled, x):
