@@ -24,6 +24,7 @@ from kiln.capture import (
     operators,
     optimizer_calls,
     purity,
+    scans,
     subclasses,
     symbolic,
     torch_calls,
@@ -399,5 +400,5 @@ SAFE_ITERABLES: tuple[type, ...] = (
 
 __all__ = [
     "Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "optimizer_calls",
-    "torch_calls", "transforms",
+    "scans", "torch_calls", "transforms",
 ]  # fmt: skip

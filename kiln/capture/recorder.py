@@ -221,6 +221,10 @@ class Recorder:
         """Whether `fake` was registered here or made by a recorded call."""
         return id(fake) in self._bindings
 
+    def given(self) -> list[tuple[FakeTensor, torch.Tensor]]:
+        """The tensors from outside, each with its fake."""
+        return [(self.fakes[id(real)], real) for real in self._alive if id(real) in self.fakes]
+
     def made_by(self, fake: FakeTensor) -> Any:
         """The function whose call gave `fake`; None when it is a part of a result, or an input."""
         binding = self._bindings.get(id(fake))
@@ -484,6 +488,15 @@ class Recorder:
             self._results[id(result)] = node
             self._alive.append(result)
         return result
+
+    def hold(self, key: Any, value: Any) -> None:
+        """Say that an item of what the latest call gave is this object, when the graph runs."""
+        self._results[id(value)] = self._part(self._nodes[-1], key, None)
+        self._alive.append(value)
+
+    def holds(self, value: Any) -> bool:
+        """Whether a node of the graph gives this object."""
+        return id(value) in self._results
 
     def called(self, func: Any) -> bool:
         """Whether a call of `func` has been recorded."""

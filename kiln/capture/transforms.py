@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kiln.base.errors import Break
-from kiln.capture.bodies import HINT, PLAIN, TENSOR, Function, capture_body, examples, name_of
-from kiln.capture.calls import ALIVE, BY_CODE, Args, Kwargs, call, handles, runs_now
+from kiln.capture.bodies import HINT, PLAIN, TENSOR, Function, capture_body, examples, name_of, refused
+from kiln.capture.calls import ALIVE, BY_CODE, CALLERS, Args, Kwargs, call, handles, leaf, runs_now
 from kiln.capture.frame import Machine
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
@@ -112,6 +112,41 @@ def jvp(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return lambda primals, tangents: torch.func.jvp(f, primals, tangents, **settings)
 
     return record(m, Transform("jvp", body, apply), (primals, tangents), {})
+
+
+class Pullback:
+    """What `torch.func.vjp` gives while capturing: in the graph, a function of cotangents."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+
+def pull(back: Any, *args: Any, **kwargs: Any) -> Any:
+    return (back.function if type(back) is Pullback else back)(*args, **kwargs)
+
+
+def call_pullback(m: Machine, back: Pullback, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    if not m.recorder.holds(back):
+        raise refused(m, "transform", "a transformed function calls what torch.func.vjp gave outside of it")
+    return leaf(m, pull, (back, *args), kwargs)
+
+
+CALLERS[Pullback] = call_pullback
+
+
+@handles(torch.func.vjp)
+def vjp(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """What the function gives, and a function of the graph that takes cotangents of it."""
+    function, *primals = args
+    m.world.touch_deep(primals)
+    body = capture_body(m, function, examples(tuple(primals), lambda v, d: v.detach()), {})
+    settings = dict(kwargs)
+    node = Transform("vjp", body, lambda f: lambda *primals: torch.func.vjp(f, *primals, **settings))
+    out, function, *aux = m.torch_call(node, (body.graph, tuple(body.free), tuple(primals), {}), {})
+    back = Pullback(function)
+    m.recorder.hold(1, back)
+    m.steps[id(back)] = m.safe_step()
+    return (out, back, *aux)
 
 
 class Cond:

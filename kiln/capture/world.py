@@ -23,7 +23,7 @@ import threading
 import types
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import Any
 
@@ -267,8 +267,8 @@ class World:
         return value
 
     def module(self, value: torch.nn.Module, source: Source) -> Any:
-        """A module is pinned, unless other modules have come along the same path before."""
-        if str(source) in self.unstable and not rooted(source):
+        """A module is pinned, unless other modules have come along the same path, or one on the way to it."""
+        if self.unstable and not rooted(source) and any(str(at) in self.unstable for at in way(source)):
             return self.thing(value, source)
         self.pin(value, source)
         self.guard(TypeIs(Const(value, str(source)), type(value)))
@@ -781,6 +781,14 @@ class World:
 
 
 DELETED: Any = type("Deleted", (), {"__repr__": lambda self: "<deleted>"})()
+
+
+def way(source: Source) -> Iterator[Source]:
+    """A path, and all paths that lead on to it."""
+    yield source
+    while not isinstance(source, (Arg, Const, Global)):
+        source = source.base  # type: ignore[attr-defined]
+        yield source
 
 
 def rooted(source: Source) -> bool:

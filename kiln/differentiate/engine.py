@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from kiln.ops.running_products import as_a_whole
+
 
 def gradients(
     outs: Sequence[Any], inputs: Sequence[Any], tangents: Sequence[Any], create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     """What `torch.autograd.grad` gives for tangents of the types of `outs`; None for inputs not reached."""
     run = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
-    found: tuple[torch.Tensor | None, ...] = run(
-        tuple(outs), tuple(tangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
-    )
+    with as_a_whole():
+        found: tuple[torch.Tensor | None, ...] = run(
+            tuple(outs), tuple(tangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+        )
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -91,7 +91,7 @@ class Apply:
     dtype: torch.dtype
 
 
-RUNNING = frozenset({"cumsum", "cumprod", "kiln::running_max", "kiln::running_min"})
+RUNNING = frozenset({"cumsum", "cumprod", "kiln::running_max", "kiln::running_min", "kiln::recurrence"})
 """Folds that have a value in each turn."""
 
 
@@ -125,6 +125,14 @@ class Fold:
 
 
 Term: TypeAlias = Const | Place | Load | Apply | Fold
+
+
+AFFINE = "affine"
+"""Of a factor and a value, which are folded so: what was folded before times the factor, and the value."""
+
+
+def is_affine(term: Term) -> TypeGuard[Apply]:
+    return type(term) is Apply and term.op == AFFINE
 
 
 @dataclass(eq=False, frozen=True, slots=True)

@@ -28,7 +28,7 @@ from kiln.fuse.costs import (
 )
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, is_running, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
-from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Term, terms
+from kiln.fuse.nest import AFFINE, Apply, Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
 
@@ -190,6 +190,8 @@ class Groups:
             elif value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
             single = is_running(node) and kept_shape(node) == shape_of(node)
+            if kind == "kiln::recurrence" and not single:
+                value = self.affine(group, node, coords, value)
             if single or not group.folds:  # over extents of 1 alone
                 known = value if place is None else place
                 if kind == "sum" and dtype.is_floating_point:  # a sum of nothing but -0.0 is 0.0
@@ -201,6 +203,15 @@ class Groups:
                 known = group.terms.apply("convert", dtype, known)
             group.memo[key] = known
         return known
+
+    def affine(self, group: Group, node: Node, coords: Coords, value: Term) -> Term:
+        """What a turn of a recurrence does to the result before: nothing is before the first one."""
+        terms, dtype = group.terms, node.spec.dtype
+        factor = self.read(group, node.args[2], coords, None)
+        place = terms.place(folded_place(node, coords))
+        first = terms.apply("eq", torch.bool, place, terms.const(0, torch.int64))
+        factor = terms.apply("where", dtype, first, terms.const(0.0, dtype), factor)
+        return terms.apply(AFFINE, dtype, factor, value)
 
     def result_of_fold(self, group: Group, node: Node, coords: Coords) -> Term:
         if is_running(node):

@@ -12,7 +12,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import is_plain
-from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F64, Type, Value, fma
@@ -194,6 +194,11 @@ class Columns(Values):
             held = carried[len(results) : len(results) + len(fold.parts)]
             if fold.kind == "sum" and (held[0].type.kind == "f64" or self.blocked):
                 results.append(self.added(fold.value, held[0]))
+                continue
+            if is_affine(fold.value):
+                factor, value = [held[0].like(self.value(part)) for part in fold.value.args]
+                results.append(factor * held[0] + value)
+                self.layers[-1][id(fold)] = results[-1]
                 continue
             values = [c.like(self.value(part)) for c, part in zip(held, fold.parts, strict=True)]
             if fold.running:

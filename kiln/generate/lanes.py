@@ -17,6 +17,7 @@ from kiln.fuse.nest import (
     Place,
     Term,
     children,
+    is_affine,
 )
 from kiln.generate.llvm import Value
 from kiln.generate.scalar import FOLDS, PLACED
@@ -121,7 +122,8 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
     able = [axis for axis in nest.axes if not any(axis.variable in part.symbols() for part in bounds)]
     if nest.ordered:
         able = [axis for axis in able if not axis.reduced]
-    if len(nest.reduced) > 1 and any(fold.running for fold in nest.folds()):
+    running = [fold for fold in nest.folds() if fold.running]
+    if running and len(nest.reduced) > 1 or any(is_affine(fold.value) for fold in running):
         # What the last turns of one loop leave, fewer than a vector, goes on in the next.
         able = [axis for axis in able if not axis.reduced]
     if not able:

@@ -49,19 +49,21 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[in
                  groups: int) -> Any:  # fmt: skip
     size, kernel, dtype = x.shape, weight.shape, x.dtype
     rank = len(size) - 2
-    if transposed or rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel:
+    if rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel:
         return NotImplemented
     if dtype is not weight.dtype or dtype not in FLOATS or x.device != weight.device:
         return NotImplemented
-    if size[1] != kernel[1] * groups or kernel[0] % groups:
+    if size[1] != (kernel[0] if transposed else kernel[1] * groups) or kernel[0] % groups:
         return NotImplemented
-    if bias is not None and (bias.dtype is not dtype or bias.shape != (kernel[0],)):
+    if not {len(stride), len(padding), len(dilation), len(output_padding)} <= {1, rank} or min(stride) < 1:
         return NotImplemented
-    if not {len(stride), len(padding), len(dilation)} <= {1, rank} or min(stride) < 1:
+    if transposed and max(output_padding) >= max(*stride, *dilation):
         return NotImplemented
     if min(padding) < 0 or min(dilation) < 1:
         raise Mismatch("negative padding, or no dilation")
-    (out,) = convolved(x, weight, bias, stride, padding, dilation, False, output_padding, groups)
+    (out,) = convolved(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+    if bias is not None and (bias.dtype is not dtype or bias.shape != (out[1],)):
+        return NotImplemented
     if any(n < 1 for n in out[2:]):
         return NotImplemented
     if is_plain(x, weight):
@@ -75,8 +77,8 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[in
         step = channels_last((out[0], out[1], 1, out[2]))
         return make(out, (step[0], step[1], step[3]) if last else None, dtype, x.device)
     last = any(suggests_channels_last(t.shape, t.stride()) for t in (x, weight))
-    if rank == 3 and last and _small(size, kernel, groups):
-        last = False
+    if rank == 3 and last and dtype is not torch.bfloat16:
+        last = dtype is torch.float32 and not _small(size, kernel, groups)
     return make(out, channels_last(out) if last else None, dtype, x.device)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.associative_scan import generic_associative_scan
 
 from kiln.ops.fake import FakeTensor, make, similar
 from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, reduced, row_major, wrap_dim
@@ -119,6 +120,40 @@ library.impl("running_max", lambda x, dim: x.cummax(dim).values, "CPU")
 library.impl("running_min", lambda x, dim: x.cummin(dim).values, "CPU")
 running_max, running_min = torch.ops.kiln.running_max.default, torch.ops.kiln.running_min.default
 RULES[running_max] = RULES[running_min] = lambda x, dim: similar(x)
+
+
+def _step(factor: Tensor, value: Tensor, factor_after: Tensor, value_after: Tensor) -> tuple[Tensor, Tensor]:
+    """Two steps of a recurrence as one."""
+    return factor * factor_after, factor_after * value + value_after
+
+
+def _recurrence(x: Tensor, dim: int, factor: Tensor) -> Tensor:
+    """Each element and a factor times the result before it; the first factor counts for nothing."""
+    _, found = generic_associative_scan(_step, [factor, x], dim)
+    return found.clone(memory_format=torch.contiguous_format)
+
+
+def _recurrence_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+    """The same from the end: the gradient of a result is its own and what comes through the next one."""
+    (factor, out), dim = ctx.saved_tensors, ctx.dim
+    through = recurrence(grad.flip(dim), dim, factor.roll(-1, dim).flip(dim)).flip(dim)
+    before = torch.cat([torch.zeros_like(out.narrow(dim, 0, 1)), out.narrow(dim, 0, out.shape[dim] - 1)], dim)
+    return through, None, through * before
+
+
+def _recurrence_saved(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, ctx.dim, factor = inputs
+    ctx.save_for_backward(factor, output)
+
+
+name = "recurrence(Tensor x, int dim, Tensor factor) -> Tensor"
+library.define(name, tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("recurrence", _recurrence, "CPU")
+torch.library.register_autograd(
+    "kiln::recurrence", _recurrence_backward, setup_context=_recurrence_saved, lib=library
+)
+recurrence = torch.ops.kiln.recurrence.default
+RULES[recurrence] = lambda x, dim, factor: similar(x)
 
 
 def _pooled_place(x: Tensor, dim: int) -> Tensor:

@@ -57,10 +57,10 @@ def pooled(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), dilati
     size = list(x.shape)
     for i in range(rank):
         d = len(size) - rank + i
-        extent = size[d] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1
+        extent = size[d] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1 + (stride[i] - 1 if ceil else 0)
         if extent < 0:
             return NotImplemented
-        count = (extent + (stride[i] - 1 if ceil else 0)) // stride[i] + 1
+        count = extent // stride[i] + 1
         # The last window starts within the input or its padding on the left.
         size[d] = count - 1 if ceil and (count - 1) * stride[i] >= size[d] + padding[i] else count
     return [tuple(size)]

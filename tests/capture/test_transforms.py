@@ -48,6 +48,25 @@ def test_derivatives(x, v):
 
 
 @program(X, V)
+def test_pullbacks(x, v):
+    y, back = torch.func.vjp(lambda a: a.sin() * v, x)
+    pair, twice, kept = torch.func.vjp(lambda a, b: ((a * b, a), b + 1), v, v.cos(), has_aux=True)
+    layer = dict(LAYER.named_parameters())
+    out, through = torch.func.vjp(lambda p: torch.func.functional_call(LAYER, p, (x,)), layer)
+    inner = torch.vmap(lambda row: torch.func.vjp(torch.sin, row)[1](row)[0])(x)
+    return y, back(y.cos()), back(y), pair, twice((v, v)), kept, through(torch.ones_like(out)), inner
+
+
+@pytest.mark.parametrize("use", [lambda y, back: back, lambda y, back: torch.vmap(back)(torch.stack([y, y]))])
+def test_a_pullback_stays_in_its_graph(use):
+    outside = kiln.compile(lambda x: use(*torch.func.vjp(torch.sin, x)), backend="eager")(V)
+    expected = use(*torch.func.vjp(torch.sin, V))
+    if callable(expected):
+        outside, expected = outside(V), expected(V)
+    torch.testing.assert_close(outside, expected)
+
+
+@program(X, V)
 def test_transforms_nest(x, v):
     return torch.vmap(torch.func.grad(lambda row: (row * v).sin().sum()))(x * 2), torch.vmap(torch.vmap(torch.sin))(x)
 
@@ -114,3 +133,60 @@ def test_a_break_inside_runs_the_transform_in_python(x):
 def test_cond_under_the_name_of_its_operator():
     f = kiln.compile(lambda x: torch.ops.higher_order.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), backend="eager", fullgraph=True)
     assert f(X).equal(X.sin()) and f(-X).equal((-X).cos())
+
+
+NET = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def residual(x):
+    """A physical equation over what a network gives, as its derivatives say."""
+    u = NET(x)
+    du = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)[0]
+    ux = du[:, :1]
+    uxx = torch.autograd.grad(ux, x, grad_outputs=torch.ones_like(ux), create_graph=True)[0][:, :1]
+    return ((du[:, 1:] + u * ux - 0.01 * uxx) ** 2).mean()
+
+
+def penalty(real, fake):
+    """A penalty on the slope of a network between two points."""
+    x = (0.3 * real + 0.7 * fake).requires_grad_(True)
+    slope = torch.autograd.grad(outputs=NET(x).sum(), inputs=x, create_graph=True, retain_graph=True)[0]
+    return ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+
+def forces(positions):
+    """Forces as the slope of an energy, in evaluation."""
+    with torch.enable_grad():
+        at = positions.detach().requires_grad_(True)
+        energy = NET(at).pow(2).sum()
+        return energy.detach(), -torch.autograd.grad([energy], [at])[0]
+
+
+def unused(x, y):
+    slopes = torch.autograd.grad((x * x).sum(), (x, y), allow_unused=True)
+    return slopes[0], slopes[1] is None
+
+
+@pytest.mark.parametrize(("f", "grads"), [(residual, (True,)), (penalty, (False, False)), (forces, (False,)), (unused, (True, True))])
+def test_gradients_are_computed_in_the_graph(f, grads):
+    one_graph(f, *(t(4, 2, grad=grad) for grad in grads))
+
+
+def test_layers_that_are_copies_have_gradients_in_the_graph():
+    layers = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(8)))
+    one_graph(lambda x: torch.autograd.grad(layers(x).sum(), x)[0] * 2, t(2, 3, grad=True))
+
+
+@pytest.mark.skipif(EAGER, reason="counts breaks")
+def test_gradients_that_flow_outside_of_the_graph_break_it():
+    def slope(a, b):
+        return torch.autograd.grad((a * b).sum(), a)[0]
+
+    a = t(3, grad=True)
+    b = a * 2  # which depends on a
+    explained = kiln.explain(slope, backend="eager")(a, b)
+    assert explained.result.equal(a * 4)
+    assert [found.kind for found in explained.breaks] == ["backward"]
+    heard = []
+    a.register_hook(heard.append)
+    assert kiln.compile(slope, backend="eager")(a, t(3)).equal(t(3)) and len(heard) == 1

@@ -103,3 +103,36 @@ def test_eagers_numerics():
 def test_targets_that_run_no_loops_in_order_call_eagers_kernel():
     graph = expand(recorded(lambda a: (a * 2).cumsum(-1) + 1, rand(20, 30)), "prims", FOR_LOOPS)
     assert calls_of(fuse(graph, False, Fusing(GRIDS))) == ["cumsum"]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [*SHAPES, ((6, 8, 33, 16), 2), ((70, 300), 0)])
+def test_recurrences_with_what_is_around_them(shape, dim):
+    x, factor = rand(*shape), rand(*shape).sigmoid()
+    check(lambda a, b: torch.ops.kiln.recurrence(a * 2, dim, b + 0.1) - a, x, factor, kernels=1)
+    check(lambda a, b: torch.ops.kiln.recurrence(a, dim, b), x.double(), factor.double(), kernels=1)
+    across = (len(shape) - 1 - dim) if dim in (0, len(shape) - 1) else dim
+    check(lambda a, b: torch.ops.kiln.recurrence(a.transpose(0, -1), across, b.transpose(0, -1)), x, factor)
+
+
+def test_the_first_factor_of_a_recurrence_counts_for_nothing():
+    x, factor = rand(40, 20), rand(40, 20)
+    factor[0] = torch.nan
+    check(lambda a, b: torch.ops.kiln.recurrence(a, 0, b), x, factor, kernels=1)
+    check(lambda a, b: torch.ops.kiln.recurrence(a, 0, b), torch.empty(3, 0), torch.empty(3, 0))
+
+
+def test_a_recurrence_goes_step_by_step():
+    x, factor = rand(50, 33), rand(50, 33)
+    expected = [x[0]]
+    for i in range(1, 50):
+        expected.append(factor[i] * expected[-1] + x[i])
+    got = kiln.compile(lambda a, b: torch.ops.kiln.recurrence(a, 0, b), fullgraph=True)(x, factor)
+    assert torch.equal(got, torch.stack(expected))
+
+
+def test_gradients_of_a_recurrence():
+    x, factor = (rand(2, 5, 3).double().requires_grad_() for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), (x, factor))
+    assert torch.autograd.gradgradcheck(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), (x, factor))
+    compiled = kiln.compile(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), fullgraph=True)
+    assert torch.autograd.gradcheck(compiled, (x, factor))

@@ -307,16 +307,16 @@ def test_joining() -> None:
 
 def test_convolution() -> None:
     r = Random(13)
-    for _ in range(250):
-        rank, groups = r.choice([1, 2, 2, 3]), r.choice([1, 1, 2])
-        x = tensor(
-            r, [r.choice([1, 2]), 2 * groups, *[r.choice([1, 3, 5]) for _ in range(rank)]], torch.float32
-        )
-        w = tensor(r, [4, r.choice([2, 2, 2, 1]), *[r.choice([1, 2, 3])] * rank], torch.float32)
-        bias = r.choice([None, values(r, [4], torch.float32)])
+    for _ in range(400):
+        rank, groups, transposed = r.choice([1, 2, 2, 3]), r.choice([1, 1, 2]), r.random() < 0.4
+        dtype = r.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16])
+        inner, kernel = r.choice([1, 2]), [r.choice([1, 2, 3])] * rank
+        x = tensor(r, [r.choice([1, 2]), inner * groups, *[r.choice([2, 3, 5]) for _ in range(rank)]], dtype)
+        w = tensor(r, [*((inner * groups, 4 // groups) if transposed else (4, r.choice([inner, inner, 3]))), *kernel], dtype)
+        bias, step = r.choice([None, values(r, [4], dtype)]), r.choice([1, 2])
         check(
             aten.convolution.default,
-            (x, w, bias, [r.choice([1, 2])], [r.choice([0, 1])], [r.choice([1, 2])], False, [0], groups),
+            (x, w, bias, [step], [r.choice([0, min(1, kernel[0] - 1)])], [r.choice([1, 2])], transposed, [r.choice([0, step - 1])], groups),
         )
 
 

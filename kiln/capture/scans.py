@@ -1,0 +1,73 @@
+"""Scans in captured programs: those of a recurrence are one op, others the tree of ops that torch makes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch._higher_order_ops.associative_scan import generic_associative_scan
+from torch.fx import GraphModule
+
+from kiln.capture.bodies import capture_body, examples
+from kiln.capture.calls import BY_CODE, Args, Kwargs
+from kiln.capture.frame import Machine
+from kiln.capture.transforms import call_vmap, cells_of, sliced
+from kiln.ops.reductions import recurrence
+
+#: Numbers at which polynomials of few terms are equal if they are the same.
+NUMBERS = (1_000_003, 2_000_000_011, 3_000_000_000_013, 5_000_000_000_000_017)
+POLYNOMIAL = {torch.mul: operator.mul, torch.add: operator.add}
+POLYNOMIAL |= {function: function for function in POLYNOMIAL.values()}
+
+
+def scan(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A scan over the first dimension of some tensors."""
+    place = factor_of(m, *args) if len(args) == 2 else None
+    if place is None:
+        return m.inline(function, args, kwargs, "opaque")
+    factor, value = args[1][place], args[1][1 - place]
+    (products,) = m.inline(function, (torch.mul, [factor]), {}, "opaque")
+    found = products, m.torch_call(recurrence, (value, 0, factor), {})
+    return [found[place], found[1 - place]]
+
+
+def factor_of(m: Machine, combine: Any, leaves: Any) -> int | None:
+    """Which of two tensors has the factors of a recurrence; None where this is not what is scanned."""
+    mapped = combine.keywords.get("combine_fn") if type(combine) is functools.partial else None
+    if type(mapped) is not FunctionType or BY_CODE.get(id(mapped.__code__)) is not call_vmap:
+        return None
+    if len(leaves) != 2 or any(x.device.type != "cpu" for x in leaves):
+        return None
+    x, y = leaves
+    if x.dtype not in (torch.float32, torch.float64) or x.dtype != y.dtype or x.shape != y.shape or x.shape[0] < 2:
+        return None
+    inner = functools.partial(combine.func, **{**combine.keywords, "combine_fn": cells_of(m, mapped)["func"]})
+    body = capture_body(m, inner, examples((x, y, x, y), sliced, [0] * 4), {})
+    a, b, c, d = NUMBERS
+    for place, turn in enumerate((slice(None), slice(None, None, -1))):
+        first, second, both = [pair[turn] for pair in ((a, b), (c, d), (a * c, c * b + d))]
+        if not body.free and values(body.graph, *first, *second) == both:
+            return place
+    return None
+
+
+def values(graph: GraphModule, *given: int) -> tuple[Any, ...]:
+    """What a graph gives for these numbers; nothing where it is no polynomial."""
+    known: dict[Any, Any] = {}
+    left = iter(given)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            known[node] = next(left)
+        elif node.op == "output":
+            return tuple([known[out] for out in node.args[0]])
+        elif node.target in POLYNOMIAL and len(node.args) == 2 and not node.kwargs:
+            known[node] = POLYNOMIAL[node.target](*[known.get(a, a) for a in node.args])
+        else:
+            break
+    return ()
+
+
+BY_CODE[id(generic_associative_scan.__code__)] = scan
