@@ -136,9 +136,63 @@ def rows(count: int, buffers: int, width: int = 1024) -> tuple[int, int]:
     return max(floats(count, buffers) // width, 1), width
 
 
-@case
-def copy(n: int) -> Any:
-    return (lambda x: x.clone()), (torch.randn(floats(n, 2)),)
+HALF = torch.bfloat16
+#: Of one tensor: the function, how many such tensors are read and written, the width of rows, the dtype.
+SIMPLE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int, int, torch.dtype]] = {
+    "copy": (torch.clone, 2, 1, torch.float32),
+    "exp": (torch.exp, 2, 1, torch.float32),
+    "sin": (lambda a: torch.sin(a * 10), 2, 1, torch.float32),
+    "tanh_chain": (lambda a: torch.tanh(a * 0.5) * 2 + 1, 2, 1, torch.float32),
+    "softplus": (functional.softplus, 2, 1, torch.float32),
+    "softplus_bf16": (functional.softplus, 2, 1, HALF),
+    "silu_bf16": (functional.silu, 2, 1, HALF),
+    "gelu_bf16": (functional.gelu, 2, 1, HALF),
+    "gelu_tanh": (lambda a: functional.gelu(a, approximate="tanh"), 2, 1024, torch.float32),
+    "gelu_tanh_bf16": (lambda a: functional.gelu(a, approximate="tanh"), 2, 1024, HALF),
+    "pow": (lambda a: torch.pow(a, 2.3), 2, 1, torch.float32),
+    "pow_bf16": (lambda a: torch.pow(a, 2.3), 2, 1, HALF),
+    "sum_full": (torch.sum, 1, 1, torch.float32),
+    "sum_rows": (lambda a: a.sum(-1), 1, 1024, torch.float32),
+    "sum_short_rows": (lambda a: a.sum(-1), 1, 48, torch.float32),
+    "sum_columns": (lambda a: a.sum(0), 1, 1024, torch.float32),
+    "amax_rows": (lambda a: a.amax(-1), 1, 1024, torch.float32),
+    "amax_full": (torch.amax, 1, 1, torch.float32),
+    "argmax_rows": (lambda a: a.argmax(-1), 1, 1024, torch.float32),
+    "var_full": (torch.var, 1, 1, torch.float32),
+    "var_rows": (lambda a: a.var(-1), 1, 1024, torch.float32),
+    "var_columns": (lambda a: a.var(0), 1, 1024, torch.float32),
+    "var_columns_bf16": (lambda a: a.var(0), 1, 1024, HALF),
+    "std_rows": (lambda a: a.std(-1), 1, 1024, torch.float32),
+    "softmax": (lambda a: functional.softmax(a, -1), 2, 1024, torch.float32),
+    "softmax_128": (lambda a: functional.softmax(a, -1), 2, 128, torch.float32),
+    "softmax_50257": (lambda a: functional.softmax(a, -1), 2, 50257, torch.float32),
+    "softmax_bf16": (lambda a: functional.softmax(a, -1), 2, 1024, HALF),
+    "softmax_columns": (lambda a: functional.softmax(a, 0), 2, 1024, torch.float32),
+    "log_softmax": (lambda a: functional.log_softmax(a, -1), 2, 1024, torch.float32),
+    "log_softmax_bf16": (lambda a: functional.log_softmax(a, -1), 2, 1024, HALF),
+    "log_softmax_50257_bf16": (lambda a: functional.log_softmax(a, -1), 2, 50257, HALF),
+    "logsumexp": (lambda a: a.logsumexp(-1), 1, 1024, torch.float32),
+    "logsumexp_50257": (lambda a: a.logsumexp(-1), 1, 50257, torch.float32),
+    "logsumexp_bf16": (lambda a: a.logsumexp(-1), 1, 1024, HALF),
+    "logsumexp_50257_bf16": (lambda a: a.logsumexp(-1), 1, 50257, HALF),
+    "layer_norm_bf16": (lambda a: functional.layer_norm(a, a.shape[-1:]), 2, 1024, HALF),
+    "cumsum": (lambda a: a.cumsum(-1), 2, 1024, torch.float32),
+    "cumsum_bf16": (lambda a: a.cumsum(-1), 2, 1024, HALF),
+    "cumsum_columns": (lambda a: a.cumsum(0), 2, 1024, torch.float32),
+}
+
+
+def simple(function: Callable[[torch.Tensor], torch.Tensor], buffers: int, width: int, dtype: torch.dtype) -> Case:
+    def made(n: int) -> Any:
+        r, c = rows(n * 4 // dtype.itemsize, buffers, width)
+        x = torch.randn(*((r, c) if width > 1 else (r,)))
+        return function, ((x.abs() if function in POSITIVE else x).to(dtype),)
+
+    return made
+
+
+POSITIVE = {SIMPLE["pow"][0], SIMPLE["pow_bf16"][0]}
+CASES.update({name: simple(*given) for name, given in SIMPLE.items()})
 
 
 @case
@@ -173,38 +227,8 @@ def gelu_residual(n: int) -> Any:
 
 
 @case
-def gelu_tanh(n: int) -> Any:
-    return (lambda a: functional.gelu(a, approximate="tanh")), (torch.randn(*rows(n, 2)),)
-
-
-@case
 def silu_mul(n: int) -> Any:
     return (lambda a, b: functional.silu(a) * b), (torch.randn(*rows(n, 3)), torch.randn(*rows(n, 3)))
-
-
-@case
-def tanh_chain(n: int) -> Any:
-    return (lambda a: torch.tanh(a * 0.5) * 2 + 1), (torch.randn(floats(n, 2)),)
-
-
-@case
-def exp(n: int) -> Any:
-    return torch.exp, (torch.randn(floats(n, 2)),)
-
-
-@case
-def sin(n: int) -> Any:
-    return torch.sin, (torch.randn(floats(n, 2)) * 10,)
-
-
-@case
-def softplus(n: int) -> Any:
-    return functional.softplus, (torch.randn(floats(n, 2)),)
-
-
-@case
-def gelu_bf16(n: int) -> Any:
-    return functional.gelu, (torch.randn(floats(n, 2) * 2).to(torch.bfloat16),)
 
 
 @case
@@ -214,58 +238,8 @@ def gelu_backward(n: int) -> Any:
 
 
 @case
-def sum_full(n: int) -> Any:
-    return (lambda a: a.sum()), (torch.randn(floats(n, 1)),)
-
-
-@case
-def sum_rows(n: int) -> Any:
-    return (lambda a: a.sum(-1)), (torch.randn(*rows(n, 1)),)
-
-
-@case
-def sum_short_rows(n: int) -> Any:
-    return (lambda a: a.sum(-1)), (torch.randn(*rows(n, 1, 48)),)
-
-
-@case
-def sum_columns(n: int) -> Any:
-    return (lambda a: a.sum(0)), (torch.randn(*rows(n, 1)),)
-
-
-@case
-def amax_rows(n: int) -> Any:
-    return (lambda a: a.amax(-1)), (torch.randn(*rows(n, 1)),)
-
-
-@case
-def amax_full(n: int) -> Any:
-    return (lambda a: a.amax()), (torch.randn(floats(n, 1)),)
-
-
-@case
-def argmax_rows(n: int) -> Any:
-    return (lambda a: a.argmax(-1)), (torch.randn(*rows(n, 1)),)
-
-
-@case
-def var_columns(n: int) -> Any:
-    return (lambda a: a.var(0)), (torch.randn(*rows(n, 1)),)
-
-
-@case
 def mean_square(n: int) -> Any:
     return (lambda a, b: ((a - b) ** 2).mean()), (torch.randn(floats(n, 2)), torch.randn(floats(n, 2)))
-
-
-@case
-def softmax(n: int) -> Any:
-    return (lambda a: functional.softmax(a, -1)), (torch.randn(*rows(n, 2)),)
-
-
-@case
-def softmax_128(n: int) -> Any:
-    return (lambda a: functional.softmax(a, -1)), (torch.randn(*rows(n, 2, 128)),)
 
 
 @case
@@ -314,6 +288,12 @@ def batch_norm_planes(n: int) -> Any:
 def cross_entropy(n: int) -> Any:
     r, c = rows(n, 1, 30522)
     return functional.cross_entropy, (torch.randn(r, c), torch.randint(0, c, (r,)))
+
+
+@case
+def cross_entropy_bf16(n: int) -> Any:
+    function, (x, target) = cross_entropy(2 * n)
+    return function, (x.to(HALF), target)
 
 
 @case
@@ -380,11 +360,6 @@ def embedding(n: int) -> Any:
 def gather(n: int) -> Any:
     r, c = rows(n, 4)
     return (lambda x, i: torch.gather(x, 1, i)), (torch.randn(r, c), torch.randint(0, c, (r, c)))
-
-
-@case
-def cumsum(n: int) -> Any:
-    return (lambda a: a.cumsum(-1)), (torch.randn(*rows(n, 2)),)
 
 
 @case

@@ -63,7 +63,8 @@ def compile(
 
 def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
     """The compiled form of any kind of callable: of the same kind, around one region."""
-    model = modules.original(model)
+    apart = type(model) is _Apart
+    model = modules.original(model.module if apart else model)
     if isinstance(model, _hook.Region):
         model = model.function
     if marks.SKIP in marks.of(model):
@@ -74,7 +75,7 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
         case torch.nn.Module():
             function = modules.call_function(model)
             named = replace(asked, name=type(model).__qualname__)
-            return modules.twin(model, MethodType(_region(function, named), model), again)
+            return modules.twin(model, MethodType(_region(function, named, None if apart else model), model), again)
         case FunctionType() if model.__globals__.get("__name__", "").startswith("torch._functorch."):
             # What a transform makes is captured where it is called.
             called: Any = functools.wraps(model)(lambda *args, **kwargs: model(*args, **kwargs))
@@ -82,7 +83,7 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
         case FunctionType():
             return _shared(model, asked)
         case MethodType():
-            return MethodType(_region(model.__func__, asked), model.__self__)
+            return MethodType(_region(model.__func__, asked, model.__self__), model.__self__)
         case staticmethod() | classmethod():
             return type(model)(_region(model.__func__, asked))
         case functools.partial():
@@ -119,12 +120,14 @@ def _shared(function: FunctionType, asked: Compile) -> Any:
     return known
 
 
-def _region(function: Any, asked: Compile) -> Any:
-    """A region around the plain function behind any callable."""
+def _region(function: Any, asked: Compile, owner: Any = None) -> Any:
+    """A region around the plain function behind any callable, which may be a method of a module."""
     if isinstance(function, _hook.Region):
         function = function.function
     if not isinstance(function, FunctionType):
         function = _python_function(function)
+    if isinstance(owner, torch.nn.Module):
+        return pipeline.module_region(function, modules.original(owner), asked)
     return pipeline.region(function, asked)
 
 
@@ -324,8 +327,17 @@ class set_stance:  # noqa: N801
         return with_stance
 
 
+class _Apart:
+    """A module that shares nothing with others that are built alike."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+
 def _anew(f: Any) -> Any:
-    """A function that shares nothing that was compiled for `f`; other callables share nothing anyway."""
+    """What shares nothing that was compiled for `f` or what is like it; other callables do not anyway."""
+    if isinstance(f, torch.nn.Module):
+        return _Apart(f)
     if not isinstance(f, (FunctionType, _hook.Region)) or marks.of(f):
         return f
     original: Any = f.function if isinstance(f, _hook.Region) else f

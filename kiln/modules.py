@@ -105,3 +105,22 @@ def call_function(module: torch.nn.Module) -> Callable[..., Any]:
         # A GraphModule's own __call__ only adds a rewritten traceback around this one.
         call = torch.nn.Module.__call__
     return call  # type: ignore[no-any-return]
+
+
+def alike(module: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Whether two modules have parts of the same classes and tensors of the same facts, by the same names."""
+    return bool(parts(module) == parts(other))
+
+
+def parts(module: torch.nn.Module) -> Any:
+    """The classes of a module's parts and the facts of its tensors; what has none yet is like no other."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if any(isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) for _, tensor in tensors):
+        return object()
+    facts = [(name, type(t), t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
+    return [(name, type(part)) for name, part in module.named_modules()], facts
+
+
+def watched(module: Any) -> bool:
+    """Whether a hook sees gradients that pass through a module: such a one must be the same in every call."""
+    return any(part._backward_hooks or part._backward_pre_hooks for part in original(module).modules())

@@ -9,11 +9,11 @@ from dataclasses import field, replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
-from kiln import _hook, telling
+from kiln import _hook, modules, telling
 from kiln.base import live, log, options, records
 from kiln.base.collecting import uncollected
 from kiln.base.dataclass import dataclass
@@ -46,6 +46,7 @@ class Family:
     first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
     resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
     causes: WeakKeyDictionary[Any, Counter[str]] = field(default_factory=WeakKeyDictionary)  # of recompiles
+    modules: int = 1  # how many are called through the region
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +100,24 @@ class BackendRaised(Exception):
 def region(function: types.FunctionType, asked: Compile) -> Any:
     """A callable that runs the function captured and compiled."""
     return make_region(function, Family(asked))
+
+
+#: The regions of modules, each with the first module that was compiled so and what its regions share.
+COMPILED: WeakKeyDictionary[Any, tuple[ref[torch.nn.Module], Family]] = WeakKeyDictionary()
+
+
+def module_region(function: types.FunctionType, module: torch.nn.Module, asked: Compile) -> Any:
+    """A region for calls of a module; modules that are built alike have one, if none was called before."""
+    for known, (first, family) in list(COMPILED.items()):
+        other = first()
+        fits = type(other) is type(module) and known.function is function and family.options.like(asked)
+        free = family.many or not known.entries
+        if other is not None and other is not module and fits and free and modules.alike(module, other):
+            family.many = True
+            return known
+    made = make_region(function, family := Family(asked))
+    COMPILED[made] = ref(module), family
+    return made
 
 
 def make_region(function: types.FunctionType, family: Family) -> Any:
@@ -167,13 +186,17 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         why = "; ".join(str(found[0]) for found in failures if found) or "it has not been compiled yet"
         raise RecompileError(f"{name} would be compiled again: {why}")
     causes = family.causes.setdefault(region, Counter()) if entries else Counter()
+    limit = asked.setting("cache_limit") * family.modules
     if entries and telling.recompiled(
-        function, argv, name, failures, asked.setting("cache_limit"), region in family.resumed, asked.dynamic,
-        causes,
-    ):  # fmt: skip
+        function, argv, name, failures, limit, region in family.resumed, asked.dynamic, causes
+    ):
         region.limit_hit = True
         return None
     unstable = frozenset(str(found[0].source) for _, found in failing if found)
+    if family.modules > 1:
+        its_own = not torch.is_grad_enabled() or modules.watched(argv[0])
+        module = {function.__code__.co_varnames[0]}
+        unstable = unstable - module if its_own else unstable | module
     known = [entry.info.guards for entry in entries]
     first = stance in live.FIRST_AS_IS and not entries and region not in family.first
     if first:

@@ -31,7 +31,7 @@ LAYERS = {
     "compiler": {"ahead", "base", "launch", *STAGES},
     "backends": {"ahead", "base", *STAGES},
     "telling": {"base", *STAGES},
-    "pipeline": {"base", "_hook", "telling", *STAGES},
+    "pipeline": {"base", "_hook", "modules", "telling", *STAGES},
     "api": {"ahead", "base", "_hook", "_launch", "backends", "modules", "observe", "pipeline", "redirect", *STAGES},
     "__init__": {"ahead", "api", "base", "modes", "observe"},
     "cli": {"__version__", "base", "launch"},

@@ -213,8 +213,26 @@ def _with_quotients(poly: Poly, b: Any) -> Poly:
     return poly
 
 
+def _rejoined(poly: Poly) -> Poly:
+    """`poly` with `x % c + c * (x // c)` written as `x`."""
+    for monomial, n in poly.items():
+        if len(monomial) == 1 and monomial[0].op is MOD:
+            x, c = monomial[0].args
+            if type(c) is not int:
+                continue
+            quotient = poly_of(floordiv(x, c))
+            if all(poly.get(part) == n * c * count for part, count in quotient.items() if part):
+                out = dict(poly)
+                del out[monomial]
+                accumulate(out, quotient, -n * c)
+                accumulate(out, poly_of(x), n)
+                return _rejoined(out)
+    return poly
+
+
 def without_quotients(poly: Poly) -> Poly:
     """`poly` with `b * (a // b)` written as `a - a % b` where that is shorter; `a` may be a quotient."""
+    poly = _rejoined(poly)
     for monomial, factor in poly.items():
         for i, part in enumerate(monomial):
             if part.op is not FLOORDIV:

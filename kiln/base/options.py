@@ -49,6 +49,10 @@ class Compile:
     name: str | None = None
     """What to call the region in records and logs where the function's own name says little."""
 
+    def like(self, other: Compile) -> bool:
+        """Whether the other call asked for the same."""
+        return all(getattr(self, f.name) == getattr(other, f.name) for f in fields(self))
+
     def setting(self, option: str) -> Any:
         """An option of the configuration for this compile call: its own value, else the one in force."""
         return self.options[option] if option in self.options else getattr(config, option)

@@ -334,10 +334,8 @@ def by_dunder(function: Any, name: str) -> None:
 
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if args:
-            if type(args[0]) is FakeTensor and function in (abs, round):
-                if len(args) == 1:
-                    return m.torch_call(torch.abs if function is abs else torch.round, (args[0],), {})
-                return m.torch_call(torch.round, (args[0],), {"decimals": args[1]})
+            if type(args[0]) is FakeTensor and function is abs:
+                return m.torch_call(torch.abs, args, kwargs)
             method = operators.python_method(m, args[0], name)
             if method is not None:
                 return m.call(method, args, kwargs)
@@ -461,11 +459,26 @@ def extremum(function: Any, sign: str) -> None:
         best, score = values[0], m.call(key, (values[0],)) if key else values[0]
         for value in values[1:]:
             other = m.call(key, (value,)) if key else value
-            if m.truth(operators.compare(m, sign, other, score)):
+            better = operators.compare(m, sign, other, score)
+            if type(better) is FakeTensor and not key and alike(best, value):
+                best = score = m.torch_call(torch.where, (better, value, best), {})
+            elif m.truth(better):
                 best, score = value, other
         return best
 
     handles(function)(handler)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether a tensor may stand for whichever of two is chosen: numbers of a kind, one in a tensor."""
+    kinds = {type(value): value for value in (one, other)}
+    scalar = kinds.pop(FakeTensor)
+    if scalar.shape or scalar.dtype is torch.bool:
+        return False
+    if not kinds:
+        facts = ("shape", "dtype", "device", "requires_grad")
+        return all(getattr(one, fact) == getattr(other, fact) for fact in facts)
+    return kinds.keys() <= ({int, float} if scalar.is_floating_point() else {int})
 
 
 extremum(max, ">")

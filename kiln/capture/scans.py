@@ -12,7 +12,7 @@ from torch._higher_order_ops.associative_scan import generic_associative_scan
 from torch.fx import GraphModule
 
 from kiln.capture.bodies import capture_body, examples
-from kiln.capture.calls import BY_CODE, Args, Kwargs
+from kiln.capture.calls import BY_CODE, Args, Kwargs, handles
 from kiln.capture.frame import Machine
 from kiln.capture.transforms import call_vmap, cells_of, sliced
 from kiln.ops.reductions import recurrence
@@ -23,13 +23,14 @@ POLYNOMIAL = {torch.mul: operator.mul, torch.add: operator.add}
 POLYNOMIAL |= {function: function for function in POLYNOMIAL.values()}
 
 
-def scan(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+@handles(generic_associative_scan)
+def scan(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A scan over the first dimension of some tensors."""
     place = factor_of(m, *args) if len(args) == 2 else None
     if place is None:
-        return m.inline(function, args, kwargs, "opaque")
+        return m.inline(generic_associative_scan, args, kwargs)
     factor, value = args[1][place], args[1][1 - place]
-    (products,) = m.inline(function, (torch.mul, [factor]), {}, "opaque")
+    (products,) = m.inline(generic_associative_scan, (torch.mul, [factor]), {})
     found = products, m.torch_call(recurrence, (value, 0, factor), {})
     return [found[place], found[1 - place]]
 
@@ -42,7 +43,9 @@ def factor_of(m: Machine, combine: Any, leaves: Any) -> int | None:
     if len(leaves) != 2 or any(x.device.type != "cpu" for x in leaves):
         return None
     x, y = leaves
-    if x.dtype not in (torch.float32, torch.float64) or x.dtype != y.dtype or x.shape != y.shape or x.shape[0] < 2:
+    if x.dtype not in (torch.float32, torch.float64) or x.dtype != y.dtype:
+        return None
+    if x.shape != y.shape or x.shape[0] < 2:
         return None
     inner = functools.partial(combine.func, **{**combine.keywords, "combine_fn": cells_of(m, mapped)["func"]})
     body = capture_body(m, inner, examples((x, y, x, y), sliced, [0] * 4), {})
@@ -68,6 +71,3 @@ def values(graph: GraphModule, *given: int) -> tuple[Any, ...]:
         else:
             break
     return ()
-
-
-BY_CODE[id(generic_associative_scan.__code__)] = scan

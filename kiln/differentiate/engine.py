@@ -15,8 +15,9 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """What `torch.autograd.grad` gives for tangents of the types of `outs`; None for inputs not reached."""
     run = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+    given, history = (tuple(outs), tuple(tangents)), (create_graph, create_graph)
     with as_a_whole():
         found: tuple[torch.Tensor | None, ...] = run(
-            tuple(outs), tuple(tangents), create_graph, create_graph, tuple(inputs), True, accumulate_grad=False
+            *given, *history, tuple(inputs), True, accumulate_grad=False
         )
     return found

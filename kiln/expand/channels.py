@@ -13,6 +13,7 @@ from operator import getitem
 from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
+from kiln.expand import stems
 from kiln.expand.pools import WINDOW, Window
 from kiln.expand.relayout import Relayout
 from kiln.ops.table import aten
@@ -26,17 +27,23 @@ FEWEST = 3
 
 def side_by_side(graph: Graph) -> Graph:
     """The graph with its convolutions, and their gradients, over channels that lie side by side."""
-    made: dict[Node, Any] = {
-        node: partial(maker, node) for node in graph.nodes if (maker := MAKERS.get(node.op)) is not None
-    }
-    if len(made) < FEWEST or not all(map(fits, made)):
-        return graph
-    users, outputs = graph.users(), set(nodes_in(graph.outputs))
-    for node in graph.nodes:
-        if node.op is POOL and pools_in_loops(node, users, outputs):
-            made[node] = partial(pool, node)
-            made.update((user, partial(pool_gradient, user)) for user in gradients_of(node, users))
-    return Relayout(graph, made, ()).run()
+    found = [node for node in graph.nodes if node.op in MAKERS]
+    made: dict[Node, Any] = {node: partial(PATCHES[node.op], node) for node in found if takes_patches(node)}
+    rest = [node for node in found if node not in made]
+    if len(rest) >= FEWEST and all(map(fits, rest)):
+        made |= {node: partial(MAKERS[node.op], node) for node in rest}
+        users, outputs = graph.users(), set(nodes_in(graph.outputs))
+        for node in graph.nodes:
+            if node.op is POOL and pools_in_loops(node, users, outputs):
+                made[node] = partial(pool, node)
+                made.update((user, partial(pool_gradient, user)) for user in gradients_of(node, users))
+    return Relayout(graph, made, ()).run() if made else graph
+
+
+def takes_patches(node: Node) -> bool:
+    """Whether a convolution is a product over the patches of an image of few channels."""
+    on_device = node.args[0].spec.device.type in DEVICES
+    return on_device and stems.takes_patches(node, OPERANDS[node.op] - 2)
 
 
 # Pooling
@@ -114,7 +121,13 @@ def operands(node: Node, walk: Relayout) -> tuple[Any, ...]:
 
 
 def convolution(node: Node, walk: Relayout) -> Node:
-    given = operands(node, walk)
+    if stems.takes_columns(node):
+        walk.recording.stands_at(node)
+        image, filters, step, around = stems.unfolded(node, walk)
+        plain = [walk.with_strides(one, turned(one.spec).stride) for one in (image, filters)]
+        given = *plain, walk.value(node.args[2]), step, around, *node.args[5:]
+    else:
+        given = operands(node, walk)
     return walk.graph.call(node.op, given, dict(node.kwargs), spec=turned(node.spec), like=node)
 
 
@@ -140,3 +153,4 @@ OPERANDS = {aten.convolution.default: 2, aten.convolution_backward.default: 3}
 MAKERS: dict[Any, Any] = {
     aten.convolution.default: convolution, aten.convolution_backward.default: gradients,
 }  # fmt: skip
+PATCHES = {aten.convolution.default: stems.product, aten.convolution_backward.default: stems.gradients}

@@ -11,6 +11,7 @@ import torch
 from kiln.base.conditions import eq
 from kiln.base.expressions import hinted
 from kiln.base.graph import Node, Spec, TensorSpec
+from kiln.ops.aliases import shows
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import CHANNELS_LAST_ORDER, overlaps, suggests_channels_last
 from kiln.ops.record import Recording, spec_of
@@ -45,7 +46,12 @@ def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> A
     if gaps or _read_otherwise(shape, made, stride):
         own = replace(node.spec, stride=stride, offset=0)
         return recording.graph.call(aten.clone.default, (node,), spec=own)
-    return recording.node(out.clone()) if node in inputs else node
+    if node in inputs:
+        return recording.node(out.clone())
+    if made != stride and not moved and isinstance(node.op, torch._ops.OpOverload) and not shows(node.op):
+        # Strides of extents of 1 lead nowhere: what is made here may have the op's, which a result shows.
+        node.spec = replace(node.spec, stride=stride)
+    return node
 
 
 def settled(sizes: tuple[Any, ...]) -> tuple[Any, ...]:

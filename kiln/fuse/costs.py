@@ -9,6 +9,8 @@ long as a function costs a cycle or so for a vector, so what counts is bytes, up
   - what one node alone reads is made there up to SLIGHT functions: nothing is computed twice;
   - what is read at SEVERAL places of its own loops, as neighbours are, is made for each up to CHEAP functions
     in all;
+  - what is put together of other places, and read again and again at quotients of places, is kept: in memory
+    its elements lie one after the other;
   - what several read is made anew where that reads no more bytes than the value has (a mask of what is read
     anyway, a normalised value of statistics and its source) and computes at most SLIGHT functions, none of
     them COSTLY; then its write is saved and nothing is lost;

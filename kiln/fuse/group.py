@@ -11,6 +11,7 @@ from kiln.fuse.coalesce import LOOK_BACK, Coalescing
 from kiln.fuse.costs import MUCH_SMALLER
 from kiln.fuse.folds import folded_dims, is_running, marked
 from kiln.fuse.lower import is_drawn, is_pointwise
+from kiln.fuse.nest import RECURRENCE
 from kiln.fuse.ordered import Update, writes_of
 from kiln.fuse.reading import Group
 from kiln.fuse.views import Coords, is_map, shape_of
@@ -58,7 +59,9 @@ class Fuser(Coalescing):
 
     def folded(self, node: Node) -> frozenset[int] | None:
         """The dimensions over which loops fold; None for what is no fold or is left to eager's kernel."""
-        return folded_dims(node) if self.runs or not is_running(node) else None
+        if is_running(node) and (not self.runs or self.exact and name_of(node.op) == RECURRENCE):
+            return None
+        return folded_dims(node)
 
     def starts(self, node: Node) -> bool:
         """Whether a node is the draw of seeds, or one of them: that runs before all else."""

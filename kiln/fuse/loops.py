@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,33 +14,53 @@ from kiln.fuse.products import convolution_backward
 from kiln.fuse.running import RUNNING
 from kiln.fuse.taps import TAPS
 from kiln.fuse.windows import avg_pool, max_pool, max_pool_backward
-from kiln.ops.expansions.norms import batch_norm, batch_norm_backward, batch_norm_functional
+from kiln.ops.expansions.norms import (
+    batch_norm,
+    batch_norm_backward,
+    batch_norm_functional,
+    group_norm,
+    layer_norm,
+    statistics,
+)
 from kiln.ops.expansions.reductions import product
 from kiln.ops.table import aten
+
+
+def _spread_and_mean(x: torch.Tensor, dims: list[int], count: int, correction: Any) -> Any:
+    mean = aten.sum.dim_IntList(x, dims, True) / float(count)
+    centred = x - mean
+    spread = aten.sum.dim_IntList(centred * centred, dims, True) / float(max(count - correction, 0))
+    return spread, mean
+
+
+def _statistics(x: torch.Tensor, dims: list[int], eps: float) -> Any:
+    """Those of norms, in the type of what is normalised: two passes over a row that stays in the cache."""
+    count = math.prod([x.shape[d] for d in dims])
+    if type(count) is not int:
+        return statistics(x, dims, eps)
+    spread, mean = _spread_and_mean(x, dims, count, 0)
+    if count > 1:  # an infinity makes eager's running mean NaN
+        mean = torch.where(torch.isnan(spread), spread, mean)
+    return spread, mean, torch.rsqrt(spread + eps)
 
 
 def _var_mean(
     x: torch.Tensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> Any:
-    """Two passes over a row that stays in the cache."""
+    """In a type that holds squares: on CPUs float64, as eager, but for float16."""
     if not x.dim() or not x.is_floating_point():
         return NotImplemented
-    if x.dtype in HALVES:
-        found = _var_mean(x.to(torch.float32), dims, correction=correction, keepdim=keepdim)
-        return found if found is NotImplemented else tuple(part.to(x.dtype) for part in found)
     dims = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
-    count: Any = 1
-    for d in dims:
-        count = count * x.shape[d]
+    count = math.prod([x.shape[d] for d in dims])
     if type(count) is not int or not count:
         return NotImplemented
-    mean = aten.sum.dim_IntList(x, dims, True) / float(count)
-    centred = x - mean
-    divisor = count - (1 if correction is None else correction)
-    spread = aten.sum.dim_IntList(centred * centred, dims, True) / float(max(divisor, 0))
+    here, dtype = x.device.type == "cpu", x.dtype
+    exact = here and dtype is not torch.float16
+    wide = x.to(torch.float64 if exact else torch.float32 if dtype in HALVES else dtype)
+    spread, mean = _spread_and_mean(wide, dims, count, 1 if correction is None else correction)
     if count > 1:  # an infinity makes eager's running mean NaN
         lost = torch.isnan(spread)
-        if correction != 0 and x.device.type == "cpu":  # unless it comes last; norms ask for 0, and are NaN
+        if here:  # unless it comes last
             last = x
             for d in dims:
                 last = last.narrow(d, x.shape[d] - 1, 1)
@@ -49,7 +70,7 @@ def _var_mean(
     if not keepdim:
         kept = [n for d, n in enumerate(x.shape) if d not in dims]
         spread, mean = spread.reshape(kept), mean.reshape(kept)
-    return spread, mean
+    return spread.to(dtype), mean.to(dtype)
 
 
 def _product(x: torch.Tensor, *dims: Any, dtype: Any = None) -> Any:
@@ -107,6 +128,8 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.prod.dim_int: _product,
     aten.index_select.default: _index_select,
     aten.embedding.default: _embedding,
+    aten.native_layer_norm.default: partial(layer_norm, statistics=_statistics),
+    aten.native_group_norm.default: partial(group_norm, statistics=_statistics),
     aten.native_batch_norm.default: _unless(_adds_rows, batch_norm),
     aten._native_batch_norm_legit_functional.default: _unless(_adds_rows, batch_norm_functional),
     aten.native_batch_norm_backward.default: _unless(

@@ -34,7 +34,7 @@ def whole(index: Any) -> Any:
     if not isinstance(index, Expr) or not any(part.op is FLOORDIV for m in index.poly for part in m):
         return index
     shorter = without_quotients(index.poly)
-    return index if len(shorter) == len(index.poly) else from_poly(index.scope, shorter)
+    return index if shorter == index.poly else from_poly(index.scope, shorter)
 
 
 def indices(nest: Nest) -> Iterator[Any]:

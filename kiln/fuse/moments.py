@@ -21,13 +21,16 @@ from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, 
 from kiln.fuse.peel import substituted
 from kiln.fuse.split import Cuts, axis_to_cut, replaced
 
-FLOAT = torch.float32
+FLOAT, DOUBLE = torch.float32, torch.float64
+#: Numbers of so few bits that in doubles neither their squares nor sums of them lose any.
+SHORT = torch.bfloat16
 
 
 def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
     """The nest with its second phase in the first, where that is of squared distances from means alone.
 
-    Where it is not cut, its rows are near by and gone over twice, which loses nothing.
+    Where it is not cut, its rows are near by and gone over twice, which loses nothing; in double precision
+    one pass loses nothing of numbers that are rounded to less.
     """
     folds = nest.folds()
     later = [f for f in folds if f.phase == 1]
@@ -37,38 +40,43 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
     if not cut and cuts.at_once:
         return nest
     count = math.prod(a.size for a in nest.reduced)
-    # Of the same phase as before are the folds of the first; all others are a phase earlier where it is cut.
+    means = [mean_of(squares, count) for squares in later]
+    double = [f for f in later if f.dtype is DOUBLE]
+    if None in means or double and (double != later or any(s.buffer.dtype is DOUBLE for s in nest.stores)):
+        return nest
+    once = cut or bool(double)
+    # Of the same phase as before are the folds of the first; all others are a phase earlier in one pass.
     known: dict[int, Term] = {id(f): f for f in folds if f.phase == 0}
     stored: dict[int, Term] = {}
-    for squares in later:
-        mean = mean_of(squares, count)
-        if mean is None:
-            return nest
-        total = mean.args[0]
+    for squares, mean in zip(later, means, strict=True):
+        total, kind = mean.args[0], squares.dtype
         known.update({id(t): t for t in terms([total.value])})
-        start = usual(total.value, nest) if cut else finite(at(total.value, nest, 0))
+        if source(total.value).dtype is SHORT:
+            wide = Fold("sum", of_floats("mul", total.value, total.value), kind, 0)
+            known[id(squares)] = around_mean(wide, total, mean)
+            continue
+        start = usual(total.value, nest) if once else finite(at(total.value, nest, 0))
         step = of_floats("sub", total.value, start)
-        far = Fold("sum", step, FLOAT, 0)
-        share = of_floats("div", far, number(count))
-        whole = of_floats("mul", start, number(count))
+        far = Fold("sum", step, kind, 0)
+        share = of_floats("div", far, number(count, kind))
+        whole = of_floats("mul", start, number(count, kind))
         known[id(total)] = of_floats("add", far, whole)
         known[id(mean)] = of_floats("add", start, share)
-        equal = Apply("eq", (far, number(0)), torch.bool)
-        stored[id(total)] = of_floats("where", equal, whole, total)
-        stored[id(mean)] = of_floats("where", equal, start, of_floats("div", total, number(count)))
-        if cut:
-            wide = Fold("sum", of_floats("mul", step, step), FLOAT, 0)
-            left = of_floats("sub", wide, of_floats("mul", far, share))
-            negative = Apply("lt", (left, number(0)), torch.bool)
-            known[id(squares)] = of_floats("where", negative, number(0), left)
-    earlier, roots = 1 if cut else 0, [s.value for s in nest.stores]
+        equal = Apply("eq", (far, number(0, kind)), torch.bool)
+        if kind is FLOAT:
+            stored[id(total)] = of_floats("where", equal, whole, total)
+            stored[id(mean)] = of_floats("where", equal, start, of_floats("div", total, number(count, kind)))
+        if once:
+            wide = Fold("sum", of_floats("mul", step, step), kind, 0)
+            known[id(squares)] = around_mean(wide, far, share)
+    earlier, roots = 1 if once else 0, [s.value for s in nest.stores]
     made = replaced([*roots, *later], known, earlier)
     known |= stored | {id(squares): new for squares, new in zip(later, made[len(roots) :], strict=True)}
     stores = []
     for store, value in zip(nest.stores, made, strict=False):
         if store.kept:
             (value,) = replaced([store.value], known, earlier)
-        phase = min(store.phase, max(store.phase - 1, 1)) if cut else store.phase
+        phase = min(store.phase, max(store.phase - 1, 1)) if once else store.phase
         stores.append(replace(store, value=value, phase=phase))
     return replace(nest, stores=stores)
 
@@ -76,7 +84,7 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
 def mean_of(squares: Fold, count: int) -> Any:
     """The mean, a sum's share, that distances are from in a sum of their squares; None for other folds."""
     power: Any = squares.value
-    if squares.kind != "sum" or squares.dtype is not FLOAT or not is_call(power, "mul"):
+    if squares.kind != "sum" or squares.dtype not in (FLOAT, DOUBLE) or not is_call(power, "mul"):
         return None
     distance = power.args[0]
     if distance is not power.args[1] or not is_call(distance, "sub"):
@@ -86,15 +94,31 @@ def mean_of(squares: Fold, count: int) -> Any:
         return None
     total = mean.args[0]
     fits = isinstance(total, Fold) and total.kind == "sum" and total.value is element and total.phase == 0
-    return mean if fits and element.dtype is FLOAT and is_plain(element) else None
+    return mean if fits and source(element).dtype in (FLOAT, SHORT) and is_plain(element) else None
+
+
+def source(element: Term) -> Term:
+    """What a number of double precision was before."""
+    return element.args[0] if element.dtype is DOUBLE and is_call(element, "convert") else element
+
+
+def around_mean(squares: Fold, far: Fold, share: Term) -> Term:
+    """The sum of squares less that of the mean: 0 at least, infinite where squares of finite numbers are."""
+    none = number(0, far.dtype)
+    left = of_floats("sub", squares, of_floats("mul", far, share))
+    left = of_floats("where", Apply("lt", (left, none), torch.bool), none, left)
+    if far.dtype is DOUBLE:
+        return left
+    many = Apply("eq", (squares, number(math.inf, far.dtype)), torch.bool)
+    return of_floats("where", many, of_floats("add", squares, of_floats("mul", far, none)), left)
 
 
 def of_floats(op: str, *args: Term) -> Term:
-    return Apply(op, args, FLOAT)
+    return Apply(op, args, args[-1].dtype)
 
 
-def number(value: float) -> Term:
-    return Const(float(value), FLOAT)
+def number(value: float, dtype: torch.dtype) -> Term:
+    return Const(float(value), dtype)
 
 
 def is_plain(value: Term) -> bool:
@@ -116,8 +140,8 @@ def usual(value: Term, nest: Nest) -> Term:
 
 def finite(value: Term) -> Term:
     """The value, or 0 where it is an infinity or no number."""
-    is_finite = Apply("lt", (of_floats("abs", value), number(math.inf)), torch.bool)
-    return of_floats("where", is_finite, value, number(0))
+    is_finite = Apply("lt", (of_floats("abs", value), number(math.inf, value.dtype)), torch.bool)
+    return of_floats("where", is_finite, value, number(0, value.dtype))
 
 
 def at(value: Term, nest: Nest, quarter: int) -> Term:

@@ -91,7 +91,8 @@ class Apply:
     dtype: torch.dtype
 
 
-RUNNING = frozenset({"cumsum", "cumprod", "kiln::running_max", "kiln::running_min", "kiln::recurrence"})
+RECURRENCE = "kiln::recurrence"
+RUNNING = frozenset({"cumsum", "cumprod", "kiln::running_max", "kiln::running_min", RECURRENCE})
 """Folds that have a value in each turn."""
 
 

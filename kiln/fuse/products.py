@@ -10,6 +10,8 @@ from kiln.ops.table import aten
 
 #: Places of a kernel that loops go through, at most.
 PLACES = 9
+#: Columns of a kernel at most, where each has a sum of its own.
+WIDEST = 11
 #: Elements from which on new memory costs eager's kernel more than its better loops with a stride save.
 LARGE = 1 << 19
 
@@ -19,26 +21,33 @@ def convolution_backward(
     dilation: Any, transposed: bool, output_padding: Any, groups: int, mask: list[bool],
 ) -> Any:  # fmt: skip
     """The gradients of convolutions that are something simpler; others stay calls of eager's kernel."""
-    dense = grad.is_contiguous() and x.is_contiguous() and weight.is_contiguous()
-    if transposed is not False or not dense or x.dtype not in (torch.float32, torch.float64) or x.dim() != 4:
+    if transposed is not False or x.dtype not in (torch.float32, torch.float64) or x.dim() != 4:
         return NotImplemented
     if not all(type(n) is int for n in (*x.shape, *grad.shape)) or x.device.type != "cpu" or 0 in grad.shape:
         return NotImplemented
+    dense = grad.is_contiguous() and x.is_contiguous() and weight.is_contiguous()
     one = all(n == 1 for n in (groups, x.shape[0], *weight.shape[2:], *stride))
-    if one and not any(padding):
+    if one and dense and not any(padding):
         return _of_one_place(grad, x, weight, mask)
-    alone = groups == x.shape[1] == weight.shape[0] and weight[0][0].numel() <= PLACES
-    if not alone or not mask[0] or tuple(dilation) != (1, 1) or tuple(stride) not in ((1, 1), (2, 2)):
+    alone = groups == x.shape[1] == weight.shape[0] and tuple(dilation) == (1, 1)
+    if not alone or tuple(stride) not in ((1, 1), (2, 2)):
         return NotImplemented
-    if stride[0] == 2 and x.numel() < LARGE:
+    few = weight[0][0].numel() <= PLACES
+    image = mask[0] and few and dense and (stride[0] == 1 or x.numel() >= LARGE)
+    filters = mask[1] and not few and weight.shape[2] > 2 * stride[0] and weight.shape[3] <= WIDEST
+    if not image and not filters:
         return NotImplemented
-    others = (None, None)
-    if mask[1] or mask[2]:
+    left = [mask[0] and not image, mask[1] and not filters, mask[2] and not filters]
+    others = (None, None, None)
+    if any(left):
         others = aten.convolution_backward(
-            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups,
-            [False, mask[1], mask[2]],
-        )[1:]  # fmt: skip
-    return _of_one_channel(grad, x, weight, stride[0], padding), *others
+            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, left
+        )  # fmt: skip
+    return (
+        _of_one_channel(grad, x, weight, stride[0], padding) if image else others[0],
+        _filters(grad, x, weight, stride[0], padding) if filters else others[1],
+        grad.sum([0, 2, 3]) if mask[2] and filters else others[2],
+    )
 
 
 def _of_one_place(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Any:
@@ -81,3 +90,28 @@ def _of_one_channel(
     rows = [torch.stack([share(a, b) for b in range(step)], -1) for a in range(step)]
     whole = torch.stack(rows, 3).view([*x.shape[:2], *[n * step for n in counts]])
     return whole[:, :, : x.shape[2], : x.shape[3]].contiguous()
+
+
+def _filters(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, step: int, padding: Any
+) -> torch.Tensor:
+    """The gradient of kernels of one channel each: for every place of them a sum over the image.
+
+    With borders around both images a sum runs on over the ends of rows. Rows and columns of the image fall
+    into classes by what is left of them modulo the stride; each is an image of its own.
+    """
+    count, channels, *places = grad.shape
+    rows, columns = (-(-n // step) for n in weight.shape[2:])
+    high, wide = places[0] + rows - 1, places[1] + columns - 1
+    below, right = (n * step - padding[d] - x.shape[d + 2] for d, n in enumerate((high, wide)))
+    image = aten.constant_pad_nd(x, [padding[1], right, padding[0], below], 0.0)
+    image = image.view([count, channels, high, step, wide, step]).permute([0, 1, 3, 5, 2, 4]).contiguous()
+    length = places[0] * wide - (columns - 1)
+    given = aten.constant_pad_nd(grad, [0, columns - 1], 0.0).contiguous()
+    given = given.view([count, channels, 1, 1, 1, -1])[..., :length]
+    shape, strides = [count, channels, step, step, rows, length], [*image.stride()[:4], wide, 1]
+    sums = [
+        (aten.as_strided(image, shape, strides, place) * given).sum([0, 5]) for place in range(columns)
+    ]
+    whole = torch.stack(sums, -1).permute([0, 3, 1, 4, 2]).reshape([channels, 1, rows * step, columns * step])
+    return whole[:, :, : weight.shape[2], : weight.shape[3]].contiguous()

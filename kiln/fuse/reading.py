@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kiln.base.dataclass import dataclass
+from kiln.base.expressions import FLOORDIV, MOD
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import Misfit, coordinates, hinted
@@ -28,7 +29,7 @@ from kiln.fuse.costs import (
 )
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, is_running, kept_shape
 from kiln.fuse.lower import LOWER, Terms, is_pointwise
-from kiln.fuse.nest import AFFINE, Apply, Axis, Buffer, Fold, Load, Term, terms
+from kiln.fuse.nest import AFFINE, RECURRENCE, Apply, Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
 
@@ -38,6 +39,8 @@ GATHERED = 40
 LARGE, SHORT = 1 << 20, 1 << 15
 #: Ops whose elements are those of other places of what they read.
 ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter"})
+#: Ops whose elements are copies from places that are to be found out.
+REARRANGED = frozenset({"cat", "clone", "constant_pad_nd"})
 #: Views that show elements in the order in which they lie.
 RESHAPED = frozenset({"view", "expand"})
 
@@ -143,11 +146,20 @@ class Groups:
                 if node not in self.free:
                     self.read_at(group, node, coords)
                 return self.element(group, node, coords, valid)
-            if self.small(group, node):
+            if self.small(group, node) and not self.split_up(group, node, coords):
                 return self.element(group, node, coords, valid)
         spec: TensorSpec = node.spec
         index = self.scope.simplify(place_of(coords, spec))
         return group.terms.load(self.buffer(node), index, spec.dtype, valid)
+
+    def split_up(self, group: Group, node: Node, coords: Coords) -> bool:
+        """Whether a rearranged value is read again and again at quotients of places: then it is made once."""
+        if self.anew or name_of(node.op) not in REARRANGED or group.volume() < SHORT:
+            return False
+        often = elements(node) * 2 <= group.volume()
+        return often and any(
+            atom.op in (FLOORDIV, MOD) for c in coords if isinstance(c, Expr) for m in c.poly for atom in m
+        )
 
     def read_at(self, group: Group, node: Node, coords: Coords) -> None:
         """Note where a member is read; Misfit where that makes it too often."""
@@ -190,7 +202,7 @@ class Groups:
             elif value.dtype != dtype:
                 value = group.terms.apply("convert", dtype, value)
             single = is_running(node) and kept_shape(node) == shape_of(node)
-            if kind == "kiln::recurrence" and not single:
+            if kind == RECURRENCE and not single:
                 value = self.affine(group, node, coords, value)
             if single or not group.folds:  # over extents of 1 alone
                 known = value if place is None else place

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import hinted
+from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import is_plain
 from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
@@ -23,6 +23,8 @@ from kiln.generate.values import Values
 FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
+#: Rows that are folded at once.
+TOGETHER = 4
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
 
@@ -51,6 +53,15 @@ def anew(axis: Axis) -> int:
     """After how many turns of a loop a sum starts anew: about as many as there are such sums then."""
     turns = hinted(axis.size) - hinted(axis.low)
     return max(1 << (turns.bit_length() // 2), ANEW)
+
+
+def _whole(count: Any) -> bool:
+    """Whether a number is one of rows that are folded at once, whatever its symbols are."""
+    if not isinstance(count, Expr):
+        return bool(count % TOGETHER == 0)
+    if count.op in (MIN, MAX):
+        return all(map(_whole, count.args))
+    return count.op is SUM and all(factor % TOGETHER == 0 for factor in count.poly.values())
 
 
 class Columns(Values):
@@ -85,8 +96,8 @@ class Columns(Values):
             id(t): (t, fn.at_entry(f"alloca [{room} x {compute_type(TYPES[t.dtype])}], align 64"))
             for t in common
         }
-        running = any(fold.running for fold in self.nest.folds())
-        count = 2 if not running and hinted(rows.size) - hinted(rows.low) > anew(rows) else 1
+        exact = any(fold.running for fold in self.nest.folds()) or all(kind == F64 for kind in kinds)
+        count = 2 if not exact and hinted(rows.size) - hinted(rows.low) > anew(rows) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
             self.fold_strip(Strip(rows, low, high, high - low, levels, same))
@@ -163,29 +174,38 @@ class Columns(Values):
         return self.fn.at(memory, place, compute_type(TYPES[term.dtype]))
 
     def some_rows(self, strip: Strip, first: Value, last: Value) -> None:
-        factor = self.factor(self.each_row(), self.schedule.vectors)
-
-        def row(i: Value, _: list[Value]) -> list[Value]:
+        def rows(count: int, factor: int, i: Value, _: list[Value]) -> list[Value]:
             self.push()
-            self.variables[strip.rows.variable] = i
-            self.each_column(strip, partial(self.fold_row, strip), factor)
+            self.each_column(strip, partial(self.fold_rows, strip, i, count), factor)
             self.pop()
             return []
 
-        self.fn.loop(first, last, 1, [], row)
+        if self.nest.ordered or any(not s.kept for s in self.nest.stores):
+            factor = self.factor(self.each_row(), self.schedule.vectors)
+            self.fn.loop(first, last, 1, [], partial(rows, 1, factor))
+            return
+        whole = first + (last - first) / TOGETHER * TOGETHER
+        self.fn.loop(first, whole, TOGETHER, [], partial(rows, TOGETHER, 1))
+        if not (_whole(strip.rows.low) and _whole(strip.rows.size)):
+            self.fn.loop(whole, last, 1, [], partial(rows, 1, 1))
 
-    def fold_row(self, strip: Strip) -> None:
-        """One row at the columns at hand; what is stored on the way is."""
+    def fold_rows(self, strip: Strip, first: Value, count: int) -> None:
+        """Some rows at the columns at hand; what is stored on the way is."""
         for key, (term, memory) in strip.same.items():
             kind = compute_type(TYPES[term.dtype]).wide(self.lanes)
             self.layers[-1][key] = self.fn.load(self.at_column(strip, memory, term), kind)
-        if not self.nest.ordered:
-            self.fetch_piece(strip.rows, strip.room, self.each_row())
-        before = self.read_waiting(strip, strip.levels[-1])
-        self.write_waiting(strip, strip.levels[-1], self.advanced(self.nest.folds(), before))
-        for store in self.nest.stores:
-            if not store.kept:
-                self.store(store)
+        held = self.read_waiting(strip, strip.levels[-1])
+        for k in range(count):
+            self.push()
+            self.variables[strip.rows.variable] = first + k if k else first
+            if not self.nest.ordered:
+                self.fetch_piece(strip.rows, strip.room, self.each_row())
+            held = self.advanced(self.nest.folds(), held)
+            for store in self.nest.stores:
+                if not store.kept:
+                    self.store(store)
+            self.pop()
+        self.write_waiting(strip, strip.levels[-1], held)
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
         """What folds carry after a turn; values of running ones are known in it."""

@@ -95,7 +95,8 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
             width = 1  # of few elements, each made of many: no thread waits for those of several
         narrow = axis_written(nest, vector)
         if narrow is not None:
-            return Grid(narrow, 1, BLOCK, many=several(nest, narrow, 1))
+            width = width_for(nest, narrow) if all_along(nest, narrow) else 1
+            return Grid(narrow, width, BLOCK, many=several(nest, narrow, width))
         other = axis_across(nest, vector)
         if other is not None:
             return Grid(vector, 1, BLOCK, across=other)
@@ -150,6 +151,21 @@ def axis_written(nest: Nest, vector: Axis | None) -> Axis | None:
         return None
     short = [axis for axis in nest.axes if extent(axis) < SQUARE // 2]
     return next((a for a in short if all(i.poly.get((a.variable,)) == 1 for i in places)), None)
+
+
+def all_along(nest: Nest, axis: Axis) -> bool:
+    """Whether all that is read along an axis are neighbours."""
+    places = [t.index for t in nest.terms() if isinstance(t, Load) and not t.places]
+    own = [i for i in places if isinstance(i, Expr) and axis.variable in i.symbols()]
+    return all(i.poly.get((axis.variable,)) == 1 for i in own)
+
+
+def as_written(nest: Nest, vector: Axis | None, axes: list[Axis]) -> list[Axis]:
+    """Other axes than a short vector axis in the order in which results lie in memory."""
+    index = nest.stores[0].index
+    if nest.reduced or vector is None or extent(vector) >= SQUARE // 2 or not isinstance(index, Expr):
+        return axes
+    return sorted(axes, key=lambda axis: -index.poly.get((axis.variable,), 0))
 
 
 def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:

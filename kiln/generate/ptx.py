@@ -12,6 +12,7 @@ from kiln.generate.functions import compute_type
 from kiln.generate.grid import (
     SQUARE,
     WIDEST,
+    as_written,
     has_weights,
     largest_and_sum,
     loads_before_folds,
@@ -102,7 +103,7 @@ class GridEmitter(Online):
 
     def outer(self) -> list[Axis]:
         """The kept axes that do not run in the elements of a thread."""
-        return [a for a in self.nest.kept if a is not self.vector]
+        return as_written(self.nest, self.vector, [a for a in self.nest.kept if a is not self.vector])
 
     # Without folds
 

@@ -218,9 +218,9 @@ def _group_norm_backward(
 
 def _in_own_order(x: Tensor) -> Any:
     """A tensor like `x`, contiguous or channels-last as it is; on GPUs contiguous."""
-    if is_plain(x) or x.device.type != "cpu":
+    if x.is_contiguous() or x.device.type != "cpu":
         return similar(x)
-    last = x.dim() == 4 and not x.is_contiguous() and is_channels_last(x.shape, x.stride())
+    last = x.dim() == 4 and is_channels_last(x.shape, x.stride())
     return make(x.shape, channels_last(x.shape), x.dtype, x.device) if last else NotImplemented
 
 

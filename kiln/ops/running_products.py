@@ -1,7 +1,7 @@
 """The gradient of a running product, for versions of PyTorch that make one of a fake element by element.
 
-Those take it apart above autograd, where no `__torch_dispatch__` sees it, in as many ops as a row has elements.
-A dispatch key that comes with the thread, as modes have, leads to the kernel here; every other op passes it by.
+Those take it apart above autograd, where no `__torch_dispatch__` sees it, in ops for each element of a row. A
+dispatch key that comes with the thread, as modes have, leads to the kernel here; every other op passes it by.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.support import EAGER, kiln, one_graph, same_as_eager
+from tests.support import EAGER, kiln, one_graph, same_as_eager, t
 
 needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
 
@@ -250,3 +250,33 @@ def test_a_size_is_not_guessed_where_the_graph_has_written():
 
     with pytest.raises(kiln.Break):
         kiln.compile(f, backend="eager", fullgraph=True)(torch.ones(2), torch.tensor(3))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0, float("nan")])
+def test_the_larger_of_a_tensor_and_a_number_is_chosen_in_the_graph(sign):
+    def f(x, mask):
+        hinge = max(x[0] - x[1], 0) + max(0.5, x[2]) * min(x.sum(), 1)
+        return x.sum() / max(mask.sum(), 1) + hinge, torch.stack([max([x[0], x[1], x[2]]), min(x[0], x[1])])
+
+    one_graph(f, (t(3) * sign).requires_grad_(), t(3, dtype=torch.int64))
+    one_graph(f, (t(3) * sign).requires_grad_(), torch.zeros(3, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: max(x.long().sum(), 1.5) * x,  # an int or a float
+        lambda x: max(x[:1], 1) * x,  # a tensor of one dimension or a number
+        lambda x: max(x[0], x.double()[1]) * x,
+        lambda x: max(x[0], x.detach()[1]) * x,
+    ],
+)
+def test_a_choice_that_decides_on_more_than_a_number_breaks(f):
+    assert same_as_eager(f, t(3, grad=True)).breaks == 1
+
+
+@pytest.mark.parametrize("places", [(), (2,)])
+def test_tensors_are_not_rounded_by_the_builtin(places):
+    compiled = kiln.compile(lambda x: round(x, *places), backend="eager")
+    with pytest.raises(TypeError, match="__round__"):
+        compiled(torch.ones(()))

@@ -323,6 +323,14 @@ def test_pools_of_rows_are_packed_where_eagers_are():
             assert kiln.compile(pool, backend="kiln")(given).stride() == pool(given).stride()
 
 
+def test_strides_of_extents_of_one_are_eagers():
+    x = torch.randn(2, 1, 2).transpose(0, 1)  # (1, 2, 2) with strides (2, 2, 1)
+    for norm in (lambda x: F.layer_norm(x, (2,)), lambda x: F.rms_norm(x * 2, (2,)), lambda x: F.group_norm(x, 1)):
+        for given in (x, x.clone().requires_grad_()):
+            kiln.reset()
+            assert kiln.compile(norm, backend="kiln")(given).stride() == norm(given).stride()
+
+
 def test_many_tensors():
     same(lambda *given: functools.reduce(torch.add, given), *[torch.randn(3) for _ in range(300)])
     same(lambda x: tuple(x + i for i in range(70)), torch.randn(3))

@@ -157,7 +157,7 @@ def test_an_infinity_last_in_its_row_is_its_mean(shape, dims):
             x = rand(*shape)
             for place in places:
                 x[tuple(place)] = value
-            check(lambda a: torch.var_mean(a, dims), x, kernels=1, calls=("view", "view"))
+            check(lambda a: torch.var_mean(a, dims), x, kernels=1)
             check(lambda a: F.layer_norm(a, shape[-1:]), x)
 
 

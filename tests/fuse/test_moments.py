@@ -77,3 +77,19 @@ def test_windows_choose_the_last_of_several_nan():
         (values, places), (expected, chosen) = compile_graph(recorded(pooled, x))([x]), pooled(x)
         assert torch.equal(places, chosen)
         torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape, dim", [((1 << 18,), 0), ((6000, 96), 0), ((64, 4096), 1), ((8, 4, 60, 50), (0, 2, 3))])
+@pytest.mark.parametrize("scale", [1e19, 1e17, 1e-21, 1e-25])
+@pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)])
+def test_variances_whose_squares_leave_float32(shape, dim, scale, dtype, far):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * scale).to(dtype)
+    for got, eager in zip(compile_graph(recorded(lambda a: moments(a, dim), x))([x]), moments(x, dim), strict=True):
+        torch.testing.assert_close(got, eager, rtol=far, atol=far * scale * min(scale, 1))
+
+
+@pytest.mark.parametrize("rows", [64, 2])
+def test_a_norm_of_numbers_whose_squares_overflow_is_0(rows):
+    x = torch.randn(rows, 1 << 17, generator=torch.Generator().manual_seed(0)) * 1e18
+    (got,) = compile_graph(recorded(lambda a: F.layer_norm(a, a.shape[-1:]), x))([x])
+    assert not got.any() and not F.layer_norm(x, x.shape[-1:]).any()

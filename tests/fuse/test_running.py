@@ -130,6 +130,14 @@ def test_a_recurrence_goes_step_by_step():
     assert torch.equal(got, torch.stack(expected))
 
 
+def test_eagers_numerics_of_a_recurrence():
+    def f(a, b):
+        return torch.ops.kiln.recurrence(a * 2, 0, b)
+
+    x, factor = rand(50, 33), rand(50, 33)
+    assert torch.equal(kiln.compile(f, options={"numerics": "eager"})(x, factor), f(x, factor))
+
+
 def test_gradients_of_a_recurrence():
     x, factor = (rand(2, 5, 3).double().requires_grad_() for _ in range(2))
     assert torch.autograd.gradcheck(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), (x, factor))

@@ -11,7 +11,7 @@ from kiln.ops.expansions.support import Some, extent, narrowed, wide, widened
 from kiln.ops.table import Rule, aten, expansion, expansions
 
 
-def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Variance, mean and the reciprocal of the deviation over `dims`, which stay with the extent 1."""
     spread, middle = torch.var_mean(x, dims, correction=0, keepdim=True)
     return spread, middle, torch.rsqrt(spread + eps)
@@ -46,12 +46,14 @@ def _summed(x: Tensor, dims: list[int], like: Tensor) -> Tensor:
 
 
 @expansion(aten.native_layer_norm.default)
-def layer_norm(x: Tensor, shape: list[int], weight: Some, bias: Some, eps: float) -> Any:
+def layer_norm(
+    x: Tensor, shape: list[int], weight: Some, bias: Some, eps: float, *, statistics: Rule = statistics
+) -> Any:
     if 0 in x.shape:
         return NotImplemented
     dims = list(range(x.dim() - len(shape), x.dim()))
     wider = widened(x)
-    _, middle, scale = _statistics(wider, dims, eps)
+    _, middle, scale = statistics(wider, dims, eps)
     out = _affine((wider - middle) * scale, weight, bias).to(x.dtype)
     return out, *narrowed((middle, scale), _kept_dtype(x, weight))
 
@@ -112,14 +114,17 @@ def _side_by_side(x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, T
 
 
 @expansion(aten.native_group_norm.default)
-def group_norm(x: Tensor, weight: Some, bias: Some, n: int, c: int, hxw: int, groups: int, eps: float) -> Any:
+def group_norm(
+    x: Tensor, weight: Some, bias: Some, n: int, c: int, hxw: int, groups: int, eps: float, *,
+    statistics: Rule = statistics,
+) -> Any:  # fmt: skip
     if 0 in x.shape:
         return NotImplemented
     if x.device.type == "cpu" and x.dim() > 2 and x.stride(1) == 1 and c > 1:
         out, middle, scale = _side_by_side(widened(x), groups, eps)
     else:
         parts = _grouped(widened(x), groups)
-        _, middle, scale = _statistics(parts, list(range(2, parts.dim())), eps)
+        _, middle, scale = statistics(parts, list(range(2, parts.dim())), eps)
         out = ((parts - middle) * scale).reshape(x.shape)
     kept = x.dtype if weight is None else weight.dtype
     out = _by_channel(out, weight, bias).to(x.dtype)

@@ -96,6 +96,9 @@ def _or_none(x: Tensor, dims: Any, found: Tensor, keepdim: bool) -> Tensor:
 
 
 def _deviation(x: Tensor, dims: Any = None, correction: Any = None, keepdim: bool = False) -> Any:
+    if x.device.type == "cpu" and x.dtype is torch.float32:  # a mean of float64 is that of equal floats
+        spread, middle = _moments(x.to(torch.float64), dims, correction, keepdim)
+        return torch.sqrt(spread).to(x.dtype), middle.to(x.dtype)
     spread, middle = _moments(x, dims, correction, keepdim)
     return torch.sqrt(_or_none(x, dims, spread, keepdim)), middle
 

@@ -1,0 +1,124 @@
+"""Modules of one class that are compiled one by one, and modules that come along one path: one graph for all."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import kiln
+
+X = torch.linspace(-1, 1, 64).reshape(2, 4, 8)
+
+
+class Plain(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.rise, self.fall, self.norm = nn.Linear(8, width), nn.Linear(width, 8), nn.LayerNorm(8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.norm(x)
+        x = x + self.attend(y, y, y, need_weights=False)[0]
+        return x + self.fall(self.rise(x).relu()) * self.calls
+
+
+@pytest.fixture
+def Block():  # noqa: N802
+    """A class of its own, so that nothing is shared with other tests."""
+    return type("Block", (Plain,), {})
+
+
+def as_twins(blocks, **how):
+    return [kiln.compile(block, **how) for block in blocks]
+
+
+def in_place(blocks, **how):
+    """What `Module.compile` does."""
+    for block in blocks:
+        block._compiled_call_impl = kiln.compile(block._call_impl, **how)
+    return blocks
+
+
+@pytest.mark.parametrize("compiled", [as_twins, in_place])
+def test_blocks_that_are_compiled_one_by_one_have_one_graph(Block, compiled):
+    blocks = [Block() for _ in range(4)]
+    plain = copy.deepcopy(blocks)
+    with kiln.records() as seen:
+        made = compiled(blocks, backend="eager")
+        for _ in range(2):
+            for block, expected in zip(made, plain, strict=True):
+                out, wanted = block(X), expected(X)
+                assert out.equal(wanted)
+                out.sum().backward(), wanted.sum().backward()
+    for block, expected in zip(blocks, plain, strict=True):
+        assert all(a.grad.equal(b.grad) for a, b in zip(block.parameters(), expected.parameters(), strict=True))
+        assert block.calls == 2
+    assert (len(seen.graphs), len(seen.breaks), len(seen.recompiles)) == (1, 0, 0)
+
+
+def graphs(run):
+    with kiln.records() as seen:
+        run()
+    return len(seen.graphs)
+
+
+def test_a_block_that_was_called_is_compiled_for_itself(Block):
+    first, second = (kiln.compile(block, backend="eager") for block in (Block(), Block()))
+    apart = kiln.compile(Block(), backend="eager", fullgraph=True)
+    assert graphs(lambda: (first(X), second(X))) == 1 and graphs(lambda: apart(X)) == 1
+    late = kiln.compile(Block(), backend="eager", fullgraph=True)  # the one before was called alone
+    assert graphs(lambda: late(X)) == 1
+    joins = kiln.compile(Block(), backend="eager")
+    assert graphs(lambda: joins(X)) == 0
+
+
+def test_what_is_built_otherwise_has_graphs_of_its_own(Block):
+    wide, frozen, hooked = Block(16), Block().requires_grad_(False), Block()
+    hooked.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    for other in (wide, frozen, hooked):
+        both = as_twins([Block(), other], backend="eager", fullgraph=True)
+        assert graphs(lambda both=both: [block(X) for block in both]) == 2
+
+
+def test_explain_compiles_anew(Block):
+    blocks = [Block() for _ in range(2)]
+    for compiled in as_twins(blocks):
+        compiled(X)
+    assert kiln.explain(blocks[1])(X).graph_count == 1
+
+
+def test_a_block_that_goes_leaves_nothing(Block):
+    blocks = [Block() for _ in range(3)]
+    made = as_twins(blocks, backend="eager")
+    for block in made:
+        block(X)
+    gone = weakref.ref(blocks.pop(0))
+    del made[0], block
+    gc.collect()
+    assert gone() is None and graphs(lambda: made[0](X)) == 0
+
+
+def test_modules_along_one_path_have_two_graphs(Block):
+    run = kiln.compile(lambda block, x: block(x), backend="eager")
+    blocks = [Block() for _ in range(4)]
+    assert graphs(lambda: [run(block, X) for block in blocks]) == 2
+
+
+def test_for_inference_each_has_what_follows_from_its_weights(Block):
+    for eval_first in (True, False):
+        blocks = [Block() for _ in range(12)]
+        if eval_first:
+            made = as_twins([block.eval() for block in blocks], backend="eager")
+        else:
+            made = as_twins(blocks, backend="eager")
+            [block.eval() for block in blocks]
+        with torch.no_grad():
+            assert graphs(lambda made=made: [block(X) for block in made]) == 12
+            assert graphs(lambda made=made: [block(X) for block in made]) == 0
