@@ -75,11 +75,12 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
         case torch.nn.Module():
             function = modules.call_function(model)
             named = replace(asked, name=type(model).__qualname__)
-            return modules.twin(model, MethodType(_region(function, named, None if apart else model), model), again)
+            called = _region(function, named, None if apart else model)
+            return modules.twin(model, MethodType(called, model), again)
         case FunctionType() if model.__globals__.get("__name__", "").startswith("torch._functorch."):
             # What a transform makes is captured where it is called.
-            called: Any = functools.wraps(model)(lambda *args, **kwargs: model(*args, **kwargs))
-            return _shared(called, asked)
+            outer: Any = functools.wraps(model)(lambda *args, **kwargs: model(*args, **kwargs))
+            return _shared(outer, asked)
         case FunctionType():
             return _shared(model, asked)
         case MethodType():

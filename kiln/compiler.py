@@ -57,13 +57,13 @@ def kiln(
             module, examples, forward, backward, inference,
             random=settings.draws, held=held, tries=tries, dump=dump,
             short=settings.freeze and not settings.exact and not settings.tunes and not seen,
-            arrange=(lambda graph: graph) if settings.exact else arranged,
+            arrange=(lambda graph: graph) if settings.exact else partial(arranged, records=settings.records),
         )
 
 
-def arranged(graph: Graph) -> Graph:
-    """A graph of forward and backward ops as it is parted."""
-    return in_steps(padded(side_by_side(without_statistics(graph))))
+def arranged(graph: Graph, records: bool = False) -> Graph:
+    """A graph of forward and backward ops as it is parted; `records`: its calls may be recorded."""
+    return in_steps(padded(side_by_side(without_statistics(graph), records)))
 
 
 # It needs no code of the graph module.

@@ -111,9 +111,9 @@ def module_region(function: types.FunctionType, module: torch.nn.Module, asked: 
     for known, (first, family) in list(COMPILED.items()):
         other = first()
         fits = type(other) is type(module) and known.function is function and family.options.like(asked)
-        free = family.many or not known.entries
+        free = family.modules > 1 or not known.entries
         if other is not None and other is not module and fits and free and modules.alike(module, other):
-            family.many = True
+            family.modules += 1
             return known
     made = make_region(function, family := Family(asked))
     COMPILED[made] = ref(module), family
@@ -192,11 +192,14 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     ):
         region.limit_hit = True
         return None
-    unstable = frozenset(str(found[0].source) for _, found in failing if found)
+    first_failing = [found[0] for _, found in failing if found]
+    often = Counter(str(guard.source) for guard in first_failing)
+    unstable = frozenset(name for g in first_failing if often[name := str(g.source)] >= g.patience)
     if family.modules > 1:
-        its_own = not torch.is_grad_enabled() or modules.watched(argv[0])
-        module = {function.__code__.co_varnames[0]}
-        unstable = unstable - module if its_own else unstable | module
+        names = function.__code__.co_varnames
+        given = {name: v for name, v in zip(names, argv, strict=False) if isinstance(v, torch.nn.Module)}
+        its_own = not torch.is_grad_enabled() or any(map(modules.watched, given.values()))
+        unstable = unstable - given.keys() if its_own else unstable | given.keys()
     known = [entry.info.guards for entry in entries]
     first = stance in live.FIRST_AS_IS and not entries and region not in family.first
     if first:

@@ -122,3 +122,15 @@ def test_for_inference_each_has_what_follows_from_its_weights(Block):
         with torch.no_grad():
             assert graphs(lambda made=made: [block(X) for block in made]) == 12
             assert graphs(lambda made=made: [block(X) for block in made]) == 0
+
+
+def test_what_goes_on_after_a_break_is_shared_too(Block):
+    class Broken(Block):
+        def forward(self, x):
+            x = super().forward(x)
+            kiln.graph_break()
+            return self.norm(x)
+
+    made = as_twins([Broken() for _ in range(4)], backend="eager")
+    assert graphs(lambda: [block(X) for block in made]) == 2
+    assert graphs(lambda: [block(X) for block in made]) == 0

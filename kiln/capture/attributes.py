@@ -381,7 +381,8 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if isinstance(found, (types.MethodDescriptorType, types.WrapperDescriptorType)):
         return m.native(getattr, value, name)
     if name in RECORDED:
-        value.value = None  # what is written through `data` leaves no trace in the tensor's version
+        # What is written through `data` leaves no trace in the tensor's version.
+        value.value, value.value_version = None, -1
         return m.torch_call(getattr, (value, name), {})
     if isinstance(found, property):
         return m.call(found.fget, (value,))

@@ -49,7 +49,7 @@ from kiln.capture.recorder import Recorder, describe
 from kiln.capture.variables import PASSIVE, read_all
 from kiln.capture.world import MISSING, World
 from kiln.check.guards import Distinct, FunctionState
-from kiln.ops.fake import FakeTensor, constant_of
+from kiln.ops.fake import FakeTensor, needed
 
 CO_GENERATOR, CO_COROUTINE, CO_ASYNC_GENERATOR = 0x20, 0x80, 0x200
 
@@ -298,7 +298,7 @@ class Machine:
         if kind is bool:
             return bool(value)
         if kind is FakeTensor:
-            known = constant_of(value)
+            known = needed(value)
             if known is not None:
                 return bool(self.native(bool, known))
             raise expected.refusal()

@@ -16,7 +16,7 @@ from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import MISSING, nested
-from kiln.ops.fake import LITERALS, FakeTensor, constant_of
+from kiln.ops.fake import LITERALS, FakeTensor, constant_of, needed
 
 #: The names of the special methods behind operators, without underscores.
 DUNDER = {
@@ -239,7 +239,7 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
             return m.call(hook, (key,))
         return m.native(operator.getitem, container, key)
     if type(key) is FakeTensor and isinstance(container, (list, tuple, str, range)):
-        if constant_of(key) is not None:
+        if needed(key) is not None:
             return getitem(m, container, m.native(operator.index, constant_of(key)), mode)
         why = "a tensor is used as an index of a Python sequence"
         raise Break("data-dependent", why, "index a tensor, or keep the index an int")

@@ -31,12 +31,14 @@ from kiln.check.guards import (
     SetEquals,
     TypeIs,
 )
-from kiln.check.torch_guards import facts
+from kiln.check.torch_guards import Holds, facts
 from kiln.check.tree import STEPS, Moved, Pattern
 from kiln.ops.fake import FakeTensor, fake_like
 
 #: Guards that say the same of another path.
-MOVABLE = frozenset({TypeIs, Is, Equals, Length, Keys, Contains, Absent, SetEquals, FunctionState, Custom})
+MOVABLE = frozenset({
+    TypeIs, Is, Equals, Length, Keys, Contains, Absent, SetEquals, FunctionState, Custom, Holds,
+})  # fmt: skip
 #: What a module may hold that decides, unguarded, how it is called.
 CALLED_OTHERWISE = ("_compiled_call_impl", "_initialize_hook")
 

@@ -221,6 +221,10 @@ class Recorder:
         """Whether `fake` was registered here or made by a recorded call."""
         return id(fake) in self._bindings
 
+    def attribute(self, node: Node) -> Any:
+        """The object that a node reads from the graph module."""
+        return self._attrs[str(node.target)]
+
     def given(self) -> list[tuple[FakeTensor, torch.Tensor]]:
         """The tensors from outside, each with its fake."""
         return [(self.fakes[id(real)], real) for real in self._alive if id(real) in self.fakes]
@@ -369,10 +373,14 @@ class Recorder:
         self._refuse(func, args)
         args, kwargs = mapped(args, self._faked), mapped(kwargs, self._faked)
         writes = self.dispatch.writes
+        LITERALS.read.clear()
         if self.around is None:
             result = self._on_fakes(run, func, args, kwargs)
         else:
             result = self._on_fakes(self.around, run, func, args, kwargs)
+        if LITERALS.read:  # tensors whose numbers torch has taken: the graph does with these
+            taken = {id(fake): fake.value.item() for fake in LITERALS.read if fake.value is not None}
+            args, kwargs = mapped((args, kwargs), lambda v: taken.get(id(v), v))
         return self._record(func, args, kwargs, result, wrote=self.dispatch.writes != writes)
 
     def _on_fakes(self, function: Callable[..., Any], *args: Any) -> Any:

@@ -133,6 +133,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     varying.scope.place = machine.place
     varying.scope.assume = partial(open_numbers.assume_sizes, machine)
     machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
+    LITERALS.look = partial(open_numbers.settled, machine)
     recorder.where = machine.where
     recorder.within = listener(machine)
     names = slot_names(function.__code__)
@@ -209,7 +210,8 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
 def release(machine: Machine, root: Frame) -> None:
     """Let go of the program's objects, which a capture's parts would hold in cycles until a collection."""
     machine.ended = True
-    machine.world.machine = None
+    machine.world.machine = LITERALS.look = None
+    LITERALS.read.clear()
     # Tensors with symbolic sizes hold the scope where no collector sees it.
     machine.world.varying.scope.place = machine.world.varying.scope.assume = None
     for frame in (root, *(machine.broken or ())):

@@ -105,7 +105,7 @@ def gradients(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """One node, where all that may lead from the inputs to the outputs is in the graph."""
     if m.copies:
         raise Recalled  # what copies of nodes give has no history
-    chosen = {id(value) for value in nested(args[1:] or kwargs.get("inputs"))}
+    chosen = {id(value) for value in nested((args[1:], kwargs.get("inputs")))}
     for fake, real in m.recorder.given():
         if real.requires_grad and (real._backward_hooks if id(fake) in chosen else not real.is_leaf):
             why = "gradients may flow through what was computed outside, or to hooks"

@@ -44,6 +44,9 @@ class Guard:
     check: ClassVar[int] = _hook.CHECK_TEST
     """The kind of the check in C; another than a call of `test` takes the guard's one fact."""
 
+    patience: ClassVar[int] = 1
+    """How many entries must fail by it before what it is about is taken to vary."""
+
     def emit(self) -> tuple[int, Any]:
         """The kind and the operand of the check in C."""
         return self.check, self.test if self.check == _hook.CHECK_TEST else self._facts()[0]

@@ -119,3 +119,24 @@ class GlobalState(Guard):
 
     def key(self) -> object:
         return GlobalState, tuple(self.state.items())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holds(Guard):
+    """The numbers in a short tensor that decides what a program does: a flag, which is set once or twice."""
+
+    patience = 4
+    value: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"{self.source} holds {self.value.tolist()}"
+
+    def test(self, value: Any) -> bool:
+        alike = isinstance(value, torch.Tensor) and torch.equal(value, self.value)
+        return alike and (not value.is_floating_point() or value.signbit().equal(self.value.signbit()))
+
+    def describe(self, value: Any) -> str:
+        return f" held {self.value.tolist()}, now {value.tolist()}"
+
+    def key(self) -> object:
+        return Holds, self.source, str(self.value)

@@ -13,7 +13,7 @@ from operator import getitem
 from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
-from kiln.expand import stems
+from kiln.expand import activated, stems
 from kiln.expand.pools import WINDOW, Window
 from kiln.expand.relayout import Relayout
 from kiln.ops.table import aten
@@ -25,19 +25,27 @@ ASKED = 4  # windows around a place that its gradient is gathered from
 FEWEST = 3
 
 
-def side_by_side(graph: Graph) -> Graph:
-    """The graph with its convolutions, and their gradients, over channels that lie side by side."""
+def side_by_side(graph: Graph, fuses: bool = False) -> Graph:
+    """The graph with its convolutions, and their gradients, over channels that lie side by side.
+
+    `fuses`: calls are recorded, so that it does not matter that those which do more take the host longer.
+    """
     found = [node for node in graph.nodes if node.op in MAKERS]
     made: dict[Node, Any] = {node: partial(PATCHES[node.op], node) for node in found if takes_patches(node)}
-    rest = [node for node in found if node not in made]
+    rest, covered = [node for node in found if node not in made], set[Node]()
     if len(rest) >= FEWEST and all(map(fits, rest)):
         made |= {node: partial(MAKERS[node.op], node) for node in rest}
+        if fuses and activated.can_fuse(rest[0].spec.device):
+            for end, chain in activated.chains(graph, rest).items():
+                made[end] = partial(fused, end, chain)
+                covered |= {*chain.between}
         users, outputs = graph.users(), set(nodes_in(graph.outputs))
         for node in graph.nodes:
             if node.op is POOL and pools_in_loops(node, users, outputs):
                 made[node] = partial(pool, node)
                 made.update((user, partial(pool_gradient, user)) for user in gradients_of(node, users))
-    return Relayout(graph, made, ()).run() if made else graph
+    made = {node: maker for node, maker in made.items() if node not in covered}
+    return Relayout(graph, made, covered).run() if made else graph
 
 
 def takes_patches(node: Node) -> bool:
@@ -112,32 +120,48 @@ def turned(spec: TensorSpec) -> TensorSpec:
     return replace(spec, stride=(row * height, 1, row, channels), offset=0)
 
 
-def operands(node: Node, walk: Relayout) -> tuple[Any, ...]:
-    """The arguments of a convolution, with its images and filters turned."""
+def operands(node: Node, walk: Relayout, *instead: Any) -> list[Any]:
+    """The arguments of a convolution, with its images and filters turned; filters and bias may be others."""
     many = OPERANDS[node.op]
-    tensors: list[Node] = [walk.values[read] for read in node.args[:many]]
-    given = [walk.with_strides(one, turned(one.spec).stride) for one in tensors]
-    return *given, *[walk.value(one) for one in node.args[many:]]
+    given = [walk.value(one) for one in node.args]
+    given[1 : 1 + len(instead)] = instead
+    if stems.takes_columns(node, many - 2):
+        made = stems.unfolded(node, many - 2, given[many - 2 : many], walk)
+        given[many - 2 : many], given[many + 1 : many + 3] = made[:2], made[2:]
+    given[:many] = [walk.with_strides(one, turned(one.spec).stride) for one in given[:many]]
+    return given
 
 
 def convolution(node: Node, walk: Relayout) -> Node:
-    if stems.takes_columns(node):
-        walk.recording.stands_at(node)
-        image, filters, step, around = stems.unfolded(node, walk)
-        plain = [walk.with_strides(one, turned(one.spec).stride) for one in (image, filters)]
-        given = *plain, walk.value(node.args[2]), step, around, *node.args[5:]
-    else:
-        given = operands(node, walk)
+    given = tuple(operands(node, walk))
     return walk.graph.call(node.op, given, dict(node.kwargs), spec=turned(node.spec), like=node)
+
+
+def fused(end: Node, chain: activated.Chain, walk: Relayout) -> Node:
+    """A convolution with what follows it, up to a relu."""
+    walk.recording.stands_at(end)
+    image, filters, bias, *how = operands(chain.convolution, walk, *activated.folded(chain, walk))
+    step, around, apart, _, _, groups = how
+    spec, more = turned(end.spec), []
+    if chain.added is not None:
+        more = [walk.with_strides(walk.values[chain.added], spec.stride), 1.0]
+    op = activated.ADD_RELU if more else activated.RELU
+    given = image, filters, *more, bias, step, around, apart, groups
+    return walk.graph.call(op, given, {}, spec=spec, like=end)
 
 
 def gradients(node: Node, walk: Relayout) -> tuple[Node | None, ...]:
     """The gradients of an image and of filters, turned, and of what was added."""
     image, filters, added = node.spec
-    specs = [None if spec is None else turned(spec) for spec in (image, filters)]
+    given, columns = tuple(operands(node, walk)), stems.takes_columns(node, 1)
+    of_filters = given[2].spec if columns and filters is not None else filters
+    specs = [None if spec is None else turned(spec) for spec in (image, of_filters)]
     specs.append(added)
-    whole = walk.graph.call(node.op, operands(node, walk), dict(node.kwargs), spec=tuple(specs), like=node)
-    return tuple([None if spec is None else result(walk, whole, i, spec) for i, spec in enumerate(specs)])
+    whole = walk.graph.call(node.op, given, dict(node.kwargs), spec=tuple(specs), like=node)
+    made = [None if spec is None else result(walk, whole, i, spec) for i, spec in enumerate(specs)]
+    if columns and made[1] is not None:
+        made[1] = stems.folded(made[1], filters, walk)
+    return tuple(made)
 
 
 def result(walk: Relayout, whole: Node, place: int, spec: TensorSpec) -> Node:

@@ -37,9 +37,10 @@ def takes_patches(node: Node, first: int) -> bool:
     return list(size) == pair(stride) and max(size) > 1 and not any(padding)
 
 
-def takes_columns(node: Node) -> bool:
+def takes_columns(node: Node, first: int) -> bool:
     """Whether the columns of the filters of a convolution are to be channels."""
-    return is_plain(node, 0) and pair(node.args[3])[1] > 1
+    wanted = bool(first) and node.spec[0] is not None  # the image's gradient stays as it is
+    return is_plain(node, first) and pair(node.args[first + 3])[1] > 1 and not wanted
 
 
 def pair(given: Any) -> list[Any]:
@@ -102,21 +103,40 @@ def gradients(node: Node, walk: Relayout) -> tuple[Node | None, ...]:
 # Columns of filters as channels
 
 
+def zeros_for(channels: int, size: int) -> int:
+    """How many columns of zeros are added to those of each channel: all that eight lack, or none."""
+    more = -size % FEW
+    return more if channels * more == -(channels * size) % FEW else 0
+
+
 def columns(x: FakeTensor, size: int, step: int) -> Any:
     """Each window of so many columns as channels; those of zeros are added up to a multiple of eight."""
     batch, channels, height, _ = x.shape
     x = aten.permute.default(aten.unfold.default(x, 3, size, step), [0, 1, 4, 2, 3])
-    if channels * (size + -size % FEW) == channels * size + -(channels * size) % FEW:
-        x = aten.constant_pad_nd.default(x, [0, 0, 0, 0, 0, -size % FEW])
+    x = aten.constant_pad_nd.default(x, [0, 0, 0, 0, 0, zeros_for(channels, size)])
     x = aten.reshape.default(x, [batch, -1, height, x.shape[-1]])
     return aten.constant_pad_nd.default(x, [0, 0, 0, 0, 0, -x.shape[1] % FEW])
 
 
-def unfolded(node: Node, walk: Relayout) -> tuple[Node, Node, list[int], list[int]]:
+def folded(node: Node, like: TensorSpec, walk: Relayout) -> Node:
+    """What such filters have in their columns as filters of this type."""
+    many, channels, height, size = like.shape
+    each = size + zeros_for(channels, size)
+    with walk.recording:
+        x = aten.slice.Tensor(walk.fake(node), 1, 0, channels * each)
+        x = aten.reshape.default(x, [many, channels, each, height])
+        x = aten.permute.default(aten.slice.Tensor(x, 2, 0, size), [0, 1, 3, 2])
+    return walk.recording.node(x)
+
+
+def unfolded(
+    node: Node, first: int, operands: list[Node], walk: Relayout
+) -> tuple[Node, Node, list[int], list[int]]:
     """The image and the filters of a convolution with columns as channels, its steps and its zeros around."""
-    x, filters = (walk.fake(walk.values[read]) for read in node.args[:2])
-    (down, along), (above, beside) = map(pair, node.args[3:5])
-    size, width = filters.shape[3], node.spec.shape[3]
+    x, filters = map(walk.fake, operands)
+    (down, along), (above, beside) = map(pair, node.args[first + 3 : first + 5])
+    size, width = filters.shape[3], (node.args[0] if first else node).spec.shape[3]
+    walk.recording.stands_at(node)
     with walk.recording:
         reach = along * (width - 1) + size - beside
         x = aten.slice.Tensor(x, 3, 0, reach) if reach < x.shape[3] else x

@@ -26,9 +26,9 @@ def convolution_backward(
     if not all(type(n) is int for n in (*x.shape, *grad.shape)) or x.device.type != "cpu" or 0 in grad.shape:
         return NotImplemented
     dense = grad.is_contiguous() and x.is_contiguous() and weight.is_contiguous()
-    one = all(n == 1 for n in (groups, x.shape[0], *weight.shape[2:], *stride))
-    if one and dense and not any(padding):
-        return _of_one_place(grad, x, weight, mask)
+    one = all(n == 1 for n in (groups, x.shape[0], *weight.shape[2:])) and not any(padding)
+    if one and dense:
+        return _of_one_place(grad, x, weight, stride, mask)
     alone = groups == x.shape[1] == weight.shape[0] and tuple(dilation) == (1, 1)
     if not alone or tuple(stride) not in ((1, 1), (2, 2)):
         return NotImplemented
@@ -50,15 +50,26 @@ def convolution_backward(
     )
 
 
-def _of_one_place(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Any:
+def _of_one_place(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stride: Any, mask: list[bool]
+) -> Any:
     """Two products over one image, where eager's kernel unfolds images into columns first."""
-    planes, image = grad.view([grad.shape[1], -1]), x.view([x.shape[1], -1])
+    planes = grad.view([grad.shape[1], -1])
     filters = weight.view([weight.shape[0], weight.shape[1]])
+    seen = x[:, :, :: stride[0], :: stride[1]].contiguous().view([x.shape[1], -1])
     return (
-        aten.mm(filters.t(), planes).view(x.shape) if mask[0] else None,
-        aten.mm(planes, image.t()).view(weight.shape) if mask[1] else None,
+        _spread(aten.mm(filters.t(), planes), grad.shape[2:], stride, x.shape) if mask[0] else None,
+        aten.mm(planes, seen.t()).view(weight.shape) if mask[1] else None,
         planes.sum(1) if mask[2] else None,
     )
+
+
+def _spread(planes: torch.Tensor, places: Any, stride: Any, shape: Any) -> torch.Tensor:
+    """An image with the elements of planes at every so many places, and zeros between them."""
+    rows, columns = (n * step for n, step in zip(places, stride, strict=True))
+    apart = planes.view([shape[1], places[0], 1, places[1], 1])
+    whole = aten.constant_pad_nd(apart, [0, stride[1] - 1, 0, 0, 0, stride[0] - 1], 0.0)
+    return whole.view([1, shape[1], rows, columns])[:, :, : shape[2], : shape[3]].contiguous()
 
 
 def _of_one_channel(

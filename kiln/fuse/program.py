@@ -38,7 +38,7 @@ FAR = 8
 #: Single numbers that are worth a kernel of their own before all others.
 FEWEST = 4
 #: Bytes of memory that are worth another order of steps.
-MUCH = 16 << 10
+MUCH = 4 << 10
 
 
 Uses: TypeAlias = tuple[list[Node], list[Node]]

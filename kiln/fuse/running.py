@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kiln.ops.layout import INEXACT
 from kiln.ops.reductions import running_max, running_min
 from kiln.ops.table import aten
 
@@ -48,7 +49,7 @@ def in_order(op: Any) -> Callable[..., Any]:
     def expanded(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
         if x.device.type != "cpu" or not x.dim():
             return elsewhere(x, dim, dtype=dtype)
-        out = dtype or (x.dtype if x.is_floating_point() else torch.int64)
+        out = dtype or (x.dtype if x.dtype in INEXACT else torch.int64)
         carried = CARRIED.get(out, out)
         if carried == x.dtype and out == x.dtype:
             return NotImplemented

@@ -26,6 +26,7 @@ SMALL = APART, APART >> 2, APART >> 4  # bytes from which on values may have it
 LITTLE = 128  # times that something is less than what a program needs at once, so that it counts for little
 SPARE = 8 << 10  # bytes of an arena that count for nothing
 MUCH = 16 << 20  # bytes that take so long to make that the time for memory is nothing
+LONG = 4 << 20  # bytes that a program needs at once that runs so long that small values may have memory, too
 
 #: The namespaces whose ops keep nothing of what they are given.
 FORGETFUL = frozenset({"aten", "prims", "mkl", "mkldnn", "onednn", "quantized"})
@@ -214,7 +215,7 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     if not any(node.backward for node in events.program.graph.nodes) and not any(map(_takes, events.listed)):
         if left * LITTLE <= most:
             return math.inf
-    little = max(SPARE, most // LITTLE)
+    little = max(SPARE, most // LITTLE) if most < LONG else 0
     return next((apart for apart in SMALL if least([o for o in inside if o.size < apart]) <= little), 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.fake import make, similar
+from kiln.ops.fake import in_order, make, similar
 from kiln.ops.layout import COMPLEX, FLOATS, INEXACT, Mismatch, broadcast, pointwise, wrap_dim
 from kiln.ops.pointwise import like
 from kiln.ops.table import RULES, aten, rule
@@ -91,6 +91,19 @@ def _binary_loss(
     if weight is not None or pos_weight is not None:
         return NotImplemented
     return make((), None, target.dtype, x.device) if reduction else like(target, target.dtype)
+
+
+@rule(aten.binary_cross_entropy.default)
+def _entropy(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1) -> Any:
+    if reduction or x.device.type != "cpu" or x.dtype not in FLOATS:
+        return NotImplemented
+    same = x.shape == target.shape and x.dtype is target.dtype and x.device == target.device
+    return in_order(x) if same and weight is None else NotImplemented
+
+
+@rule(aten.binary_cross_entropy_backward.default)
+def _entropy_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None = None, *_: Any) -> Any:
+    return _entropy(x, target, weight, 0)
 
 
 @rule(aten.huber_loss.default, aten.soft_margin_loss.default)

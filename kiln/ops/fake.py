@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -157,6 +157,12 @@ class Literals:
     printing = 0
     open = True
     left = False
+    look: Callable[[FakeTensor], Tensor | None] | None = None
+    """Gives what else is known of the contents of a tensor, where the program needs them."""
+
+    def __init__(self) -> None:
+        self.read: list[FakeTensor] = []
+        """The tensors whose one number torch has taken, while capturing."""
 
     def reset(self, open: bool = True) -> None:
         self.made = self.left = False
@@ -371,10 +377,12 @@ DATA_HINTS = dict.fromkeys(
 
 def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a data-dependent op gives when its tensors are constants of the program; else Break."""
-    if any(isinstance(t, FakeTensor) and constant_of(t) is None for t in tensors_in((args, kwargs))):
+    tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)]
+    if any(needed(t) is None for t in tensors):
         why = f"{func} needs the values of a tensor"
         raise Break("data-dependent", why, DATA_HINTS.get(str(func), DATA_HINT))
-
+    if LITERALS.look is not None and str(func) in DATA_HINTS:
+        LITERALS.read += tensors
     return literal(func(*lowered(list(args)), **lowered(kwargs)))
 
 
@@ -383,6 +391,15 @@ def constant_of(fake: FakeTensor) -> Tensor | None:
     if fake.value is None or fake._version != fake.value_version:
         return None
     return fake.value
+
+
+def needed(fake: FakeTensor) -> Tensor | None:
+    """The same, where the program cannot go on without."""
+    known = constant_of(fake)
+    if known is None and LITERALS.look is not None and (known := LITERALS.look(fake)) is not None:
+        fake.value, fake.value_version = known, fake._version
+        LITERALS.made = True
+    return known
 
 
 def is_known(tensor: Tensor) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from kiln.base import symbols as s
+from kiln.base.arithmetic import without_quotients
+from kiln.base.expressions import from_poly
 from kiln.base.symbols import LIMIT, Condition, Expr, Scope, Symbol, eq, ge, gt, le, lt, maximum, minimum, ne
 from tests import scopes
 
@@ -320,3 +322,16 @@ def test_a_quotient_and_a_remainder_say_the_number(turned):
         assert scope.decide(fact)
     assert scope.known(eq(n, 2 * m)) and scope.simplify(n - 2 * m) == 0
     assert scope.decide(eq(m, 3)) and scope.simplify(n) == 6
+
+
+def test_quotients_and_remainders_make_up_what_they_are_of() -> None:
+    scope = Scope()
+    i, k = scope.symbol(100), scope.symbol(5)
+    for whole, parts in {
+        i: i % 7 + 7 * (i // 7 % 7) + 49 * (i // 49),
+        62 * k + i + 1: 62 * k + (i + 1) % 62 + 62 * ((i + 1) // 62),
+        3 * i: 3 * (i % 5) + 15 * (i // 5),
+    }.items():
+        assert from_poly(scope, without_quotients(parts.poly)) is whole
+    other = i % 7 + 8 * (i // 7)
+    assert without_quotients(other.poly) == other.poly

@@ -53,7 +53,7 @@ def test_models(training, monkeypatch):
         nn.Conv2d(16, 16, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4),
     ).to(HALF).train(training)  # fmt: skip
     graphs, arrange = [], compiler.side_by_side
-    monkeypatch.setattr(compiler, "side_by_side", lambda graph: graphs.append(arrange(graph)) or graphs[-1])
+    monkeypatch.setattr(compiler, "side_by_side", lambda *given: graphs.append(arrange(*given)) or graphs[-1])
     x = torch.randn(4, 3, 16, 16).to(HALF)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     kiln.reset()

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kiln
+from kiln import compiler
 from kiln.base.fx import runner
 from kiln.expand import channels
 from kiln.ops.record import recorded
@@ -71,6 +72,15 @@ def test_columns_are_channels(kernel, stride, padding, height, width):
     images, filters = (n.spec for n in first.args[:2])
     assert images.shape[1] == filters.shape[1] and images.shape[1] % 8 == 0 == images.shape[1] * filters.shape[3] % 8
     assert filters.shape[3] == 1 and images.stride[1] == filters.stride[1] == 1
+
+
+def test_gradients_of_filters_are_taken_of_columns(monkeypatch):
+    graphs, arrange = [], compiler.side_by_side
+    monkeypatch.setattr(compiler, "side_by_side", lambda *given: graphs.append(arrange(*given)) or graphs[-1])
+    for wanted in (False, True):
+        compared(model(7, 2, 3, True), image(32, 30), wanted)
+        *_, last = [n for n in graphs.pop().nodes if n.op is torch.ops.aten.convolution_backward.default]
+        assert last.args[1].spec.shape[1] == (3 if wanted else 24)
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "height", "width"), PATCHES)

@@ -9,6 +9,7 @@ from kiln.fuse.calls import CALLED
 from kiln.fuse.folds import FOLDS
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.lower import LOWER
+from kiln.fuse.nest import Load
 from kiln.fuse.program import fuse
 from kiln.fuse.steps import Call, Launch
 from kiln.fuse.views import VIEWS
@@ -110,6 +111,9 @@ def test_gradients_of_convolutions_of_one_place_are_products():
     inputs = rand(1, 24, 9, 10), rand(1, 16, 9, 10), rand(24, 16, 1, 1)
     assert steps(backward, *inputs)[0] == ["mm", "mm"]
     check(backward, *inputs, rtol=1e-4, atol=1e-4)
+    apart, strided = backward_of(2, 0, 1, [True, True, True]), (rand(1, 24, 5, 5), rand(1, 16, 9, 10), rand(24, 16, 1, 1))
+    assert steps(apart, *strided)[0] == ["mm", "mm"]
+    check(apart, *strided, rtol=1e-4, atol=1e-4)
     several = rand(2, 24, 9, 10), rand(2, 16, 9, 10), rand(24, 16, 1, 1)
     assert steps(backward, *several)[0] == ["convolution_backward"]
 
@@ -121,6 +125,47 @@ def test_gradients_of_convolutions_of_one_channel_are_loops(side, step, padding)
     inputs = rand(1, 3, out, out), rand(1, 3, side, side), rand(3, 1, 3, 3)
     assert steps(backward, *inputs)[0] == []
     check(backward, *inputs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("count", "side", "size", "step", "padding"), [
+    (1, 28, (5, 5), 1, 2), (2, 27, (5, 5), 2, 2), (1, 14, (7, 7), 1, 3), (1, 30, (6, 4), 2, 0), (2, 16, (3, 11), 1, 4),
+])  # fmt: skip
+def test_gradients_of_large_kernels_of_one_channel_are_sums(count, side, size, step, padding, layout):
+    backward = backward_of(step, padding, 24, [False, True, True])
+    out = [(side + 2 * padding - n) // step + 1 for n in size]
+    inputs = rand(count, 24, *out).to(memory_format=layout), rand(count, 24, side, side).to(memory_format=layout)
+    given = (*inputs, rand(24, 1, *size))
+    assert steps(backward, *given)[0] == []
+    check(backward, *given, rtol=1e-4, atol=1e-4)
+    with_image = backward_of(step, padding, 24, [True, True, False])
+    assert steps(with_image, *given)[0] == ["convolution_backward"]
+    check(with_image, *given, rtol=1e-4, atol=1e-4)
+
+
+def sums_of(function, *inputs):
+    """The one nest with sums, and the elements that it reads."""
+    program = fuse(expand(recorded(function, *inputs), "prims", FOR_LOOPS))
+    (nest,) = [nest for kernel in program.kernels for nest in kernel.nests if nest.folds()]
+    return nest, [term for term in nest.terms() if isinstance(term, Load)]
+
+
+def test_an_image_with_borders_is_made_once_for_sums_over_its_rows():
+    """Not for each element of each sum, at quotients of places: as elements that lie one after the other."""
+    backward = backward_of(1, 2, 24, [False, True, False])
+    nest, loads = sums_of(backward, rand(1, 24, 28, 28), rand(1, 24, 28, 28), rand(24, 1, 5, 5))
+    assert len(nest.folds()) == 5
+    assert not any(load.valid or "//" in str(load.index) for load in loads)
+
+
+def test_a_row_that_was_an_image_is_read_in_order():
+    def row(image, weight):
+        turned = torch.relu(image).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        return (turned.view(1, -1) * weight).sum(1)
+
+    inputs = rand(1, 7, 7, 64), rand(40, 49 * 64)
+    assert not any("//" in str(load.index) for load in sums_of(row, *inputs)[1])
+    check(row, *inputs, rtol=1e-4, atol=1e-4)
 
 
 def test_every_primitive_is_lowered_or_says_why_not():

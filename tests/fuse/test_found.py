@@ -102,6 +102,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
                                  ["v0 = F.interpolate(a0, size=(3, 4), mode='bilinear')", "v1 = F.interpolate(a1, size=(9, 7), mode='bicubic')[:, :, :3, :4]", "v2 = torch.cat([v0, v1], 1)"]),
     "pooling without a batch": ([plain(1, 5, 2, layout="transposed", grad=True)], ["v0 = F.adaptive_avg_pool2d(a0 * 2, 2)"]),
     "windows larger than what they go over": ([plain(2, 3, 1, 1, grad=True)], ["v0 = F.max_pool2d(a0 * 2, 2, ceil_mode=True)", "v1 = F.avg_pool2d(a0 * 2, 2, ceil_mode=True)"]),
+    "a running sum of complex numbers": ([plain(2, 3)], ["v0 = torch.view_as_real(torch.complex(a0, a0 * 2).cumsum(1))"]),
     "windows that are filled": ([plain(33, 1, 5, 1, grad=True)], ["v0 = a0.unfold(0, 7, 3).index_fill(0, torch.tensor([0, 8]), 2)"]),
     "a step function of two layouts": ([plain(4, 17, 64, 1, layout="transposed")], ["v0 = torch.heaviside(a0.topk(1, -4)[0], a0.trunc())"]),
     "a running maximum of nothing": ([plain(0, 3, grad=True)], ["v0 = (a0 * 2).cummax(-1)[0]"]),

@@ -120,7 +120,7 @@ UNARY = [f for f in RULES if f.namespace == "aten" and [str(a.type) for a in f._
          and f not in (aten.lift.default, aten.lift_fresh.default)]  # fmt: skip
 BINARY = [f for f in RULES if [str(a.type) for a in f._schema.arguments][:2] == ["Tensor", "Tensor"]
           and len([a for a in f._schema.arguments if not a.has_default_value()]) == 2
-          and f.__name__.split(".")[0] not in ("mm", "bmm", "embedding")]  # fmt: skip
+          and f.__name__.split(".")[0] not in ("mm", "bmm", "embedding", "binary_cross_entropy")]  # fmt: skip
 SCALAR = [
     f
     for f in RULES
@@ -332,6 +332,15 @@ def test_normalisation() -> None:
         inner = list(x.shape[r.randrange(1, x.dim()) :])
         scale = [r.choice([None, values(r, inner, dtype)]) for _ in range(2)]
         check(aten.native_layer_norm.default, (x, inner, *scale, 1e-5))
+
+
+def test_entropy() -> None:
+    r = Random(16)
+    for _ in range(50):
+        size, dtype = shape(r), r.choice([torch.float32, torch.bfloat16])
+        grad, x, target = (tensor(r, size, dtype) * 0.5 for _ in range(3))
+        check(aten.binary_cross_entropy.default, (x, target, None, r.choice([0, 0, 1])))
+        check(aten.binary_cross_entropy_backward.default, (grad, x, target, None, 0))
 
 
 def test_embedding() -> None:
