@@ -115,8 +115,6 @@ if "bert" in LARGE:
     SMALL |= {
         "mamba": text("MambaForCausalLM", "MambaConfig", vocab_size=300, hidden_size=64, num_hidden_layers=3, use_cache=False),
         "gpt2-small": text("GPT2LMHeadModel", "GPT2Config", vocab_size=300, n_embd=64, n_layer=3, n_head=4, use_cache=False),
-        "t5": text("T5ForConditionalGeneration", "T5Config", vocab_size=300, d_model=64, d_ff=128, d_kv=16, num_layers=3,
-                   num_heads=4, use_cache=False, decoder_start_token_id=0),
         "vit": text("ViTForImageClassification", "ViTConfig", ids=False, image_size=64, patch_size=8, **LAYERS),
     } | {
         name.lower(): text(f"{name}For{head}", f"{name}Config", **WORDS, **more)

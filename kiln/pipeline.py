@@ -193,8 +193,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         region.limit_hit = True
         return None
     first_failing = [found[0] for _, found in failing if found]
-    often = Counter(str(guard.source) for guard in first_failing)
-    unstable = frozenset(name for g in first_failing if often[name := str(g.source)] >= g.patience)
+    often = Counter(guard.about() for guard in first_failing)
+    unstable = frozenset(name for g in first_failing if often[name := g.about()] >= g.patience)
     if family.modules > 1:
         names = function.__code__.co_varnames
         given = {name: v for name, v in zip(names, argv, strict=False) if isinstance(v, torch.nn.Module)}

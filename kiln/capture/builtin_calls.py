@@ -87,6 +87,7 @@ declare({
     object.__delattr__: lambda m, args, kwargs: attributes.delete_by_protocol(m, *args),
     object.__getattribute__: raw_get_attribute,
     type.__getattribute__: raw_get_attribute,
+    types.ModuleType.__getattribute__: lambda m, args, kwargs: m.getattr(*args),
     object.__setattr__: raw_set_attribute,
     type.__setattr__: raw_set_attribute,
     BaseException.__setattr__: raw_set_attribute,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import logging
 import operator
@@ -13,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kiln.base.errors import Break
-from kiln.base.source import Const
+from kiln.base.source import Const, Derived
 from kiln.capture import operators
-from kiln.capture.calls import CALLERS, Args, Kwargs, call, declare, handles, native
-from kiln.capture.frame import Machine
-from kiln.check.guards import Custom
+from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, native
+from kiln.capture.frame import Machine, UserError
+from kiln.check.guards import Custom, Is
 
 
 def only(values: list[Any]) -> Any:
@@ -97,3 +98,30 @@ def working_folder(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     found = m.native(os.getcwd)
     m.world.guard(Custom(Const(os.getcwd), lambda ask: ask() == found, f"gave {found}"))
     return found
+
+
+UNSET = object()
+
+
+def value_in_context(variable: contextvars.ContextVar[Any]) -> Any:
+    return variable.get(UNSET)
+
+
+def context_value(m: Machine, owner: contextvars.ContextVar[Any], args: Args, kwargs: Kwargs) -> Any:
+    """The value of a context variable, read from the variable itself in every call."""
+    source, found = m.source(owner), value_in_context(owner)
+    if source is None or kwargs or len(args) > 1:
+        return m.native(contextvars.ContextVar.get, owner, *args, **kwargs)
+    path = Derived(source, value_in_context, "value")
+    if found is not UNSET:
+        return m.world.outside(found, path)
+    m.world.guard(Is(path, UNSET))
+    if args:
+        return args[0]
+    try:
+        return m.world.outside(owner.get(), Derived(source, contextvars.ContextVar.get, "default"))
+    except LookupError as error:
+        raise UserError(error) from None
+
+
+METHODS[contextvars.ContextVar, "get"] = context_value

@@ -7,21 +7,17 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Node
-from torch.fx.node import map_arg
 
 from kiln.base.conditions import ge
 from kiln.base.errors import Break
 from kiln.base.expressions import Condition
-from kiln.base.source import Source
 from kiln.capture import attributes
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.torch_calls import Named
-from kiln.check.torch_guards import Holds
-from kiln.ops.fake import FakeTensor, constant_of
+from kiln.ops.fake import FakeTensor
 from kiln.ops.symint import wrap
 
 
@@ -121,68 +117,6 @@ def kind_of(tensor: FakeTensor) -> type:
     if tensor.dtype is torch.bool:
         return bool
     return complex if tensor.is_complex() else float if tensor.is_floating_point() else int
-
-
-#: How many numbers a buffer has at most that a program is compiled for, and how many ops lead on from it.
-SHORT, FEW = 16, 12
-#: Ops that give the same for the same numbers.
-PURE = frozenset("""add sub mul truediv floordiv mod neg invert and_ or_ xor eq ne lt le gt ge getitem index
-    abs floor ceil any all sum prod max min amax amin minimum maximum logical_not logical_and logical_or bool
-    int long float to item where squeeze unsqueeze view reshape flatten select clone detach""".split())
-
-
-def settled(m: Machine, fake: FakeTensor) -> torch.Tensor | None:
-    """What a tensor holds where it follows from short buffers of pinned modules, which are then guarded."""
-    roots: dict[Source, torch.Tensor] = {}
-    try:
-        if not m.recorder.knows(fake):
-            return None
-        found: torch.Tensor = computed(m, m.recorder.node(fake), roots)
-    except LookupError:
-        return None
-    for source, real in roots.items():
-        m.world.guard(Holds(source, real.clone()))
-    return found
-
-
-def computed(m: Machine, node: Node, roots: dict[Source, torch.Tensor], depth: int = 0) -> Any:
-    """What a node gives; LookupError where that cannot be said before the graph runs."""
-    fake = node.meta.get("example_value")
-    if type(fake) is not FakeTensor or changed(fake) or depth > FEW or fake.numel() > SHORT:
-        raise LookupError
-    if (known := constant_of(fake)) is not None:
-        return known
-    if node.op == "get_attr":
-        return buffer(m, fake, m.recorder.attribute(node), roots)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if node.op == "placeholder" or name not in PURE:
-        raise LookupError
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: computed(m, n, roots, depth + 1))
-    function = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
-    with torch.no_grad():
-        return function(*args, **kwargs)
-
-
-def changed(fake: FakeTensor) -> bool:
-    """Whether the graph may have written to a tensor."""
-    return bool(fake._version) or fake.value_version < 0
-
-
-def buffer(m: Machine, fake: FakeTensor, real: Any, roots: dict[Source, torch.Tensor]) -> torch.Tensor:
-    """A buffer that the graph has not written, by whatever name, and that has not varied before."""
-    source = m.source(fake)
-    written = [r for f, r in m.recorder.given() if changed(f) and type(r) is torch.Tensor]
-    if (
-        type(real) is not torch.Tensor
-        or real.device.type != "cpu"
-        or real.is_floating_point() and (real.numel() > 1 or real.isnan().any())
-        or source is None
-        or str(source) in m.world.unstable
-        or any(r.untyped_storage().data_ptr() == real.untyped_storage().data_ptr() for r in written)
-    ):
-        raise LookupError
-    roots[source] = real
-    return real
 
 
 def load(m: Machine, number: OpenNumber, name: str) -> Any:

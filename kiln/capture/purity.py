@@ -134,7 +134,8 @@ STATE_WRITES = frozenset("""
     set_autocast_cpu_dtype set_autocast_gpu_dtype autocast_increment_nesting autocast_decrement_nesting
     set_autocast_cache_enabled clear_autocast_cache _set_default_dtype set_default_dtype
     _set_deterministic_algorithms _set_cudnn_enabled _set_cudnn_benchmark _set_cudnn_deterministic
-    _set_cudnn_allow_tf32 _set_mkldnn_enabled set_flush_denormal _set_multithreading_enabled
+    _set_cudnn_allow_tf32 _set_cudnn_depthwise_kernel _set_mkldnn_enabled _set_mkldnn_deterministic
+    _set_onednn_allow_tf32 set_flush_denormal _set_multithreading_enabled
     _set_anomaly_enabled set_anomaly_enabled _set_float32_matmul_precision _set_cublas_allow_tf32
     _set_deterministic_fill_uninitialized_memory
 """.split())  # fmt: skip

@@ -221,9 +221,9 @@ class Recorder:
         """Whether `fake` was registered here or made by a recorded call."""
         return id(fake) in self._bindings
 
-    def attribute(self, node: Node) -> Any:
-        """The object that a node reads from the graph module."""
-        return self._attrs[str(node.target)]
+    def outside(self, node: Node) -> Any:
+        """The object from outside that a node stands for."""
+        return self._attrs[str(node.target)] if node.op == "get_attr" else self._inputs[node].real
 
     def given(self) -> list[tuple[FakeTensor, torch.Tensor]]:
         """The tensors from outside, each with its fake."""

@@ -16,7 +16,7 @@ import torch
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
-from kiln.capture import draws, open_numbers, state
+from kiln.capture import draws, flags, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Recalled, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -133,7 +133,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     varying.scope.place = machine.place
     varying.scope.assume = partial(open_numbers.assume_sizes, machine)
     machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
-    LITERALS.look = partial(open_numbers.settled, machine)
+    LITERALS.look = partial(flags.settled, machine)
     recorder.where = machine.where
     recorder.within = listener(machine)
     names = slot_names(function.__code__)

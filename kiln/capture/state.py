@@ -41,12 +41,18 @@ def _attention() -> list[Switch]:
     """Which kernels attention may use."""
     kinds = ("flash", "math", "mem_efficient", "cudnn", "overrideable")
     names = [(f"_get_{kind}_sdp_enabled", f"_set_sdp_use_{kind}") for kind in kinds]
-    names.append(("_get_sdp_priority_order", "_set_sdp_priority_order"))
+    return _switches([*names, ("_get_sdp_priority_order", "_set_sdp_priority_order")])
+
+
+def _switches(names: list[tuple[str, str]]) -> list[Switch]:
     space = vars(torch._C)
     return [(space[read], space[write]) for read, write in names if read in space and write in space]
 
 
 ATTENTION = _attention()
+#: What libraries of kernels may do.
+LIBRARIES = """cudnn_enabled cudnn_benchmark cudnn_deterministic cudnn_allow_tf32 cudnn_depthwise_kernel
+    mkldnn_enabled mkldnn_deterministic""".split()
 SWITCHES: tuple[Switch, ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     *_autocast("cpu"),
@@ -55,6 +61,7 @@ SWITCHES: tuple[Switch, ...] = (
     (torch.get_default_dtype, torch._C._set_default_dtype),
     (_are_deterministic, _deterministic),
     *ATTENTION,
+    *_switches([(f"_get_{name}", f"_set_{name}") for name in LIBRARIES]),
     (strict.now, strict.put),
 )
 

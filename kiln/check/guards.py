@@ -47,6 +47,10 @@ class Guard:
     patience: ClassVar[int] = 1
     """How many entries must fail by it before what it is about is taken to vary."""
 
+    def about(self) -> str:
+        """What it is about, by name."""
+        return str(self.source)
+
     def emit(self) -> tuple[int, Any]:
         """The kind and the operand of the check in C."""
         return self.check, self.test if self.check == _hook.CHECK_TEST else self._facts()[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,20 +123,29 @@ class GlobalState(Guard):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holds(Guard):
-    """The numbers in a short tensor that decides what a program does: a flag, which is set once or twice."""
+    """The numbers in a short tensor that decides what a program does, or those that `of` computes of it."""
 
     patience = 4
     value: torch.Tensor
+    of: Callable[[torch.Tensor], torch.Tensor] = lambda value: value
+
+    @staticmethod
+    def named(source: Source) -> str:
+        return f"what {source} holds"
+
+    def about(self) -> str:
+        return Holds.named(self.source)
 
     def __str__(self) -> str:
-        return f"{self.source} holds {self.value.tolist()}"
+        return f"{self.source} leads to {self.value.tolist()}"
 
     def test(self, value: Any) -> bool:
-        alike = isinstance(value, torch.Tensor) and torch.equal(value, self.value)
-        return alike and (not value.is_floating_point() or value.signbit().equal(self.value.signbit()))
+        found = self.of(value)
+        alike = torch.equal(found, self.value)
+        return alike and (not found.is_floating_point() or found.signbit().equal(self.value.signbit()))
 
     def describe(self, value: Any) -> str:
-        return f" held {self.value.tolist()}, now {value.tolist()}"
+        return f" led to {self.value.tolist()}, now to {self.of(value).tolist()}"
 
     def key(self) -> object:
-        return Holds, self.source, str(self.value)
+        return Holds, self.source, str(self.value), id(self.of)

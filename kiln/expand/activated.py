@@ -1,4 +1,4 @@
-"""Convolutions on a GPU with what follows: the library adds a bias, another image, and takes relu before it stores.
+"""Convolutions on a GPU with what follows: the library adds a bias, an image, and takes relu as it stores.
 
 A batch norm by running statistics is a factor for each filter, and a number to add. They are put into the
 filters, which are copied anyway, and into the bias, in each call: statistics and weights may change.
@@ -6,16 +6,17 @@ filters, which are copied anyway, and into the bias, in each call: statistics an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from functools import cache
 from operator import getitem
-from typing import Any
 
 import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, nodes_in
 from kiln.expand.relayout import Relayout
+from kiln.ops.fake import FakeTensor
 from kiln.ops.table import aten
 
 RELU, ADD_RELU = aten.cudnn_convolution_relu.default, aten.cudnn_convolution_add_relu.default
@@ -25,6 +26,7 @@ NORMS = {
     aten._native_batch_norm_legit_no_training.default: None,
 }  # fmt: skip
 STEP = 8  # channels of 16 bytes
+LARGE = 24 << 20  # bytes of a result, on average, that take the GPU longer than their calls take the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,12 @@ def chains(graph: Graph, convolutions: Iterable[Node]) -> dict[Node, Chain]:
     return found
 
 
+def are_large(chains: Collection[Node]) -> bool:
+    """Whether calls for these results are worth it where the host makes each of them."""
+    sizes = [math.prod(end.spec.shape) * end.spec.dtype.itemsize for end in chains]
+    return bool(sizes) and sum(sizes) >= LARGE * len(sizes)
+
+
 def is_norm(node: Node) -> bool:
     """Whether a node is a batch norm by running statistics, with weights."""
     if node.op not in NORMS or not all(type(one) is Node for one in node.args[1:5]):
@@ -79,11 +87,15 @@ def is_norm(node: Node) -> bool:
     return place is None or node.args[place] is False
 
 
-@cache
 def can_fuse(device: torch.device) -> bool:
+    """Whether such calls may be made."""
+    plain = torch.backends.cudnn.enabled and not torch.backends.cudnn.deterministic
+    return plain and has_calls(device)
+
+
+@cache
+def has_calls(device: torch.device) -> bool:
     """Whether the library has such calls, whose relu hands NaN on as torch's does."""
-    if not torch.backends.cudnn.enabled or torch.backends.cudnn.deterministic:
-        return False
     given = torch.full((1, STEP, STEP, STEP), torch.nan, device=device, dtype=torch.bfloat16)
     given = given.to(memory_format=torch.channels_last)
     filters, bias = given[:, :, :1, :1].expand(STEP, -1, -1, -1).contiguous(), given[0, 0, 0]
@@ -102,7 +114,11 @@ def folded(chain: Chain, walk: Relayout) -> tuple[Node, Node | None]:
     filters, bias = walk.values[node.args[1]], walk.value(node.args[2])
     if chain.norm is None:
         return filters, bias
-    wide = lambda one: aten._to_copy.default(walk.fake(one), dtype=torch.float32)  # noqa: E731
+
+    def wide(one: Node) -> FakeTensor:
+        made: FakeTensor = aten._to_copy.default(walk.fake(one), dtype=torch.float32)
+        return made
+
     with walk.recording:
         weight, added, mean, var = (wide(walk.values[read]) for read in chain.norm.args[1:5])
         factor = aten.mul.Tensor(weight, aten.rsqrt.default(aten.add.Tensor(var, chain.norm.args[-1])))

@@ -25,18 +25,19 @@ ASKED = 4  # windows around a place that its gradient is gathered from
 FEWEST = 3
 
 
-def side_by_side(graph: Graph, fuses: bool = False) -> Graph:
+def side_by_side(graph: Graph, records: bool = False) -> Graph:
     """The graph with its convolutions, and their gradients, over channels that lie side by side.
 
-    `fuses`: calls are recorded, so that it does not matter that those which do more take the host longer.
+    `records`: calls are recorded, so that it does not matter that those which do more take the host longer.
     """
     found = [node for node in graph.nodes if node.op in MAKERS]
     made: dict[Node, Any] = {node: partial(PATCHES[node.op], node) for node in found if takes_patches(node)}
     rest, covered = [node for node in found if node not in made], set[Node]()
     if len(rest) >= FEWEST and all(map(fits, rest)):
         made |= {node: partial(MAKERS[node.op], node) for node in rest}
-        if fuses and activated.can_fuse(rest[0].spec.device):
-            for end, chain in activated.chains(graph, rest).items():
+        chains = activated.chains(graph, rest)
+        if chains and (records or activated.are_large(chains)) and activated.can_fuse(rest[0].spec.device):
+            for end, chain in chains.items():
                 made[end] = partial(fused, end, chain)
                 covered |= {*chain.between}
         users, outputs = graph.users(), set(nodes_in(graph.outputs))

@@ -123,6 +123,10 @@ _NEAR_POWERS = tuple(
     struct.unpack("<I", struct.pack("<f", _NEAR_FACTOR * fraction))[0] - (n << 18)
     for n, fraction in enumerate(_FRACTIONS)
 )
+# The same without the factor, of which 0 gives 1
+_SUMMED_POWERS = tuple(
+    struct.unpack("<I", struct.pack("<f", fraction))[0] - (n << 18) for n, fraction in enumerate(_FRACTIONS)
+)
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
 LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
@@ -251,11 +255,16 @@ def tanh_loose(x: Value) -> Value:
 
 def powers_near(whole: Value) -> tuple[Value, Value]:
     """The tables of `exp_near` for exponentials over 2^(whole - ROOM)."""
-    fn, shift = whole.fn, ((ROOM - whole) << 23).splat(LANES)
-    entries = [f"i32 {bits}" for bits in _NEAR_POWERS]
-    parts = (", ".join(entries[:LANES]), ", ".join(entries[LANES:]))
-    low, high = (Value(fn, f"<{part}>", I32.wide(LANES)) + shift for part in parts)
-    return low, high
+    low, high = _halves(whole, _NEAR_POWERS)
+    shift = ((ROOM - whole) << 23).splat(LANES)
+    return low + shift, high + shift
+
+
+def _halves(near: Value, table: tuple[int, ...]) -> tuple[Value, Value]:
+    """A table of two registers."""
+    entries = [f"i32 {bits}" for bits in table]
+    low, high = (", ".join(entries[start : start + LANES]) for start in (0, LANES))
+    return Value(near.fn, f"<{low}>", I32.wide(LANES)), Value(near.fn, f"<{high}>", I32.wide(LANES))
 
 
 def reach(x: Value) -> Value:
@@ -269,15 +278,30 @@ def exp_near(x: Value, tables: tuple[Value, Value], loose: bool) -> tuple[Value,
     Right where it is a normal number: the exponent is added to that of the factor looked up. To 2^-14 where
     it may be `loose`.
     """
-    bits = reach(x)
-    n = bits.bits(F32) - ROUNDER_NEAR
-    r = fma(n, -LN2_FLOAT, x)
-    entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
-    power = (entry + (bits << 18)).bits(F32)
+    power, n, r, bits = _power_and_rest(x, tables)
     if loose:
         return fma(power, r, power), bits
     r = fma(n, -LN2_REST, r)
     return fma(power * r, functions.polynomial(r, _NEAR), power), bits
+
+
+def _power_and_rest(x: Value, tables: tuple[Value, Value]) -> tuple[Value, Value, Value, Value]:
+    """The power of two, its exponent, the rest, and the bits that have it."""
+    bits = reach(x)
+    n = bits.bits(F32) - ROUNDER_NEAR
+    entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
+    return (entry + (bits << 18)).bits(F32), n, fma(n, -LN2_FLOAT, x), bits
+
+
+def exp_summed(x: Value, loose: bool) -> Value:
+    """e^x, x at most 0, for sums that are 1 or more: what is less than e^-87 counts as that.
+
+    Errors of single powers, of either sign, are up to 2^-22; where they may be `loose`, 2^-14.
+    """
+    if x.type.width != LANES:
+        return functions.exp_below(x, loose)
+    power, _, r, _ = _power_and_rest(functions.at_least(x, -87.0), _halves(x, _SUMMED_POWERS))
+    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power)
 
 
 def scaled(x: Value, n: Value) -> Value:

@@ -199,7 +199,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             return
         low: Any = 0
         high, factor = vector.size, self.columns()
-        if not self.outer():
+        if not self.outer() and self.tasks() != 1:
             low = task * self.schedule.chunk
             last, size = low + self.schedule.chunk, self.index(vector.size)
             high = (last < size).where(last, size)

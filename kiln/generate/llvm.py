@@ -295,11 +295,18 @@ PURE = frozenset((
     "shufflevector"
 ).split())  # fmt: skip
 OPERANDS = re.compile(r"%[\w.]+").findall
+PLAIN = re.compile(r"(  %\S+ = (\w+) .*)?").fullmatch
 DIVISION = re.compile(r"[su](div|rem) (?!.*, [1-9]\d*$)").match  # it may fail, and stays where it is
 #: The attribute of a function that needs more of LLVM's passes than others.
 THOROUGH = '"thorough"'
 FEW_TURNS = 8  # of a loop that is unrolled
 IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86", "llvm.assume", "llvm.prefetch")
+
+
+def has_no_effect(lines: str) -> bool:
+    """Whether instructions do nothing but compute values."""
+    found = map(PLAIN, lines.split("\n"))
+    return all(one is not None and (one[2] is None or one[2] in PURE) for one in found)
 
 
 class Function:
@@ -323,8 +330,8 @@ class Function:
         self._certain: list[str] = []  # and the block that each begins with, where it has a turn
         self._kept: set[str] = set()  # addresses of what stays as it is
         self.unwritten: set[str] = set()  # pointers to memory that is not written
-        self.short_loops = False  # whether a loop has so few turns that it is better unrolled
-        self._count = 0
+        self.short_loops = False  # whether an innermost loop has so few turns that it is better unrolled
+        self._count = self._loops = 0
         self.attributes = ""
         self.convention = ""  # how it is called, where not as C does
         self._parameter_text = ", ".join(
@@ -463,7 +470,6 @@ class Function:
         self._known.append({})
         self._before.append([])
         self._certain.append(inside if turns > 0 else "")
-        self.short_loops |= 0 < turns <= FEW_TURNS
         self.start(head)
         i = self.phi(I64)
         phis = [self.phi(v.type) for v in carried]
@@ -472,7 +478,9 @@ class Function:
             phi.arrive(value, origin)
         self.branch(i < high, inside, done)
         self.start(inside)
+        first, loops = len(self.lines), self._loops
         results = body(i, list(phis))
+        idle = not carried and all(map(has_no_effect, self.lines[first:]))
         following = i + step
         i.arrive(following, self.block)
         for phi, value in zip(phis, results, strict=True):
@@ -480,7 +488,14 @@ class Function:
         self.jump(head)
         self._known.pop()
         self._certain.pop()
-        self.lines[place] = "\n".join(self._before.pop())
+        before = "\n".join(self._before.pop())
+        if idle:
+            self.lines[place:] = [before]
+            self.block = origin
+            return []
+        self.lines[place] = before
+        self.short_loops |= self._loops == loops and 0 < turns <= FEW_TURNS
+        self._loops += 1
         self._depth.update((phi.text, len(self._before)) for phi in phis)
         self.lines.append(f"{done}:")
         self.block = done

@@ -6,7 +6,7 @@ import torch
 
 from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Apply, Fold, Nest, Term, children
-from kiln.generate.softmax import logarithm_subtracted, summed
+from kiln.generate.softmax import logarithm_added, logarithm_subtracted, summed
 
 #: Functions whose relative error is no more than that of what they are given.
 _STEADY = ("mul", "div", "neg", "where", "tanh")
@@ -36,4 +36,4 @@ def _hands_on(term: Term) -> bool:
     if term.op == "log1p":  # of a positive number
         (below,) = term.args
         return isinstance(below, Apply) and below.op == "exp"
-    return term.op in _STEADY or logarithm_subtracted(term)
+    return term.op in _STEADY or logarithm_subtracted(term) or logarithm_added(term)

@@ -21,13 +21,16 @@ from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.softmax import forgetful, pair, shares
+from kiln.generate.softmax import forgetful, guarded, pair, shares
 from kiln.generate.values import Values
 
 #: Vectors of a block.
 VECTORS = 8
 #: Elements of a row for which bringing lanes together does not count; of one that is kept.
 LONG, LONG_KEPT = 1024, 512
+#: Elements of a row of two bytes that is near by when it is gone over again; of others the first loop would
+#: wait for memory alone.
+NEAR = 4096
 #: Vectors of a block whose exponentials are kept, and vectors that are looked at before.
 KEPT, SAMPLES = 4, 4
 #: How far above the largest of those a row may be, so that sums are floats, and how far from 0 they.
@@ -62,30 +65,67 @@ class Online(Values):
         return found if found is not None and id(found[1].value) in self.kept_rows else None
 
     def pass_over(self, top: Fold, total: Fold) -> None:
-        """The loops of both folds."""
-        fn, width = self.fn, self.width
+        """The loops of both folds: one, or two over a row that is near by, which needs no branches."""
+        fn, loose = self.fn, id(total.value) in self.loose
         assert self.vector is not None
-        wide = F32.wide(width)
-        low, end = self.index(self.vector.low), self.index(self.vector.size)
-        step, loose = VECTORS * width, id(total.value) in self.loose
-        whole = low + (end - low) / step * step
-        held = [fn.constant(LOWEST, wide), fn.constant(0.0, wide)]
-        held = fn.loop(low, whole, step, held, partial(self.several, top, loose, VECTORS, None))
-        held = fn.loop(whole, end, width, held, partial(self.several, top, loose, 1, end))
-        most, sums = held
+        lowest, none = (fn.constant(number, F32.wide(self.width)) for number in (LOWEST, 0.0))
+        larger = FOLDS["top" if forgetful(self.nest) is top else "amax"][2]
+        if loose and hinted(self.vector.size) <= NEAR:
+            most = larger(lowest, self.largest(top, larger, VECTORS))
+            (sums,) = self.blocks(top, [none], partial(self.more, loose, most))
+        else:
+            most, sums = self.blocks(top, [lowest, none], partial(self.several, loose, larger))
         result, largest = across_lanes([sums], lambda a, b: [_sum(a[0], b[0])])[0], first_lane(most)
-        nothing = result.compare("eq", 0.0)  # all values are -inf
+        nothing = result < 0.5  # all values are -inf: of others the largest counts 1
+        if guarded(total.value) is not None:
+            result = self.unless_infinite(top, largest, nothing.where(0.0, result))
+        else:
+            result = nothing.where(math.nan, result)
         self.layers[-1][id(top)] = nothing.where(-math.inf, largest)
-        self.layers[-1][id(total)] = nothing.where(math.nan, result)
+        self.layers[-1][id(total)] = result
+
+    def unless_infinite(self, top: Fold, largest: Value, result: Value) -> Value:
+        """The sum of a row; where the largest value is infinite it is that, or NaN if there is one."""
+        fn, before = self.fn, self.fn.block
+        rare, usual = fn.label("rare"), fn.label("usual")
+        fn.branch(largest.compare("eq", math.inf), rare, usual)
+        fn.start(rare)
+        most = first_lane(self.largest(top, FOLDS["amax"][2]))
+        after = fn.block
+        fn.jump(usual)
+        fn.start(usual)
+        found = fn.phi(result.type)
+        found.arrive(result, before)
+        found.arrive(most, after)
+        return found
+
+    def blocks(
+        self, top: Fold, held: list[Value], body: Callable[[list[Value], list[Value]], list[Value]],
+        vectors: int = VECTORS,
+    ) -> list[Value]:  # fmt: skip
+        """A loop over the vectors of a row, some at once, and one over those that are left."""
+        assert self.vector is not None
+        low, end = self.index(self.vector.low), self.index(self.vector.size)
+
+        def turn(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
+            return body([self.element(top, i + k * self.width, last) for k in range(count)], held)
+
+        if vectors > 1:
+            whole = low + (end - low) / (vectors * self.width) * (vectors * self.width)
+            held = self.fn.loop(low, whole, vectors * self.width, held, partial(turn, vectors, None))
+            low = whole
+        return self.fn.loop(low, end, self.width, held, partial(turn, 1, end))
+
+    def more(self, loose: bool, most: Value, values: list[Value], held: list[Value]) -> list[Value]:
+        """The sums of powers below the largest value, with those of some vectors."""
+        return [held[0] + tree([avx512.exp_summed(v - most, loose) for v in values], _sum)]
 
     def several(
-        self, top: Fold, loose: bool, count: int, end: Value | None, i: Value, held: list[Value]
+        self, loose: bool, largest: Callable[..., Value], values: list[Value], held: list[Value]
     ) -> list[Value]:
-        """Some vectors from place `i` on; with an `end`, those before it count."""
+        """The largest value so far and sums in terms of it, with those of some vectors."""
         fn = self.fn
         most, sums = held
-        values = [self.element(top, i + k * self.width, end) for k in range(count)]
-        largest = FOLDS["top" if forgetful(self.nest) is top else "amax"][2]
         here = tree(values, largest)
         larger = fn.emit(f"fcmp ugt {here.type} {here.text}, {most.text}", I1.wide(self.width))
         any_larger = fn.call(f"llvm.vector.reduce.or.v{self.width}i1", I1, larger)
@@ -101,7 +141,7 @@ class Online(Values):
         for phi, old, changed in ((now, most, new), (rest, sums, scaled)):
             phi.arrive(old, before)
             phi.arrive(changed, after)
-        added = tree([functions.exp_below(v - now, loose) for v in values], _sum)
+        added = tree([avx512.exp_summed(v - now, loose) for v in values], _sum)
         return [now, rest + added]
 
     def pass_over_powers(self, top: Fold, total: Fold) -> None:
@@ -126,7 +166,7 @@ class Online(Values):
         again, done = fn.label("again"), fn.label("done")
         fn.branch(fine, done, again)
         fn.start(again)
-        largest = self.largest(top, end)
+        largest = self.largest(top)
 
         def careful(x: Value) -> tuple[Value, Value]:
             power = functions.exp_below(x - largest)
@@ -141,13 +181,13 @@ class Online(Values):
         result.arrive(others, after)
         self.layers[-1][id(total)] = across_lanes([result], lambda a, b: [_sum(a[0], b[0])])[0]
 
-    def largest(self, top: Fold, end: Value) -> Value:
+    def largest(self, top: Fold, larger: Callable[..., Value] = _top, vectors: int = 1) -> Value:
         """The largest value of a row, in all lanes."""
         start = [self.fn.constant(-math.inf, F32.wide(self.width))]
-        (most,) = self.fn.loop(
-            0, end, self.width, start, lambda i, held: [_top(held[0], self.element(top, i, end))]
+        (most,) = self.blocks(
+            top, start, lambda values, held: [larger(held[0], tree(values, larger))], vectors
         )
-        return _within(most).splat(self.width)
+        return across_lanes([most], lambda a, b: [larger(a[0], b[0])])[0].splat(self.width)
 
     def keep_lines(self, total: Fold, end: Value) -> Value:
         """The place of a row from which on vectors are lines of what is stored, and of what is kept, too."""

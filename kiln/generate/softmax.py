@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kiln.fuse.nest import Apply, Fold, Nest, Term, children
+import math
+
+import torch
+
+from kiln.fuse.nest import Apply, Const, Fold, Nest, Term, children
 from kiln.fuse.pairs import pair_of
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
@@ -14,8 +18,14 @@ def pair(nest: Nest) -> tuple[Fold, Fold] | None:
     """The first two folds of a nest where they are a largest value and a sum of exponentials below it."""
     if any(s.phase < 2 and not s.kept for s in nest.stores):
         return None
-    found = pair_of(*([f for f in nest.folds() if f.phase == phase] for phase in (0, 1)))
-    return found if found is not None and subtracted(found[1].value) is found[0] else None
+    first, second = ([f for f in nest.folds() if f.phase == phase] for phase in (0, 1))
+    found = pair_of(first, second)
+    if found is not None:
+        return found if subtracted(found[1].value) is found[0] else None
+    if len(first) != 1 or len(second) != 1:
+        return None
+    (top,), (total,) = first, second
+    return (top, total) if total.kind == "sum" and guarded(total.value) is top else None
 
 
 def forgetful(nest: Nest) -> Fold | None:
@@ -24,6 +34,8 @@ def forgetful(nest: Nest) -> Fold | None:
     if found is None:
         return None
     top, total = found
+    if guarded(total.value) is top:
+        return top if _in_logarithm_alone(nest, top, total) else None
     for term in nest.terms():
         below = children(term)
         if any(c is top for c in below) and not _less(term, top):
@@ -31,6 +43,21 @@ def forgetful(nest: Nest) -> Fold | None:
         if any(_less(c, top) for c in below) and term is not total.value and not _less_logarithm(term, total):
             return None
     return None if any(s.value is top or _less(s.value, top) for s in nest.stores) else top
+
+
+def _in_logarithm_alone(nest: Nest, top: Fold, total: Fold) -> bool:
+    """Whether a guarded largest value is asked for beside the logarithm of its sum alone."""
+    (difference,) = children(total.value)
+    shift = children(difference)[1]
+    infinite = children(shift)[0]
+    own = [shift, infinite, children(infinite)[0]]
+    for term in nest.terms():
+        below = children(term)
+        if any(c is top for c in below) and not any(term is t for t in own):
+            return False
+        if any(c is shift for c in below) and term is not difference and not logarithm_added(term, total):
+            return False
+    return not any(s.value is top or s.value is shift for s in nest.stores)
 
 
 def shares(nest: Nest) -> tuple[Fold, Fold] | None:
@@ -87,9 +114,32 @@ def subtracted(power: Term) -> Fold | None:
     return top if compute_type(TYPES[value.dtype]) == F32 else None
 
 
+def guarded(power: Term) -> Fold | None:
+    """The same where it is 0 in place of an infinite largest value that is subtracted."""
+    match power:
+        case Apply("exp", (Apply("sub", (value, Apply("where", (infinite, Const(0.0), Fold() as top)))),)):
+            fits = top.kind == "amax" and top.value is value and value.dtype is torch.float32
+        case _:
+            return None
+    match infinite:
+        case Apply("eq", (Apply("abs", (largest,)), Const(math.inf))) if fits and largest is top:
+            return top
+    return None
+
+
 def summed(total: Fold) -> bool:
     """Whether a fold is the sum of a softmax: one of what is summed is 1."""
-    return total.kind == "sum" and subtracted(total.value) is not None
+    if total.kind != "sum":
+        return False
+    return subtracted(total.value) is not None or guarded(total.value) is not None
+
+
+def logarithm_added(term: Term, total: Fold | None = None) -> bool:
+    """Whether a term is the logarithm of a guarded sum, of this one, and what its powers are below."""
+    match term:
+        case Apply("add", (Apply("log", (Fold() as found,)), shift)) if total is None or found is total:
+            return guarded(found.value) is not None and children(children(found.value)[0])[1] is shift
+    return False
 
 
 def logarithm_subtracted(term: Apply) -> bool:

@@ -26,6 +26,7 @@ from kiln.ops.meta import (
     Same,
     by_mask,
     consult,
+    drawing,
     flagged,
     infer,
     lays_out_itself,
@@ -462,7 +463,7 @@ class FakeMode(Mode):
         if MUTATING[func]:
             self.writes += 1
             self.lasting += not again or any(t is not self.made for t in written(func, args, kwargs or {}))
-        self.draws = self.draws or SEEDED[func]
+        self.draws = self.draws or SEEDED[func] and drawing(func, args, kwargs or {})
         out = dispatch(func, args, kwargs or {})
         again = again and (MUTATING[func] or func is aten.detach.default)
         self.made = out if again or func in EMPTY else None

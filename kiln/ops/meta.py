@@ -74,6 +74,8 @@ UNCOUNTED = Facts(
 DATA = Facts(lambda func: func in DATA_DEPENDENT or not DATA_TAGS.isdisjoint(func.tags))
 #: Whether an overload draws random numbers.
 SEEDED = Facts(lambda func: torch.Tag.nondeterministic_seeded in func.tags)
+#: Arguments with which overloads draw none after all.
+IDLE = {"dropout_p": 0, "train": False, "training": False}
 #: Whether an overload changes the shape or strides of its argument.
 RESHAPES = Facts(lambda func: torch.Tag.inplace_view in func.tags)
 DECOMPOSES = Facts(
@@ -82,6 +84,15 @@ DECOMPOSES = Facts(
 MAKES = Facts(lambda func: any(a.name == "device" for a in func._schema.arguments))
 
 _MEMO: dict[Any, Any] = {}
+
+
+def drawing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an op that may draw random numbers does."""
+    for place, argument in enumerate(func._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in IDLE and given == IDLE[argument.name] and isinstance(given, (int, float)):
+            return False
+    return True
 
 
 def by_mask(indices: Any) -> bool:

@@ -118,23 +118,43 @@ def test_a_flag_that_the_graph_writes_is_read_after_it(write):
     run(Written(write), X)
 
 
-def test_a_flag_that_always_changes_breaks():
-    module = Chosen()
+def over(module, values):
     compiled = kiln.compile(module, backend="eager")
     with kiln.records() as seen:
-        for i in range(12):
-            module.which.fill_(i % 3 if i < 6 else 0)
+        for value in values:
+            for buffer in module.buffers():
+                buffer.fill_(value)
             torch.testing.assert_close(compiled(X), module(X))
-    assert (len(seen.graphs), len(seen.breaks)) == (3, 0)
+    return len(seen.graphs), len(seen.breaks)
 
-    class Counted(Rounded):
-        def forward(self, x):
-            return x * 2 if self.on[0] % 2 == 1 else x
 
-    module = Counted()
-    compiled = kiln.compile(module, backend="eager")
+class Late(nn.Module):
+    def __init__(self, *counts):
+        super().__init__()
+        for i, count in enumerate(counts):
+            self.register_buffer(f"count{i}", torch.tensor(count))
+
+    def forward(self, x):
+        return x * 2 if sum(self.buffers()) > 5 else x
+
+
+def test_a_buffer_may_vary_where_the_answer_does_not():
+    assert over(Late(0), range(12)) == (2, 0)
+    assert over(Late(0.0), range(12)) == (2, 0)
+    assert over(Chosen(), [0, 1, 2, 0, 1, 2]) == (3, 0)
+
+
+def test_buffers_that_always_vary_break():
+    graphs, breaks = over(Late(0, 0), range(12))
+    assert breaks == 1 and graphs <= 6
+
+
+def test_blocks_that_share_a_graph_have_flags():
+    blocks = [Rounded() for _ in range(3)]
+    made = [kiln.compile(block, backend="eager") for block in blocks]
     with kiln.records() as seen:
-        for i in range(12):
-            module.on.fill_(i)
-            assert compiled(X).equal(module(X))
-    assert len(seen.breaks) == 1 and len(seen.graphs) <= 7
+        for _ in range(2):
+            for block, compiled in zip(blocks, made, strict=True):
+                assert compiled(X).equal(block(X))
+            blocks[1].on.zero_()
+    assert (len(seen.graphs), len(seen.breaks)) == (2, 0)

@@ -720,3 +720,13 @@ def test_state_between_calls(name):
         # torch's AdamW counts its steps in a tensor where it knows that it is compiled, and in a Python float otherwise.
         torch.testing.assert_close(compiled(X), eager(X), rtol=5e-5 if name == "AdamW" else 0, atol=0)
     torch.testing.assert_close(state(), eager_state(), rtol=1e-5, atol=1e-5)
+
+
+def test_switches_of_kernel_libraries_are_flipped_in_the_graph():
+    def f(x):
+        with torch.backends.cudnn.flags(enabled=False, benchmark=True):
+            y = x.sin()
+        return y * torch.backends.cudnn.enabled
+
+    one_graph(f, t(3))
+    assert torch.backends.cudnn.enabled and not torch.backends.cudnn.benchmark
