@@ -428,6 +428,8 @@ over_items(zip, every=True)
 def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     result = args[1] if len(args) > 1 else kwargs.get("start", 0)
     for item in items_of(m, args[0]):
+        if type(item) is OpenNumber and sys.version_info >= (3, 12):  # where floats are summed exactly
+            raise item.needed()
         result = operators.binary(m, "+", result, item)
     return result
 

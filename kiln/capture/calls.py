@@ -24,7 +24,7 @@ import torch
 from kiln import _hook
 from kiln.base import marks
 from kiln.base.errors import Break, Bug, Skip
-from kiln.base.source import Attr, Const, DictAttr, Item
+from kiln.base.source import Attr, Const, Derived, DictAttr, Item
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
@@ -559,16 +559,17 @@ def unknown(function: Any) -> Break:
 
 
 def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """A weak reference: it leads to the same object in every call, as long as another path holds that one."""
-    value = m.native(function, *args, **kwargs)
-    if value is None or m.source(function) is None:
+    """A weak reference: it is followed in every call, where no other path leads to the object."""
+    value, source = m.native(function, *args, **kwargs), m.source(function)
+    if source is None:
         return m.view(value)
-    known = m.source(value)
-    if known is None:
-        raise Break("weak-reference",
-                    f"a weak reference leads to a {type(value).__name__} that nothing else leads to",
-                    "hold a reference to the object")  # fmt: skip
-    return m.world.again(value, known, known)
+    known = None if value is None else m.source(value)
+    if known is not None:
+        return m.world.again(value, known, known)
+    if isinstance(value, torch.nn.Module):  # which the graph would hold
+        why = f"a weak reference leads to a {type(value).__name__} that nothing else leads to"
+        raise Break("weak-reference", why, "hold a reference to the module")
+    return m.world.outside(value, Derived(source, operator.call, "target"))
 
 
 @handles(weakref.ref)
@@ -592,6 +593,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     functools.partial: call_partial,
     functools._lru_cache_wrapper: call_cached,
     weakref.ref: call_weak,
+    weakref.KeyedRef: call_weak,
     staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
     # A function that is compiled already is inlined as if it were not.
     _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),

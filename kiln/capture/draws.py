@@ -78,6 +78,7 @@ def declare_numpy() -> None:
     """Declare numpy's generators, once a program has loaded them: that takes as long as a small capture."""
     found = sys.modules.get("numpy.random")
     if found is not None and id(found.RandomState.rand) not in HANDLERS:
-        names = "random uniform normal standard_normal"
+        names = """random uniform normal standard_normal beta gamma exponential laplace logistic lognormal
+            triangular""".strip()
         draws(found.RandomState(0), f"{names} rand randn random_sample", {"randint": range})
         draws(found.default_rng(0), names, {})

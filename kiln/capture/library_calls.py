@@ -18,6 +18,7 @@ from kiln.base.source import Const, Derived
 from kiln.capture import operators
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, native
 from kiln.capture.frame import Machine, UserError
+from kiln.capture.world import MISSING
 from kiln.check.guards import Custom, Is
 
 
@@ -100,11 +101,8 @@ def working_folder(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return found
 
 
-UNSET = object()
-
-
 def value_in_context(variable: contextvars.ContextVar[Any]) -> Any:
-    return variable.get(UNSET)
+    return variable.get(MISSING)
 
 
 def context_value(m: Machine, owner: contextvars.ContextVar[Any], args: Args, kwargs: Kwargs) -> Any:
@@ -113,9 +111,9 @@ def context_value(m: Machine, owner: contextvars.ContextVar[Any], args: Args, kw
     if source is None or kwargs or len(args) > 1:
         return m.native(contextvars.ContextVar.get, owner, *args, **kwargs)
     path = Derived(source, value_in_context, "value")
-    if found is not UNSET:
+    if found is not MISSING:
         return m.world.outside(found, path)
-    m.world.guard(Is(path, UNSET))
+    m.world.guard(Is(path, MISSING))
     if args:
         return args[0]
     try:

@@ -92,7 +92,10 @@ class Apply:
 
 
 RECURRENCE = "kiln::recurrence"
-RUNNING = frozenset({"cumsum", "cumprod", "kiln::running_max", "kiln::running_min", RECURRENCE})
+RUNNING = frozenset({
+    "cumsum", "cumprod", "kiln::running_max", "kiln::running_min", "kiln::running_sum",
+    "kiln::running_product", RECURRENCE,
+})  # fmt: skip
 """Folds that have a value in each turn."""
 
 

@@ -17,9 +17,9 @@ from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.merge import rewritten
-from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, children, terms
+from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, terms
 from kiln.fuse.peel import substituted
-from kiln.fuse.split import Cuts, Split, replaced, results
+from kiln.fuse.split import Cuts, Split, pair_of, replaced, results
 
 #: Bytes of a part at least and at most: so many are under way to a block. Parts of all rows at most.
 SHORTEST, LONGEST, MOST = 24 << 10, 43 << 10, 1 << 13
@@ -74,20 +74,6 @@ def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:
     if any(not s.kept and s.phase for s in nest.stores):
         return None
     return pair_of([f for f in folds if not f.phase], [f for f in folds if f.phase])
-
-
-def pair_of(first: list[Fold], second: list[Fold]) -> tuple[Fold, Fold] | None:
-    """The folds of two phases, where they are the largest value of a row and the sum of powers below it."""
-    if len(first) != 1 or len(second) != 1:
-        return None
-    (largest,), (total,) = first, second
-    power = total.value
-    fits = largest.kind == "amax" and largest.place is None and total.kind == "sum"
-    if not fits or not isinstance(power, Apply) or power.op != "exp":
-        return None
-    less = power.args[0]
-    below = isinstance(less, Apply) and less.op == "sub"
-    return (largest, total) if below and children(less) == (largest.value, largest) else None
 
 
 class Pairs:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kiln.ops.layout import INEXACT
-from kiln.ops.reductions import running_max, running_min
+from kiln.ops.reductions import running_max, running_min, running_product, running_sum
 from kiln.ops.table import aten
 
 #: Elements that are worth two transposes.
@@ -42,8 +42,8 @@ def along_last(op: Any) -> Callable[..., Any]:
     return expanded
 
 
-def in_order(op: Any) -> Callable[..., Any]:
-    """An expansion of an op along a dimension: the op in the type that is carried along."""
+def in_order(op: Any, running: Any) -> Callable[..., Any]:
+    """An expansion of an op along a dimension: in the type that is carried along, as `running` in float32."""
     elsewhere = along_last(op)
 
     def expanded(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
@@ -53,7 +53,7 @@ def in_order(op: Any) -> Callable[..., Any]:
         carried = CARRIED.get(out, out)
         if carried == x.dtype and out == x.dtype:
             return NotImplemented
-        return op(x.to(out).to(carried), dim).to(out)
+        return (running if carried is torch.float32 else op)(x.to(out).to(carried), dim).to(out)
 
     return expanded
 
@@ -78,8 +78,8 @@ def with_places(op: Any, running: Any) -> Callable[..., Any]:
 
 
 RUNNING: dict[Any, Callable[..., Any]] = {
-    aten.cumsum.default: in_order(aten.cumsum.default),
-    aten.cumprod.default: in_order(aten.cumprod.default),
+    aten.cumsum.default: in_order(aten.cumsum.default, running_sum),
+    aten.cumprod.default: in_order(aten.cumprod.default, running_product),
     aten.cummax.default: with_places(aten.cummax.default, running_max),
     aten.cummin.default: with_places(aten.cummin.default, running_min),
     aten.logcumsumexp.default: along_last(aten.logcumsumexp.default),

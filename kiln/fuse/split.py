@@ -15,7 +15,21 @@ from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis, hinted
 from kiln.fuse.lower import HALVES
 from kiln.fuse.merge import merged
-from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Nest, Place, Store, Term, children, rebuilt, terms
+from kiln.fuse.nest import (
+    Apply,
+    Axis,
+    Buffer,
+    Const,
+    Fold,
+    Load,
+    Nest,
+    Place,
+    Store,
+    Term,
+    children,
+    rebuilt,
+    terms,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,8 @@ GRIDS = Cuts(
 FEWEST = 8
 #: Times the parts that a fold of all into one is cut into.
 LINES = 4
+#: Elements of a part that is near by when it is gone over again.
+NEAR = 1 << 17
 #: Long parts are of whole vectors.
 WHOLE = 16
 
@@ -124,6 +140,8 @@ def split(nest: Nest, scope: Scope, name: str, cuts: Cuts = CORES) -> Split:
     if cut is None:
         return Split([nest])
     parts = cuts.parts(nest, cut)
+    if pair_to_cut(nest, cuts) is not None:
+        parts = max(parts, min(nest.volume() // NEAR, hinted(cut.size) // FEWEST))
     length = (cut.size + (parts - 1)) // parts
     if hinted(length) > 8 * WHOLE:
         length = (length + (WHOLE - 1)) // WHOLE * WHOLE
@@ -158,7 +176,8 @@ class Splitting:
         self.nest, self.cut, self.parts, self.length = nest, cut, parts, length
         self.scope, self.name, self.cuts = scope, name, cuts
         self.scratch: dict[Buffer, TensorSpec] = {}
-        self.folds = [f for f in nest.folds() if f.phase == 0]
+        self.pair = pair_to_cut(nest, cuts)
+        self.folds = [f for f in nest.folds() if f.phase == 0] if self.pair is None else list(self.pair)
         self.row: Any = 0  # the place among the results of a fold
         self.rows: Any = 1
         for a in nest.kept:
@@ -171,16 +190,24 @@ class Splitting:
         partial = Nest((part, *[strip if a is self.cut else a for a in self.nest.axes]))
         final = Nest((*self.nest.kept, replace(again, reduced=True)))
         totals: dict[int, Term] = {}
+        parts: list[Term] = []
         for f in self.folds:
             held = self.memory(f.dtype, self.parts * self.rows)
-            partial.stores.append(Store(held, part.variable * self.rows + self.row, f, 1, True))
-            value = Load(held, again.variable * self.rows + self.row, held.dtype)
-            totals[id(f)] = replace(f, value=value)
+            value: Term = f
+            if f.phase:  # where all are -inf there are no powers
+                none = Apply("eq", (self.folds[0], Const(-math.inf, f.dtype)), torch.bool)
+                value = Apply("where", (none, Const(0.0, f.dtype), f), f.dtype)
+            partial.stores.append(Store(held, part.variable * self.rows + self.row, value, f.ready, True))
+            parts.append(Load(held, again.variable * self.rows + self.row, held.dtype))
+            totals[id(f)] = replace(f, value=parts[-1])
+        if self.pair is not None:
+            top, total = self.pair
+            totals[id(total)] = replace(total, value=in_terms_of(totals[id(top)], *parts))
         rest: list[Store] = []
         for store in self.nest.stores:
             if store.phase == 0 and not store.kept:
                 partial.stores.append(store)
-            elif store.kept and store.phase <= 1:
+            elif store.kept and store.phase <= self.folds[-1].ready:
                 final.stores.append(replace(store, value=replaced([store.value], totals)[0]))
             else:
                 rest.append(store)
@@ -194,7 +221,8 @@ class Splitting:
             needed = [f for f in self.folds if id(f) in used]
         for term in needed:
             held = self.memory(term.dtype, self.rows)
-            final.stores.append(Store(held, self.row, replaced([term], totals)[0], 1, True))
+            ready = self.folds[-1].ready
+            final.stores.append(Store(held, self.row, replaced([term], totals)[0], ready, True))
             known[id(term)] = Load(held, self.row, held.dtype)
         return self.with_rest([partial, final], rest, known)
 
@@ -216,9 +244,11 @@ class Splitting:
         return [t for key, t in chosen.items() if key in outer or key not in inner]
 
     def with_rest(self, nests: list[Nest], rest: list[Store], known: dict[int, Term]) -> Split:
-        """What follows from the first folds, a phase earlier than before."""
-        values = replaced([s.value for s in rest], known, earlier=1)
-        stores = [replace(s, value=v, phase=s.phase - 1) for s, v in zip(rest, values, strict=True)]
+        """What follows from the first folds, earlier than before by the phases that they took."""
+        earlier = self.folds[-1].ready
+        values = replaced([s.value for s in rest], known, earlier)
+        phases = [max(s.phase - earlier, 0) for s in rest]
+        stores = [replace(s, value=v, phase=p) for s, v, p in zip(rest, values, phases, strict=True)]
         last = Nest(self.nest.axes, stores)
         if not last.folds():
             last = merged(Nest(tuple(replace(a, reduced=False) for a in last.axes), stores), self.scope)
@@ -231,6 +261,35 @@ class Splitting:
         made = Buffer(f"{self.name}_part{len(self.scratch)}", dtype)
         self.scratch[made] = TensorSpec((count,), (1,), dtype, torch.device("cpu"))
         return made
+
+
+def pair_to_cut(nest: Nest, cuts: Cuts) -> tuple[Fold, Fold] | None:
+    """The largest values and sums of powers below them that parts are gone over for at once, on CPUs."""
+    folds = nest.folds()
+    found = pair_of(*([f for f in folds if f.phase == phase] for phase in (0, 1)))
+    if cuts.at_once or found is None or any(f.dtype is not torch.float32 for f in found):
+        return None
+    return found if found[0].value.dtype is torch.float32 else None
+
+
+def in_terms_of(top: Term, largest: Term, powers: Term) -> Term:
+    """A part's sum of powers below its largest value as one of powers below that of all parts."""
+    less = Apply("sub", (largest, top), top.dtype)
+    return Apply("mul", (powers, Apply("exp", (less,), top.dtype)), top.dtype)
+
+
+def pair_of(first: list[Fold], second: list[Fold]) -> tuple[Fold, Fold] | None:
+    """The folds of two phases, where they are the largest value of a row and the sum of powers below it."""
+    if len(first) != 1 or len(second) != 1:
+        return None
+    (largest,), (total,) = first, second
+    power = total.value
+    fits = largest.kind == "amax" and largest.place is None and total.kind == "sum"
+    if not fits or not isinstance(power, Apply) or power.op != "exp":
+        return None
+    less = power.args[0]
+    below = isinstance(less, Apply) and less.op == "sub"
+    return (largest, total) if below and children(less) == (largest.value, largest) else None
 
 
 def _symbols(index: Any) -> set[Any]:

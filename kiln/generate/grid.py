@@ -11,7 +11,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, MOD, hinted
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children
-from kiln.fuse.pairs import pair_of
+from kiln.fuse.split import pair_of
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import vector_axis
 from kiln.generate.llvm import F32

@@ -231,8 +231,10 @@ FOLDS: dict[str, tuple[float, Callable[[Type], int], Scalar]] = {
     "any": (0.0, lambda t: 0, lambda a, b: a | b),
     "all": (1.0, lambda t: 1, lambda a, b: a & b),
 }  # fmt: skip
-RUNNING = {"cumsum": "sum", "cumprod": "prod", "kiln::running_max": "amax", "kiln::running_min": "amin",
-           "kiln::recurrence": "sum"}  # fmt: skip
+RUNNING = {
+    "cumsum": "sum", "cumprod": "prod", "kiln::running_max": "amax", "kiln::running_min": "amin",
+    "kiln::running_sum": "sum", "kiln::running_product": "prod", "kiln::recurrence": "sum",
+}  # fmt: skip
 FOLDS |= {running: FOLDS[kind] for running, kind in RUNNING.items()}
 
 

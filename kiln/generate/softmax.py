@@ -7,7 +7,7 @@ import math
 import torch
 
 from kiln.fuse.nest import Apply, Const, Fold, Nest, Term, children
-from kiln.fuse.pairs import pair_of
+from kiln.fuse.split import pair_of
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value, fma

@@ -25,7 +25,7 @@ from kiln.fuse.nest import (
 from kiln.generate.forms import another
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes_along, symbols_of, vector_axis
-from kiln.generate.llvm import F64, I1, I32, I64, PTR, Module, Type, Value
+from kiln.generate.llvm import F64, I1, I16, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
@@ -208,8 +208,11 @@ class Values(Reads):
         return False
 
     def load(self, term: Load) -> Value:
+        return self.load_as(TYPES[term.dtype], term)
+
+    def load_as(self, stored: Type, term: Load) -> Value:
+        """What is loaded, for numbers of a type, which may be another one of as many bits."""
         address = self.pointers[term.buffer]
-        stored = TYPES[term.dtype]
         valid = term.valid
         if valid is not None and id(valid) in self.decided:
             if not self.decided[id(valid)]:
@@ -235,10 +238,15 @@ class Values(Reads):
 
     def store(self, store: Store) -> None:
         fn = self.fn
-        stored = TYPES[store.buffer.dtype]
-        pairs = stored.kind == "bf16" and self.lanes == 32 and not self.nest.reduced
-        paired = self.module.own.get("to_bf16") if pairs else None
-        value = self.value(store.value) if paired is None else paired(*self.of_registers(store.value))
+        stored, term = TYPES[store.buffer.dtype], store.value
+        rounds = self.module.own.get("to_bf16") if stored.kind == "bf16" else None
+        bits = self.moved(term, {}) if rounds and not store.adds else None
+        if bits is not None:
+            stored, value = I16, bits
+        elif rounds and self.lanes == 32 and not self.nest.reduced:
+            value = rounds(*self.of_registers(term))
+        else:
+            value = self.value(term)
         base = self.pointers[store.buffer]
         if self.lanes == 1:
             place = fn.at(base, self.index(store.index), stored)
@@ -272,6 +280,30 @@ class Values(Reads):
         live = fn.constant(1, I1.wide(lanes)) if self.live is None else self.live
         name = f"llvm.masked.scatter.{value.type.suffix}.v{lanes}p0"
         fn.call(name, VOID_TYPE, value, pointers, align, live)
+
+    def moved(self, term: Term, seen: dict[int, Value | None]) -> Value | None:
+        """The bits of a number of bf16 that is only moved here; None for one that is computed.
+
+        The instruction that rounds to bf16 takes subnormal numbers for zeros.
+        """
+        if id(term) not in seen:
+            seen[id(term)] = self._moved(term, seen)
+        return seen[id(term)]
+
+    def _moved(self, term: Term, seen: dict[int, Value | None]) -> Value | None:
+        if isinstance(term, Apply) and term.op == "where":
+            if id(term.args[0]) in self.decided:
+                return self.moved(self.chosen(term), seen)
+            here, there = (self.moved(choice, seen) for choice in term.args[1:])
+            if here is None or there is None:
+                return None
+            return SCALARS["where"](*aligned([self.value(term.args[0]), here, there], "where"))
+        if isinstance(term, Const) and not isinstance(term.value, Expr):
+            number = torch.tensor(term.value, dtype=torch.bfloat16)
+            return self.fn.constant(number.view(torch.int16).item(), I16)
+        if not isinstance(term, Load) or id(term) in self.kept_rows or self.known(term) is not None:
+            return None
+        return self.load_as(I16, term)
 
     def of_registers(self, term: Term) -> list[Value]:
         """The value of a term of bf16 where lanes are those of two registers, in each by itself, as f32."""

@@ -114,12 +114,16 @@ declare(RULES, {
 
 
 library = torch.library.Library("kiln", "FRAGMENT")
-for name in ("running_max", "running_min"):
+for name in ("running_max", "running_min", "running_sum", "running_product"):
     library.define(f"{name}(Tensor x, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.impl("running_max", lambda x, dim: x.cummax(dim).values, "CPU")
 library.impl("running_min", lambda x, dim: x.cummin(dim).values, "CPU")
+library.impl("running_sum", lambda x, dim: x.cumsum(dim), "CPU")
+library.impl("running_product", lambda x, dim: x.cumprod(dim), "CPU")
 running_max, running_min = torch.ops.kiln.running_max.default, torch.ops.kiln.running_min.default
-RULES[running_max] = RULES[running_min] = lambda x, dim: similar(x)
+running_sum, running_product = torch.ops.kiln.running_sum.default, torch.ops.kiln.running_product.default
+for op in (running_max, running_min, running_sum, running_product):
+    RULES[op] = lambda x, dim: similar(x)
 
 
 def _step(factor: Tensor, value: Tensor, factor_after: Tensor, value_after: Tensor) -> tuple[Tensor, Tensor]:

@@ -767,3 +767,55 @@ def test_facts_of_parameters_matter_where_somebody_looks(looks):
     torch.testing.assert_close(compiled(x.double()), net(x.double()))
     net.requires_grad_(False)
     assert not compiled(x.double()).requires_grad
+
+
+class Noted:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+def test_weak_references_are_followed_in_every_call():
+    import gc
+    import weakref
+
+    held = [Noted(2.0)]
+    seen, table = weakref.ref(held[0]), weakref.WeakValueDictionary(one=held[0])
+
+    def f(x):
+        found = seen()
+        return x * (0 if found is None else found.scale) + (table["one"].scale if "one" in table else 1)
+
+    compiled = kiln.compile(f, backend="eager", fullgraph=True)
+    for change in (lambda: None, lambda: setattr(held[0], "scale", 3.0), held.clear):
+        change()
+        gc.collect()
+        assert compiled(torch.ones(3)).equal(f(torch.ones(3)))
+    assert seen() is None  # nothing holds it
+
+
+def test_context_variables_are_read_in_every_call():
+    import contextvars
+
+    plain, bare, table = (contextvars.ContextVar(name, **how) for name, how in (("plain", {"default": 2}), ("bare", {}), ("table", {"default": {"k": 3}})))
+
+    def f(x):
+        try:
+            y = x * bare.get()
+        except LookupError:
+            y = x
+        return y * plain.get() + bare.get(5) + table.get()["k"]
+
+    def change(step):
+        if step == 1:
+            plain.set(7)
+        elif step == 2:
+            bare.set(9)
+        elif step == 3:
+            table.get()["k"] = 4
+
+    compiled = kiln.compile(f, backend="eager", fullgraph=True)
+    with kiln.records() as seen:
+        for step in range(5):
+            change(step)
+            assert compiled(torch.ones(3)).equal(f(torch.ones(3)))
+    assert len(seen.graphs) == 4

@@ -332,6 +332,16 @@ def test_strides_of_extents_of_one_are_eagers():
             assert kiln.compile(norm, backend="kiln")(given).stride() == norm(given).stride()
 
 
+def test_halves_that_are_only_moved_keep_subnormal_numbers():
+    x = torch.tensor([1.1e-38, -1e-39, 3e-39, 2.5] * 40).bfloat16()
+    for move in (
+        torch.clone, lambda x: torch.cat([x, x]), lambda x: F.pad(x, (1, 2), value=-1.5), lambda x: torch.where(x > 0, x, -2),
+        lambda x: x.view(4, 40).t().contiguous(), lambda x: x[torch.arange(0, 160, 3)], lambda x: x.roll(5), lambda x: x.masked_fill(x > 1, 0),
+    ):  # fmt: skip
+        kiln.reset()
+        assert torch.equal(kiln.compile(move, backend="kiln")(x), move(x))
+
+
 def test_many_tensors():
     same(lambda *given: functools.reduce(torch.add, given), *[torch.randn(3) for _ in range(300)])
     same(lambda x: tuple(x + i for i in range(70)), torch.randn(3))

@@ -144,3 +144,12 @@ def test_gradients_of_a_recurrence():
     assert torch.autograd.gradgradcheck(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), (x, factor))
     compiled = kiln.compile(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), fullgraph=True)
     assert torch.autograd.gradcheck(compiled, (x, factor))
+
+
+@pytest.mark.parametrize("dtype, carried", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_sums_are_carried_in_the_type_that_eager_carries(dtype, carried):
+    x = rand(5, 300).to(dtype)
+    for function in (lambda a: a.cumsum(1), lambda a: a.cumprod(1), lambda a: a.cumsum(0)):
+        (kernel,) = fuse(expand(recorded(function, x), "prims", FOR_LOOPS)).kernels
+        assert [fold.dtype for nest in kernel.nests for fold in nest.folds()] == [carried]
+        check(function, x, kernels=1, rtol=2.0**-7, atol=1e-2)

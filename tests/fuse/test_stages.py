@@ -47,6 +47,23 @@ def test_long_folds_run_in_parts(shape):
     check(lambda a: (a.argmax(), a.argmin(0)), x)
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((3, 200_003), 1), ((7001, 40), 0), ((300_000,), 0)])
+def test_the_largest_and_the_sum_of_powers_are_found_part_by_part(shape, dim):
+    x = rand(*shape) * 5
+    rows = x.view(-1, x.shape[dim]) if dim == len(shape) - 1 else x.t()
+    rows[0, :50_000] = -torch.inf  # all of some parts
+    rows[0, -1] = 100
+    for function in (lambda a: F.softmax(a, dim), lambda a: F.log_softmax(a, dim)):
+        (kernel,) = fuse(expand(recorded(function, x), "prims", FOR_LOOPS)).kernels
+        assert [len(nest.folds()) for nest in kernel.nests] == [2, 2, 0]
+        check(function, x, atol=3e-5)  # eager's logarithms lose digits
+        for number in (torch.inf, -torch.inf, torch.nan):
+            y = x.clone()
+            y.select(dim, 77).view(-1)[:1] = number
+            check(function, y, atol=3e-5)
+    check(lambda a: F.softmax(a, dim), torch.full(shape, -torch.inf))
+
+
 def test_what_follows_a_long_fold_is_spread_too():
     x = rand(8, 3, 64, 64)
     kernels, _ = stages(lambda a: F.batch_norm(a, None, None, None, None, True), x)

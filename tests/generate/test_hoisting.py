@@ -82,3 +82,52 @@ def text_of(function, *inputs):
 def test_only_tiles_and_short_loops_need_all_passes():
     assert THOROUGH not in text_of(lambda x: torch.rsqrt(x) + 1, torch.rand(64, 1000))
     assert THOROUGH in text_of(lambda x: x.t().contiguous(), torch.rand(64, 64))
+
+
+def test_a_loop_that_only_computes_is_left_out():
+    def body(fn, given, i):
+        def turn(j, _):
+            fn.at(given["y"], i * 4 + j, F64)
+            return []
+
+        return turn
+
+    module, fn = function(lambda given: given["n"], body)
+    assert "head" not in module.text()
+    module, fn = function(lambda given: 4, lambda fn, given, i: lambda j, _: [])
+    assert "head" not in module.text() and not fn.short_loops
+
+
+def test_what_leaves_an_empty_loop_is_known_after_it():
+    module = Module()
+    module.hoists = True
+    fn = module.function("run", [("y", PTR), ("n", I64)])
+    given = fn.parameters
+    fn.loop(0, given["n"], 1, [], lambda i, _: [given["n"] * 3][:0])
+    fn.store(given["n"] * 3, given["y"])
+    fn.do("ret void")
+    text = module.text()
+    assert "head" not in text and text.count("mul i64") == 1
+    y = torch.zeros(1, dtype=torch.int64)
+    code = compile_text(text)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(code.address("run"))(y.data_ptr(), 7)
+    assert y.item() == 21
+
+
+def test_a_short_loop_around_others_is_not_unrolled():
+    module = Module()
+    fn = module.function("run", [("y", PTR), ("n", I64)])
+
+    def store(i, _):
+        fn.store(i, fn.at(fn.parameters["y"], i, I64))
+        return []
+
+    fn.loop(0, 4, 1, [], lambda i, _: fn.loop(0, fn.parameters["n"], 1, [], store))
+    assert not fn.short_loops
+    fn.loop(0, fn.parameters["n"], 1, [], lambda i, _: fn.loop(0, 4, 1, [], store))
+    assert fn.short_loops
+
+
+def test_columns_of_one_task_are_a_known_number():
+    text = text_of(lambda x: x.sum(0), torch.rand(128, 192))
+    assert "masked" not in text
