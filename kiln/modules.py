@@ -108,17 +108,24 @@ def call_function(module: torch.nn.Module) -> Callable[..., Any]:
 
 
 def alike(module: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Whether two modules have parts of the same classes and tensors of the same facts, by the same names."""
+    """Whether two modules have parts of the same classes, tensors of the same facts and equal settings."""
     return bool(parts(module) == parts(other))
 
 
 def parts(module: torch.nn.Module) -> Any:
-    """The classes of a module's parts and the facts of its tensors; what has none yet is like no other."""
+    """The classes and settings of a module's parts and the facts of its tensors, which must have some."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if any(isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin) for _, tensor in tensors):
         return object()
     facts = [(name, type(t), t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors]
-    return [(name, type(part)) for name, part in module.named_modules()], facts
+    return [(name, type(part), settings(part)) for name, part in module.named_modules()], facts
+
+
+def settings(part: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are numbers and texts, or tuples of these."""
+    plain = {type(None), bool, int, float, str}
+    groups = {name: value if type(value) is tuple else (value,) for name, value in vars(part).items()}
+    return {name: group for name, group in groups.items() if plain.issuperset(map(type, group))}
 
 
 def watched(module: Any) -> bool:

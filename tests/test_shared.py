@@ -80,9 +80,10 @@ def test_a_block_that_was_called_is_compiled_for_itself(Block):
 
 
 def test_what_is_built_otherwise_has_graphs_of_its_own(Block):
-    wide, frozen, hooked = Block(16), Block().requires_grad_(False), Block()
+    wide, frozen, hooked, set_otherwise = Block(16), Block().requires_grad_(False), Block(), Block()
     hooked.register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    for other in (wide, frozen, hooked):
+    set_otherwise.norm.eps = 1e-3
+    for other in (wide, frozen, hooked, set_otherwise):
         both = as_twins([Block(), other], backend="eager", fullgraph=True)
         assert graphs(lambda both=both: [block(X) for block in both]) == 2
 

@@ -465,6 +465,7 @@ def extremum(function: Any, sign: str) -> None:
             better = operators.compare(m, sign, other, score)
             if type(better) is FakeTensor and not key and alike(best, value):
                 best = score = m.torch_call(torch.where, (better, value, best), {})
+                m.chosen.append((best, m.safe_step()))
             elif m.truth(better):
                 best, score = value, other
         return best

@@ -67,6 +67,10 @@ class Finisher:
             raise Restart(self.m.expected[0], expected.refusal())
         dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
         self.body(dry, tail)
+        for fake, step in self.m.chosen:
+            if any(fake is out for out in dry.outputs):
+                # The program would see a new tensor where it has a number, or one of two tensors.
+                raise Restart(step, expected.refusal())
         if self.m.exchanged and any(fake.requires_grad for fake in dry.outputs):
             # A backward pass may read its inputs again, which would have the other data by then.
             why = "data of a tensor is assigned that gradients may follow from"

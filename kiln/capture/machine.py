@@ -80,6 +80,7 @@ class Machine:
         self.advanced: tuple[Any, int] | None = None
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
+        self.chosen: list[tuple[Any, int]] = []  # tensors that stand for one of two values, and their steps
         self.exchanged: list[int] = []  # steps at which tensors get other data that the graph has read before
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
         self.copying, self.copies = True, 0  # whether others are copied from them, and how many were

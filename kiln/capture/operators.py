@@ -69,18 +69,22 @@ TRUTH = {"__bool__": checked_bool, "__len__": checked_length}
 def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     """`a sign b`, in-place signs included."""
     ta, tb, stem = type(a), type(b), sign.rstrip("=")
+    if OpenNumber in (ta, tb) and (found := open_arithmetic(m, sign, a, b)) is not None:
+        return found
     if ta is FakeTensor or tb is FakeTensor:
-        if ta is OpenNumber or tb is OpenNumber:
-            a, b = scaled(m, stem, a, b)
         return tensor_binary(m, sign if ta is FakeTensor else stem, a, b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(BINARY[sign], a, b)
-    if (ta is OpenNumber or tb is OpenNumber) and (made := open_binary(m, stem, a, b)) is not None:
-        return made
     if ta in SYMBOLIC or tb in SYMBOLIC:
         if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC and stem in symbolic.ARITHMETIC:
             return m.native(symbolic.arithmetic, stem, a, b)
         return binary(m, sign, plain_number(a), plain_number(b), mode)
+    return by_methods(m, sign, a, b, mode)
+
+
+def by_methods(m: Machine, sign: str, a: Any, b: Any, mode: str) -> Any:
+    """The same by the special methods of the operands."""
+    ta, tb, stem = type(a), type(b), sign.rstrip("=")
     name = DUNDER[stem]
     if sign != stem:
         method = python_method(m, a, f"__i{name}__")
@@ -110,31 +114,34 @@ EXACT = 1 << 53  # up to which every int is a double
 NUMBERS = frozenset({float, torch.SymFloat, torch.SymInt})
 
 
-def open_binary(m: Machine, stem: str, a: Any, b: Any) -> OpenNumber | None:
-    """Arithmetic of floats that are read after the graph: in doubles, as Python's; None where it may raise."""
+def open_arithmetic(m: Machine, sign: str, a: Any, b: Any) -> Any:
+    """What arithmetic of a float gives that is read after the graph; None where its value is needed."""
+    stem = sign.rstrip("=")
+    if stem not in ("+", "-", "*", "/"):
+        return None
+    if FakeTensor in (type(a), type(b)):
+        return scaled(m, sign if type(a) is FakeTensor else stem, a, b)
     operands = []
     for value in (a, b):
         if type(value) is OpenNumber and value.kind is float:
             operands.append(m.torch_call(torch.Tensor.double, (value.tensor,), {}))
         elif type(value) in NUMBERS or type(value) is int and abs(value) <= EXACT:
             operands.append(value)
-    by_zero = stem == "/" and (type(b) is OpenNumber or not m.truth(b))
-    if len(operands) < 2 or stem not in ("+", "-", "*", "/") or by_zero:
+    if len(operands) < 2 or stem == "/" and (type(b) is OpenNumber or not m.truth(b)):
         return None
     first = a if type(a) is OpenNumber else b
     return OpenNumber(float, tensor_binary(m, stem, *operands), first.step, first.reason)
 
 
-def scaled(m: Machine, stem: str, a: Any, b: Any) -> tuple[Any, Any]:
-    """The operands of arithmetic of a tensor and such a float, which is a tensor in the graph where alike."""
+def scaled(m: Machine, sign: str, a: Any, b: Any) -> Any:
+    """Arithmetic of a tensor and such a float, which is a tensor of the graph where that keeps the types."""
     tensor, number = (a, b) if type(b) is OpenNumber else (b, a)
     near = number.tensor.device.type in ("cpu", tensor.device.type)
-    alike = number.kind is float and tensor.is_floating_point() and tensor.dim() > 0  # so that types stay
-    if stem not in ("+", "-", "*", "/") or not near or not alike:
-        return a, b
+    if number.kind is not float or not near or not tensor.is_floating_point() or not tensor.dim():
+        return None
     factor = m.torch_call(torch.Tensor.double, (number.tensor,), {})
     factor = m.torch_call(torch.Tensor.reshape, (factor, ()), {}) if factor.dim() else factor
-    return (tensor, factor) if type(b) is OpenNumber else (factor, tensor)
+    return tensor_binary(m, sign, *((tensor, factor) if type(b) is OpenNumber else (factor, tensor)))
 
 
 def plain_number(value: Any) -> Any:

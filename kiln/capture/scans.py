@@ -15,7 +15,7 @@ from kiln.capture.bodies import capture_body, examples
 from kiln.capture.calls import BY_CODE, Args, Kwargs, handles
 from kiln.capture.frame import Machine
 from kiln.capture.transforms import call_vmap, cells_of, sliced
-from kiln.ops.reductions import recurrence
+from kiln.ops.reductions import differentiable
 
 #: Numbers at which polynomials of few terms are equal if they are the same.
 NUMBERS = (1_000_003, 2_000_000_011, 3_000_000_000_013, 5_000_000_000_000_017)
@@ -31,7 +31,7 @@ def scan(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return m.inline(generic_associative_scan, args, kwargs)
     factor, value = args[1][place], args[1][1 - place]
     (products,) = m.inline(generic_associative_scan, (torch.mul, [factor]), {})
-    found = products, m.torch_call(recurrence, (value, 0, factor), {})
+    found = products, m.torch_call(differentiable(), (value, 0, factor), {})
     return [found[place], found[1 - place]]
 
 
@@ -50,8 +50,9 @@ def factor_of(m: Machine, combine: Any, leaves: Any) -> int | None:
     inner = functools.partial(combine.func, **{**combine.keywords, "combine_fn": cells_of(m, mapped)["func"]})
     body = capture_body(m, inner, examples((x, y, x, y), sliced, [0] * 4), {})
     a, b, c, d = NUMBERS
-    for place, turn in enumerate((slice(None), slice(None, None, -1))):
-        first, second, both = [pair[turn] for pair in ((a, b), (c, d), (a * c, c * b + d))]
+    pairs: list[tuple[int, ...]] = [(a, b), (c, d), (a * c, c * b + d)]
+    for place in (0, 1):
+        first, second, both = [pair[::-1] if place else pair for pair in pairs]
         if not body.free and values(body.graph, *first, *second) == both:
             return place
     return None

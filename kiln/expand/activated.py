@@ -26,7 +26,7 @@ NORMS = {
     aten._native_batch_norm_legit_no_training.default: None,
 }  # fmt: skip
 STEP = 8  # channels of 16 bytes
-LARGE = 24 << 20  # bytes of a result, on average, that take the GPU longer than their calls take the host
+LARGE = 20 << 20  # bytes of a result, on average, that take the GPU longer than their calls take the host
 
 
 @dataclass(frozen=True, slots=True)

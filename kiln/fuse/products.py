@@ -108,8 +108,9 @@ def _filters(
 ) -> torch.Tensor:
     """The gradient of kernels of one channel each: for every place of them a sum over the image.
 
-    With borders around both images a sum runs on over the ends of rows. Rows and columns of the image fall
-    into classes by what is left of them modulo the stride; each is an image of its own.
+    With borders around both images a sum runs on over the ends of rows, where products do not count. Rows and
+    columns of the image fall into classes by what is left of them modulo the stride; each is an image of its
+    own.
     """
     count, channels, *places = grad.shape
     rows, columns = (-(-n // step) for n in weight.shape[2:])
@@ -120,9 +121,11 @@ def _filters(
     length = places[0] * wide - (columns - 1)
     given = aten.constant_pad_nd(grad, [0, columns - 1], 0.0).contiguous()
     given = given.view([count, channels, 1, 1, 1, -1])[..., :length]
+    inside = aten.constant_pad_nd(grad.new_ones(places), [0, columns - 1], 0.0).view([-1])[:length] > 0
     shape, strides = [count, channels, step, step, rows, length], [*image.stride()[:4], wide, 1]
     sums = [
-        (aten.as_strided(image, shape, strides, place) * given).sum([0, 5]) for place in range(columns)
+        torch.where(inside, aten.as_strided(image, shape, strides, place) * given, 0.0).sum([0, 5])
+        for place in range(columns)
     ]
     whole = torch.stack(sums, -1).permute([0, 3, 1, 4, 2]).reshape([channels, 1, rows * step, columns * step])
     return whole[:, :, : weight.shape[2], : weight.shape[3]].contiguous()

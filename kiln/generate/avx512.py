@@ -108,6 +108,9 @@ _TANH = (
 _LOG = (0.33333449112478436, -0.25000095841991365, 0.1999086123934421, -0.1664731216533302,
         0.14478394782422344, -0.13161193500149865, 0.10463023307031803, -0.04507481456778046)  # fmt: skip
 _LOG_LOOSE = (-0.4999805895448732, 0.3374478454551848, -0.2571728369773627, 0.1401491907178048)
+# The same to 2^-19
+_LOG_OF_POWERS = (-0.4999891353256872, 0.3331873781041514, -0.2505932305363697, 0.20626368638438825,
+                  -0.16764675747442412, 0.08324115414595727)  # fmt: skip
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/32
 _EXP = (0.5000162220356067, 0.16666718660599164)
 _POWERS = tuple(2.0 ** (n / LANES) for n in range(LANES))
@@ -206,12 +209,18 @@ def log(x: Value, more: Value | None = None) -> Value:
     return fma(n, high, fma(square, -0.5, y) + f)
 
 
-def log_loose(x: Value) -> Value:
-    """To 2^-13."""
+def log_loose(x: Value, terms: Sequence[float] = _LOG_LOOSE) -> Value:
+    """To 2^-13, or to as many digits as the polynomial has."""
     if x.type.width % LANES:
         return functions.log_by_polynomial(x)
     n, f = _exponent_and_rest(x)
-    return fma(n, functions.LN2, functions.polynomial(f, (1.0, *_LOG_LOOSE)) * f)
+    return fma(n, functions.LN2, functions.polynomial(f, (1.0, *terms)) * f)
+
+
+def pow_loose(x: Value, y: Value) -> Value:
+    """The power to 2^-12: an error of the logarithm counts as often as the exponent says."""
+    logarithm = log_loose(functions.absolute(x), _LOG_OF_POWERS)
+    return functions.with_edges_of_pow(x, y, exp_loose(y * logarithm))
 
 
 def log1p(x: Value) -> Value:
@@ -408,6 +417,6 @@ OWN: dict[str, Callable[..., Value]] = {
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
-    "loose gelu": gelu_loose, "loose pow": functions.pow_loose,
+    "loose gelu": gelu_loose, "loose pow": pow_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip

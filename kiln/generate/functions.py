@@ -320,15 +320,10 @@ def _atanh_64(x: Value) -> Value:
 
 
 def _pow_64(x: Value, y: Value) -> Value:
-    return _with_edges_of_pow(x, y, _exp_64(y * _log_64(absolute(x))))
+    return with_edges_of_pow(x, y, _exp_64(y * _log_64(absolute(x))))
 
 
-def pow_loose(x: Value, y: Value) -> Value:
-    """The power in f32: an error of the logarithm counts as often as the exponent says."""
-    return _with_edges_of_pow(x, y, apply("exp", y * apply("log", absolute(x))))
-
-
-def _with_edges_of_pow(x: Value, y: Value, result: Value) -> Value:
+def with_edges_of_pow(x: Value, y: Value, result: Value) -> Value:
     a = absolute(x)
     half = y * 0.5
     whole = y.intrinsic("trunc").compare("eq", y)

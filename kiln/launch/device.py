@@ -11,7 +11,7 @@ import torch
 from kiln._launch import Plan
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, hinted
-from kiln.base.graph import TensorSpec
+from kiln.base.graph import TensorSpec, nodes_in
 from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Program
 from kiln.generate.device import Function, Started, generate
@@ -24,6 +24,7 @@ from kiln.launch.products import Template
 
 SMALL = (12, 0)  # the first architecture, of those that have clusters, whose processors have 100 KB of memory
 APART = 1 << 20  # bytes of a value that may have memory of its own
+MUCH = 16 << 20  # bytes of what a program leaves, beside which an arena would stay
 LINE = 256  # bytes at whose multiples values start: what libraries take for granted of their own memory
 CUDA = 1  # torch's number for the type of device
 UNUSED, FIRST_NUMBER = -1, -2  # as in _launch.h
@@ -57,10 +58,17 @@ class OnDevice:
         return self.others
 
 
+def bytes_left(program: Program) -> int:
+    """The bytes of the results of a program."""
+    made = {*nodes_in(program.graph.outputs)}.difference(program.graph.inputs)
+    return sum([hinted(size_of(node.spec)) for node in made if isinstance(node.spec, TensorSpec)])
+
+
 class DevicePlanner(Planner):
     """The plan of a program on a GPU in the making.
 
-    Where values may lie `apart`, large ones of a backward pass are not in the arena.
+    Where values may lie `apart`, large ones of a backward pass, or of a program that leaves much, are not in
+    the arena.
     """
 
     def __init__(
@@ -72,8 +80,8 @@ class DevicePlanner(Planner):
         apart: bool = False,
     ) -> None:
         super().__init__(program, compiled, device)
-        if apart and any(node.backward for node in program.graph.nodes):
-            # What was saved for them goes while gradients are made: their memory is taken bit by bit.
+        if apart and (any(node.backward for node in program.graph.nodes) or bytes_left(program) >= MUCH):
+            # What was saved goes while gradients are made, and comes before: memory is taken bit by bit.
             self.lodgers = {node for node in self.lodgers if hinted(size_of(node.spec)) < APART}
         self.early = early  # whether kernels are started before those before them have ended
         self.unfailing = True  # a fault ends the device's program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -153,11 +154,16 @@ def _recurrence_saved(ctx: Any, inputs: Any, output: Tensor) -> None:
 name = "recurrence(Tensor x, int dim, Tensor factor) -> Tensor"
 library.define(name, tags=(torch.Tag.pt2_compliant_tag,))
 library.impl("recurrence", _recurrence, "CPU")
-torch.library.register_autograd(
-    "kiln::recurrence", _recurrence_backward, setup_context=_recurrence_saved, lib=library
-)
 recurrence = torch.ops.kiln.recurrence.default
 RULES[recurrence] = lambda x, dim, factor: similar(x)
+
+
+@functools.cache
+def differentiable() -> Any:
+    """The op of a recurrence, with gradients: that is declared, which takes time, when there is one."""
+    saved = {"setup_context": _recurrence_saved, "lib": library}
+    torch.library.register_autograd("kiln::recurrence", _recurrence_backward, **saved)  # type: ignore[arg-type]
+    return recurrence
 
 
 def _pooled_place(x: Tensor, dim: int) -> Tensor:

@@ -275,8 +275,67 @@ def test_a_choice_that_decides_on_more_than_a_number_breaks(f):
     assert same_as_eager(f, t(3, grad=True)).breaks == 1
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("f", [lambda x: max(x.sum(), 1), lambda x: (min(x[0], x[1]), x), lambda x: [max(0.5, x.sum())] * 2])
+def test_a_choice_that_leaves_the_graph_is_one_of_the_two(f, sign):
+    assert same_as_eager(f, t(3) * sign).breaks == 1
+
+
 @pytest.mark.parametrize("places", [(), (2,)])
 def test_tensors_are_not_rounded_by_the_builtin(places):
     compiled = kiln.compile(lambda x: round(x, *places), backend="eager")
     with pytest.raises(TypeError, match="__round__"):
         compiled(torch.ones(()))
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.count, self.mean = 0, 0, 0
+
+    def update(self, value, n):
+        self.sum += value * n
+        self.count += n
+        self.mean = self.sum / self.count
+
+
+@pytest.mark.skipif(EAGER, reason="counts graphs")
+def test_floats_of_tensors_are_summed_up_without_a_break():
+    def step(x, meter):
+        loss = x.pow(2).mean()
+        meter.update(loss.item(), x.size(0))
+        return loss, 1 - x.mean().item() * 2
+
+    compiled, ours, theirs = kiln.compile(step, backend="eager"), Meter(), Meter()
+    with kiln.records() as seen:
+        for i in range(4):
+            assert compiled(t(4, 3) + i, ours) == step(t(4, 3) + i, theirs)
+            assert vars(ours) == vars(theirs)
+            assert {k: type(v) for k, v in vars(ours).items()} == {k: type(v) for k, v in vars(theirs).items()}
+    assert (len(seen.graphs), len(seen.breaks)) == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_tensors_are_scaled_by_their_own_numbers_in_the_graph(dtype):
+    def f(x):
+        y = (x - x.mean().item()) / x.std().item()
+        return y, x.sum().item() - x, x * (x.abs().max().item() + 1), x.sum(0, keepdim=True).item() * x
+
+    one_graph(f, t(4, 1, dtype=dtype, grad=True))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x.sum() * x.mean().item(),  # a tensor without dimensions would take the type of a double
+        lambda x: x.long() * x.mean().item(),
+        lambda x: x * (1.0 / x.mean().item()),  # which may raise
+        lambda x: x * (x.long().sum().item() + 1),  # ints have no bounds
+    ],
+)
+def test_arithmetic_that_differs_in_tensors_breaks(f):
+    assert same_as_eager(f, t(4, 2)).breaks == 1
+
+
+def test_division_by_zero_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        kiln.compile(lambda x: x.sum().item() / 0, backend="eager")(torch.ones(2))

@@ -150,8 +150,8 @@ torch.rand(2, generator=torch.Generator().manual_seed(3)), torch.randn(2, genera
 
 # The result, or its shape, depends on the values: the graph ends there and goes on after it.
 DATA_DEPENDENT = """
-x.sum().item() + 1
-float(x.sum()) + 1
+x.long().sum().item() + 1
+float(x.sum()) ** 2
 int(x.sum())
 bool(k.any())
 complex(x.sum())

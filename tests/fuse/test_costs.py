@@ -143,6 +143,13 @@ def test_gradients_of_large_kernels_of_one_channel_are_sums(count, side, size, s
     check(with_image, *given, rtol=1e-4, atol=1e-4)
 
 
+def test_infinities_are_in_the_sums_that_they_belong_to():
+    backward = backward_of(1, 2, 4, [False, True, False])
+    grad, x = rand(1, 4, 16, 16), rand(1, 4, 16, 16)
+    x[0, 0, 5, 0], x[0, 1, 5, -1], x[0, 2, 0, 0], grad[0, 3, 0, 0] = torch.inf, -torch.inf, torch.nan, torch.inf
+    check(backward, grad, x, rand(4, 1, 5, 5), rtol=1e-4, atol=1e-4)
+
+
 def sums_of(function, *inputs):
     """The one nest with sums, and the elements that it reads."""
     program = fuse(expand(recorded(function, *inputs), "prims", FOR_LOOPS))

@@ -9,6 +9,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import Fusing, fuse
 from kiln.fuse.split import GRIDS
 from kiln.ops.record import recorded
+from kiln.ops.reductions import differentiable
 from tests.fuse.test_kernels import calls_of, check, rand
 
 SHAPES = [((1,), 0), ((2,), 0), ((3,), 0), ((17,), 0), ((5, 1), 1), ((5, 1), 0), ((33, 20), 0), ((33, 20), 1), ((2, 300, 3), 1), ((4, 5, 200), 2)]
@@ -139,6 +140,7 @@ def test_eagers_numerics_of_a_recurrence():
 
 
 def test_gradients_of_a_recurrence():
+    differentiable()
     x, factor = (rand(2, 5, 3).double().requires_grad_() for _ in range(2))
     assert torch.autograd.gradcheck(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), (x, factor))
     assert torch.autograd.gradgradcheck(lambda a, b: torch.ops.kiln.recurrence(a, 1, b), (x, factor))

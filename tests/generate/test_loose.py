@@ -99,3 +99,16 @@ def test_every_argument(function, dtype):
     # Instructions that round to bf16 take numbers below the normal ones for 0.
     wrong = finite & (nearest > 2 * torch.finfo(dtype).smallest_normal) & (off > usual.clamp(min=0.5) * 2)
     assert not wrong.any(), x[wrong]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("exponent", [2.3, -1.7, 60.0, -0.01, 7.5, math.inf, math.nan])
+def test_exponents_are_rounded_as_the_numbers_are(dtype, exponent):
+    """Eager's are; all numbers of a half type whose powers are normal."""
+    x = torch.arange(-32768, 32768, dtype=torch.int16).view(dtype)
+    eager = torch.pow(x, exponent)
+    (got,) = compile_graph(recorded(lambda a: torch.pow(a, exponent), x))([x])
+    places = (eager.view(torch.int16).int() - got.view(torch.int16).int()).abs()
+    normal = eager.abs() > torch.finfo(dtype).smallest_normal
+    assert (places[normal] <= 1).all()
+    assert torch.equal(eager.isnan(), got.isnan())

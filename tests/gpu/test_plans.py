@@ -83,6 +83,19 @@ def test_large_values_of_a_backward_pass_have_memory_of_their_own(apart, monkeyp
     assert any(one.size >= 512 for one in backward.owner.lodgings) != apart
 
 
+@pytest.mark.parametrize(("apart", "much"), [(True, 1), (True, 1 << 20), (False, 1)])
+def test_large_values_beside_a_large_result_have_memory_of_their_own(apart, much, monkeypatch):
+    """An arena would stay there when they have gone."""
+    monkeypatch.setattr(device, "APART", 512)
+    monkeypatch.setattr(device, "MUCH", much)
+    x, w = torch.randn(16, 64), torch.randn(64, 64) / 64
+    with pretended() as driver:
+        driver.apart = apart
+        plan = planned(lambda x, w: (x * 2).tanh() @ w @ w, x, w)
+        torch.testing.assert_close(plan([x, w])[0], (x * 2).tanh() @ w @ w)
+    assert any(one.size >= 512 for one in plan.owner.lodgings) != (apart and much == 1)
+
+
 def test_what_is_not_aligned_has_functions_of_its_own():
     whole = torch.randn(65)
     with pretended() as driver:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
 
 import kiln
 from kiln import _launch
@@ -298,3 +299,55 @@ def test_what_grows_at_the_end_is_laid_out_before():
     module = nn.Sequential(head, nn.Upsample(scale_factor=8, mode="bilinear")).eval()
     eager, mine = peaks(module, torch.randn(1, 3, 34, 34), False)
     assert mine <= 1.25 * eager, (mine, eager)
+
+
+class Scanned(nn.Module):
+    def forward(self, x):
+        def step(left, right):
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        return associative_scan(step, (x.sigmoid(), x * x), dim=1, combine_mode="generic")[1].sum(-1)
+
+
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(64, 64)
+
+    def forward(self, x):
+        state, seen = None, []
+        for step in x:
+            state = self.cell(step, state)
+            seen.append(state[0])
+        return torch.stack(seen)
+
+
+class Attended(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_recurrence_is_scanned_without_a_tree():
+    x = torch.randn(4, 64, 256)
+    _, mine = peaks(Scanned(), x, False)
+    assert mine <= 1.01 * x.nbytes
+    eager, mine = peaks(Scanned(), x.requires_grad_(), True)
+    assert 2 * mine <= eager
+
+
+def test_what_steps_of_a_cell_need_goes_before_they_are_joined():
+    eager, mine = peaks(Cells(), torch.randn(12, 4, 64), False)
+    assert mine <= eager
+
+
+def test_no_state_of_a_generator_is_kept_for_ops_that_draw_nothing():
+    eager, mine = peaks(Attended(), torch.randn(1, 2, 8, 16), False)
+    assert mine <= eager
+
+
+def test_a_long_program_has_no_arena_beside_what_it_leaves():
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())]
+    eager, mine = peaks(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 8)), torch.randn(1, 32, 80, 80), True)
+    assert mine <= eager + 256
+    assert not _launch.memory()[0]

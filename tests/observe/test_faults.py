@@ -68,9 +68,9 @@ FAULTS = {
         "torch.where",
     ),
     "item": (
-        {"item": "row.sum().item()"},
+        {"item": "round(row.sum().item(), 6)"},
         {"item": "row.sum()"},
-        "total = total + row.sum().item()",
+        "total = total + round(row.sum().item(), 6)",
         "keep the value a tensor, without .item()",
     ),
     "call": (

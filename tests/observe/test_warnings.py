@@ -90,7 +90,7 @@ def test_the_limit_of_entries_is_said_once_with_the_guard_and_its_remedy(said):
 def looping(x):
     total = 0.0
     for row in x.unbind():
-        total += row.sum().item()
+        total += round(row.sum().item(), 6)
     return x * total
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.expansions.support import widened
+from kiln.ops.expansions.support import HALF, rounded, widened
 from kiln.ops.layout import FLOATS, INEXACT, INTEGERS
 from kiln.ops.table import Rule, aten, expansion, expansions
 
@@ -194,6 +194,10 @@ def power(x: Tensor, exponent: Any) -> Any:
         return x.to(dtype) if dtype is not x.dtype else x.clone()
     if exponent == 0:
         return torch.full_like(x, 1, dtype=dtype)
+    if dtype in HALF and type(exponent) is float and x.device.type == "cpu":  # eager's is of that type, too
+        near = rounded(exponent, dtype)
+        if abs(near - exponent) > 0:
+            return torch.pow(x, near)
     write = _POWERS.get(exponent)
     if write is not None and (dtype in FLOATS or exponent in (2, 3)) and dtype is not torch.bool:
         return write(widened(x.to(dtype))).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from functools import wraps
 from math import prod
@@ -25,6 +26,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def widened(x: Tensor) -> Tensor:
     """`x`, in float32 where it is of a half type."""
     return x.to(torch.float32) if x.dtype in HALF else x
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """A number as one of a half type; what that has no room for, and what is no number, stays."""
+    if not abs(number) < (65504 if dtype is torch.float16 else 3e38):
+        return number
+    if dtype is torch.float16:
+        return float(struct.unpack("<e", struct.pack("<e", number))[0])
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def floating(x: Tensor) -> torch.dtype:
