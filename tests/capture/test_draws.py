@@ -45,7 +45,7 @@ def a_generator_from_outside(x):
 
 @program(X, how=HOW)
 def those_of_numpy(x):
-    return x * numpy.random.rand() + numpy.random.randint(3), numpy.random.uniform(1, 2), numpy.random.normal()
+    return x * numpy.random.rand() + numpy.random.randint(3), numpy.random.uniform(1, 2), numpy.random.normal(), numpy.random.beta(1.0, 2.0) * x
 
 
 @program(X)
