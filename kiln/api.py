@@ -151,6 +151,7 @@ def reset() -> None:
     Memory that compiled graphs keep between calls goes back to the system.
     """
     live.clear()
+    pipeline.COMPILED.clear()
     _launch.trim()
     recorded.forget()
     log.forget()

@@ -107,11 +107,11 @@ COMPILED: WeakKeyDictionary[Any, tuple[ref[torch.nn.Module], Family]] = WeakKeyD
 
 
 def module_region(function: types.FunctionType, module: torch.nn.Module, asked: Compile) -> Any:
-    """A region for calls of a module; modules that are built alike have one, if none was called before."""
+    """A region for calls of a module; those to be trained that are built alike have one if none was called."""
     for known, (first, family) in list(COMPILED.items()):
         other = first()
         fits = type(other) is type(module) and known.function is function and family.options.like(asked)
-        free = family.modules > 1 or not known.entries
+        free = module.training and (family.modules > 1 or not known.entries)
         if other is not None and other is not module and fits and free and modules.alike(module, other):
             family.modules += 1
             return known
@@ -194,7 +194,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         return None
     first_failing = [found[0] for _, found in failing if found]
     often = Counter(guard.about() for guard in first_failing)
-    unstable = frozenset(name for g in first_failing if often[name := g.about()] >= g.patience)
+    unstable = frozenset(g.about() for g in first_failing if often[g.about()] >= g.patience)
     if family.modules > 1:
         names = function.__code__.co_varnames
         given = {name: v for name, v in zip(names, argv, strict=False) if isinstance(v, torch.nn.Module)}
