@@ -107,7 +107,7 @@ COMPILED: WeakKeyDictionary[Any, tuple[ref[torch.nn.Module], Family]] = WeakKeyD
 
 
 def module_region(function: types.FunctionType, module: torch.nn.Module, asked: Compile) -> Any:
-    """A region for calls of a module; those to be trained that are built alike have one if none was called."""
+    """A region for calls of a module; those to train that are built alike have one if none was called."""
     for known, (first, family) in list(COMPILED.items()):
         other = first()
         fits = type(other) is type(module) and known.function is function and family.options.like(asked)
