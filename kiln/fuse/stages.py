@@ -44,7 +44,7 @@ class Batch:
                 self.volumes.append(0)
             self.stages[level].append(nest)
             self.volumes[level] += nest.volume()
-            self.written.update(dict.fromkeys(nest.buffers()[1], level))
+            note(self.written, nest, level)
         return True
 
     def small(self, added: int) -> bool:
@@ -57,14 +57,19 @@ class Batch:
         written = dict(self.written)
         found: list[int] = []
         for nest in nests:
-            reads, writes = nest.buffers()
-            level = max((written[b] + 1 for b in reads if b in written), default=0)
-            written.update(dict.fromkeys(writes, level))
+            level = max((written[b] + 1 for b in nest.buffers()[0] if b in written), default=0)
+            note(written, nest, level)
             found.append(level)
         return found
 
     def kernel(self, name: str) -> Kernel:
         return Kernel(name, tuple(map(tuple, self.stages)))
+
+
+def note(written: dict[Buffer, int], nest: Nest, level: int) -> None:
+    """What a nest of this stage writes is there after it; what several write, after the last of them."""
+    for buffer in nest.buffers()[1]:
+        written[buffer] = max(level, written.get(buffer, 0))
 
 
 def together(nests: Sequence[Nest]) -> list[Nest]:
