@@ -276,9 +276,9 @@ def _halves(near: Value, table: tuple[int, ...]) -> tuple[Value, Value]:
     return Value(near.fn, f"<{low}>", I32.wide(LANES)), Value(near.fn, f"<{high}>", I32.wide(LANES))
 
 
-def reach(x: Value) -> Value:
+def reach(x: Value, rounder: Value | float = ROUNDER_NEAR) -> Value:
     """Bits that grow with x; those of what is no number are above all others."""
-    return fma(x, 1 / functions.LN2, ROUNDER_NEAR).bits(U32)
+    return fma(x, 1 / functions.LN2, rounder).bits(U32)
 
 
 def exp_near(x: Value, tables: tuple[Value, Value], loose: bool) -> tuple[Value, Value]:
@@ -294,10 +294,23 @@ def exp_near(x: Value, tables: tuple[Value, Value], loose: bool) -> tuple[Value,
     return fma(power * r, functions.polynomial(r, _NEAR), power), bits
 
 
-def _power_and_rest(x: Value, tables: tuple[Value, Value]) -> tuple[Value, Value, Value, Value]:
+def rounder(near: Value) -> Value:
+    """What `power_and_rest` adds to take powers over one near to that of a number."""
+    return fma(near, -1 / functions.LN2, ROUNDER_NEAR)
+
+
+def power_and_rest(x: Value, rounder: Value) -> tuple[Value, Value]:
+    """A float p and a small r: e^x is p (1 + r), to 2^-14, over the power that the rounder was made for."""
+    power, _, r, _ = _power_and_rest(x, _halves(x, _SUMMED_POWERS), rounder)
+    return power, r
+
+
+def _power_and_rest(
+    x: Value, tables: tuple[Value, Value], rounder: Value | float = ROUNDER_NEAR
+) -> tuple[Value, Value, Value, Value]:
     """The power of two, its exponent, the rest, and the bits that have it."""
-    bits = reach(x)
-    n = bits.bits(F32) - ROUNDER_NEAR
+    bits = reach(x, rounder)
+    n = bits.bits(F32) - rounder
     entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
     return (entry + (bits << 18)).bits(F32), n, fma(n, -LN2_FLOAT, x), bits
 

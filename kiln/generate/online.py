@@ -15,14 +15,14 @@ from collections.abc import Callable
 from functools import partial
 
 from kiln.base.expressions import hinted
-from kiln.fuse.nest import Fold, Store
+from kiln.fuse.nest import Apply, Fold, Load, Store, Term, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
 from kiln.generate.softmax import forgetful, guarded, pair, shares
-from kiln.generate.values import Values
+from kiln.generate.words import Words
 
 #: Vectors of a block.
 VECTORS = 8
@@ -41,7 +41,7 @@ LOWEST = -3.4028234663852886e38
 _sum, _top = FOLDS["sum"][2], FOLDS["top"][2]
 
 
-class Online(Values):
+class Online(Words):
     """Emits such pairs for rows in vectors whose lanes can be left out."""
 
     fetch_next: Callable[[], None]
@@ -65,8 +65,31 @@ class Online(Values):
         return found if found is not None and id(found[1].value) in self.kept_rows else None
 
     def pass_over(self, top: Fold, total: Fold) -> None:
-        """The loops of both folds: one, or two over a row that is near by, which needs no branches."""
-        fn, loose = self.fn, id(total.value) in self.loose
+        """The loops of both folds; rows of bf16 go by words if they can."""
+        loose, names = id(total.value) in self.loose, (id(top), id(total))
+        read = self.pairs(top.value)
+        for term in terms([top.value]) if read else ():
+            self.kept_rows.pop(id(term), None)  # two phases are too few for widening it once
+        if not loose or len(read) != 1 or not _is_read(top.value):
+            self.layers[-1].update(zip(names, self.largest_and_sum(top, total, loose), strict=True))
+            return
+        fn = self.fn
+        fine, *found = self.by_words(*read)
+        before, again, done = fn.block, fn.label("again"), fn.label("done")
+        fn.branch(fine, done, again)
+        fn.start(again)
+        others = self.largest_and_sum(top, total, loose)
+        after = fn.block
+        fn.jump(done)
+        fn.start(done)
+        for name, one, other in zip(names, found, others, strict=True):
+            self.layers[-1][name] = result = fn.phi(one.type)
+            result.arrive(one, before)
+            result.arrive(other, after)
+
+    def largest_and_sum(self, top: Fold, total: Fold, loose: bool) -> list[Value]:
+        """Both of any row, in one loop, or in two over a row that is near by, which needs no branches."""
+        fn = self.fn
         assert self.vector is not None
         lowest, none = (fn.constant(number, F32.wide(self.width)) for number in (LOWEST, 0.0))
         larger = FOLDS["top" if forgetful(self.nest) is top else "amax"][2]
@@ -81,8 +104,7 @@ class Online(Values):
             result = self.unless_infinite(top, largest, nothing.where(0.0, result))
         else:
             result = nothing.where(math.nan, result)
-        self.layers[-1][id(top)] = nothing.where(-math.inf, largest)
-        self.layers[-1][id(total)] = result
+        return [nothing.where(-math.inf, largest), result]
 
     def unless_infinite(self, top: Fold, largest: Value, result: Value) -> Value:
         """The sum of a row; where the largest value is infinite it is that, or NaN if there is one."""
@@ -107,7 +129,12 @@ class Online(Values):
         assert self.vector is not None
         low, end = self.index(self.vector.low), self.index(self.vector.size)
 
+        pairs = self.pairs(top.value)
+
         def turn(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
+            if pairs and count % 2 == 0:
+                places = [i + k * self.width for k in range(0, count, 2)]
+                return body([half for place in places for half in self.two_elements(top, pairs, place)], held)
             return body([self.element(top, i + k * self.width, last) for k in range(count)], held)
 
         if vectors > 1:
@@ -242,6 +269,13 @@ class Online(Values):
         self.live, self.lanes = None, outside
         self.pop()
         return value
+
+
+def _is_read(value: Term) -> bool:
+    """Whether a value is one of bf16 as it is read."""
+    while isinstance(value, Apply) and value.op == "convert":
+        (value,) = value.args
+    return isinstance(value, Load)
 
 
 def _within(values: Value) -> Value:

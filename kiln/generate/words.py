@@ -1,0 +1,127 @@
+"""Rows of bf16 word by word: two numbers of a register become floats by one instruction each.
+
+Sums of powers are taken in terms of the first number of a row. The largest and the smallest, which say
+afterwards whether all powers were floats, are found among the numbers as they are in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from kiln.fuse.nest import Fold, Load, Place, Term, terms
+from kiln.generate import avx512
+from kiln.generate.functions import absolute
+from kiln.generate.lanes import across_lanes, first_lane, shuffled
+from kiln.generate.llvm import F32, I16, I32, Value, fma
+from kiln.generate.values import Values
+
+#: Words of a block.
+WORDS = 4
+#: What is found of bits: the largest number if it is positive, the smallest if it is negative, the largest
+#: if all are negative.
+BOUNDS = ("smax", "umax", "umin")
+#: How far above and below the first number of a row others may be, and how far that may be from 0.
+ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
+
+
+class Words(Values):
+    """Emits such folds."""
+
+    varies: Callable[[Term], bool]
+
+    def pairs(self, value: Term) -> list[Load]:
+        """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
+        found = [t for t in terms([value]) if isinstance(t, (Load, Place)) and self.varies(t)]
+        loads = [t for t in found if isinstance(t, Load) and t.dtype is torch.bfloat16]
+        if self.width != avx512.LANES:
+            return []
+        plain = all(not t.places and t.valid is None and self.stride(t.index) == 1 for t in loads)
+        return loads if plain and len(loads) == len(found) else []
+
+    def two_elements(self, top: Fold, pairs: list[Load], place: Value) -> list[Value]:
+        """The values at the even and at the odd places of two vectors."""
+        self.push()
+        assert self.vector is not None
+        self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, self.width
+        words = [_halves(self.fn.load(self.address(load), I16.wide(2 * self.width))) for load in pairs]
+        found = []
+        for halves in zip(*words, strict=True):
+            self.push()
+            self.layers[-1].update({id(load): half for load, half in zip(pairs, halves, strict=True)})
+            found.append(self.value(top.value))
+            self.pop()
+        self.lanes = outside
+        self.pop()
+        return found
+
+    def address(self, load: Load) -> Value:
+        return self.fn.at(self.pointers[load.buffer], self.index(load.index), I16)
+
+    def word(self, load: Load, place: Value, end: Value | None, other: Value) -> tuple[Value, list[Any]]:
+        """The numbers of two vectors, and which even and odd ones count: `other` stands for the rest."""
+        assert self.vector is not None
+        fn, kind = self.fn, I16.wide(2 * self.width)
+        self.push()
+        self.variables[self.vector.variable] = place
+        address = self.address(load)
+        self.pop()
+        if end is None:
+            return fn.load(address, kind), [None, None]
+        live = (place.splat(kind.width) + self.ramp(kind.width)) < end
+        name, align = f"llvm.masked.load.{kind.suffix}.p0", fn.constant(2, I32)
+        read = fn.call(name, kind, address, align, live, other.splat(kind.width))
+        return read, [shuffled(live, range(start, kind.width, 2)) for start in (0, 1)]
+
+    def by_words(self, read: Load) -> list[Value]:
+        """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-13.
+
+        The sum is divided by what the largest value counts in it, which is 1 then.
+        """
+        fn, width, step = self.fn, self.width, 2 * self.width
+        assert self.vector is not None
+        low, end = self.index(self.vector.low), self.index(self.vector.size)
+        first = first_lane(self.word(read, low, None, low)[0])
+        near = _float(first)
+        rounder = avx512.rounder(near).splat(width)
+
+        def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
+            *bounds, sums, rests = held
+            for k in range(count):
+                word, live = self.word(read, i + k * step, last, first)
+                bounds = [b.intrinsic(name, word) for b, name in zip(bounds, BOUNDS, strict=True)]
+                for half, counts in zip(_halves(word), live, strict=True):
+                    power, rest = avx512.power_and_rest(half, rounder)
+                    power = power if counts is None else counts.where(power, 0.0)
+                    sums, rests = sums + power, fma(power, rest, rests)
+            return [*bounds, sums, rests]
+
+        held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
+        whole = low + (end - low) / (WORDS * step) * (WORDS * step)
+        held = fn.loop(low, whole, WORDS * step, held, partial(some, WORDS, None))
+        *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
+        positive, negative, least = (
+            fn.call(f"llvm.vector.reduce.{name}.{b.type.suffix}", I16, b)
+            for b, name in zip(bounds, BOUNDS, strict=True)
+        )
+        largest = _float((positive < 0).where(least, positive))
+        smallest = (negative < 0).where(_float(negative), 0.0)
+        fine = (absolute(near) <= FAR) & (largest <= near + ABOVE) & (smallest >= near - BELOW)
+        power, rest = avx512.power_and_rest(largest.splat(width), rounder)
+        counts = first_lane(fma(power, rest, power))
+        (total,) = across_lanes([sums + rests], lambda a, b: [a[0] + b[0]])
+        return [fine, largest, total / counts]
+
+
+def _halves(word: Value) -> list[Value]:
+    """The even and the odd numbers of a register of bf16, as floats."""
+    kind = I32.wide(word.type.width // 2)
+    both = word.fn.emit(f"bitcast {word.type} {word.text} to {kind}", kind)
+    return [(both << 16).bits(F32), (both & -0x10000).bits(F32)]
+
+
+def _float(bits: Value) -> Value:
+    return (bits.to(I32) << 16).bits(F32)
