@@ -69,7 +69,7 @@ def functions() -> dict[int, ArrayFunction]:
     """The nodes' functions, by id of numpy's."""
     spaces = ((numpy, on_tensors()), (numpy.linalg, on_tensors().linalg), (numpy.fft, on_tensors().fft))
     return {
-        id(getattr(space, name)): ArrayFunction(name, getattr(tensors, name), on_tensors().ndarray)
+        id(getattr(space, name)): made(name, getattr(tensors, name))
         for space, tensors in spaces
         for name in dir(tensors)
         if not name.startswith("_")
@@ -81,7 +81,27 @@ def functions() -> dict[int, ArrayFunction]:
 @functools.cache
 def method_node(name: str) -> ArrayFunction | None:
     function = getattr(on_tensors().ndarray, name, None)
-    return None if function is None else ArrayFunction(name, function, on_tensors().ndarray)
+    return None if function is None else made(name, function)
+
+
+def made(name: str, function: Callable[..., Any]) -> ArrayFunction:
+    return ArrayFunction(name, in_doubles(function) if name in DIVIDING else function, on_tensors().ndarray)
+
+
+def in_doubles(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A division whose integers are doubles first, as in numpy: torch divides them in its default dtype."""
+    array = on_tensors().ndarray
+
+    def divide(*args: Any, **kwargs: Any) -> Any:
+        tensors = [value.tensor for value in args if isinstance(value, array)]
+        if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            args = tuple([value.astype("float64") if isinstance(value, array) else value for value in args])
+        return function(*args, **kwargs)
+
+    return divide
+
+
+DIVIDING = frozenset({"__truediv__", "__rtruediv__", "divide", "true_divide"})
 
 
 @functools.cache

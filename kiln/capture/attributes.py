@@ -443,8 +443,9 @@ LOADERS: dict[type, Any] = {
 def store(m: Machine, value: Any, name: str, item: Any, mode: str = "opaque") -> None:
     """`value.name = item`."""
     kind = type(value)
-    if kind is FakeTensor:
-        store_on_tensor(m, value, name, item)
+    storer = STORERS.get(kind)
+    if storer is not None:
+        storer(m, value, name, item)
         return
     if isinstance(value, types.ModuleType):
         m.world.write_global(vars(value), name, item)
@@ -528,11 +529,19 @@ def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None
     if name in ("data", "requires_grad", "names", "real", "imag"):
         raise Break("metadata-mutation", f"{name} of a tensor is assigned", "make a new tensor instead")
     found = mro_lookup(torch.Tensor, name)
-    if name == "grad" and m.source(value) is None:
-        raise Break("metadata-mutation", "grad of an intermediate tensor is assigned", "assign it outside")
-    if found is not MISSING and name != "grad":
+    if found is not MISSING and (name != "grad" or not may_be_grad(value, item)):
         raise Break("tensor-attribute", f"{name} of a tensor is assigned", "make a new tensor instead")
     m.world.write_tensor_slot(value, name, item)
+
+
+def may_be_grad(value: FakeTensor, item: Any) -> bool:
+    """Whether torch takes this as the gradient of a tensor."""
+    facts = ("shape", "dtype", "device", "layout")
+    alike = type(item) is FakeTensor and all(getattr(item, name) == getattr(value, name) for name in facts)
+    return item is None or alike
+
+
+STORERS: dict[type, Any] = {FakeTensor: store_on_tensor}
 
 
 def exchange_data(m: Machine, value: FakeTensor, item: Any) -> bool:

@@ -271,8 +271,6 @@ refuses("io", "input or output happens here", "move it out of the compiled funct
 refuses("frame", "the running frame is inspected", "pass what is needed as an argument", sys._getframe)
 refuses("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function",
         sys.getrecursionlimit, sys.getsizeof, sys.intern, sys.is_finalizing)  # fmt: skip
-refuses("descriptor-made", "a descriptor is made by hand", "use a class statement outside",
-        property, staticmethod, classmethod)  # fmt: skip
 
 
 def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec: str) -> str:
@@ -308,10 +306,13 @@ def text_of(m: Machine, value: Any, name: str) -> str:
         return str(m.inline(method, (value,), {}))
     value = symbolic.concrete(m.world.touch_deep(value))
     bare = attributes.mro_lookup(type(value), "__repr__") is object.__repr__
-    if bare and not isinstance(value, (type, BaseException)):
-        raise Break("identity", f"the text of a {type(value).__name__} holds its address", "define __repr__")
-    if isinstance(value, (types.FunctionType, types.MethodType)):
-        raise Break("identity", "the text of a function holds its address", "use its __name__")
+    if bare and not isinstance(value, (type, BaseException)) or isinstance(value, types.FunctionType):
+        if m.source(value) is None:
+            why = f"the text of a {type(value).__name__} holds its address"
+            raise Break("identity", why, "define __repr__, or use the __name__ of a function")
+        m.world.identify(value)
+    if isinstance(value, types.MethodType):
+        raise Break("identity", "the text of a method holds an address", "use its __name__")
     return str(m.native(str if name == "__str__" else repr, value))
 
 

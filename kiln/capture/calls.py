@@ -11,6 +11,7 @@ import array
 import contextlib
 import dataclasses
 import functools
+import gc
 import operator
 import random
 import reprlib
@@ -24,7 +25,7 @@ import torch
 from kiln import _hook
 from kiln.base import marks
 from kiln.base.errors import Break, Bug, Skip
-from kiln.base.source import Attr, Const, Derived, DictAttr, Item
+from kiln.base.source import Attr, Const, Derived, DictAttr, Item, Source
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
@@ -559,24 +560,61 @@ def unknown(function: Any) -> Break:
 
 
 def call_weak(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """A weak reference: it is followed in every call, where no other path leads to the object."""
+    """A weak reference: one made here leads to what the program still holds."""
     value, source = m.native(function, *args, **kwargs), m.source(function)
-    if source is None:
+    if source is not None:
+        return followed(m, value, Derived(source, operator.call, "target"))
+    if value is None or m.source(value) is not None or held(m, value):
         return m.view(value)
+    why = f"a weak reference leads to a {type(value).__name__} that the program has let go"
+    raise Break("weak-reference", why, "hold a reference to the object")
+
+
+def held(m: Machine, value: Any) -> bool:
+    """Whether a variable or the stack of the program leads to an object that was made here."""
+    seen: dict[int, Any] = {}
+    todo: list[Any] = [part for f in m.frames for part in (f.locals, f.cells, f.stack)]
+    while todo and len(seen) < 1 << 14:
+        if (part := todo.pop()) is value:
+            return True
+        if id(part) not in seen and not isinstance(part, (type, types.ModuleType, FakeTensor)):
+            seen[id(part)] = part
+            todo += gc.get_referents(part)
+    return False
+
+
+def followed(m: Machine, value: Any, path: Source) -> Any:
+    """What a weak reference from outside leads to, in every call, where no other path leads to it."""
     known = None if value is None else m.source(value)
     if known is not None:
         return m.world.again(value, known, known)
     if isinstance(value, torch.nn.Module):  # which the graph would hold
         why = f"a weak reference leads to a {type(value).__name__} that nothing else leads to"
         raise Break("weak-reference", why, "hold a reference to the module")
-    return m.world.outside(value, Derived(source, operator.call, "target"))
+    return m.world.outside(value, path)
+
+
+def proxied(m: Machine, proxy: Any) -> Any:
+    """What a weak proxy from outside stands for."""
+    source = m.source(proxy)
+    assert source is not None
+    return followed(m, m.native(target, proxy), Derived(source, target, "target"))
+
+
+def target(proxy: Any) -> Any:
+    return proxy.__reduce_ex__.__self__
+
+
+for _proxy in weakref.ProxyTypes:
+    attributes.LOADERS[_proxy] = lambda m, value, name: m.getattr(proxied(m, value), name)
+    attributes.STORERS[_proxy] = lambda m, value, name, item: m.setattr(proxied(m, value), name, item)
 
 
 @handles(weakref.ref)
 def make_weak(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A weak reference to an object from outside, which lives as long as the call."""
-    if len(args) != 1 or kwargs or m.source(args[0]) is None:
-        why = "a weak reference is made to an object of the graph, or with a callback"
+    """A weak reference; what it leads to lives as long as the program holds it."""
+    if len(args) != 1 or kwargs:
+        why = "a weak reference with a callback is made"
         raise Break("weak-reference", why, "make it outside the compiled function")
     return m.native(weakref.ref, *args)
 
@@ -594,6 +632,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     functools._lru_cache_wrapper: call_cached,
     weakref.ref: call_weak,
     weakref.KeyedRef: call_weak,
+    weakref.CallableProxyType: lambda m, f, args, kwargs, mode: call(m, proxied(m, f), args, kwargs, mode),
     staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
     # A function that is compiled already is inlined as if it were not.
     _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),

@@ -16,6 +16,7 @@ from kiln.capture.calls import HANDLERS, Args, Kwargs, handles, native
 from kiln.capture.frame import Machine, Restart
 from kiln.capture.recorder import Recorder
 from kiln.capture.varying import Draw
+from kiln.capture.world import nested
 from kiln.ops.symint import wrap
 
 LARGEST = 1 << 62
@@ -72,6 +73,26 @@ draws(
     "random uniform triangular gauss normalvariate lognormvariate expovariate betavariate gammavariate",
     {"randint": lambda a, b: range(a, b + 1), "randrange": range, "getrandbits": lambda k: range(1 << k)},
 )
+
+
+def seeding(function: Any) -> Any:
+    """How a method that sets the state of a generator is captured: it runs among the draws."""
+
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        owner, *given = args
+        if owner is not SHARED and m.source(owner) is None:
+            return native(m, function, args, kwargs)
+        constant = all(type(part) in (int, float, str, bytes, type(None)) for part in nested(given)
+                       if type(part) is not tuple)
+        if not given or given == [None] or kwargs or not constant or type(m.recorder) is not Recorder:
+            raise Break("random-state", "a random generator is seeded", "seed it outside, or with a constant")
+        number(m, function, m.source(owner) or Const(owner), tuple(given), None)
+
+    return handler
+
+
+for _function in (random.Random.seed, random.Random.setstate):
+    handles(_function)(seeding(_function))
 
 
 def declare_numpy() -> None:

@@ -189,6 +189,88 @@ def cond(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
+class While:
+    """A node's function: a captured function runs on its own results while another gives a true value."""
+
+    __name__ = __qualname__ = "while_loop"
+    __module__ = "captured.func"
+
+    def __init__(self, test: Function, body: Function) -> None:
+        self.test, self.body = test, body
+        self.shaping = True  # while capturing one round says what shapes there are
+
+    def __call__(self, graphs: Any, free: Any, carried: Any) -> Any:
+        test, body = (f.over(*given) for f, *given in zip((self.test, self.body), graphs, free, strict=True))
+        if self.shaping:
+            return tuple(pytree.tree_leaves(body(*carried)))
+        carried = tuple([value.clone() for value in carried])
+        while test(*carried):
+            carried = tuple(pytree.tree_leaves(body(*carried)))
+        return carried
+
+
+@handles(torch.ops.higher_order.while_loop)
+def while_loop(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A node that holds the condition and the body."""
+    test, step, carried = args[:3]
+    m.world.touch_deep(carried)
+    if any(type(value) is not FakeTensor for value in carried) or any(args[3:]) or kwargs:
+        raise Break("transform", "while_loop carries more than tensors", HINT)
+    bodies = [capture_body(m, f, examples(tuple(carried), lambda v, d: v.detach()), {}) for f in (test, step)]
+    if facts(bodies[1]) != [*((tuple(t.shape), t.dtype, t.device) for t in carried), []]:
+        why = f"{name_of(step)} gives tensors of other shapes or dtypes than it takes"
+        raise Break("transform", why, "let the body return what it is given")
+    node = While(*bodies)
+    graphs, free = tuple(f.graph for f in bodies), tuple(tuple(f.free) for f in bodies)
+    out = m.torch_call(node, (graphs, free, tuple(carried)), {})
+    node.shaping = False
+    return out
+
+
+@handles(torch.ops.higher_order.map_impl)
+def map_rows(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The function on each row of some tensors."""
+    function, rows, given = args
+    m.world.touch_deep([rows, given])
+    example = (*rows_of(rows), *examples(tuple(given), lambda v, d: v.detach()))
+    body = capture_body(m, function, example, {})
+
+    def apply(f: Any) -> Callable[..., Any]:
+        return lambda rows, given: stacked([f(*row, *given) for row in zip(*rows, strict=True)])
+
+    return record(m, Transform("map", body, apply), (tuple(rows), tuple(given)), {})
+
+
+@handles(torch.ops.higher_order.scan)
+def scan_rows(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """The function on each row of some tensors and what it gave to carry on from the row before."""
+    function, first, rows = args[:3]
+    m.world.touch_deep([first, rows])
+    example = (*examples(tuple(first), lambda v, d: v.detach()), *rows_of(rows))
+    body = capture_body(m, function, example, {})
+
+    def apply(f: Any) -> Callable[..., Any]:
+        def run(carried: Any, rows: Any) -> Any:
+            results = []
+            for row in zip(*rows, strict=True):
+                carried, result = f(*pytree.tree_leaves(carried), *row)
+                results.append(result)
+            return carried, stacked(results)
+
+        return run
+
+    return record(m, Transform("scan", body, apply), (tuple(first), tuple(rows)), {})
+
+
+def rows_of(tensors: Any) -> Any:
+    """The first row of each tensor, as an example."""
+    return examples(tuple(tensors), sliced, [0] * len(tensors))
+
+
+def stacked(results: list[Any]) -> Any:
+    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
+
+
 def facts(arm: Function) -> list[Any]:
     (output,) = (n for n in arm.graph.graph.nodes if n.op == "output")
     tensors = [n.meta.get("example_value") for n in output.args[0]]

@@ -401,9 +401,6 @@ class World:
         self.touch(copy)
         return copy
 
-    def weak_proxy(self, value: Any, source: Source) -> Any:
-        raise Break("weak-reference", f"{source} is a weak proxy", "pass the object itself, or a weakref.ref")
-
     def dict_view(self, value: Any, source: Source) -> Any:
         """The keys, values or items of a dict: those of what stands for the dict."""
         self.guard(TypeIs(source, type(value)))
@@ -832,8 +829,8 @@ READERS: dict[type, Reader] = {
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method,
     BUILTIN_METHOD: World.native_method, tuple: World.immutable,
-    frozenset: World.frozen_set, types.MappingProxyType: World.proxy, weakref.ProxyType: World.weak_proxy,
-    weakref.CallableProxyType: World.weak_proxy, types.MethodWrapperType: World.native_method,
+    frozenset: World.frozen_set, types.MappingProxyType: World.proxy, weakref.ProxyType: World.thing,
+    weakref.CallableProxyType: World.thing, types.MethodWrapperType: World.native_method,
     weakref.ref: World.pin,
     **dict.fromkeys(SHADOWED, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
 }  # fmt: skip

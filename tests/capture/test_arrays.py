@@ -163,3 +163,17 @@ def test_a_tensor_of_one_element_has_the_dtype_of_the_scalar(make, value):
         got, want = kiln.compile(f, backend="eager", fullgraph=True)(x), f(x)
         assert [a.dtype for a in got] == [a.dtype for a in want]
         torch.testing.assert_close(got, want)
+
+
+@program(np.arange(1, 7))
+def test_integers_are_divided_in_doubles(a):
+    return a / 4, 2 / a, np.true_divide(a, a.sum())
+
+
+def test_integers_that_vary_are_divided_in_one_graph():
+    counting = Counting()
+    compiled = kiln.compile(lambda x, n: (x + 1, n / 2), backend=counting)
+    for n in range(1, 6):
+        got = compiled(X, np.int64(n))[1]
+        assert type(got) is np.float64 and got == n / 2
+    assert len(counting.modules) == 2

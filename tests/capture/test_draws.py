@@ -127,6 +127,15 @@ def test_the_generator_is_read_in_each_call():
     assert EAGER or (watch.recompiles == 0 and not watch.breaks)
 
 
+@program(X, how=HOW)
+def seeds_count_in_the_order_of_the_program(x):
+    a = GENERATOR.random()
+    GENERATOR.seed(7)
+    b = GENERATOR.random()
+    GENERATOR.setstate(random.Random(9).getstate())
+    return x * a + b, GENERATOR.randint(1, 9)
+
+
 def test_an_op_that_fails_draws_once():
     def f(x, i):
         return x[i] * GENERATOR.random()

@@ -323,14 +323,67 @@ class Thing:
     z = 3
 
 
+THING = Thing()
+
+
 def asks_a_proxy(x, p):
     return x * 2 if hasattr(p, "z") else x * 5
 
 
-def test_a_weak_proxy_breaks_and_keeps_its_meaning():
+def test_a_weak_proxy_is_what_it_stands_for():
     thing = Thing()
-    compiled = kiln.compile(asks_a_proxy, backend="eager")
+    compiled = kiln.compile(asks_a_proxy, backend="eager", fullgraph=True)
     assert compiled(X, weakref.proxy(thing)).equal(X * 2)
+
+
+def test_what_is_written_through_a_weak_proxy_is_written():
+    def writes(x, p):
+        p.size = len(x)
+        return x * p.size
+
+    thing = Thing()
+    assert kiln.compile(writes, backend="eager", fullgraph=True)(X, weakref.proxy(thing)).equal(X * 3)
+    assert thing.size == 3
+
+
+@program(X)
+def weak_references_to_what_is_made(x):
+    row = Row([x + 1])
+    y = x * 2
+    seen, to = weakref.ref(row), weakref.ref(y)
+    return seen()[0], to() is y, row
+
+
+@needs_kiln
+def test_weak_references_to_tensors_are_given_back():
+    def gives(x):
+        y = x * 2
+        return weakref.ref(y), y
+
+    seen, y = kiln.compile(gives, backend="eager", fullgraph=True)(X)
+    assert seen() is y and y.equal(X * 2)
+
+
+@program(X)
+def the_address_of_what_stays_is_in_its_text(x):
+    return x + 1, str(asks_a_proxy) == repr(asks_a_proxy), f"{THING}"
+
+
+@program(X)
+def descriptors_made_by_hand(x):
+    class Half:
+        kind = classmethod(lambda cls, y: y + 2)
+        plain = staticmethod(lambda y: y + 1)
+
+    Half.value = property(lambda self: x / 2)
+    return Half().value, Half.plain(x), Half.kind(x), property(lambda self: 5).fget(None)
+
+
+@program(X)
+def gradients_of_new_tensors_are_set(x):
+    y = x + 10
+    y.grad = x * 2
+    return y, y.grad + 1
 
 
 def reads_thread_state(x, k):

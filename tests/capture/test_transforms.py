@@ -190,3 +190,49 @@ def test_gradients_that_flow_outside_of_the_graph_break_it():
     heard = []
     a.register_hook(heard.append)
     assert kiln.compile(slope, backend="eager")(a, t(3)).equal(t(3)) and len(heard) == 1
+
+
+# ---------------------------------------------------------------------- loops of torch
+
+
+def mapped(x, y):
+    return torch._higher_order_ops.map(lambda row, by: {"sum": row.sum() * by, "row": row.sin() + SHIFT}, x, y)
+
+
+def test_rows_are_mapped():
+    x, y = t(4, 3), t(3)
+    got = kiln.compile(mapped, fullgraph=True)(x, y)
+    torch.testing.assert_close(got["sum"], x.sum(1)[:, None] * y)
+    torch.testing.assert_close(got["row"], x.sin() + SHIFT)
+
+
+def sums(first, x, reverse=False):
+    return torch._higher_order_ops.scan(lambda c, row: (c + row, c * row), first, x, reverse=reverse)
+
+
+SHIFT = t(3)
+
+
+@pytest.mark.skipif(EAGER, reason="torch compiles it itself")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_rows_are_scanned(reverse):
+    x = t(4, 3, grad=True)
+    last, products = kiln.compile(sums, fullgraph=True)(torch.zeros(3), x, reverse)
+    rows = x.flip(0) if reverse else x
+    expected = (rows.cumsum(0) - rows) * rows
+    torch.testing.assert_close(last, x.sum(0))
+    torch.testing.assert_close(products, expected.flip(0) if reverse else expected)
+    torch.testing.assert_close(*(torch.autograd.grad(v.sum(), x)[0] for v in (products, expected)))
+
+
+@pytest.mark.skipif(EAGER, reason="torch compiles it itself")
+def test_loops_run_as_long_as_values_say():
+    def doubled(x, limit):
+        return torch._higher_order_ops.while_loop(
+            lambda n, y: y.sum() < limit, lambda n, y: (n + 1, y * 2), (torch.tensor(0), x)
+        )
+
+    compiled = kiln.compile(doubled, backend="eager", fullgraph=True)
+    for limit, rounds in ((10.0, 2), (100.0, 6), (1.0, 0)):
+        n, y = compiled(torch.ones(3), torch.tensor(limit))
+        assert n == rounds and y.equal(torch.full((3,), 2.0**rounds))
