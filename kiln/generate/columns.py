@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,18 +14,25 @@ from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import is_plain
 from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
-from kiln.generate.functions import compute_type
+from kiln.fuse.pairs import tree
+from kiln.generate import avx512
+from kiln.generate.functions import compute_type, exp_below, is_nan
 from kiln.generate.lanes import combined, lanes, shuffled, varying
-from kiln.generate.llvm import F64, Type, Value, fma
+from kiln.generate.llvm import F64, I1, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
+from kiln.generate.softmax import guarded, pair
 from kiln.generate.values import Values
 
+#: What is largest before the first row: less than any but -inf.
+LOWEST = -3.4028234663852886e38
 #: Rows that are worth it.
 FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
 #: Rows that are folded at once.
 TOGETHER = 4
+#: The same of pairs, whose sums are scaled each time.
+PAIRS_TOGETHER = 8
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
 
@@ -55,23 +63,25 @@ def anew(axis: Axis) -> int:
     return max(1 << (turns.bit_length() // 2), ANEW)
 
 
-def _whole(count: Any) -> bool:
+def _whole(count: Any, together: int) -> bool:
     """Whether a number is one of rows that are folded at once, whatever its symbols are."""
     if not isinstance(count, Expr):
-        return bool(count % TOGETHER == 0)
+        return bool(count % together == 0)
     if count.op in (MIN, MAX):
-        return all(map(_whole, count.args))
-    return count.op is SUM and all(factor % TOGETHER == 0 for factor in count.poly.values())
+        return all(_whole(part, together) for part in count.args)
+    return count.op is SUM and all(factor % together == 0 for factor in count.poly.values())
 
 
 class Columns(Values):
     """Emits nests whose folds run over rows while vectors run along columns."""
 
     blocked = False
+    both: tuple[Fold, Fold] | None = None
+    """The largest values of columns and the sums of powers below them, where these are what is folded."""
 
     along: Callable[..., list[Value]]
     factor: Callable[[list[Term], int], int]
-    fetch_piece: Callable[[Axis, int, list[Term]], None]
+    fetch_piece: Callable[..., None]
 
     def by_rows(self) -> bool:
         """Whether columns are folded so: rows must be longer than what registers hold, and many."""
@@ -81,10 +91,18 @@ class Columns(Values):
         folds = self.nest.folds()
         if self.nest.ordered:
             return True
-        if not folds or any(f.phase for f in folds) or any(s.phase and not s.kept for s in self.nest.stores):
+        self.both = self.pair_of_columns()
+        if not folds or any(s.phase and not s.kept for s in self.nest.stores):
+            return False
+        if self.both is None and any(f.phase for f in folds):
             return False
         wide = self.schedule.columns * self.width
         return hinted(axis.size) > wide and hinted(reduced[0].size) - hinted(reduced[0].low) >= FEWEST
+
+    def pair_of_columns(self) -> tuple[Fold, Fold] | None:
+        found = pair(self.nest) if self.width == avx512.LANES else None
+        alone = found is not None and len(self.nest.folds()) == 2 and guarded(found[1].value) is None
+        return found if alone else None
 
     def fold_columns(self, low: Any, high: Any) -> None:
         """The columns from `low` to `high`, in strips for which there is room."""
@@ -96,7 +114,8 @@ class Columns(Values):
             id(t): (t, fn.at_entry(f"alloca [{room} x {compute_type(TYPES[t.dtype])}], align 64"))
             for t in common
         }
-        exact = any(fold.running for fold in self.nest.folds()) or all(kind == F64 for kind in kinds)
+        exact = any(fold.running or fold.phase for fold in self.nest.folds())
+        exact = exact or all(kind == F64 for kind in kinds)
         count = 2 if not exact and hinted(rows.size) - hinted(rows.low) > anew(rows) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
@@ -184,9 +203,10 @@ class Columns(Values):
             factor = self.factor(self.each_row(), self.schedule.vectors)
             self.fn.loop(first, last, 1, [], partial(rows, 1, factor))
             return
-        whole = first + (last - first) / TOGETHER * TOGETHER
-        self.fn.loop(first, whole, TOGETHER, [], partial(rows, TOGETHER, 1))
-        if not (_whole(strip.rows.low) and _whole(strip.rows.size)):
+        together = TOGETHER if self.both is None else PAIRS_TOGETHER
+        whole = first + (last - first) / together * together
+        self.fn.loop(first, whole, together, [], partial(rows, together, 1))
+        if not (_whole(strip.rows.low, together) and _whole(strip.rows.size, together)):
             self.fn.loop(whole, last, 1, [], partial(rows, 1, 1))
 
     def fold_rows(self, strip: Strip, first: Value, count: int) -> None:
@@ -195,17 +215,43 @@ class Columns(Values):
             kind = compute_type(TYPES[term.dtype]).wide(self.lanes)
             self.layers[-1][key] = self.fn.load(self.at_column(strip, memory, term), kind)
         held = self.read_waiting(strip, strip.levels[-1])
+        met: list[Value] = []
         for k in range(count):
             self.push()
             self.variables[strip.rows.variable] = first + k if k else first
             if not self.nest.ordered:
-                self.fetch_piece(strip.rows, strip.room, self.each_row())
-            held = self.advanced(self.nest.folds(), held)
+                self.fetch_piece(strip.rows, strip.room, self.each_row(), count)
+            if self.both is None:
+                held = self.advanced(self.nest.folds(), held)
+            else:
+                met.append(held[0].like(self.value(self.both[0].value)))
             for store in self.nest.stores:
                 if not store.kept:
                     self.store(store)
             self.pop()
+        held = held if self.both is None else self.with_rows(held, met)
         self.write_waiting(strip, strip.levels[-1], held)
+
+    def with_rows(self, held: list[Value], values: list[Value]) -> list[Value]:
+        """The largest values of columns and the sums of powers below them, with those of some rows."""
+        assert self.both is not None
+        fn, loose = self.fn, id(self.both[1].value) in self.loose
+        most, sums = held
+        new = tree([most, *values], FOLDS["top"][2])
+        powers = [avx512.exp_summed(value - new, loose) for value in values]
+        sums = fma(sums, exp_below(most - new, loose), tree(powers, FOLDS["sum"][2]))
+        # Sums that are no numbers say that a value is none, or infinite: the largest is not sure then.
+        unsure = fn.call(f"llvm.vector.reduce.or.v{sums.type.width}i1", I1, is_nan(sums))
+        before, rare, usual = fn.block, fn.label("rare"), fn.label("usual")
+        fn.branch(unsure, rare, usual)
+        fn.start(rare)
+        sure = tree([most, *values], FOLDS["amax"][2])
+        fn.jump(usual)
+        fn.start(usual)
+        largest = fn.phi(new.type)
+        largest.arrive(new, before)
+        largest.arrive(sure, rare)
+        return [largest, sums]
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
         """What folds carry after a turn; values of running ones are known in it."""
@@ -283,11 +329,18 @@ class Columns(Values):
 
     def begin_columns(self, strip: Strip, memory: Memory) -> None:
         folds = self.nest.folds()
-        self.write_waiting(strip, memory, [part for fold in folds for part in self.neutral(fold, self.lanes)])
+        start = [part for fold in folds for part in self.neutral(fold, self.lanes)]
+        if self.both is not None:
+            start[0] = start[0].like(LOWEST)
+        self.write_waiting(strip, memory, start)
 
     def end_columns(self, strip: Strip) -> None:
         """What comes once for each column."""
         values = self.read_waiting(strip, strip.levels[0])
+        if self.both is not None:  # of values that are not all -inf one counts 1
+            most, sums = values
+            nothing = sums < 0.5
+            values = [nothing.where(-math.inf, most), nothing.where(math.nan, sums)]
         for fold in self.nest.folds():
             *_, result = [values.pop(0) for _ in fold.parts]
             if not fold.running:

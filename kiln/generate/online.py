@@ -18,6 +18,7 @@ from kiln.base.expressions import hinted
 from kiln.fuse.nest import Apply, Fold, Load, Store, Term, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
+from kiln.generate.columns import LOWEST
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
@@ -35,8 +36,6 @@ NEAR = 4096
 KEPT, SAMPLES = 4, 4
 #: How far above the largest of those a row may be, so that sums are floats, and how far from 0 they.
 ABOVE, FAR = 45.0, 1024.0
-#: What lanes carry before their first value: less than any but -inf.
-LOWEST = -3.4028234663852886e38
 
 _sum, _top = FOLDS["sum"][2], FOLDS["top"][2]
 

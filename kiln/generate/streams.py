@@ -172,7 +172,7 @@ class Streams(Values):
         if vector is not None and vector.reduced and loops and self.now == 0:
             self.fetch_piece(loops[-1], hinted(vector.size), [f.value for f in folds])
 
-    def fetch_piece(self, axis: Axis, length: int, roots: list[Term]) -> None:
+    def fetch_piece(self, axis: Axis, length: int, roots: list[Term], least: int = 1) -> None:
         """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.
 
         The processor does not foresee pieces that do not follow each other, nor those that take some time.
@@ -188,7 +188,8 @@ class Streams(Values):
                 if step == 1 and hinted(apart) >= length:
                     found.append(load)
         if found:
-            self.ask_for(axis, -(-BEFORE // (length * found[0].dtype.itemsize)), found, 2)
+            ahead = -(-BEFORE // (length * found[0].dtype.itemsize))
+            self.ask_for(axis, max(ahead, least), found, 2)
 
     def ask_for(self, axis: Axis, ahead: int, loads: list[Load], near: int) -> None:
         """Ask for what is read some turns of a loop later, at the most in its last one."""

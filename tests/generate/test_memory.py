@@ -93,6 +93,27 @@ def test_rows_whose_largest_is_not_among_the_first_ones_looked_at(length, dtype)
     check(lambda a: F.softmax(a, -1), x.to(dtype), kernels=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_and_the_sum_of_exponentials_of_columns_are_one_pass(dtype):
+    x = rand(1001, 300) * 5
+    x[:, 0], x[3, 1], x[:700, 2], x[9, 3], x[5, 4], x[6, 4] = -math.inf, math.inf, -math.inf, math.nan, math.inf, math.nan
+    x[:, 5], x[:, 6], x[:, 7] = torch.arange(1001), -torch.arange(1001.0), -3.4028234663852886e38
+    x = x.to(dtype)
+    for f in (lambda a: (F.softmax(a, 0), a.amax(0)), lambda a: F.log_softmax(a, 0)):
+        found = compile_graph(recorded(f, x))([x])
+        eager, reference = (f(t) if isinstance(f(t), tuple) else (f(t),) for t in (x, x.double()))
+        for got, usual, exact in zip(found, eager, reference, strict=True):
+            assert torch.equal(got.isnan(), usual.isnan()) and torch.equal(got.isinf(), usual.isinf())
+            known = usual.isfinite()
+            assert error(got[known], exact[known]) <= 2 * error(usual[known], exact[known])
+
+
+@wide
+def test_columns_go_row_by_row_for_powers_too():
+    emitted = Emitter(nest_of(lambda a: (a - a.amax(0)).exp().sum(0), rand(64, 300)), 16)
+    assert emitted.by_rows() and emitted.both is not None
+
+
 @pytest.mark.parametrize("length", [1024, 1031, 2181, 4096 + 128, 30522])
 def test_rows_with_edges(length):
     x = rand(11, length) * 5
