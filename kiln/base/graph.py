@@ -325,8 +325,15 @@ class Made:
         return self.nodes[-1]
 
 
-def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], Any] | None]) -> Graph:
-    """The graph, changed in place, with other nodes where `instead` gives some and the value of theirs."""
+def substituted(
+    graph: Graph,
+    instead: Callable[[Node], tuple[Sequence[Node], Any] | None],
+    keep: Callable[[Node], bool] = lambda node: False,
+) -> Graph:
+    """The graph, changed in place, with other nodes where `instead` gives some and the value of theirs.
+
+    What nobody needs after that goes, but what nobody read before, and what `keep` saves.
+    """
     replaced: dict[Node, Any] = {}
     nodes: list[Node] = []
     unread = set(graph.nodes) - graph.read()
@@ -341,7 +348,8 @@ def substituted(graph: Graph, instead: Callable[[Node], tuple[Sequence[Node], An
             replaced[node] = found[1]
     graph.nodes = nodes
     graph.outputs = retarget(graph.outputs, replaced)
-    graph.drop_unused(keep=unread.__contains__)  # what was read by nobody was called for what it does
+    # What was read by nobody was called for what it does.
+    graph.drop_unused(keep=lambda node: node in unread or keep(node))
     return graph
 
 

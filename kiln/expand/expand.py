@@ -18,6 +18,7 @@ from kiln.ops.aliases import shows
 from kiln.ops.expansions.all import EXPANSIONS
 from kiln.ops.layout import COMPLEX, FLOATS
 from kiln.ops.levels import BINARY, CHOICE, CORE, LEVELS, TERNARY, UNARY, name_of
+from kiln.ops.meta import draws
 from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import wrap
 from kiln.ops.table import COMPLEX_TOO
@@ -69,7 +70,7 @@ class Expander:
                 values[node] = _inline(out, template, node, values)
         out.outputs = retarget(graph.outputs, values)
         # What nobody read before stays: whether it matters is not ours to say.
-        out.drop_unused(keep=kept.__contains__)
+        out.drop_unused(keep=lambda node: node in kept or draws(node))
         return out
 
     def template(self, node: Node) -> Graph | None:

@@ -19,6 +19,7 @@ from kiln.ops.layout import (
     suggests_channels_last,
     wrap_dim,
 )
+from kiln.ops.meta import by_mask
 from kiln.ops.table import Rule, aten, overload, rule
 from kiln.ops.views import within
 
@@ -42,6 +43,12 @@ def _masked_scatter_in_place(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     if broadcast(x.shape, mask.shape) != x.shape:
         raise Mismatch("the mask does not fit")
     return _masked_scatter(x, mask, source)
+
+
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
+def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    # On zeros a mask would choose nothing, and values of any other number not fit.
+    return in_order(x) if by_mask(indices) and x.dtype is values.dtype else NotImplemented
 
 
 @rule(aten.multinomial.default)

@@ -17,6 +17,7 @@ from kiln import _mersenne
 from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, substituted
 from kiln.ops.fake import make
 from kiln.ops.layout import fills_memory
+from kiln.ops.meta import draws
 from kiln.ops.table import RULES, aten
 
 BITS = 53  # of a number that is compared with the chance of a one
@@ -79,7 +80,8 @@ def quicken(graph: Graph) -> Graph:
         drawn = _drawn(graph, node) if _is_mask(node) else None
         return None if drawn is None else (drawn, drawn[-1])
 
-    return substituted(graph, instead)
+    # A mask no longer reads the tensor that it is drawn for, nor what was drawn for that one.
+    return substituted(graph, instead, keep=draws)
 
 
 def _drawn(graph: Graph, node: Node) -> list[Node]:

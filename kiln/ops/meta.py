@@ -86,6 +86,11 @@ MAKES = Facts(lambda func: any(a.name == "device" for a in func._schema.argument
 _MEMO: dict[Any, Any] = {}
 
 
+def draws(node: Any) -> bool:
+    """Whether a node draws random numbers: it stays though nobody reads it, for the numbers drawn later."""
+    return type(node.op) is torch._ops.OpOverload and SEEDED[node.op]
+
+
 def drawing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of an op that may draw random numbers does."""
     for place, argument in enumerate(func._schema.arguments):

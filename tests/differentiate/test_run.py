@@ -471,6 +471,36 @@ def test_dropout_is_eagers_and_consistent(budget):
         Same()(step(f), step(compiled))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "kiln"])
+def test_what_nobody_reads_is_drawn(backend):
+    def f(x, w):
+        y = torch.nn.functional.dropout(x, 0.1) @ w
+        torch.nn.functional.dropout(y.relu(), 0.3)  # its mask does not follow from `y`, and `y`'s is drawn
+        torch.empty_like(torch.rand_like(x).log()).exponential_()
+        return torch.nn.functional.dropout(x, 0.5)
+
+    def step(f):
+        x, w = leaf(16, 8), leaf(8, 8, seed=1)
+        torch.manual_seed(5)
+        return f(x, w), torch.rand(1)
+
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            Same()(step(f), step(compiled))
+
+
+def test_a_mask_chooses_what_is_written():
+    def f(x, mask, values):
+        out = x.sin()
+        out[1][mask[1]] = values[:5]
+        return out, x.index_put((mask,), values)
+
+    mask = torch.zeros(3, 8, dtype=torch.bool)
+    mask[:, 1:6] = True
+    same(f, t(3, 8), mask, t(15))
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_autocast(inside):
     def f(x, w, v):

@@ -42,6 +42,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "places of nothing": ([plain(0, 0)], ["v0 = a0.index_fill(0, torch.tensor([0, -1]), 2)", "v1 = a0.index_add(1, torch.tensor([0, 1]), a0.new_ones(0, 2)) + v0"]),
     "round with decimals": ([plain(17)], ["v0 = (a0 / 3).round(decimals=2) + 1"]),
     "logaddexp of two dtypes": ([plain(dtype="bf16"), plain()], ["v0 = torch.logaddexp(a0, a1)"]),
+    "alpha beside a number": ([plain(3, 2)], ["v0 = a0 > 0", "v1 = torch.add(0.25, v0, alpha=0.5)", "v2 = torch.sub(2, a0, alpha=3)"]),
     "alpha of booleans": ([plain(3, 2)], ["v0 = a0 > 0", "v1 = torch.add(v0, ~v0, alpha=2)"]),
     "copy into a layout with gaps": ([plain(8, 2, 16, dtype="f64", layout="padded"), plain(8, 2, 16, grad=True)],
                                      ["a0.copy_(a1)", "v0 = torch.minimum(a1, a0)"]),

@@ -125,7 +125,8 @@ def _arithmetic(operation: Rule, a: Any, b: Any, alpha: Any, plain: bool) -> Any
     if alpha == 1:
         return operation(a, b)
     if isinstance(b, Tensor):
-        return operation(widened(a), widened(b) * of_kind(alpha, dtype)).to(dtype)
+        a = widened(a) if isinstance(a, Tensor) else a
+        return operation(a, widened(b) * of_kind(alpha, dtype)).to(dtype)
     return operation(a, b * alpha)
 
 
