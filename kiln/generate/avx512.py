@@ -6,12 +6,13 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 
-from kiln.generate import functions
-from kiln.generate.lanes import lanes, shuffled
-from kiln.generate.llvm import BF16, F32, F64, I16, I32, U32, Value, fma, literal
+from kiln.generate import avx512_powers, functions, registers
+from kiln.generate.llvm import BF16, F32, F64, I32, U32, Value, fma
+from kiln.generate.registers import in_registers, inverse, looked_up
 
-LANES, DOUBLES = 16, 8
+LANES, DOUBLES = registers.LANES, 8
 ROOT_TWO = math.sqrt(2)
+_AROUND_ONE = 0x0B  # mantissas from 3/4 to 3/2, NaN for what is negative
 
 # Odd functions in pieces around n STEP, n = 0 … 15: the coefficients of 1, t, t^2, … for |t| <= STEP / 2, to
 # 2^-24 of the value. Multiples of the steps are exact.
@@ -108,9 +109,6 @@ _TANH = (
 _LOG = (0.33333449112478436, -0.25000095841991365, 0.1999086123934421, -0.1664731216533302,
         0.14478394782422344, -0.13161193500149865, 0.10463023307031803, -0.04507481456778046)  # fmt: skip
 _LOG_LOOSE = (-0.4999805895448732, 0.3374478454551848, -0.2571728369773627, 0.1401491907178048)
-# The same to 2^-19
-_LOG_OF_POWERS = (-0.4999891353256872, 0.3331873781041514, -0.2505932305363697, 0.20626368638438825,
-                  -0.16764675747442412, 0.08324115414595727)  # fmt: skip
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/32
 _EXP = (0.5000162220356067, 0.16666718660599164)
 _POWERS = tuple(2.0 ** (n / LANES) for n in range(LANES))
@@ -154,11 +152,10 @@ def exp_below(x: Value) -> Value:
 
 
 def exp_loose(x: Value) -> Value:
-    """The exponential to 2^-14."""
+    """The exponential to 2^-13."""
     if x.type.width % LANES:
         return functions.apply("exp", x)
-    power, r, n = _reduced(functions.at_most(x, 89.0), _FRACTIONS, ROUNDER_NEAR)
-    return scaled(fma(power, r, power), n)
+    return avx512_powers.power_of_two(x * (1 / functions.LN2))
 
 
 def exp_below_loose(x: Value) -> Value:
@@ -186,15 +183,21 @@ def _reduced(x: Value, table: tuple[float, ...], rounder: float) -> tuple[Value,
     r = fma(n, -LN2_FLOAT, x)
     if table is _POWERS:
         r = fma(n, -LN2_REST, r)
-    return _looked_up(table, rounded.bits(I32)), r, n
+    return looked_up(table, rounded.bits(I32)), r, n
 
 
 def sigmoid_loose(x: Value) -> Value:
     """To 2^-13."""
     if x.type.width % LANES:
         return functions.sigmoid(x)
-    e = exp_below_loose(-functions.absolute(x))
-    return functions.sign_bit(x).where(e, 1.0) * _inverse(e + 1.0)
+    return share_loose(x * (-1 / functions.LN2))
+
+
+def share_loose(x: Value) -> Value:
+    """1 / (1 + 2^x), to 2^-13."""
+    if x.type.width % LANES:
+        return 1.0 / (functions.apply("exp2", x) + 1.0)
+    return inverse(avx512_powers.power_of_two(x) + 1.0)
 
 
 def log(x: Value, more: Value | None = None) -> Value:
@@ -209,18 +212,12 @@ def log(x: Value, more: Value | None = None) -> Value:
     return fma(n, high, fma(square, -0.5, y) + f)
 
 
-def log_loose(x: Value, terms: Sequence[float] = _LOG_LOOSE) -> Value:
-    """To 2^-13, or to as many digits as the polynomial has."""
+def log_loose(x: Value) -> Value:
+    """To 2^-13."""
     if x.type.width % LANES:
         return functions.log_by_polynomial(x)
     n, f = _exponent_and_rest(x)
-    return fma(n, functions.LN2, functions.polynomial(f, (1.0, *terms)) * f)
-
-
-def pow_loose(x: Value, y: Value) -> Value:
-    """The power to 2^-12: an error of the logarithm counts as often as the exponent says."""
-    logarithm = log_loose(functions.absolute(x), _LOG_OF_POWERS)
-    return functions.with_edges_of_pow(x, y, exp_loose(y * logarithm))
+    return fma(n, functions.LN2, functions.polynomial(f, (1.0, *_LOG_LOOSE)) * f)
 
 
 def log1p(x: Value) -> Value:
@@ -229,9 +226,9 @@ def log1p(x: Value) -> Value:
         return functions.log1p_by_polynomial(x)
     u = x + 1.0
     inside = (u.bits(U32) - 1) < 0x4E800000  # more than 0, and 2^30 at most
-    inverse = _inverse(u)
-    inverse = fma(inverse, fma(-u, inverse, 1.0), inverse)
-    lost = inside.where((x - (u - 1.0)) * inverse, 0.0)
+    near = inverse(u)
+    near = fma(near, fma(-u, near, 1.0), near)
+    lost = inside.where((x - (u - 1.0)) * near, 0.0)
     return u.compare("eq", 1.0).where(x, log(u, lost))
 
 
@@ -243,18 +240,8 @@ def log1p_loose(x: Value) -> Value:
 
 def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
     """n and f, of -1/4 up to 1/2, with x = 2^n (1 + f); -inf and 0 for zeros, inf and 0 for inf, else NaN."""
-    fn, everywhere, exactly = x.fn, Value(x.fn, "-1", I16), Value(x.fn, "4", I32)
-    names = ("llvm.x86.avx512.mask.getmant.ps.512", "llvm.x86.avx512.mask.getexp.ps.512")
-    range_of_rest = Value(fn, "11", I32)  # from 3/4 to 3/2, NaN for what is negative
-    m = _in_registers(lambda x: fn.call(names[0], x.type, x, range_of_rest, x, everywhere, exactly), x)
-    n = _in_registers(lambda x: fn.call(names[1], x.type, x, x, everywhere, exactly), x)
+    m, n = registers.mantissa(x, _AROUND_ONE), registers.exponent(x)
     return (m < 1.0).where(n + 1.0, n), m - 1.0
-
-
-def _inverse(x: Value) -> Value:
-    """To 2^-14."""
-    name, everywhere = "llvm.x86.avx512.rcp14.ps.512", Value(x.fn, "-1", I16)
-    return _in_registers(lambda part: x.fn.call(name, part.type, part, part, everywhere), x)
 
 
 def tanh_loose(x: Value) -> Value:
@@ -328,20 +315,17 @@ def exp_summed(x: Value, loose: bool) -> Value:
 
 def scaled(x: Value, n: Value) -> Value:
     """x 2^n, n a whole number."""
-    fn = x.fn
     if x.type.width % LANES:
         whole = (n + functions.ROUNDER_32).bits(I32) - 0x4B400000
-        return fn.call(f"llvm.ldexp.{x.type.suffix}.{whole.type.suffix}", x.type, x, whole)
-    everywhere, rounding = Value(fn, "-1", I16), Value(fn, "4", I32)
-    name = "llvm.x86.avx512.mask.scalef.ps.512"
-    return _in_registers(lambda x, n: fn.call(name, x.type, x, n, x, everywhere, rounding), x, n)
+        return x.fn.call(f"llvm.ldexp.{x.type.suffix}.{whole.type.suffix}", x.type, x, whole)
+    return registers.scaled(x, n)
 
 
 def add_64(a: Value, b: Value) -> Value:
     """The sum of doubles by the units that multiply: those that add convert them from and to floats."""
     name, wide, nearest = "llvm.x86.avx512.vfmadd.pd.512", F64.wide(DOUBLES), Value(a.fn, "8", I32)
     one = a.fn.constant(1.0, wide)
-    return _in_registers(lambda a, b: a.fn.call(name, wide, a, one, b, nearest), a, b)
+    return in_registers(lambda a, b: a.fn.call(name, wide, a, one, b, nearest), a, b)
 
 
 def erf(x: Value) -> Value:
@@ -388,33 +372,10 @@ def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, 
 
 def _piece(t: Value, places: Value, tables: Sequence[tuple[float, ...]]) -> Value:
     """A polynomial whose coefficients are looked up."""
-    *rest, last = [_looked_up(table, places) for table in tables]
+    *rest, last = [looked_up(table, places) for table in tables]
     for c in reversed(rest):
         last = fma(last, t, c)
     return last
-
-
-def _looked_up(table: tuple[float, ...], places: Value) -> Value:
-    """The entry of a table of one or two registers at each lane's place, of which the last bits count."""
-    fn, wide = places.fn, F32.wide(LANES)
-    entries = [f"float {literal(c, F32)}" for c in table]
-    parts = (", ".join(entries[i : i + LANES]) for i in range(0, len(entries), LANES))
-    low, *high = [Value(fn, f"<{part}>", wide) for part in parts]
-    if high:
-        name = "llvm.x86.avx512.vpermi2var.ps.512"
-        return _in_registers(lambda part: fn.call(name, wide, low, part, *high), places)
-    name = "llvm.x86.avx512.permvar.sf.512"
-    return _in_registers(lambda part: fn.call(name, wide, low, part), places)
-
-
-def _in_registers(function: Callable[..., Value], *values: Value) -> Value:
-    """A function of single registers on several in a row, a power of two."""
-    width, whole = values[0].type.width, 512 // values[0].type.bits
-    if width == whole:
-        return function(*values)
-    half = width // 2
-    low, high = (_in_registers(function, *[lanes(v, start, half) for v in values]) for start in (0, half))
-    return shuffled(low, range(width), high)
 
 
 def to_bf16(low: Value, high: Value) -> Value:
@@ -430,6 +391,7 @@ OWN: dict[str, Callable[..., Value]] = {
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
-    "loose gelu": gelu_loose, "loose pow": pow_loose,
+    "loose gelu": gelu_loose, "loose share": share_loose, "pow": avx512_powers.pow,
+    "loose pow": avx512_powers.pow_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip

@@ -45,7 +45,7 @@ def host() -> Host:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     found = llvm.get_host_cpu_features()
-    wide = 64 if found.get("avx512f") else 32 if found.get("avx2") else 16
+    wide = 64 if found.get("avx512dq") else 32 if found.get("avx2") else 16
     features = found.flatten()
     if wide == 64:
         features += ",-prefer-256-bit"

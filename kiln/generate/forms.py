@@ -15,12 +15,16 @@ from kiln.generate.scalar import TYPES
 CUBE, ROOT_HALF, SLOPE = 0.044715, math.sqrt(0.5), math.sqrt(2 / math.pi)
 BELL = math.sqrt(0.5 / math.pi)  # the normal curve at 0
 
+Form = Callable[..., Value]
+
 # Patterns: a function with its arguments, a number, or the name of any term; of one name it is one term.
 _CUBIC = ("mul", ("add", "x", ("mul", ("mul", ("mul", "x", "x"), "x"), CUBE)), SLOPE)
 _TWICE_AREA = ("add", ("erf", ("mul", "x", ROOT_HALF)), 1.0)
 _LOGISTIC = ("mul", ("mul", "x", 0.5), ("add", ("tanh", "u"), 1.0))
 _GELU_BY_TANH = ("mul", ("mul", "x", 0.5), ("add", ("tanh", _CUBIC), 1.0))
 _GELU = ("mul", ("mul", "x", 0.5), _TWICE_AREA)
+_LOG_OF_POWER = ("log1p", ("exp", "x"))
+_SOFTPLUS = ("where", ("gt", "x", 20.0), "x", _LOG_OF_POWER)  # what is chosen is the same number there
 _GELU_SLOPE = (
     "add",
     ("mul", _TWICE_AREA, 0.5),
@@ -34,16 +38,18 @@ def _weighted(x: Value, u: Value) -> Value:
 
 
 def _weighted_loosely(x: Value, u: Value) -> Value:
-    return _sigmoid_loosely(x, u + u)
+    return _shared_loosely(x, u * (-2 / functions.LN2))
 
 
 def _gelu_by_tanh_loosely(x: Value) -> Value:
-    return _sigmoid_loosely(x, x * fma(x * x, 2 * SLOPE * CUBE, 2 * SLOPE))
+    slope = -2 * SLOPE / functions.LN2
+    return _shared_loosely(x, x * fma(x * x, slope * CUBE, slope))
 
 
-def _sigmoid_loosely(x: Value, u: Value) -> Value:
-    weight: Value = x.fn.module.own["loose sigmoid"](u)
-    return x * weight
+def _shared_loosely(x: Value, u: Value) -> Value:
+    """x / (1 + 2^u)."""
+    share: Value = x.fn.module.own["loose share"](u)
+    return x * share
 
 
 def _gelu_by_tanh(x: Value) -> Value:
@@ -59,18 +65,23 @@ _SOFT_LOOSE = (-0.4977744903224232, 0.30922474341763495, -0.16136303361943358, 0
 OVERFLOW = 88.72283935546875  # from here on an exponential is infinite
 
 
-def _softplus(x: Value, loose: bool = False) -> Value:
+def _softplus(x: Value) -> Value:
     """log(1 + e^x) as the larger of x and 0 and log(1 + y), y = e^-|x|."""
-    y = functions.exp_below(-functions.absolute(x), loose)
-    added = y * functions.polynomial(y, (1.0, *(_SOFT_LOOSE if loose else _SOFT)))
-    return (x >= OVERFLOW).where(math.inf, functions.at_least(x, 0.0) + added)
+    return _above_zero(x, functions.exp_below(-functions.absolute(x)), _SOFT)
 
 
 def _softplus_loosely(x: Value) -> Value:
-    return _softplus(x, loose=True)
+    return _above_zero(x, x.fn.module.own["loose exp"](-functions.absolute(x)), _SOFT_LOOSE)
 
 
-Form = Callable[..., Value]
+def _above_zero(x: Value, y: Value, terms: tuple[float, ...]) -> Value:
+    return fma(functions.polynomial(y, (1.0, *terms)), y, functions.at_least(x, 0.0))
+
+
+def _until_overflow(softplus: Form) -> Form:
+    return lambda x: (x >= OVERFLOW).where(math.inf, softplus(x))
+
+
 #: Patterns, names of what they are computed from, how, and how where few places will do: a name is that of
 #: what the machine does better.
 _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
@@ -78,7 +89,8 @@ _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_LOGISTIC, ("x", "u"), _weighted, _weighted_loosely),
     (_GELU, ("x",), "gelu", "loose gelu"),
     (_GELU_SLOPE, ("x",), "gelu_slope", "gelu_slope"),
-    (("log1p", ("exp", "x")), ("x",), _softplus, _softplus_loosely),
+    (_SOFTPLUS, ("x",), _softplus, _softplus_loosely),
+    (_LOG_OF_POWER, ("x",), _until_overflow(_softplus), _until_overflow(_softplus_loosely)),
 )
 
 
@@ -86,7 +98,7 @@ def another(
     term: Term, own: Mapping[str, Form], loose: bool = False
 ) -> tuple[tuple[Term, ...], Form] | None:
     """What a term of f32 is computed from, and how, where there is a form that costs less."""
-    if not isinstance(term, Apply) or term.op not in ("mul", "add", "log1p"):
+    if not isinstance(term, Apply) or term.op not in ("mul", "add", "log1p", "where"):
         return None
     if compute_type(TYPES[term.dtype]) != F32:
         return None

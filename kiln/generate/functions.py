@@ -367,6 +367,9 @@ def _widened(function: Callable[..., Value]) -> Callable[..., Value]:
     return rounded
 
 
+pow_by_doubles = _widened(_pow_64)
+
+
 def _or_rarely(
     near: Callable[..., Value], beyond: Callable[..., Value], far: Callable[..., Value]
 ) -> Callable[..., Value]:
@@ -476,7 +479,7 @@ _SINGLE: dict[str, Callable[..., Value]] = {
     "asin": _widened(asin_64), "acos": _widened(acos_64), "atan": _widened(atan_64),
     "sinh": _widened(_sinh_64), "cosh": _widened(_cosh_64),
     "asinh": _widened(_asinh_64), "acosh": _widened(_acosh_64), "atanh": _widened(_atanh_64),
-    "pow": _widened(_pow_64), "atan2": _widened(atan2_64),
+    "pow": pow_by_doubles, "atan2": _widened(atan2_64),
     "erfc": _widened(_library("erfc")), "lgamma": _widened(_library("lgamma")),
     "fmod": _or_by_library(_fmod_64, _inexact_quotient, "fmod"), "hypot": _widened(_hypot_64),
 }  # fmt: skip

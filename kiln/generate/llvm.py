@@ -63,6 +63,9 @@ PTR, VOID = Type("ptr"), Type("void")
 Number: TypeAlias = "int | float | bool"
 
 
+CONSTANT = re.compile(r"(?:splat \(\w+ )?0x([0-9A-F]{16})\)?").fullmatch
+
+
 def literal(value: Number, type: Type) -> str:
     """A constant of this type, in all lanes."""
     text = _scalar_literal(value, type.scalar)
@@ -84,6 +87,11 @@ def _scalar_literal(value: Number, type: Type) -> str:
     elif type.kind == "bf16":
         return f"0xR{_bf16_bits(number):04X}"
     return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
+
+
+def rounded(number: float) -> float:
+    """The f32 nearest to a number."""
+    return _rounded(number, "f")
 
 
 def _rounded(number: float, code: str) -> float:
@@ -133,6 +141,11 @@ class Value:
         if not isinstance(other, Value):
             return Value(self.fn, literal(other, self.type), self.type)
         return other.splat(self.type.width) if other.type.width < self.type.width else other
+
+    def number(self) -> float | None:
+        """The float that this is in all lanes, where it is a constant."""
+        found = CONSTANT(self.text)
+        return float(struct.unpack(">d", bytes.fromhex(found[1]))[0]) if found else None
 
     def splat(self, width: int) -> Value:
         """This scalar in all lanes of a vector."""

@@ -15,15 +15,17 @@ EDGES = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, -0.5, 2.0, 88
          128.0, -149.0, 1e-45, -1e-45, 3.4e38, 2.0**30, 1e10]  # fmt: skip
 
 
-def compiled(name, kind, width, own=None):
-    """The function as a loop over arrays."""
-    count = 2 if name in TWO else 1
+def compiled(name, kind, width, own=None, base=None, power=None):
+    """The function as a loop over arrays, with one argument where the other is a constant."""
+    count = 2 if name in TWO and base is power is None else 1
     module = Module()
     module.own.update(own or {})
     fn = module.function("run", [*((f"a{i}", PTR) for i in range(count)), ("out", PTR), ("n", I64)])
 
     def body(i, _):
         given = [fn.load(fn.at(fn.parameters[f"a{k}"], i, kind), kind.wide(width)) for k in range(count)]
+        given = [given[0].like(base), *given] if base is not None else given
+        given = [*given, given[0].like(power)] if power is not None else given
         value = functions.sigmoid(*given) if name == "sigmoid" else functions.apply(name, *given)
         fn.store(value, fn.at(fn.parameters["out"], i, kind))
         return []
@@ -91,14 +93,44 @@ def test_float32(name):
     assert torch.equal(torch.signbit(got[zeros]), torch.signbit(reference[zeros]))
 
 
-@pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
-@pytest.mark.parametrize("name", ["exp", "exp2", "log", "log1p", "tanh", "erf", "sigmoid"])
+wide = pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
+
+
+@wide
+@pytest.mark.parametrize("name", ["exp", "exp2", "log", "log1p", "tanh", "erf", "sigmoid", "pow"])
 def test_what_avx512_does_better_is_as_good(name):
     given = arguments(name)
     got, reference = compiled(name, F32, 16, avx512.OWN)(*given), exact(name, *given)
     assert ulps(got, reference).max() <= 4
     zeros = (got == 0) & (reference == 0)
     assert torch.equal(torch.signbit(got[zeros]), torch.signbit(reference[zeros]))
+
+
+def around_one():
+    """Numbers of the whole range, and densely those whose powers by large exponents are neither 0 nor infinite."""
+    x = torch.cat([arguments("exp")[0], torch.linspace(0.5, 2, 100_001), torch.linspace(0.999, 1.001, 20_001)])
+    return x[len(x) % 16 :].contiguous()
+
+
+@wide
+@pytest.mark.parametrize(
+    "power", [2.3, -1.7, 0.7, 1.5, -0.5, 1 / 3, 3.0, -3.0, 4.0, 5.0, 0.01, 1e-4, 7.5, -16.0, 60.0, -200.5, 1e5, 1e30,
+              math.inf, -math.inf, math.nan]
+)  # fmt: skip
+def test_constant_exponents(power):
+    x = around_one()
+    got, reference = compiled("pow", F32, 16, avx512.OWN, power=power)(x), exact("pow", x, torch.tensor(power))
+    assert ulps(got, reference).max() <= 2
+    zeros = (got == 0) & (reference == 0)
+    assert torch.equal(torch.signbit(got[zeros]), torch.signbit(reference[zeros]))
+
+
+@wide
+@pytest.mark.parametrize("base", [1.5, 2.0, 10.0, 0.1, 1.0000001, 1e-30, 3e38, 1.0, -1.5, 0.0, math.inf])
+def test_constant_bases(base):
+    x = around_one()
+    got, reference = compiled("pow", F32, 16, avx512.OWN, base=base)(x), exact("pow", torch.tensor(base), x)
+    assert ulps(got, reference).max() <= 2
 
 
 @pytest.mark.parametrize("name", ["exp", "log1p", "pow", "sin"])

@@ -75,6 +75,8 @@ def rrelu_backward(
 
 
 def softplus(x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
+    if beta == 1:
+        return where(x > threshold, x, log1p(exp(x)))
     scaled = x * beta
     return where(scaled > threshold, x, log1p(exp(scaled)) / beta)
 
