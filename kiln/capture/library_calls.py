@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextvars
 import functools
+import io
 import logging
 import operator
 import os
@@ -92,6 +93,21 @@ def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         why = "a random generator is seeded by the clock"
         raise Break("random-state", why, "seed it with a constant, or pass it in")
     return m.native(random.Random, *args, **kwargs)
+
+
+def memory_file(kind: Any) -> Callable[..., Any]:
+    """How a file in memory is made; one that lasts is made where the graph breaks for it."""
+
+    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+        made = native(m, kind, args, kwargs)
+        m.steps[id(made)] = m.safe_step()
+        m.world.keep.append(made)
+        return made
+
+    return handler
+
+
+declare({kind: memory_file(kind) for kind in (io.StringIO, io.BytesIO)})
 
 
 @handles(os.getcwd)

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import gc
+import io
 import operator
 import subprocess
 import sys
@@ -377,6 +378,41 @@ def descriptors_made_by_hand(x):
 
     Half.value = property(lambda self: x / 2)
     return Half().value, Half.plain(x), Half.kind(x), property(lambda self: 5).fget(None)
+
+
+@program(X)
+def files_in_memory(x):
+    text = io.StringIO("one\ntwo\n")
+    words = [line.strip() for line in text]
+    with io.BytesIO() as raw:
+        raw.write(b"abc")
+        return x + len(raw.getvalue()), words, text.read()
+
+
+@needs_kiln
+def test_a_file_in_memory_that_lasts_is_made_in_each_call():
+    def gives(x):
+        y, text = x + 1, io.StringIO()
+        text.write(str(len(x)))
+        return y, text
+
+    compiled = kiln.compile(gives, backend="eager")
+    first, second = compiled(X)[1], compiled(X)[1]
+    assert first is not second and first.getvalue() == second.getvalue() == "3"
+
+
+@needs_kiln
+def test_ops_that_give_nothing_need_no_rule():
+    with torch.library._scoped_library("kiln_suite", "FRAGMENT") as library:
+        library.define("bump(Tensor(a!) x, Tensor by) -> ()")
+        library.impl("bump", lambda x, by: x.add_(by) is None or None, "CPU")
+
+        def bumped(x):
+            y = x + 1
+            torch.ops.kiln_suite.bump(y, x)
+            return y * 2
+
+        assert kiln.compile(bumped, fullgraph=True)(X).equal((X + 1 + X) * 2)
 
 
 @program(X)
