@@ -119,7 +119,8 @@ def of_tensor(m: Machine, tensor: FakeTensor) -> FakeArray:
         m.native(torch.Tensor.numpy, empty)  # raises for what has no array
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         raise Break("data-dependent", "Tensor.numpy is called", HINT)
-    stand_in = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    size, stride = map(int, tensor.size()), map(int, tensor.stride())  # numpy knows no sizes that vary
+    stand_in = torch.empty_strided(tuple(size), tuple(stride), dtype=tensor.dtype)
     if stand_in.nbytes > LARGEST:
         raise refusal("array", "is too large for a stand-in")
     like = stand_in.numpy()

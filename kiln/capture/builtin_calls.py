@@ -571,13 +571,20 @@ def in_order(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return values
 
 
+FILLED = compile("fill(locals())", "<class body>", "exec")
+
+
 @handles(__build_class__)
 def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    cells = [m.world.read_cell(cell) for cell in args[0].__closure__ or ()]
-    made = m.world.made_class(m.native(builtins.__build_class__, *args, **kwargs))
-    if any(type(value) is FakeTensor for value in nested(cells)):
-        m.steps[id(made)] = m.safe_step()
-    return made
+    """Make a class; its body is interpreted, and fills the namespace that the metaclass gives."""
+
+    def fill(space: Any) -> None:
+        frame = m.enter(args[0], (), {})
+        frame.locals, frame.mode = space, "opaque"
+        m.run(frame)
+
+    body = types.FunctionType(FILLED, {"fill": fill}, args[0].__name__)
+    return m.world.made_class(m.native(builtins.__build_class__, body, *args[1:], **kwargs))
 
 
 def class_decorators(*functions: Any) -> None:

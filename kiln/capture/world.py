@@ -670,9 +670,16 @@ class World:
         return cells
 
     def made_class(self, cls: Any) -> Any:
+        """A class that the program made; should it be seen outside, the program makes one in every call."""
         self.made_classes.add(id(cls))
+        self.machine.steps[id(cls)] = self.machine.safe_step()
         self.keep.append(cls)
         return cls
+
+    def made_here(self, cls: Any, name: str) -> bool:
+        """Whether an attribute of a class was put there by the program, in the body of a class."""
+        owners = [base for base in getattr(cls, "__mro__", ()) if name in base.__dict__]
+        return bool(owners) and id(owners[0]) in self.made_classes
 
     def builtin(self, name: str, value: Any) -> None:
         """A builtin was read."""
@@ -697,6 +704,8 @@ class World:
         if cls is None or type(name) is not str or name not in proxy:
             return MISSING
         self.class_attr(cls, name, proxy[name])
+        if self.made_here(cls, name):
+            return proxy[name]
         return self.outside(proxy[name], Const(proxy[name], f"{cls.__name__}.{name}"))
 
     def identify_marks(self, function: Any, marked: frozenset[str]) -> None:

@@ -12,7 +12,7 @@ from torch import fx
 from kiln.base.graph import Graph, TensorSpec, ancestors, nodes_in
 from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
-from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View
+from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, Step, View
 from kiln.differentiate.kinds import kind
 from kiln.ops.random import Again, own_uniform
 
@@ -48,7 +48,9 @@ class Replay:
         """For each tangent, its value of the replayed graph's outputs, or their bases, and mutated inputs."""
         found: list[Callable[..., torch.Tensor]] = []
         for index in self.joint.tangents:
-            for at, output in enumerate(self.joint.outputs):
+            places = list(enumerate(self.joint.outputs))
+            # Of a view that was detached the base is detached, too: those with a history come first.
+            for at, output in sorted(places, key=lambda place: not getattr(place[1], "requires_grad", False)):
                 if isinstance(output, Fresh) and output.index == index:
                     found.append(lambda outputs, inputs, at=at: outputs[at])
                     break
@@ -99,7 +101,9 @@ class Replay:
         with torch.enable_grad(), self._state(ctx):
             stand_ins = self._stand_ins(ctx.primals)
             outputs = self._run(stand_ins)
-            results = [get(outputs, stand_ins) for k, get in enumerate(self.outputs) if present >> k & 1]
+            here = [k for k in range(len(self.outputs)) if present >> k & 1]
+            results = [self.outputs[k](outputs, stand_ins) for k in here]
+            tangents = [_turned(t, self.joint.turned[k]) for k, t in zip(here, tangents, strict=True)]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
             outs, given = [r for r, _ in pairs], [t for _, t in pairs]
@@ -175,6 +179,13 @@ def _pair(nest: Any, value: Any, flat: list[Any]) -> None:
 def _devices(graph: Graph) -> list[str]:
     specs = [n.spec for n in (*graph.inputs, *nodes_in(graph.outputs)) if isinstance(n.spec, TensorSpec)]
     return sorted({"cpu", *(spec.device.type for spec in specs)} - {"meta"})
+
+
+def _turned(tangent: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
+    """The tangent of a base in the shape that the base has given itself."""
+    for step in steps:
+        tangent = step.op(tangent, *step.args, **step.kwargs)
+    return tangent
 
 
 def _base(value: torch.Tensor) -> torch.Tensor:

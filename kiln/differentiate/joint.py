@@ -143,6 +143,7 @@ class Joint:
     `apart` are the positions of primals that are written: the joint holds only for calls in which none of
     them overlaps another primal in memory (see `alias.overlapping`); other calls run the captured graph.
     `random` says which random numbers are Kiln's own.
+    `turned` has, for each tangent, what its base became by ops that change a tensor's own shape.
     `layers`, where it is not empty, says that the graph stands for one of more layers: those between two that
     it has do the same over attributes of their own, by name.
     """
@@ -157,6 +158,7 @@ class Joint:
     effects: tuple[tuple[Any, tuple[Any, ...]], ...] = ()
     apart: tuple[int, ...] = ()
     random: str = "eager"
+    turned: tuple[tuple[Step, ...], ...] = ()
     layers: tuple[Own, ...] = ()
 
     @property

@@ -185,6 +185,10 @@ class Results:
             raise Break("output-view", why, "return a copy of it")
         self.turned[index] = steps
 
+    def turns(self) -> tuple[tuple[Step, ...], ...]:
+        """For each tangent, how its base changed its own shape."""
+        return tuple([self.turned.get(index, ()) for index in self.tangents])
+
 
 def inner_leaf() -> Break:
     """The refusal of a graph that makes a leaf: nothing outside could give it a gradient."""

@@ -162,7 +162,7 @@ class Tracer:
         joint = Joint(
             graph.check(), tuple(self.primals), tuple(results.outputs), results.nest, tuple(results.mutated),
             tuple(results.tangents), len(results.values), effects,
-            tuple([m.primal for m in results.mutated]),
+            tuple([m.primal for m in results.mutated]), turned=results.turns(),
         )  # fmt: skip
         if self.layers is None:
             return joint
@@ -292,7 +292,7 @@ class Tracer:
         recording = self.recording
         recording.backward = True
         outs = [results.fakes[i] for i in results.tangents]
-        turned = [results.turned.get(i, ()) for i in results.tangents]
+        turned = results.turns()
         tangents = [
             self.tangent(k, fake_of(results.values[i].spec) if turned[k] else results.fakes[i])
             for k, i in enumerate(results.tangents)

@@ -344,6 +344,9 @@ def reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if func in REALLOCATING or not isinstance(fake, FakeTensor) or fake.pinned:
         why = f"{func} changes the shape, strides or memory of a tensor in place"
         raise Break("metadata-mutation", why, "use the form that returns a new tensor")
+    # Of symbolic sizes squeeze_.dim reads memory that is not there.
+    if func is aten.squeeze_.dim:
+        func, args = aten.squeeze_.dims, (fake, [args[1]])
     with torch._C._DisableTorchDispatch():
         func(*args, **kwargs)
     return fake

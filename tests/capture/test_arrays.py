@@ -177,3 +177,13 @@ def test_integers_that_vary_are_divided_in_one_graph():
         got = compiled(X, np.int64(n))[1]
         assert type(got) is np.float64 and got == n / 2
     assert len(counting.modules) == 2
+
+
+def test_an_array_of_a_size_that_varies():
+    def f(x):
+        return x.numpy().sum(), x * 2
+
+    with kiln.config.patch(strict=True):
+        compiled = kiln.compile(f, dynamic=True)
+        for n in (2, 3, 5):
+            assert compiled(torch.ones(n))[0] == n

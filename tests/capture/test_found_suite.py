@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 
+from tests.same import Same
 from tests.support import EAGER, Watch, kiln, one_graph, pin, program, same_as_eager, t
 
 X = t(3)
@@ -780,3 +781,65 @@ def test_gradients_of_a_module_that_replaces_data(backend):
             torch.testing.assert_close(b.grad, a.grad)
     with torch.no_grad():
         torch.testing.assert_close(kiln.compile(ours, backend=backend, fullgraph=True)(x), eager(x))
+
+
+def added_to(values, n):
+    values.append(n)
+    return len(values)
+
+
+@needs_kiln
+def test_the_body_of_a_class_runs_in_every_call():
+    def f(x, values):
+        class Local:
+            count = added_to(values, 5)
+            total = sum(values)
+            values.append(total)
+            noted: int = values[0]
+            items = []  # noqa: RUF012
+
+            @property
+            def both(self):
+                return x * self.total + self.count
+
+        Local.items.append(Local.noted)
+        return Local().both, Local.total, Local.items
+
+    compiled = kiln.compile(f, fullgraph=True)
+    for n in (3, 4, 5, 6):
+        mine, eager = [n], [n]
+        Same()(f(X, eager), compiled(X, mine))
+        assert mine == eager == [n, 5, n + 5]
+
+
+@needs_kiln
+def test_a_class_that_leaves_is_another_one_in_each_call():
+    def f(x, n):
+        class Local:
+            value = n
+            tensor = x + 1
+
+            def run(self):
+                return self.tensor * self.value
+
+        return Local(), x * 2
+
+    compiled = kiln.compile(f)
+    made = [compiled(X, n)[0] for n in (3, 4, 5)]
+    assert len({type(one) for one in made}) == 3
+    for one, n in zip(made, (3, 4, 5), strict=True):
+        assert type(one.value) is int and one.value == n and torch.equal(one.run(), (X + 1) * n)
+
+
+@needs_kiln
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_dimension_of_a_size_that_varies_is_squeezed_in_place(dim):
+    def f(x):
+        y = x.t()
+        y.squeeze_(dim)
+        return y * 2
+
+    with kiln.config.patch(strict=True):
+        compiled = kiln.compile(f, dynamic=True, fullgraph=True)
+        for shape in ((2, 3), (4, 5), (1, 3)):
+            assert torch.equal(compiled(torch.ones(shape)), f(torch.ones(shape)))

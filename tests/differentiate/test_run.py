@@ -343,6 +343,28 @@ def test_double_backward():
     Same()(second(f, leaf(2, 3), leaf(3, 4)), second(ahead(f), leaf(2, 3), leaf(3, 4)))
 
 
+def turned(x):
+    y = x.sin().transpose_(0, 1)
+    return y[0], y[1]
+
+
+@pytest.mark.parametrize("f", [
+    turned, lambda x: (turned(x)[0], x.cos().detach()), lambda x: ((y := x.sin()).detach(), y),
+    lambda x: ((y := x.cos()).detach().view(-1), y[0], y[1]), lambda x: ((y := x.sin().unsqueeze_(0)), y.detach()),
+])  # fmt: skip
+def test_double_backward_of_results_that_share_memory(f):
+    def second(g):
+        x = torch.arange(12.0, dtype=torch.float64).view(2, 3, 2).requires_grad_()
+        loss = sum(y.pow(2).sum() * (i + 1) for i, y in enumerate(g(x)) if y.requires_grad)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        first.pow(2).sum().backward()
+        return first, x.grad
+
+    for dynamic in (None, True):
+        for mine, eager in zip(second(kiln.compile(f, dynamic=dynamic)), second(f), strict=True):
+            torch.testing.assert_close(mine, eager)
+
+
 def test_double_backward_with_inputs_that_depend_on_each_other():
     def penalty(f):
         x = leaf(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import operator
 import sys
 import types
 from typing import Any
@@ -108,6 +109,11 @@ def load_deref(m: Machine, f: Frame, i: Instruction) -> Any:
     return value
 
 
+def named_or_deref(m: Machine, f: Frame, i: Instruction, space: Any) -> Any:
+    """A name of a class body: its own, or that of the function around it."""
+    return space[i.value] if i.value in space else load_deref(m, f, i)
+
+
 @opcode("DELETE_DEREF")
 def delete_deref(m: Machine, f: Frame, i: Instruction) -> Any:
     load_deref(m, f, i)
@@ -194,14 +200,19 @@ computes(0, {
     "COPY": lambda m, f, i: f.stack[-i.arg],
     "LOAD_CLOSURE": lambda m, f, i: f.cells[i.value],
     "LOAD_DEREF": load_deref,
-    "LOAD_CLASSDEREF": load_deref,
+    "LOAD_CLASSDEREF": lambda m, f, i: named_or_deref(m, f, i, f.locals),
+    "LOAD_LOCALS": lambda m, f, i: f.locals,
     "LOAD_NAME": lambda m, f, i: f.locals[i.value] if i.value in f.locals else find_global(m, f, i.value),
 })  # fmt: skip
-consumes(0, {"DELETE_NAME": lambda m, f, i: f.locals.pop(i.value, None)})
+computes(1, {"LOAD_FROM_DICT_OR_DEREF": lambda m, f, i, space: named_or_deref(m, f, i, space)})
+consumes(0, {
+    "DELETE_NAME": lambda m, f, i: f.locals.pop(i.value, None),
+    "SETUP_ANNOTATIONS": lambda m, f, i: f.locals.setdefault("__annotations__", {}),
+})  # fmt: skip
 consumes(1, {
     "POP_TOP": lambda m, f, i, value: None,
     "END_FOR": lambda m, f, i, value: None,
     "STORE_DEREF": lambda m, f, i, value: m.world.write_cell(f.cells[i.value], value),
-    "STORE_NAME": lambda m, f, i, value: f.locals.update({i.value: value}),
+    "STORE_NAME": lambda m, f, i, value: operator.setitem(f.locals, i.value, value),
     "STORE_GLOBAL": lambda m, f, i, value: m.world.write_global(f.globals, i.value, value),
 })  # fmt: skip
