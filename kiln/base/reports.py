@@ -16,9 +16,14 @@ REPORTS = "reports"
 PACKAGES = ("torchkiln", "torch", "llvmlite", "numpy")
 
 
+def words_of(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def fell_back(name: str, error: BaseException, what: str, *parts: str) -> None:
     """Tell of an internal error in one line, with the file that a report needs."""
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    said = words_of(error)
     file = report(f"{name} {what}", error, *parts)
     records.emit(records.FallbackRecord(name, said, file))
     attach = f"attach {file} to a report, or " if file else ""

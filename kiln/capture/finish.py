@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
+from kiln.base.reports import words_of
 from kiln.bytecode import decompile, versions
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.bytecode.decode import Instruction
@@ -125,6 +126,10 @@ class Finisher:
     def replay(self, e: Emitter, start: Label, end: Label) -> None:
         """When an op raises at run time the frame runs in Python, where its handlers see the exception."""
         self.handle(e, start, end)
+        e.callee(words_of)
+        e.copy(3)
+        e.end_call(1)
+        e.store("__raised")
         e.pop()
         e.raw("POP_EXCEPT")
         if self.m.recorder.dispatch.draws:
@@ -136,6 +141,10 @@ class Finisher:
         for name in self.names:
             e.load(name)
         e.end_call(len(self.names))
+        e.callee(functools.partial(runtime.ran_in_python, self.root.function.__qualname__))
+        e.load("__raised")
+        e.end_call(1)
+        e.pop()
         e.ret()
 
     def retell(self, e: Emitter, start: Label, end: Label) -> None:

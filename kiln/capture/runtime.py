@@ -11,6 +11,7 @@ import warnings
 from collections import OrderedDict, deque
 from typing import Any
 
+from kiln.base import log
 from kiln.base.places import places_of
 from kiln.base.tracebacks import add_lines
 
@@ -182,6 +183,11 @@ def native_slot(cls: type, name: str) -> Any:
 
 def delete_item(space: dict[str, Any], name: str) -> None:
     space.pop(name, None)
+
+
+def ran_in_python(name: str, raised: str) -> None:
+    """Tell, once, that a graph raised what the frame itself did not let out."""
+    log.warn_once(("replay", name, raised), f"{name} ran in Python since its graph raised {raised}")
 
 
 def retell(places: dict[str, str], error: BaseException) -> None:

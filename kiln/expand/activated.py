@@ -51,7 +51,7 @@ def chains(graph: Graph, convolutions: Iterable[Node]) -> dict[Node, Chain]:
     found: dict[Node, Chain] = {}
     for node in convolutions:
         spec, norm, added, between = node.spec, None, None, [node]
-        if spec.dtype is not torch.bfloat16 or spec.shape[1] % STEP or node.kwargs:
+        if spec.dtype is not torch.bfloat16 or spec.shape[1] % STEP or node.args[-1] != 1 or node.kwargs:
             continue
         user = follower(node)
         if user is not None and is_norm(user) and user.args[0] is node:

@@ -102,10 +102,12 @@ def pool_gradient(node: Node, walk: Relayout) -> Node:
 
 
 def fits(node: Node) -> bool:
-    """Whether a convolution is a plain one of two dimensions, of a half type and known sizes."""
+    """Whether a convolution takes images of a half type and known sizes, all channels of them or one each."""
     specs = [operand.spec for operand in node.args[: OPERANDS[node.op]]]
     transposed, groups = (node.args[OPERANDS[node.op] + place] for place in (4, 6))
-    return not transposed and groups == 1 and all(
+    image, filters = specs[-2:]
+    whole = groups == 1 or groups == image.shape[1] == filters.shape[0]
+    return not transposed and whole and all(
         spec.dtype.itemsize == 2 and spec.device.type in DEVICES and len(spec.shape) == 4
         and all(type(n) is int and n > 0 for n in spec.shape)
         for spec in specs
@@ -121,6 +123,13 @@ def turned(spec: TensorSpec) -> TensorSpec:
     return replace(spec, stride=(row * height, 1, row, channels), offset=0)
 
 
+def beside(spec: TensorSpec) -> TensorSpec:
+    """The type itself where its elements lie so already, as filters of one channel do; otherwise turned."""
+    made = turned(spec)
+    same = all(n == 1 or a == b for n, a, b in zip(spec.shape, spec.stride, made.stride, strict=True))
+    return spec if same else made
+
+
 def operands(node: Node, walk: Relayout, *instead: Any) -> list[Any]:
     """The arguments of a convolution, with its images and filters turned; filters and bias may be others."""
     many = OPERANDS[node.op]
@@ -129,7 +138,7 @@ def operands(node: Node, walk: Relayout, *instead: Any) -> list[Any]:
     if stems.takes_columns(node, many - 2):
         made = stems.unfolded(node, many - 2, given[many - 2 : many], walk)
         given[many - 2 : many], given[many + 1 : many + 3] = made[:2], made[2:]
-    given[:many] = [walk.with_strides(one, turned(one.spec).stride) for one in given[:many]]
+    given[:many] = [walk.with_strides(one, beside(one.spec).stride) for one in given[:many]]
     return given
 
 
@@ -156,8 +165,7 @@ def gradients(node: Node, walk: Relayout) -> tuple[Node | None, ...]:
     image, filters, added = node.spec
     given, columns = tuple(operands(node, walk)), stems.takes_columns(node, 1)
     of_filters = given[2].spec if columns and filters is not None else filters
-    specs = [None if spec is None else turned(spec) for spec in (image, of_filters)]
-    specs.append(added)
+    specs = [image and turned(image), of_filters and beside(of_filters), added]
     whole = walk.graph.call(node.op, given, dict(node.kwargs), spec=tuple(specs), like=node)
     made = [None if spec is None else result(walk, whole, i, spec) for i, spec in enumerate(specs)]
     if columns and made[1] is not None:

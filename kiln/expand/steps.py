@@ -58,6 +58,21 @@ def without_statistics(graph: Graph) -> Graph:
     return graph
 
 
+def by_results(graph: Graph) -> Graph:
+    """The graph, changed in place, whose gradients of clamped values look at what is kept, the results.
+
+    A number within the bounds is its own result, and those outside have a bound for it.
+    """
+    clamped: dict[tuple[object, ...], Node] = {}
+    for node in graph.nodes:
+        if node.op is aten.hardtanh.default:
+            clamped[(*node.args, *(-1, 1)[len(node.args) - 1 :])] = node
+        elif node.op is aten.hardtanh_backward.default:
+            grad, *given = node.args
+            node.args = grad, clamped.get(tuple(given), given[0]), *given[1:]
+    return graph
+
+
 def is_log_softmax(node: Node) -> bool:
     """Whether a node is one that can be taken in steps: its sums are as wide as its result."""
     if node.op is not aten._log_softmax.default or node.backward:

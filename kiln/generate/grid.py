@@ -107,12 +107,13 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
     if vector is None or vector.reduced:
         return along_rows(nest, vector, width, clusters)
     columns = -(-extent(vector) // width)
-    rows = min(power_of_two(columns), COLUMNS)
+    rows = next((n for n in range(COLUMNS, COLUMNS // 2, -1) if columns % n == 0), COLUMNS)
+    rows = columns if columns <= COLUMNS else rows
     blocks = kept_extent(nest) // extent(vector) * (columns // rows)
     while blocks * LARGEST < BUSY // 2 and rows * width * 4 > SECTOR:  # few columns: a block takes fewer
         width, rows = (width // 2, rows) if width > 1 else (1, rows // 2)
         blocks *= 2
-    team = BLOCK // rows
+    team = power_of_two(BLOCK // rows)  # BLOCK threads, or some more where rows are no power of two
     turned = reduced_extent(nest)
     while team < LARGEST // rows and blocks * rows * team < BUSY // 2 and team * WARP // 2 <= turned:
         team *= 2

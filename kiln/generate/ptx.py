@@ -241,13 +241,13 @@ class GridEmitter(Online):
         """Let the threads of a block be on neighbouring columns; whether this one is on one."""
         grid, vector = self.grid, self.vector
         assert vector is not None
-        self.mine = self.unsigned(self.thread / grid.rows).to(I64)
+        self.mine = (self.unsigned(self.thread) / grid.rows).to(I64)
         groups, block = self.index(self.column_groups()), self.unsigned(self.block).to(I64)
         outer = self.outer()
         if outer:
             self.place(outer, block / groups)
             block = block % groups
-        column = (block * grid.rows + self.unsigned(self.thread & grid.rows - 1).to(I64)) * grid.width
+        column = (block * grid.rows + (self.unsigned(self.thread) % grid.rows).to(I64)) * grid.width
         self.lanes = grid.width
         if isinstance(vector.size, int) and vector.size % (grid.rows * grid.width) == 0:
             self.variables[vector.variable] = column

@@ -420,7 +420,7 @@ class Team(DeviceValues):
     ) -> list[Value]:
         """A team whose threads lie apart: halves take over what the others have left in shared memory."""
         grid = self.grid
-        column = self.unsigned(self.thread & grid.rows - 1).to(I64) * grid.width
+        column = (self.unsigned(self.thread) % grid.rows).to(I64) * grid.width
         memory = [self.shared_memory(v.type.scalar, team * grid.rows * grid.width) for v in values]
 
         def at(thread: Value | int) -> list[Value]:

@@ -123,6 +123,8 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
         return begin_on(device, graph, settings, dump)
     found = None if settings.exact or dump.folder is not None else parted(graph)
     if found is None:
+        name = dump.title or "a graph"
+        log.warn_once(("sides", name), f"{name} computes on several devices at once and runs op by op")
         return Begun(partial(runner, graph, dump.title))
     begun = [begin_on(part.device, part.graph, settings, dump) for part in found[1]]
     return Begun(lambda: Sides(*found, [one.finish() for one in begun]), all(one.is_done for one in begun))

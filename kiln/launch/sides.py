@@ -33,6 +33,8 @@ ARITHMETIC = frozenset("add sub rsub mul div neg reciprocal sqrt rsqrt pow".spli
 FEW = 4
 #: Ops whose eager kernels for half types take a number of the CPU as it is.
 UNROUNDED = frozenset((aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor))
+#: Numbers that are made anew on the side that reads them.
+NUMBERS = frozenset((aten.scalar_tensor.default, aten.full.default))
 #: Ops that take more than a number from another device.
 MOVES = frozenset((aten._to_copy.default, aten.copy.default, aten.index.Tensor))
 
@@ -85,7 +87,9 @@ def parted(graph: Graph) -> tuple[Graph, list[Part]] | None:
     lists = any(isinstance(node.spec, (tuple, list)) and len(sides(node)) > 1 for node in calls)
     whole = expand(graph, "core") if lists else copied(graph)
     whole.overwrites = graph.overwrites
-    with_numbers_again(unstacked(whole), others.pop())
+    device = others.pop()
+    with_numbers_again(unstacked(whole), device)
+    with_numbers_there(whole, device)
     return (whole, in_turns(whole)) if all(map(has_side, whole.nodes)) else None
 
 
@@ -95,7 +99,8 @@ def sides(node: Node) -> set[torch.device]:
 
 
 def side(node: Node) -> torch.device:
-    return next(tensors((node.spec,))).device
+    """Where a node runs; one that gives no tensor is where what it reads was made."""
+    return next((spec.device for one in (node, *node.inputs()) for spec in tensors((one.spec,))), CPU)
 
 
 def is_number(node: Node) -> bool:
@@ -107,7 +112,9 @@ def is_number(node: Node) -> bool:
 
 def has_side(node: Node) -> bool:
     """Whether it is known where a node runs, and what it reads can be brought there."""
-    if node.op is CONSTANT or node.op is operator.getitem:
+    if node.op is operator.getitem:
+        return True
+    if node.op is CONSTANT:
         return isinstance(node.spec, TensorSpec)
     if not isinstance(node.op, torch._ops.OpOverload) or node.op._schema.is_mutable:
         return False
@@ -174,6 +181,24 @@ def with_numbers_again(graph: Graph, device: torch.device) -> None:
         nodes.append(node)
     graph.nodes = nodes
     graph.drop_unused(keep=lambda node: not users.get(node, (node,)))  # called for what it does
+
+
+def with_numbers_there(graph: Graph, device: torch.device) -> None:
+    """Change a graph so that what is on a GPU reads no number of the CPU that is made of nothing."""
+    there: dict[Node, Node] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if side(node) != CPU:
+            for one in node.inputs():
+                if one.op in NUMBERS and one.spec.shape == () and one.spec.device == CPU and one not in there:
+                    made = one.over(one.args, {**one.kwargs, "device": device}, graph.name(one.name))
+                    made.spec = replace(one.spec, device=device)
+                    there[one] = made
+                    nodes.append(made)
+            node.args, node.kwargs = retarget(node.args, there), retarget(node.kwargs, there)
+        nodes.append(node)
+    graph.nodes = nodes
+    graph.drop_unused(keep=lambda node: node not in there)
 
 
 def in_turns(graph: Graph) -> list[Part]:

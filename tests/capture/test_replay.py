@@ -54,3 +54,17 @@ def test_a_graph_that_writes_is_not_run_twice():
     except RuntimeError:
         pass
     assert x.tolist() == [1.0] * 4
+
+
+def test_one_line_tells_that_a_graph_raised_and_the_frame_did_not(caplog):
+    def f(x, i):
+        try:
+            return torch.gather(x, 0, i)
+        except RuntimeError:
+            return x * 0
+
+    compiled = kiln.compile(f, backend="eager")
+    for _ in range(2):
+        compiled(X, FAR)
+    told = [r.getMessage() for r in caplog.records if "ran in Python since its graph raised" in r.getMessage()]
+    assert len(told) == 1 and "f ran" in told[0] and "RuntimeError: index 9 is out of bounds" in told[0]

@@ -45,6 +45,22 @@ def test_few_convolutions_of_groups_or_other_dtypes_stay():
         assert channels.side_by_side(graph) is graph
 
 
+def test_filters_of_one_channel_each_follow():
+    def f(x, a, b, c):
+        return F.conv2d(F.conv2d(F.conv2d(x, a), b, padding=1, groups=16), c)
+
+    inputs = [torch.randn(n).to(HALF) for n in ((2, 8, 6, 6), (16, 8, 1, 1), (16, 1, 3, 3), (4, 16, 1, 1))]
+    graph = channels.side_by_side(recorded(f, *inputs))
+    layers = [n for n in graph.nodes if n.op is torch.ops.aten.convolution.default]
+    assert all(n.args[0].spec.stride[1] == 1 and n.spec.stride[1] == 1 for n in layers)
+    # The image is turned, and the result back; no filters are.
+    assert sum(n.op is torch.ops.aten.clone.default for n in graph.nodes) == 2
+    torch.testing.assert_close(runner(graph)(list(inputs))[0], f(*inputs), rtol=0.05, atol=0.1)
+    grouped = recorded(lambda x, a, b, c: F.conv2d(F.conv2d(x, a), b, groups=8) + c,
+                       inputs[0], inputs[1], torch.randn(16, 2, 1, 1).to(HALF), inputs[3][:1])  # fmt: skip
+    assert channels.side_by_side(grouped) is grouped
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_models(training, monkeypatch):
     torch.manual_seed(1)

@@ -87,3 +87,14 @@ def test_eager_numbers_are_left_alone(halves):
     step(kiln.compile(F.cross_entropy, fullgraph=True, options={"numerics": "eager"}), x, places())
     (made,) = halves
     assert "_log_softmax" in str(made.forward) and "_log_softmax_backward_data" in str(made.backward)
+
+
+@pytest.mark.parametrize("f", [F.relu6, F.hardtanh, lambda x: F.hardtanh(x, -0.5, 2)])
+def test_what_was_clamped_is_kept_as_the_next_layer_reads_it(halves, f):
+    x = torch.randn(ROWS, 8)
+    x[0], x[1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.5, 0.0, 2.0, 6.0, -1.0]), -0.0
+    w, v = torch.randn(8, WORDS), torch.randn(WORDS, 4)
+    same(lambda x, w, v: f(x @ w) @ v, x, w, v)
+    (made,) = halves
+    kept = [node for node in made.forward.outputs[-made.tensors :] if node.spec.shape == (ROWS, WORDS)]
+    assert len(kept) == 1 and kept[0].op is torch.ops.aten.hardtanh.default

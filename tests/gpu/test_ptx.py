@@ -146,6 +146,14 @@ def test_neighbouring_blocks_share_long_rows():
     assert (few.members, few.turns) == (8, 2)  # in one stage
 
 
+@pytest.mark.parametrize(
+    ("columns", "rows", "team"), [(64, 8, 64), (96, 12, 32), (144, 18, 16), (24, 3, 128), (576, 24, 16), (296, 32, 16)]
+)
+def test_all_threads_have_columns_where_these_are_no_power_of_two(columns, rows, team):
+    grid = grid_of(lambda x: x.float().sum(0), torch.empty(200_000, columns).to(HALF))
+    assert (grid.width, grid.rows, grid.team) == (8, rows, team)
+
+
 def test_rows_are_shared_where_processors_would_have_one_or_two():
     rows = {n: grid_of(lambda a: a.softmax(-1), torch.empty(n, 50304).to(HALF)) for n in (166, 256, 700)}
     assert [(g.members, g.team) for g in rows.values()] == [(8, 128), (1, 512), (1, 512)]

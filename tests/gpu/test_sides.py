@@ -1,5 +1,6 @@
 """Graphs over a GPU and the CPU: what is on the CPU runs there, and numbers go over together."""
 
+import operator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -200,3 +201,26 @@ def test_data_of_the_cpu_on_a_gpu(mode):
         x, n = torch.randn(9, 16), torch.tensor(float(i))
         torch.testing.assert_close(step(x, n), f(x, n), rtol=1e-5, atol=1e-5)
         step(x, n).sum().backward()
+
+
+def attention(of_q):
+    """A graph with attention on a GPU, which gives numbers beside tensors, and what is made on the CPU."""
+    graph = Graph()
+    q, mask = graph.input("q", of_q), graph.input("mask", replace(of_q, dtype=torch.bool))
+    rows, seed = of(2, 2, 4, device=GPU), replace(of(device=GPU), dtype=torch.int64)
+    spec = (of_q, rows, None, None, 4, 4, seed, seed, None)
+    op = aten._scaled_dot_product_cudnn_attention.default
+    found = graph.call(op, (q, q, q, None, True), {}, spec=spec)
+    out, length = (graph.call(operator.getitem, (found, i), spec=spec[i]) for i in (0, 4))
+    graph.call(aten.rand.default, ([],), {}, spec=of())
+    least = graph.call(aten.scalar_tensor.default, (-1.0,), {}, spec=of())
+    graph.outputs = (graph.call(aten.where.self, (mask, out, least), {}, spec=of_q), length)
+    return graph
+
+
+def test_attention_on_one_side_gives_numbers_too():
+    whole, parts = sides.parted(attention(of(2, 2, 4, 8, device=GPU)))
+    names = [[str(node.op) for node in part.graph.nodes] for part in parts]
+    assert [part.device for part in parts] == [sides.CPU, GPU]
+    assert names[0] == ["aten.rand.default"] and "aten.scalar_tensor.default" in names[1]
+    assert not parts[1].moved and [node.spec for node in parts[1].makes if type(node.spec) is int] == [4]
