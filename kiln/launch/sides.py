@@ -184,17 +184,35 @@ def with_numbers_again(graph: Graph, device: torch.device) -> None:
 
 
 def with_numbers_there(graph: Graph, device: torch.device) -> None:
-    """Change a graph so that what is on a GPU reads no number of the CPU that is made of nothing."""
+    """Change a graph so that what is on a GPU reads no number of the CPU that is known, nor a view of one."""
     there: dict[Node, Node] = {}
     nodes: list[Node] = []
+
+    def made(node: Node) -> Node | None:
+        """What stands for a node of the CPU on the other side."""
+        spec, found = node.spec, there.get(node)
+        if found is not None or not isinstance(spec, TensorSpec) or spec.device != CPU:
+            return found
+        kwargs: dict[str, Any] = {"dtype": spec.dtype, "device": device}
+        args: tuple[Any, ...]
+        if spec.shape == () and node.op is CONSTANT and not spec.dtype.is_complex:
+            op, args = aten.full.default, ([], node.args[0].item())
+        elif spec.shape == () and node.op in NUMBERS:
+            op, args = aten.full.default, ([], node.args[-1])
+        elif node.op is aten.expand.default and (number := made(node.args[0])) is not None:
+            op, args, kwargs = node.op, (number, *node.args[1:]), {}
+        else:
+            return None
+        found = node.over(args, kwargs, graph.name(node.name))
+        found.op, found.spec = op, replace(spec, device=device)
+        there[node] = found
+        nodes.append(found)
+        return found
+
     for node in graph.nodes:
         if side(node) != CPU:
             for one in node.inputs():
-                if one.op in NUMBERS and one.spec.shape == () and one.spec.device == CPU and one not in there:
-                    made = one.over(one.args, {**one.kwargs, "device": device}, graph.name(one.name))
-                    made.spec = replace(one.spec, device=device)
-                    there[one] = made
-                    nodes.append(made)
+                made(one)
             node.args, node.kwargs = retarget(node.args, there), retarget(node.kwargs, there)
         nodes.append(node)
     graph.nodes = nodes

@@ -95,3 +95,36 @@ def test_models(training, monkeypatch):
     images = [n for n in graph.nodes if n.op is torch.ops.aten.clone.default]
     assert len(images) == (7 if training else 3)
     kiln.reset()
+
+
+ACTIVATIONS = [
+    F.hardswish, F.relu6, F.hardsigmoid, F.elu, F.leaky_relu, F.softplus, F.mish, F.softshrink, F.hardshrink,
+    lambda x: F.interpolate(x, scale_factor=2), lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    lambda x: F.prelu(x, torch.full((16,), 0.3, dtype=x.dtype)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", ACTIVATIONS)
+def test_activations_and_their_gradients_follow(f, monkeypatch):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 4, 1)).to(HALF)
+
+    def step(run):
+        model.zero_grad()
+        out = run(x)
+        out.float().square().sum().backward()
+        return [out.detach(), *[p.grad for p in model.parameters()]]
+
+    def whole(x):
+        return model[2](f(model[1](f(model[0](x)))))
+
+    graphs, arrange = [], compiler.side_by_side
+    monkeypatch.setattr(compiler, "side_by_side", lambda *given: graphs.append(arrange(*given)) or graphs[-1])
+    x = torch.randn(2, 8, 6, 6).to(HALF)
+    kiln.reset()
+    mine, eager = step(kiln.compile(whole, fullgraph=True)), step(whole)
+    for a, b in zip(mine, eager, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
+    # The image is turned, the result and its gradient are turned back.
+    assert sum(n.op is torch.ops.aten.clone.default for n in graphs[0].nodes) <= 3

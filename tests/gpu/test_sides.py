@@ -214,7 +214,10 @@ def attention(of_q):
     out, length = (graph.call(operator.getitem, (found, i), spec=spec[i]) for i in (0, 4))
     graph.call(aten.rand.default, ([],), {}, spec=of())
     least = graph.call(aten.scalar_tensor.default, (-1.0,), {}, spec=of())
-    graph.outputs = (graph.call(aten.where.self, (mask, out, least), {}, spec=of_q), length)
+    known = graph.constant(torch.tensor(3.0), of(), "literal")
+    many = graph.call(aten.expand.default, (known, [2]), {}, spec=replace(of(2), stride=(0,)))
+    there = graph.call(aten._to_copy.default, (many,), {"device": GPU}, spec=of(2, device=GPU))
+    graph.outputs = (graph.call(aten.where.self, (mask, out, least), {}, spec=of_q), length, there)
     return graph
 
 
@@ -222,5 +225,18 @@ def test_attention_on_one_side_gives_numbers_too():
     whole, parts = sides.parted(attention(of(2, 2, 4, 8, device=GPU)))
     names = [[str(node.op) for node in part.graph.nodes] for part in parts]
     assert [part.device for part in parts] == [sides.CPU, GPU]
-    assert names[0] == ["aten.rand.default"] and "aten.scalar_tensor.default" in names[1]
+    assert names[0] == ["aten.rand.default"] and names[1].count("aten.full.default") == 2
     assert not parts[1].moved and [node.spec for node in parts[1].makes if type(node.spec) is int] == [4]
+
+
+def test_a_number_of_the_program_is_written_to_many_places(monkeypatch, caplog):
+    def f(x):
+        y = x.clone()
+        y[:, 0] = 3
+        return torch.where(y > 2, y, torch.scalar_tensor(-1.0)) * 2
+
+    x = torch.randn(5, 4)
+    with two_sides(monkeypatch):
+        run = compile_graph(recorded(f, x))
+        torch.testing.assert_close(run([x])[0], f(x))
+    assert not caplog.records
