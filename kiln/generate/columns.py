@@ -301,8 +301,8 @@ class Columns(Values):
         if count == 1 or self.vector is None or not self.vector.reduced:
             after = combine(held, value)
             return after, after
-        here = combine(held, self.scanned(fold, value))
-        return here, shuffled(here, [count - 1] * count)
+        along = self.scanned(fold, value)  # what is carried on waits for one step alone
+        return combine(held, along), combine(held, shuffled(along, [count - 1] * count))
 
     def scanned(self, fold: Fold, value: Value) -> Value:
         """A running fold along lanes: in each register by itself, then with those before it."""
