@@ -286,10 +286,13 @@ def rounder(near: Value) -> Value:
     return fma(near, -1 / functions.LN2, ROUNDER_NEAR)
 
 
-def power_and_rest(x: Value, rounder: Value) -> tuple[Value, Value]:
-    """A float p and a small r: e^x is p (1 + r), to 2^-14, over the power that the rounder was made for."""
+def power_and_rest(x: Value, rounder: Value, loose: bool) -> tuple[Value, Value]:
+    """A float p and a small r: e^x is p (1 + r) over the power that the rounder was made for.
+
+    As exact as `exp_summed`, which see.
+    """
     power, _, r, _ = _power_and_rest(x, _halves(x, _SUMMED_POWERS), rounder)
-    return power, r
+    return power, r if loose else r * fma(r, 0.5, 1.0)
 
 
 def _power_and_rest(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kiln.base.expressions import hinted
-from kiln.fuse.nest import Apply, Fold, Load, Store, Term, terms
+from kiln.fuse.nest import Fold, Store, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
 from kiln.generate.columns import LOWEST
@@ -64,16 +64,15 @@ class Online(Words):
         return found if found is not None and id(found[1].value) in self.kept_rows else None
 
     def pass_over(self, top: Fold, total: Fold) -> None:
-        """The loops of both folds; rows of bf16 go by words if they can."""
-        loose, names = id(total.value) in self.loose, (id(top), id(total))
-        read = self.pairs(top.value)
-        for term in terms([top.value]) if read else ():
+        """The loops of both folds; numbers as they are in memory go word by word, if they can."""
+        fn, loose, names = self.fn, id(total.value) in self.loose, (id(top), id(total))
+        for term in terms([top.value]) if self.pairs(top.value) else ():
             self.kept_rows.pop(id(term), None)  # two phases are too few for widening it once
-        if not loose or len(read) != 1 or not _is_read(top.value):
+        read = self.read_alone(top.value)
+        if read is None:
             self.layers[-1].update(zip(names, self.largest_and_sum(top, total, loose), strict=True))
             return
-        fn = self.fn
-        fine, *found = self.by_words(*read)
+        fine, *found = self.by_words(read, loose)
         before, again, done = fn.block, fn.label("again"), fn.label("done")
         fn.branch(fine, done, again)
         fn.start(again)
@@ -268,13 +267,6 @@ class Online(Words):
         self.live, self.lanes = None, outside
         self.pop()
         return value
-
-
-def _is_read(value: Term) -> bool:
-    """Whether a value is one of bf16 as it is read."""
-    while isinstance(value, Apply) and value.op == "convert":
-        (value,) = value.args
-    return isinstance(value, Load)
 
 
 def _within(values: Value) -> Value:

@@ -1,4 +1,4 @@
-"""Rows of bf16 word by word: two numbers of a register become floats by one instruction each.
+"""Rows as they are in memory: of words of bf16 two numbers become floats by one instruction each.
 
 Sums of powers are taken in terms of the first number of a row. The largest and the smallest, which say
 afterwards whether all powers were floats, are found among the numbers as they are in memory.
@@ -12,15 +12,19 @@ from typing import Any
 
 import torch
 
-from kiln.fuse.nest import Fold, Load, Place, Term, terms
+from kiln.fuse.nest import Apply, Fold, Load, Place, Term, terms
+from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import absolute
 from kiln.generate.lanes import across_lanes, first_lane, shuffled
-from kiln.generate.llvm import F32, I16, I32, Value, fma
+from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma
+from kiln.generate.scalar import FOLDS
 from kiln.generate.values import Values
 
-#: Words of a block.
-WORDS = 4
+#: Bytes of a register.
+LINE = 64
+#: Vectors of a block.
+VECTORS = 8
 #: What is found of bits: the largest number if it is positive, the smallest if it is negative, the largest
 #: if all are negative.
 BOUNDS = ("smax", "umax", "umin")
@@ -47,7 +51,7 @@ class Words(Values):
         self.push()
         assert self.vector is not None
         self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, self.width
-        words = [_halves(self.fn.load(self.address(load), I16.wide(2 * self.width))) for load in pairs]
+        words = [_halves(self.fn.load(self.address(load, I16), I16.wide(2 * self.width))) for load in pairs]
         found = []
         for halves in zip(*words, strict=True):
             self.push()
@@ -58,70 +62,90 @@ class Words(Values):
         self.pop()
         return found
 
-    def address(self, load: Load) -> Value:
-        return self.fn.at(self.pointers[load.buffer], self.index(load.index), I16)
+    def address(self, load: Load, kind: Type) -> Value:
+        return self.fn.at(self.pointers[load.buffer], self.index(load.index), kind)
+
+    def read_alone(self, value: Term) -> Load | None:
+        """The numbers of f32 or bf16, side by side, that a value is as they are; None for others."""
+        while isinstance(value, Apply) and value.op == "convert" and value.dtype is torch.float32:
+            (value,) = value.args
+        if not isinstance(value, Load) or value.places or value.valid is not None:
+            return None
+        fits = self.width == avx512.LANES and value.dtype in (torch.float32, torch.bfloat16)
+        return value if fits and self.stride(value.index) == 1 else None
 
     def word(self, load: Load, place: Value, end: Value | None, other: Value) -> tuple[Value, list[Any]]:
-        """The numbers of two vectors, and which even and odd ones count: `other` stands for the rest."""
+        """The bits of a register of numbers, and which of the halves count: `other` stands for the rest."""
         assert self.vector is not None
-        fn, kind = self.fn, I16.wide(2 * self.width)
+        fn, kind = self.fn, other.type.wide(8 * LINE // other.type.bits)
         self.push()
         self.variables[self.vector.variable] = place
-        address = self.address(load)
+        address = self.address(load, kind)
         self.pop()
+        parts = kind.width // self.width
         if end is None:
-            return fn.load(address, kind), [None, None]
+            return fn.load(address, kind), [None] * parts
         live = (place.splat(kind.width) + self.ramp(kind.width)) < end
-        name, align = f"llvm.masked.load.{kind.suffix}.p0", fn.constant(2, I32)
+        name, align = f"llvm.masked.load.{kind.suffix}.p0", fn.constant(kind.bits // 8, I32)
         read = fn.call(name, kind, address, align, live, other.splat(kind.width))
-        return read, [shuffled(live, range(start, kind.width, 2)) for start in (0, 1)]
+        return read, [live] if parts == 1 else [shuffled(live, range(k, kind.width, 2)) for k in range(2)]
 
-    def by_words(self, read: Load) -> list[Value]:
-        """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-13.
+    def by_words(self, read: Load, loose: bool) -> list[Value]:
+        """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-22 or 2^-13.
 
         The sum is divided by what the largest value counts in it, which is 1 then.
         """
-        fn, width, step = self.fn, self.width, 2 * self.width
+        fn, width, kind = self.fn, self.width, I16 if read.dtype is torch.bfloat16 else I32
+        step = 8 * LINE // kind.bits
         assert self.vector is not None
         low, end = self.index(self.vector.low), self.index(self.vector.size)
-        first = first_lane(self.word(read, low, None, low)[0])
+        self.push()
+        self.variables[self.vector.variable] = low
+        first = fn.load(self.address(read, kind), kind)
+        self.pop()
         near = _float(first)
         rounder = avx512.rounder(near).splat(width)
 
         def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
             *bounds, sums, rests = held
+            powers = []
             for k in range(count):
                 word, live = self.word(read, i + k * step, last, first)
                 bounds = [b.intrinsic(name, word) for b, name in zip(bounds, BOUNDS, strict=True)]
                 for half, counts in zip(_halves(word), live, strict=True):
-                    power, rest = avx512.power_and_rest(half, rounder)
+                    power, rest = avx512.power_and_rest(half, rounder, loose)
                     power = power if counts is None else counts.where(power, 0.0)
-                    sums, rests = sums + power, fma(power, rest, rests)
-            return [*bounds, sums, rests]
+                    powers.append(power)
+                    rests = fma(power, rest, rests)
+            return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests]
 
         held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
-        whole = low + (end - low) / (WORDS * step) * (WORDS * step)
-        held = fn.loop(low, whole, WORDS * step, held, partial(some, WORDS, None))
+        block = VECTORS * width
+        whole = low + (end - low) / block * block
+        held = fn.loop(low, whole, block, held, partial(some, block // step, None))
         *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
         positive, negative, least = (
-            fn.call(f"llvm.vector.reduce.{name}.{b.type.suffix}", I16, b)
+            fn.call(f"llvm.vector.reduce.{name}.{b.type.suffix}", kind, b)
             for b, name in zip(bounds, BOUNDS, strict=True)
         )
         largest = _float((positive < 0).where(least, positive))
         smallest = (negative < 0).where(_float(negative), 0.0)
         fine = (absolute(near) <= FAR) & (largest <= near + ABOVE) & (smallest >= near - BELOW)
-        power, rest = avx512.power_and_rest(largest.splat(width), rounder)
-        counts = first_lane(fma(power, rest, power))
-        (total,) = across_lanes([sums + rests], lambda a, b: [a[0] + b[0]])
-        return [fine, largest, total / counts]
+        power, rest = avx512.power_and_rest(largest.splat(width), rounder, loose)
+        power, rest = (first_lane(v).to(F64) for v in (power, rest))
+        both = across_lanes([sums, rests], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+        total, more = (v.to(F64) for v in both)
+        return [fine, largest, ((total + more) / fma(power, rest, power)).to(F32)]
 
 
 def _halves(word: Value) -> list[Value]:
-    """The even and the odd numbers of a register of bf16, as floats."""
+    """The even and the odd numbers of a register of bf16, as floats; those of f32 as they are."""
+    if word.type.kind == "i32":
+        return [word.bits(F32)]
     kind = I32.wide(word.type.width // 2)
     both = word.fn.emit(f"bitcast {word.type} {word.text} to {kind}", kind)
     return [(both << 16).bits(F32), (both & -0x10000).bits(F32)]
 
 
 def _float(bits: Value) -> Value:
-    return (bits.to(I32) << 16).bits(F32)
+    return (bits if bits.type == I32 else bits.to(I32) << 16).bits(F32)
