@@ -13,6 +13,14 @@ from kiln.generate.registers import LANES, bounded, exponent, fraction, looked_u
 _STEPS = 32
 _INVERSES = tuple(1.0 if n == 0 else round(64 / (1 + (n + 0.5) / _STEPS)) / 64 for n in range(_STEPS))
 _LOGS = tuple(-math.log2(inverse) for inverse in _INVERSES)
+def _line(low: float, high: float) -> tuple[float, float]:
+    """The slope of a line that log2 is near to between two numbers, and where it starts."""
+    slope = math.log2(high / low) / (high - low)
+    furthest = 1 / (slope * math.log(2))
+    return slope, (math.log2(low) - slope * low + math.log2(furthest) - slope * furthest) / 2
+
+
+_LINES = tuple(zip(*[_line(1 + n / _STEPS, 1 + (n + 1) / _STEPS) for n in range(_STEPS)], strict=True))
 # log2(1 + f) / f on |f| <= 1/32, to 2^-31, and to 2^-19
 _LOG = (-0.7213474493505564, 0.48089821844585934, -0.36096672862194945, 0.28887201215477876)
 _LOG_LOOSE = (1.4426950408889634, -0.721610739480912, 0.4811802771333209)
@@ -62,6 +70,8 @@ def pow_loose(x: Value, y: Value) -> Value:
     base, power = x.number(), y.number()
     if base is not None and 0 < base < math.inf and base != 1:
         return power_of_two(y * math.log2(base))
+    if power is not None and 0 < abs(power) <= _SMALL:
+        return _with_edges(x, power, power_of_two(_by_lines(x, power)))
     e, f, places = _reduced(x)
     if power is not None and 0 < abs(power) < math.inf:
         whole = fma(e, power, looked_up(tuple(log * power for log in _LOGS), places))
@@ -71,11 +81,23 @@ def pow_loose(x: Value, y: Value) -> Value:
     return functions.with_edges_of_pow(x, y, power_of_two(y * logarithm))
 
 
+def _places(m: Value) -> Value:
+    """The step that a number from 1 to 2 is in."""
+    return m.bits(I32) >> 18
+
+
 def _reduced(x: Value) -> tuple[Value, Value, Value]:
     """e, f and a place in the tables, with |x| = 2^e (1 + f) over the inverse that stands there."""
     m = mantissa(x)
-    places = m.bits(I32) >> 18
+    places = _places(m)
     return exponent(x), fma(m, looked_up(_INVERSES, places), -1.0), places
+
+
+def _by_lines(x: Value, power: float) -> Value:
+    """log2 |x| times a number, to 2^-13 of that number."""
+    m = mantissa(x)
+    slopes, starts = (looked_up(tuple(c * power for c in table), _places(m)) for table in _LINES)
+    return fma(exponent(x), power, fma(m, slopes, starts))
 
 
 def _log2(x: Value) -> tuple[Value, Value]:
