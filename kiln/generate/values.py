@@ -24,7 +24,7 @@ from kiln.fuse.nest import (
 )
 from kiln.generate.forms import another
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes_along, symbols_of, vector_axis
+from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I16, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
@@ -306,21 +306,12 @@ class Values(Reads):
         return self.load_as(I16, term)
 
     def of_registers(self, term: Term) -> list[Value]:
-        """The value of a term of bf16 where lanes are those of two registers, in each by itself, as f32."""
-        assert self.vector is not None
+        """The value of a term of bf16 where lanes are those of two registers: what is in each, as f32."""
         while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
             term = term.args[0]  # it is rounded where it is stored
-        variable, known = self.vector.variable, (self.layers, self.indices)
-        here, self.lanes = self.variables[variable], self.lanes // 2
-        found = []
-        for start in (0, self.lanes):
-            self.layers, self.indices = [{}], [{}]
-            self.variables[variable] = here + start
-            value = self.value(term)
-            found.append(value if value.type.width > 1 else value.splat(self.lanes))
-        self.variables[variable], self.lanes = here, self.lanes * 2
-        self.layers, self.indices = known
-        return found
+        value = self.value(term)
+        value = value if value.type.width > 1 else value.splat(self.lanes)
+        return [lanes(value, start, self.lanes // 2) for start in (0, self.lanes // 2)]
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

@@ -50,6 +50,16 @@ def test_errors_of_what_is_given_do_not_grow_in_a_softplus():
     assert "exp" not in loose_ops(lambda a: torch.log1p(-a.float().exp()).to(a.dtype), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softplus_needs_no_choices(dtype):
+    x = torch.cat([rand(500) * 40, torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 20.0, 20.1, 88.8, 3e38, -3e38])])
+    x = x.to(dtype)
+    assert "fcmp oge" not in Emitter(nest_of(F.softplus, x), 16).fn.text()
+    for f in (F.softplus, lambda a: F.softplus(a, 2.0), lambda a: F.softplus(a, 1.0, 3.0), lambda a: a.exp().log1p()):
+        (got,) = compile_graph(recorded(f, x))([x])
+        torch.testing.assert_close(got, f(x), equal_nan=True, atol=1e-37, rtol=2.0 ** (-20 if dtype is torch.float32 else -7))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_argument_of_gelu(dtype):
     """Eager's is 0 for what is far below 0, where it subtracts two numbers that are nearly the same."""
