@@ -391,6 +391,7 @@ def to_bf16(low: Value, high: Value) -> Value:
 #: rounded to types of two bytes.
 OWN: dict[str, Callable[..., Value]] = {
     "scaled": scaled, "exp": exp, "exp_below": exp_below, "log": log, "log1p": log1p, "erf": erf,
+    "expm1": functions.expm1_by_polynomial,
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,

@@ -125,6 +125,17 @@ def exp_by_polynomial(x: Value) -> Value:
     return _scaled_32(polynomial(r, (1.0, 1.0, *_EXP_32)), rounded)
 
 
+def expm1_by_polynomial(x: Value) -> Value:
+    """e^x - 1 in f32, exact near 0."""
+    inside = at_least(at_most(x, 89.0), -20.0)
+    rounded = fma(inside, 1 / LN2, ROUNDER_32)
+    n = rounded - ROUNDER_32
+    r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, inside))
+    half = _power_of_two_32(rounded.bits(I32) - 0x4B400001)  # the whole power may be too large for a float
+    m = fma(half, fma(polynomial(r, _EXP_32) * r, r, r), half - 0.5)
+    return with_sign(m + m, x)
+
+
 def _exp2_32(x: Value) -> Value:
     x = at_least(at_most(x, 129.0), -151.0)
     rounded = x + ROUNDER_32

@@ -97,7 +97,7 @@ wide = pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor h
 
 
 @wide
-@pytest.mark.parametrize("name", ["exp", "exp2", "log", "log1p", "tanh", "erf", "sigmoid", "pow"])
+@pytest.mark.parametrize("name", ["exp", "exp2", "log", "log1p", "tanh", "erf", "sigmoid", "pow", "expm1"])
 def test_what_avx512_does_better_is_as_good(name):
     given = arguments(name)
     got, reference = compiled(name, F32, 16, avx512.OWN)(*given), exact(name, *given)
