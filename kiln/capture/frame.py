@@ -67,6 +67,13 @@ class Recalled(Exception):
     """The program depends on how copied tensors were made; capture must begin again and copy none."""
 
 
+class Replaced(Exception):
+    """The program puts other tensors in the place of a module's: capture must begin again, for any there."""
+
+    def __init__(self, sources: frozenset[str]) -> None:
+        self.sources = sources
+
+
 class Unfit(Exception):
     """The program does not go through with symbolic sizes; fixed ones will show why, or do."""
 

@@ -18,7 +18,7 @@ from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
 from kiln.capture import draws, flags, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
-from kiln.capture.frame import Frame, Recalled, Restart, Unfit, Unsettled, UserError
+from kiln.capture.frame import Frame, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
@@ -54,12 +54,12 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
     draws.declare_numpy()
     stop, reason = -1, None
     literals, copying = Literals(), True
-    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, unstable, in_python,
-                      specialises, literals)  # fmt: skip
+    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, in_python, specialises,
+                      literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
             with deep() as room:
-                return attempt(stop, reason, room, dynamic, copying)
+                return attempt(unstable, stop, reason, room, dynamic, copying)
         except Break as e:
             if not fullgraph or literals.numbers is not None or e.kind not in NUMBERS_NEEDED:
                 raise e if e.at is not None else literals.numbers or e from None
@@ -71,6 +71,8 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             dynamic, stop, reason = STATIC, -1, None
         except Recalled:
             copying, stop, reason = False, -1, None
+        except Replaced as again:
+            unstable |= again.sources
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
@@ -120,8 +122,8 @@ def interpreted(machine: Machine, frame: Frame) -> Any:
 
 def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
                resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
-               unstable: frozenset[str], in_python: Callable[[Any], Any], specialises: bool,
-               literals: Literals, stop: int, reason: Break | None, room: int, dynamic: Dynamic,
+               in_python: Callable[[Any], Any], specialises: bool, literals: Literals,
+               unstable: frozenset[str], stop: int, reason: Break | None, room: int, dynamic: Dynamic,
                copying: bool) -> Captured:  # fmt: skip
     """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
     recorder = Recorder()
@@ -186,6 +188,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
             log.warn_once(("symbolic", function.__code__), f"{text} ({type(e).__name__}: {e})")
             raise Unfit from None
         varying.refuse_specialised()
+        world.refuse_replaced()
         machine.leave_contexts(recorded=True)
         finisher = Finisher(machine, frame, names, before, compiler, resume, cache, in_python)
         restore()

@@ -45,6 +45,7 @@ from kiln.base.source import (
     Source,
 )
 from kiln.capture import runtime, wrappers
+from kiln.capture.frame import Replaced
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
 from kiln.capture.varying import STATIC, Shape, Varying, marks_of
@@ -372,6 +373,19 @@ class World:
                 and source.base.name in ("_parameters", "_buffers")
                 and isinstance(source.base.base, Const)
                 and isinstance(source.base.base.value, torch.nn.Module))  # fmt: skip
+
+    def refuse_replaced(self) -> None:
+        """Raise Replaced where the program has put other tensors in the place of those taken to stay."""
+        found = set()
+        for fake, source in self.tensors.values():
+            if self.owned(source):
+                at: Any = source
+                shadow = self.shadow_of.get(id(vars(at.base.base.value).get(at.base.name)))
+                now = {} if shadow is None else shadow.now() if shadow.full else shadow.items
+                if now.get(at.key, fake) is not fake:
+                    found.add(str(source))
+        if found - self.unstable:
+            raise Replaced(frozenset(found))
 
     # ------------------------------------------------------------------ containers
 

@@ -214,6 +214,25 @@ def test_buffers_updated_in_forward():
     one_graph(Stats(), X, how=How(runs=2))
 
 
+class Ranges(nn.Module):
+    """Buffers that each call puts others in the place of."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("low", torch.zeros(1))
+        self.register_buffer("high", torch.zeros(1))
+
+    def forward(self, x):
+        self.low = self.low * 0.9 + x.detach().amin() * 0.1
+        self.high = torch.maximum(self.high, x.detach().amax())
+        return x * self.high - self.low
+
+
+@pytest.mark.parametrize("x", [X, G])
+def test_buffers_replaced_in_forward(x):
+    one_graph(nn.Sequential(Ranges(), Ranges(), Ranges()), x, how=How(runs=2))
+
+
 class Stateful(nn.Module):
     def __init__(self):
         super().__init__()
