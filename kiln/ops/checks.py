@@ -45,8 +45,20 @@ def _masked_scatter_in_place(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     return _masked_scatter(x, mask, source)
 
 
+@rule(aten.index_put_.default)
+def _index_put_in_place(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    at = 0
+    for index in indices:
+        mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if mask and list(x.shape[at : at + index.dim()]) != list(index.shape):
+            raise Mismatch("a mask has another shape than what it chooses from")
+        at += index.dim() if mask else 1
+    return NotImplemented
+
+
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    _index_put_in_place(x, indices, values)
     # On zeros a mask would choose nothing, and values of any other number not fit.
     return in_order(x) if by_mask(indices) and x.dtype is values.dtype else NotImplemented
 

@@ -843,3 +843,24 @@ def test_a_dimension_of_a_size_that_varies_is_squeezed_in_place(dim):
         compiled = kiln.compile(f, dynamic=True, fullgraph=True)
         for shape in ((2, 3), (4, 5), (1, 3)):
             assert torch.equal(compiled(torch.ones(shape)), f(torch.ones(shape)))
+
+
+@needs_kiln
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_mask_that_does_not_fit_raises_where_nothing_reads_what_it_writes(dynamic):
+    def f(x, mask, log):
+        log.append(1)
+        y = x * 2
+        y[mask] = 0
+        return x + 1
+
+    with kiln.config.patch(strict=True):
+        compiled = kiln.compile(f, dynamic=dynamic)
+        for shape in ((4,), (4, 3), (3,), (4, 2), (2, 4)):
+            mine, eager = [], []
+            for called, log in ((compiled, mine), (f, eager)):
+                try:
+                    called(torch.ones(4, 3), torch.ones(shape) > 0, log)
+                except IndexError as error:
+                    log.append(str(error))
+            assert mine == eager
