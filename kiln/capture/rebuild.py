@@ -341,7 +341,8 @@ class Rebuilder:
         cells = value.__closure__
         for cell in cells or ():
             self.cell_shell(cell)
-        self.call(runtime.make_function, Raw(value.__code__), Raw(value.__globals__), value.__name__,
+        told = value.__name__, value.__qualname__, value.__module__, value.__doc__
+        self.call(runtime.make_function, Raw(value.__code__), Raw(value.__globals__), told,
                   value.__defaults__, cells, value.__kwdefaults__, {} if cells else attributes)  # fmt: skip
         if cells:
             self.named(value)

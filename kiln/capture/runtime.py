@@ -16,12 +16,12 @@ from kiln.base.places import places_of
 from kiln.base.tracebacks import add_lines
 
 
-def make_function(code: types.CodeType, space: dict[str, Any], name: str, defaults: Any, closure: Any,
+def make_function(code: types.CodeType, space: dict[str, Any], told: Any, defaults: Any, closure: Any,
                   kwdefaults: Any, attributes: dict[str, Any]) -> types.FunctionType:  # fmt: skip
-    function = types.FunctionType(code, space, name, defaults, closure)
+    function = types.FunctionType(code, space, told[0], defaults, closure)
     function.__kwdefaults__ = kwdefaults
     function.__dict__.update(attributes)
-    function.__qualname__ = code.co_qualname
+    function.__qualname__, function.__module__, function.__doc__ = told[1:]
     return function
 
 

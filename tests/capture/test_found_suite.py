@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import gc
 import io
 import operator
@@ -864,3 +865,24 @@ def test_a_mask_that_does_not_fit_raises_where_nothing_reads_what_it_writes(dyna
                 except IndexError as error:
                     log.append(str(error))
             assert mine == eager
+
+
+@needs_kiln
+def test_a_decorated_function_that_leaves_tells_of_what_it_wraps():
+    def wrapping(function):
+        @functools.wraps(function)
+        def inner(*args):
+            return function(*args)
+
+        return inner
+
+    def f(x):
+        @wrapping
+        def told(y):
+            """Doubles."""
+            return y * 2
+
+        return x + 1, told
+
+    for function in (f(X)[1], kiln.compile(f)(X)[1]):
+        assert (function.__qualname__, function.__doc__) == (f"{f.__qualname__}.<locals>.told", "Doubles.")
