@@ -20,6 +20,8 @@ from kiln.ops.levels import name_of
 LOOK_BACK = 8
 #: Nodes of groups that become one, at most.
 LARGEST = 200
+#: Nodes of one group, at most: the time that LLVM takes for a loop grows with the square of its length.
+LONGEST = 800
 #: Bytes of a gradient from which on those that are added to it do not wait for one another.
 SUMMED = 16 << 10
 #: How often each factor of a product of matrices is used, at least.
@@ -52,6 +54,8 @@ class Coalescing(Groups):
     ) -> bool:
         """Whether a node runs in the loops of a group, after changing them where that is harmless."""
         before = group.axes
+        if len(group.members) >= LONGEST:
+            return False
         if not related and not any(
             self.place[n] == group.position or n in group.reads for n in map(self.root, node.inputs())
         ):

@@ -193,3 +193,16 @@ def test_running_values_go_along_the_last_dimension(name):
     assert dims == [1]
     check(RUNNING[name], rand(64, 100))
     check(RUNNING[name], rand(6, 5))
+
+
+def test_a_long_chain_is_cut_into_loops_that_llvm_takes_little_time_for():
+    def chain(x):
+        for i in range(1_000):
+            x = torch.where(x > i * 0.01, x - 0.001, x * 1.01)
+        return x
+
+    x = torch.randn(6)
+    program = fuse(expand(recorded(chain, x), "prims", FOR_LOOPS))
+    (kernel,) = program.kernels
+    assert len(kernel.nests) > 3
+    check(chain, x)
