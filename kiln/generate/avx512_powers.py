@@ -13,6 +13,8 @@ from kiln.generate.registers import LANES, bounded, exponent, fraction, looked_u
 _STEPS = 32
 _INVERSES = tuple(1.0 if n == 0 else round(64 / (1 + (n + 0.5) / _STEPS)) / 64 for n in range(_STEPS))
 _LOGS = tuple(-math.log2(inverse) for inverse in _INVERSES)
+
+
 def _line(low: float, high: float) -> tuple[float, float]:
     """The slope of a line that log2 is near to between two numbers, and where it starts."""
     slope = math.log2(high / low) / (high - low)
