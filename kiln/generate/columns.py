@@ -20,11 +20,9 @@ from kiln.generate.functions import compute_type, exp_below, is_nan
 from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F64, I1, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
-from kiln.generate.softmax import guarded, pair
+from kiln.generate.softmax import LOWEST, guarded, pair
 from kiln.generate.values import Values
 
-#: What is largest before the first row: less than any but -inf.
-LOWEST = -3.4028234663852886e38
 #: Rows that are worth it.
 FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.

@@ -18,11 +18,10 @@ from kiln.base.expressions import hinted
 from kiln.fuse.nest import Fold, Store, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
-from kiln.generate.columns import LOWEST
 from kiln.generate.lanes import across_lanes, first_lane
 from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.softmax import forgetful, guarded, pair, shares
+from kiln.generate.softmax import LOWEST, forgetful, guarded, pair, shares
 from kiln.generate.words import Words
 
 #: Vectors of a block.

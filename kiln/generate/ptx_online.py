@@ -11,9 +11,8 @@ from kiln.generate.lanes import across_lanes, combined
 from kiln.generate.llvm import F32, Value
 from kiln.generate.ptx_functions import exp_of_small
 from kiln.generate.ptx_team import Team, Turn
+from kiln.generate.softmax import LOWEST
 
-#: The lowest finite number: powers relative to it are 0 or 1, those relative to an infinity are no numbers.
-LOWEST = -3.4028234663852886e38
 #: Turns of which the largest is found before their powers are: in loops, and written out where all is copied.
 AT_ONCE, TOGETHER = 4, 2
 

@@ -13,6 +13,9 @@ from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value, fma
 from kiln.generate.scalar import TYPES
 
+#: The lowest finite number: powers relative to it are 0 or 1, those relative to an infinity are no numbers.
+LOWEST = -3.4028234663852886e38
+
 
 def pair(nest: Nest) -> tuple[Fold, Fold] | None:
     """The first two folds of a nest where they are a largest value and a sum of exponentials below it."""
