@@ -1,10 +1,13 @@
 """Whole models on a GPU in bf16: eager, Kiln and torch.compile, training steps and inference.
 
-    python benchmarks/gpu_models.py [--models bert,gpt2,resnet50,llama] [--ways eager,kiln,torch] [--limit 300]
+    python benchmarks/gpu_models.py [--models bert,resnet50] [--ways eager,kiln,torch] [--at-once 10] [--limit 300]
 
-A process with empty caches for each model and way. They compile side by side and are timed one after the other: the
+A process with empty caches for each model and way. Some compile side by side and are then timed one after the other: the
 first calls in seconds (the training step's comes first), the least of four times eight steps in ms, and the most memory
 that training steps had allocated, and that torch's allocator held, in GB. A way is eager, kiln[:mode] or torch[:mode].
+Layers that drop values keep them all, so that the losses and the sizes of all gradients, which are printed too, are those of
+eager's. The last lines are geometric means over the models: of each way to eager, and of the better of Kiln's modes to the
+better of torch.compile's.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import fcntl
 import gc
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,14 +36,39 @@ PHASES = ("training", "inference")
 Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-def text(model: str, config: str, batch: int, length: int, **sizes: Any) -> Callable[[], Built]:
+def text(model: str, config: str, batch: int, length: int = 512, **sizes: Any) -> Callable[[], Built]:
+    """A model of transformers that reads words."""
+
     def build() -> Built:
         transformers = importlib.import_module("transformers")
         made = getattr(transformers, config)(**sizes)
-        ids = torch.randint(0, made.vocab_size, (batch, length), device="cuda")
-        return getattr(transformers, model)(made).cuda().bfloat16(), {"input_ids": ids, "labels": ids}
+        ids = torch.randint(0, made.vocab_size, (batch, length))
+        return getattr(transformers, model)(made), {"input_ids": ids, "labels": ids.clone()}
 
     return build
+
+
+def pictures(model: str, config: str) -> Callable[[], Built]:
+    """A model of transformers that sees images."""
+
+    def build() -> Built:
+        transformers = importlib.import_module("transformers")
+        made = getattr(transformers, model)(getattr(transformers, config)())
+        return made, {"pixel_values": torch.randn(64, 3, 224, 224), "labels": torch.arange(64) % 2}
+
+    return build
+
+
+def whisper() -> Built:
+    """A small model that hears."""
+    transformers = importlib.import_module("transformers")
+    sides = {f"{side}_{key}": value for side in ("encoder", "decoder")
+             for key, value in (("layers", 4), ("attention_heads", 6), ("ffn_dim", 1536))}  # fmt: skip
+    made = transformers.WhisperForConditionalGeneration(
+        transformers.WhisperConfig(d_model=384, use_cache=False, **sides)
+    )
+    ids = torch.randint(0, made.config.vocab_size, (16, 64))
+    return made, {"input_features": torch.randn(16, 80, 3000), "labels": ids}
 
 
 class Classified(nn.Module):
@@ -54,27 +83,58 @@ class Classified(nn.Module):
         return out if labels is None else {"loss": nn.functional.cross_entropy(out.float(), labels)}
 
 
-def resnet50() -> Built:
-    network = importlib.import_module("torchvision.models").resnet50(weights=None)
-    images = torch.randn(64, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
-    return Classified(network).cuda().bfloat16(), {"x": images, "labels": torch.arange(64, device="cuda")}
+def images(name: str) -> Callable[[], Built]:
+    """A network of torchvision over 64 images."""
+
+    def build() -> Built:
+        network = getattr(importlib.import_module("torchvision.models"), name)(weights=None)
+        return Classified(network), {"x": torch.randn(64, 3, 224, 224), "labels": torch.arange(64)}
+
+    return build
 
 
-LLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "vocab_size": 32000, "use_cache": False}  # fmt: skip
+WIDE = {"num_hidden_layers": 16, "num_key_value_heads": 4, "vocab_size": 32000, "use_cache": False}
+LLAMA = WIDE | {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 8}
+QWEN = WIDE | {"hidden_size": 1536, "intermediate_size": 4096, "num_attention_heads": 12}
+ALBERT = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 MODELS: dict[str, Callable[[], Built]] = {
-    "bert": text("BertForMaskedLM", "BertConfig", 32, 512),
-    "gpt2": text("GPT2LMHeadModel", "GPT2Config", 16, 512, use_cache=False),
-    "resnet50": resnet50,
+    "bert": text("BertForMaskedLM", "BertConfig", 32),
+    "distilbert": text("DistilBertForMaskedLM", "DistilBertConfig", 32),
+    "albert": text("AlbertForMaskedLM", "AlbertConfig", 32, **ALBERT),
+    "electra": text("ElectraForMaskedLM", "ElectraConfig", 32),
+    "gpt2": text("GPT2LMHeadModel", "GPT2Config", 16, use_cache=False),
+    "opt": text("OPTForCausalLM", "OPTConfig", 16, use_cache=False),
     "llama": text("LlamaForCausalLM", "LlamaConfig", 8, 1024, **LLAMA),
-}
+    "qwen2": text("Qwen2ForCausalLM", "Qwen2Config", 8, 1024, **QWEN),
+    "t5": text("T5ForConditionalGeneration", "T5Config", 16, use_cache=False, decoder_start_token_id=0),
+    "whisper": whisper,
+    "vit": pictures("ViTForImageClassification", "ViTConfig"),
+    "swin": pictures("SwinForImageClassification", "SwinConfig"),
+} | {
+    name: images(name)
+    for name in ("resnet18", "resnet50", "mobilenet_v2", "densenet121", "efficientnet_b0", "squeezenet1_1",
+                 "shufflenet_v2_x1_0", "regnet_y_400mf", "convnext_tiny", "mnasnet1_0")
+}  # fmt: skip
+#: Models whose decoder is given its words by the labels, in inference too.
+TOLD = ("t5", "whisper")
+
+
+def on_the_gpu(name: str) -> Built:
+    """A model and its inputs in bf16, on the GPU."""
+    torch.manual_seed(0)
+    module, inputs = MODELS[name]()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    kinds = {True: torch.bfloat16, False: torch.int64}
+    given = {key: value.to("cuda", kinds[value.is_floating_point()]) for key, value in inputs.items()}
+    return module.to("cuda", torch.bfloat16), given
 
 
 def one(name: str, way: str, folder: Path) -> dict[str, Any]:
     """The figures of one model in one way; timed when the file `go` is there, one process at a time."""
-    torch.manual_seed(0)
-    module, inputs = MODELS[name]()
-    given = {key: value for key, value in inputs.items() if key != "labels"}
+    module, inputs = on_the_gpu(name)
+    given = {key: value for key, value in inputs.items() if key != "labels" or name in TOLD}
     run = compiled(way, module, inputs)
 
     def training() -> torch.Tensor:
@@ -94,6 +154,8 @@ def one(name: str, way: str, folder: Path) -> dict[str, Any]:
         start = time.perf_counter()
         value = step().float().mean().item()
         found[phase] = {"first": time.perf_counter() - start, "value": value}
+        norms = [p.grad.float().norm() for p in module.parameters() if p.grad is not None]
+        found[phase]["grads"] = torch.stack(norms).norm().item() if norms else 0.0
         for _ in range(4):
             step()
     module.zero_grad(set_to_none=True)
@@ -146,37 +208,50 @@ def started(name: str, way: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A line for each model, phase and way."""
-    eager = {
-        (row["model"], phase): row[phase]["ms"] for row in rows if row["way"] == "eager" for phase in PHASES
-    }
+def show(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """A line for each model, phase and way; eager's times may be among those from before."""
+    plain = [row for row in before + rows if row["way"] == "eager"]
+    eager = {(row["model"], phase): row[phase]["ms"] for row in plain for phase in PHASES}
     for row in rows:
         for phase in PHASES:
             it, base = row[phase], eager.get((row["model"], phase))
             ratio = f"{base / it['ms']:.2f} times eager" if base else ""
-            print(f"{row['model']:9} {phase:9} {row['way']:21} {it['ms']:8.3f} ms {ratio:17} host {it['host']:7.3f}, "
+            print(f"{row['model']:18} {phase:9} {row['way']:21} {it['ms']:8.3f} ms {ratio:17} host {it['host']:7.3f}, "
                   f"first {it['first']:5.1f} s, peak {it['peak']:6.3f} GB, held {it['held']:6.3f}, "
-                  f"value {it['value']:.4f}")  # fmt: skip
+                  f"value {it['value']:.4f}, gradients {it['grads']:.4g}", flush=True)  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--ways", default=WAYS)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds that all may compile")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        print(json.dumps(one(given.models, given.ways, given.one)))
-        return
+def mean(ratios: list[float]) -> str:
+    return f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f} over {len(ratios)} models"
+
+
+def summary(rows: list[dict[str, Any]]) -> None:
+    """Geometric means over the models that have the figures."""
+    for phase in PHASES:
+        times: dict[str, dict[str, float]] = {}
+        best: dict[str, dict[str, float]] = {}
+        for row in rows:
+            ms, maker = row[phase]["ms"], row["way"].partition(":")[0]
+            times.setdefault(row["way"], {})[row["model"]] = ms
+            least = best.setdefault(maker, {})
+            least[row["model"]] = min(ms, least.get(row["model"], ms))
+        base = times.pop("eager", {})
+        for way, found in times.items():
+            both = [base[name] / ms for name, ms in found.items() if name in base]
+            if both:
+                print(f"{phase} {way}: times eager {mean(both)}")
+        torchs = best.get("torch", {})
+        both = [torchs[name] / ms for name, ms in best.get("kiln", {}).items() if name in torchs]
+        if both:
+            print(f"{phase}: the better of kiln's modes to the better of torch.compile's {mean(both)}")
+
+
+def together(pairs: list[tuple[str, str]], limit: float) -> list[dict[str, Any]]:
+    """The figures of some models and ways, which compile side by side and are timed one after the other."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        pairs = [(name, way) for name in given.models.split(",") for way in given.ways.split(",")]
         running = {pair: started(*pair, folder) for pair in pairs}
-        end = time.monotonic() + given.limit
+        end = time.monotonic() + limit
         ready = {pair: folder / f"{pair[0]}.{pair[1]}.ready" for pair in pairs}
         while any(p.poll() is None and not ready[pair].exists() for pair, p in running.items()):
             if time.monotonic() > end:
@@ -194,7 +269,29 @@ def main() -> None:
                 print(f"{' '.join(pair)}: no figures: {' '.join(last)[:200]}", file=sys.stderr)
             else:
                 rows.append(json.loads(said[-1]))
-        show(rows)
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that they may compile")
+    parser.add_argument("--at-once", type=int, default=10, help="processes that compile side by side")
+    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(one(given.models, given.ways, given.one)))
+        return
+    pairs = [(name, way) for name in given.models.split(",") for way in given.ways.split(",")]
+    rows: list[dict[str, Any]] = []
+    for start in range(0, len(pairs), given.at_once):
+        found = together(pairs[start : start + given.at_once], given.limit)
+        show(found, rows)
+        rows += found
+    summary(rows)
 
 
 if __name__ == "__main__":
