@@ -31,6 +31,9 @@ import torch
 from models import compiled, loss_of, tensor_of
 from torch import nn
 
+# transformers looks for a package `kernels`, and would find the benchmark of that name beside this file.
+sys.path = [place for place in sys.path if Path(place or ".").resolve() != Path(__file__).resolve().parent]
+
 WAYS = "eager,kiln,kiln:reduce-overhead,torch,torch:reduce-overhead"
 PHASES = ("training", "inference")
 Built = tuple[nn.Module, dict[str, torch.Tensor]]
