@@ -12,6 +12,7 @@ import pytest
 
 import kiln
 from kiln.base import records
+from kiln.launch import device
 from kiln.launch import program as launched
 from tests.fuse.comparing import compare, run
 from tests.fuse.programs import PLAIN, Program, drawn
@@ -56,8 +57,11 @@ def runs(program: Program) -> bool:
 
 def test_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: list[int] = []
-    generate = launched.generate
-    monkeypatch.setattr(launched, "generate", lambda made, *rest: kernels.append(len(made)) or generate(made, *rest))
+    for maker in (launched, device):
+        generate = maker.generate
+        monkeypatch.setattr(
+            maker, "generate", lambda made, *a, to=generate, **k: kernels.append(len(made)) or to(made, *a, **k)
+        )
 
     @SETTINGS
     @hypothesis.given(hypothesis.strategies.randoms(use_true_random=False))
