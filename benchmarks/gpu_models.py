@@ -1,6 +1,6 @@
 """Whole models on a GPU in bf16: eager, Kiln and torch.compile, training steps and inference.
 
-    python benchmarks/gpu_models.py [--models bert,resnet50] [--ways eager,kiln,torch] [--at-once 10] [--limit 300]
+    python benchmarks/gpu_models.py [--models bert,resnet50] [--ways eager,kiln,torch] [--phases inference] [--at-once 10]
 
 A process with empty caches for each model and way. Some compile side by side and are then timed one after the other: the
 first calls in seconds (the training step's comes first), the least of four times eight steps in ms, and the most memory
@@ -134,7 +134,7 @@ def on_the_gpu(name: str) -> Built:
     return module.to("cuda", torch.bfloat16), given
 
 
-def one(name: str, way: str, folder: Path) -> dict[str, Any]:
+def one(name: str, way: str, phases: list[str], folder: Path) -> dict[str, Any]:
     """The figures of one model in one way; timed when the file `go` is there, one process at a time."""
     module, inputs = on_the_gpu(name)
     given = {key: value for key, value in inputs.items() if key != "labels" or name in TOLD}
@@ -151,7 +151,8 @@ def one(name: str, way: str, folder: Path) -> dict[str, Any]:
             return tensor_of(run(**given))
 
     found: dict[str, Any] = {"model": name, "way": way}
-    steps = dict(zip(PHASES, (training, inference), strict=True))
+    both = dict(zip(PHASES, (training, inference), strict=True))
+    steps = {phase: both[phase] for phase in phases}
     for phase, step in steps.items():
         module.train(phase == "training").zero_grad(set_to_none=True)
         start = time.perf_counter()
@@ -198,13 +199,14 @@ def timed(step: Callable[[], object], module: nn.Module) -> dict[str, float]:
     return {"ms": best, "host": host, "peak": peak, "held": held}
 
 
-def started(name: str, way: str, folder: Path) -> subprocess.Popen[str]:
+def started(name: str, way: str, phases: str, folder: Path) -> subprocess.Popen[str]:
     """The process for a model in one way, with caches of its own."""
     own = folder / f"{name}.{way}"
     caches = {
         key: str(own / key) for key in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     }
-    command = [sys.executable, __file__, "--one", str(folder), "--models", name, "--ways", way]
+    command = [sys.executable, __file__, "--one", str(folder)]
+    command += ["--models", name, "--ways", way, "--phases", phases]
     env = {**os.environ, **caches, "KILN_CACHE_DIR": str(own / "kiln")}
     own.mkdir()
     log = (own / "log").open("w")
@@ -214,9 +216,9 @@ def started(name: str, way: str, folder: Path) -> subprocess.Popen[str]:
 def show(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
     """A line for each model, phase and way; eager's times may be among those from before."""
     plain = [row for row in before + rows if row["way"] == "eager"]
-    eager = {(row["model"], phase): row[phase]["ms"] for row in plain for phase in PHASES}
+    eager = {(row["model"], phase): row[phase]["ms"] for row in plain for phase in PHASES if phase in row}
     for row in rows:
-        for phase in PHASES:
+        for phase in filter(row.__contains__, PHASES):
             it, base = row[phase], eager.get((row["model"], phase))
             ratio = f"{base / it['ms']:.2f} times eager" if base else ""
             print(f"{row['model']:18} {phase:9} {row['way']:21} {it['ms']:8.3f} ms {ratio:17} host {it['host']:7.3f}, "
@@ -233,7 +235,7 @@ def summary(rows: list[dict[str, Any]]) -> None:
     for phase in PHASES:
         times: dict[str, dict[str, float]] = {}
         best: dict[str, dict[str, float]] = {}
-        for row in rows:
+        for row in (row for row in rows if phase in row):
             ms, maker = row[phase]["ms"], row["way"].partition(":")[0]
             times.setdefault(row["way"], {})[row["model"]] = ms
             least = best.setdefault(maker, {})
@@ -249,11 +251,11 @@ def summary(rows: list[dict[str, Any]]) -> None:
             print(f"{phase}: the better of kiln's modes to the better of torch.compile's {mean(both)}")
 
 
-def together(pairs: list[tuple[str, str]], limit: float) -> list[dict[str, Any]]:
+def together(pairs: list[tuple[str, str]], phases: str, limit: float) -> list[dict[str, Any]]:
     """The figures of some models and ways, which compile side by side and are timed one after the other."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        running = {pair: started(*pair, folder) for pair in pairs}
+        running = {pair: started(*pair, phases, folder) for pair in pairs}
         end = time.monotonic() + limit
         ready = {pair: folder / f"{pair[0]}.{pair[1]}.ready" for pair in pairs}
         while any(p.poll() is None and not ready[pair].exists() for pair, p in running.items()):
@@ -281,17 +283,18 @@ def main() -> None:
     )
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--ways", default=WAYS)
+    parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that they may compile")
     parser.add_argument("--at-once", type=int, default=10, help="processes that compile side by side")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(json.dumps(one(given.models, given.ways, given.one)))
+        print(json.dumps(one(given.models, given.ways, given.phases.split(","), given.one)))
         return
     pairs = [(name, way) for name in given.models.split(",") for way in given.ways.split(",")]
     rows: list[dict[str, Any]] = []
     for start in range(0, len(pairs), given.at_once):
-        found = together(pairs[start : start + given.at_once], given.limit)
+        found = together(pairs[start : start + given.at_once], given.phases, given.limit)
         show(found, rows)
         rows += found
     summary(rows)
