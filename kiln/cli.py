@@ -70,7 +70,7 @@ def explain(
     Example: kiln explain train.py --epochs 1
     """
     records = Records()
-    with _part("kiln.observe.roofline").timing() if roofline else nullcontext() as times:
+    with _part("kiln.observe.calls").Calls(every=True) if roofline else nullcontext() as times:
         failed, code = _ran(script, context.args, everything or None, records, as_json)
     found = _part("kiln.observe.facts").facts(records)
     lines = _part("kiln.observe.roofline").lines(records, times) if roofline else []

@@ -54,7 +54,6 @@ class Entry:
     """What is remembered of one entry of a region."""
 
     found: GuardSet
-    built: Any = None
 
     @property
     def guards(self) -> tuple[Guard, ...]:
@@ -208,7 +207,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         known.append(family.first[region])
     try:
         with records.timed("capture", name) as time, working(f"capturing {name}"):
-            captured = capture(function, argv, compiler_for(asked, name, function),
+            captured = capture(function, argv, compiler_for(asked, name),
                                lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
                                lambda target: nested.in_python(target, family),
                                getattr(asked.backend, "specialises", True),
@@ -245,7 +244,7 @@ def seen_to_vary(known: list[Any], argv: tuple[Any, ...], mode: bool | None) -> 
     return Dynamic(mode, frozenset().union(*[varying(guards, argv) for guards in known]))
 
 
-def compiler_for(asked: Compile, name: str, function: types.FunctionType) -> Any:
+def compiler_for(asked: Compile, name: str) -> Any:
     def compiler(graph: CapturedModule, inputs: list[Any]) -> Any:
         changes = {name: value for name, value in asked.options.items() if name in options.OPTION_NAMES}
         if asked.mode is not None:
@@ -274,7 +273,7 @@ def install(region: Any, captured: Captured, name: str, argv: tuple[Any, ...]) -
     made = "" if captured.graph is None else captured.graph.meta["name"]
     with records.timed("guards", made or name):
         built = captured.guards.build()
-    entry = Entry(captured.guards, built)
+    entry = Entry(captured.guards)
     telling.captured_frame(region.function, captured, entry, made, name, argv)
     region.add(built, captured.run, entry)
     return captured.run

@@ -19,7 +19,7 @@ from kiln.base import profiling
 from kiln.base.computed import build
 from kiln.base.errors import Bug
 from kiln.base.expressions import Expr, Symbol
-from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, label, mapped, nodes_in, show
+from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, expressions_in, label, mapped, nodes_in, show
 from kiln.base.tracebacks import retold
 
 aten = torch.ops.aten
@@ -44,16 +44,8 @@ def bindings(graph: Graph) -> dict[Symbol, tuple[Node, str, int]]:
 
 def expressions(graph: Graph) -> list[Expr]:
     """The symbolic expressions in arguments and outputs, with repetitions."""
-    found: list[Expr] = []
-
-    def note(leaf: Any) -> None:
-        if isinstance(leaf, Expr):
-            found.append(leaf)
-
-    for node in graph.nodes:
-        mapped((node.args, node.kwargs), note)
-    mapped(graph.outputs, note)
-    return found
+    calls = [(node.args, node.kwargs) for node in graph.nodes if node.op is not CONSTANT]
+    return expressions_in([*calls, graph.outputs])
 
 
 # As an fx graph

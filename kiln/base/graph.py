@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln._nests import gathered
+from kiln._nests import gathered as gathered
 from kiln._nests import mapped as mapped
 from kiln._nests import replaced as in_place_of
 from kiln.base.dataclass import dataclass

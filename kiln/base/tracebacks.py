@@ -15,7 +15,7 @@ def add_lines(error: BaseException, places: Sequence[Place]) -> None:
     """Put entries for these places, outermost first, before the traceback of an error."""
     trace = error.__traceback__
     for place in reversed(places):
-        frame = _frame(place)
+        frame = FunctionType(_code(place), {"sys": sys})()
         trace = TracebackType(trace, frame, frame.f_lasti, place.line)
     error.__traceback__ = trace
 
@@ -43,8 +43,3 @@ def _code(place: Place) -> CodeType:
         co_filename=place.file, co_name=place.function, co_qualname=place.function,
         co_firstlineno=place.line, co_linetable=lines,
     )  # fmt: skip
-
-
-def _frame(place: Place) -> FrameType:
-    made: FrameType = FunctionType(_code(place), {"sys": sys})()
-    return made

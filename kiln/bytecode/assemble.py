@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from types import CodeType
 from typing import Any
@@ -30,6 +30,15 @@ class Label:
 
     def __init__(self, row: int = -1) -> None:
         self.row = row
+
+
+def _step(name: str, *fixed: Any) -> Callable[..., None]:
+    """The method of a step that is one instruction: its argument, where it has one, is the method's."""
+
+    def step(self: Emitter, *arg: Any) -> None:
+        self.raw(name, *fixed, *arg)
+
+    return step
 
 
 class Emitter:
@@ -72,13 +81,13 @@ class Emitter:
 
     # Values and variables
 
-    def const(self, value: Any) -> None:
-        """Push this very object."""
-        self.raw("LOAD_CONST", value)
-
-    def load(self, name: str) -> None:
-        """Push a local variable, which must be bound."""
-        self.raw("LOAD_FAST", name)
+    const = _step("LOAD_CONST")  # push this very object
+    load = _step("LOAD_FAST")  # push a local variable, which must be bound
+    store = _step("STORE_FAST")  # pop into a local variable
+    delete = _step("DELETE_FAST")  # unbind a local variable, which must be bound
+    attr = _step("LOAD_ATTR")  # object -> object.name
+    set_attr = _step("STORE_ATTR")  # value, object -> (object.name = value)
+    item = _step("BINARY_SUBSCR")  # container, key -> container[key]
 
     def take(self, name: str) -> None:
         """Push a bound local variable and unbind it."""
@@ -88,48 +97,20 @@ class Emitter:
             self.load(name)
             self.delete(name)
 
-    def store(self, name: str) -> None:
-        """Pop into a local variable."""
-        self.raw("STORE_FAST", name)
-
-    def delete(self, name: str) -> None:
-        """Unbind a local variable, which must be bound."""
-        self.raw("DELETE_FAST", name)
-
-    def attr(self, name: str) -> None:
-        """object -> object.name"""
-        self.raw("LOAD_ATTR", name)
-
-    def set_attr(self, name: str) -> None:
-        """value, object -> (object.name = value)"""
-        self.raw("STORE_ATTR", name)
-
-    def item(self) -> None:
-        """container, key -> container[key]"""
-        self.raw("BINARY_SUBSCR")
-
     def build(self, kind: str, count: int) -> None:
         """Collect `count` values (pairs for a map) in a tuple, list, set, map, string or slice."""
         self.raw(f"BUILD_{kind.upper()}", count)
 
     # Stack
 
-    def pop(self) -> None:
-        """Drop the top of the stack."""
-        self.raw("POP_TOP")
-
-    def copy(self, depth: int) -> None:
-        """Push the value at `depth`, the top being 1."""
-        self.raw("COPY", depth)
+    pop = _step("POP_TOP")  # drop the top of the stack
+    copy = _step("COPY")  # push the value at a depth, the top being 1
+    push_null = _step("PUSH_NULL")  # push the NULL that call sequences expect
 
     def swap(self, depth: int) -> None:
         """Exchange the top with the value at `depth`, the top being 1."""
         if depth > 1:
             self.raw("SWAP", depth)
-
-    def push_null(self) -> None:
-        """Push the NULL that call sequences expect."""
-        self.raw("PUSH_NULL")
 
     # Calls
 
@@ -153,11 +134,11 @@ class Emitter:
             self.raw("PRECALL", count)
         self.raw("CALL", count)
 
-    def call_ex(self) -> None:
-        """Call with an argument tuple."""
-        self.raw("CALL_FUNCTION_EX", 0)
+    call_ex = _step("CALL_FUNCTION_EX", 0)  # call with an argument tuple
 
     # Control
+
+    ret = _step("RETURN_VALUE")  # return the top of the stack
 
     def jump(self, label: Label) -> None:
         """Go on at the label."""
@@ -175,10 +156,6 @@ class Emitter:
             self.raw(f"POP_JUMP_IF_{_OPPOSITE[name.removeprefix('POP_JUMP_IF_')]}", past)
             self.jump(label)
             self.place(past)
-
-    def ret(self) -> None:
-        """Return the top of the stack."""
-        self.raw("RETURN_VALUE")
 
     def raw(self, name: str, arg: Any = None, bits: int = 0) -> None:
         """Any instruction: its argument is an object, a name, two names, a label or a number, as decoded.

@@ -122,10 +122,6 @@ def _call(m: _Machine, i: Instruction) -> None:
     m.names = ()
 
 
-def _keywords(m: _Machine, i: Instruction) -> None:
-    m.names = tuple(i.value)
-
-
 def _made(count: int | None, text: Callable[..., str]) -> Callable[[_Machine, Instruction], None]:
     """Push the text of what is made of `count` values, or of as many as the instruction says."""
     return lambda m, i: m.stack.append(text(i, *m.take(i.arg or 0 if count is None else count)))
@@ -144,7 +140,8 @@ def _map(m: _Machine, i: Instruction) -> None:
 SILENT = frozenset({"RESUME", "PRECALL"})
 #: What residual code is made of.
 RULES: dict[str, Callable[[_Machine, Instruction], None]] = {
-    "CALL": _call, "KW_NAMES": _keywords, "BUILD_MAP": _map,
+    "CALL": _call, "BUILD_MAP": _map,
+    "KW_NAMES": lambda m, i: setattr(m, "names", tuple(i.value)),
     "LOAD_FAST": lambda m, i: m.stack.append(i.value),
     "PUSH_NULL": lambda m, i: m.stack.append(NULL),
     "LOAD_CONST": lambda m, i: m.stack.append(named(i.value)),

@@ -68,27 +68,19 @@ def _number(guard: Any, value: Any) -> str:
     return f"hold {source} in a tensor, {held}, and change what is in it; or keep it constant"
 
 
-def _container(guard: Any, value: Any) -> str:
-    once = f"make {guard.source} once, outside of what is compiled, with one length and the same keys"
-    return f"{once}, and change its elements; numbers in it belong in one tensor"
-
-
-def _conditions(guard: Any, value: Any) -> str:
-    held = ", ".join(str(read) for read in guard.reads)
-    return f"let this line work for any {held} (use torch ops in place of Python's), or keep it the same"
-
-
-def _identity(guard: Any, value: Any) -> str:
-    return f"make {guard.source} once and use that object in every call"
-
-
 def _as_it_is(guard: Any, value: Any) -> str:
     return f"keep {guard.source} the same in every call, or read it outside of what is compiled"
 
 
 REMEDIES: dict[type, Callable[[Any, Any], str]] = {
-    TensorMatch: _tensor, ShapedMatch: _tensor, Equals: _number, Length: _container, Keys: _container,
-    Conditions: _conditions, SetEquals: _container, Is: _identity, FunctionState: _identity,
-    TypeIs: _as_it_is,
+    TensorMatch: _tensor, ShapedMatch: _tensor, Equals: _number, TypeIs: _as_it_is,
+    **dict.fromkeys((Length, Keys, SetEquals), lambda guard, value: (
+        f"make {guard.source} once, outside of what is compiled, with one length and the same keys, and "
+        "change its elements; numbers in it belong in one tensor")),
+    **dict.fromkeys((Is, FunctionState), lambda guard, value: (
+        f"make {guard.source} once and use that object in every call")),
+    Conditions: lambda guard, value: (
+        f"let this line work for any {', '.join(map(str, guard.reads))} (use torch ops in place of "
+        "Python's), or keep it the same"),
     GlobalState: lambda guard, value: "call it under the same modes and defaults every time",
 }  # fmt: skip

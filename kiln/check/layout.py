@@ -50,11 +50,8 @@ def _undisturbed() -> Iterator[None]:
 @functools.cache
 def _plain_keys() -> int:
     """The dispatch keys of tensors whose sizes, strides and storage are plain memory."""
-    return functools.reduce(int.__or__, map(_key_set, _KEYS))
-
-
-def _key_set(name: str) -> int:
-    return int(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr())
+    keys = [getattr(torch._C.DispatchKey, name) for name in _KEYS]
+    return functools.reduce(int.__or__, [int(torch._C.DispatchKeySet(key).raw_repr()) for key in keys])
 
 
 def is_plain(keys: int) -> bool:

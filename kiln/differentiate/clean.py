@@ -121,7 +121,7 @@ def root_of(node: Node) -> Node:
 def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any, ...]:
     """The outputs, with copies where results would share memory that are apart in the program."""
     taken: set[Node] = set()
-    written = {graph.inputs[m.primal] for m in results.mutated}
+    written = {m.index: graph.inputs[m.primal] for m in results.mutated}
     new = list(outputs)
     for i in sorted(results.own):
         root = root_of(new[i])
@@ -133,7 +133,7 @@ def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any,
         if i in results.own:
             continue
         root = root_of(new[i])
-        if root in written and (root is not new[i] or root is not graph.inputs[_primal_of(results, i)]):
+        if root in written.values() and (root is not new[i] or root is not written.get(i)):
             new[i] = copied(graph, new[i])
         elif new[i] in seen:
             # It is only copied from; but autograd must know it apart from the other result.
@@ -145,10 +145,6 @@ def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any,
             new[i] = copied(graph, new[i])
             new[i].backward = True
     return tuple(new)
-
-
-def _primal_of(results: Results, index: int) -> int:
-    return next((m.primal for m in results.mutated if m.index == index), -1)
 
 
 def fills_memory(spec: TensorSpec) -> bool:

@@ -83,11 +83,6 @@ def _outputs(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finis
     return outputs
 
 
-def _fresh(output: Fresh, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
-    index = output.index
-    return lambda results, args: results[index]
-
-
 def _given(output: Given, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     origin = origin_of(output.origin, attributes)
     return lambda results, args: origin(args)
@@ -131,8 +126,11 @@ def _taken(value: Any, step: Step, sizes: Mapping[Symbol, Any]) -> Any:
 
 
 MAKERS: dict[type, Callable[[Any, Mapping[str, Any], Sizes], Finish]] = {
-    Fresh: _fresh, Given: _given, View: _view, Constant: _constant,
-}  # fmt: skip
+    Fresh: lambda output, attributes, sizes: lambda results, args: results[output.index],
+    Given: _given,
+    View: _view,
+    Constant: _constant,
+}
 
 
 # Writing back

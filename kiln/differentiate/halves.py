@@ -117,9 +117,7 @@ class Parts:
         for node in self.forward:
             if kind(node.op).random or kind(node.op).acts:
                 front.need(node)
-        for node in nodes_in(self.results):
-            front.need(node)
-        for node in tensors:
+        for node in (*nodes_in(self.results), *tensors):
             front.need(node)
         front.in_order(self.forward)
         saved: list[Any] = [*tensors, *numbers]
@@ -133,14 +131,8 @@ class Parts:
                 copies[value] = Node(aten.clone.default, (value,), spec=node.spec, name=graph.name("clone"))
             elif is_mask(node):
                 packed = replace(node.spec, dtype=torch.bool)
-                copies[value] = Node(
-                    aten._to_copy.default,
-                    (value,),
-                    {"dtype": torch.bool},
-                    packed,
-                    graph.name("packed"),
-                    node.where,
-                )
+                op, kwargs = aten._to_copy.default, {"dtype": torch.bool}
+                copies[value] = Node(op, (value,), kwargs, packed, graph.name("packed"), node.where)
             outputs[i] = copies.get(value, value)
         if copies:
             graph.nodes = [
@@ -201,9 +193,8 @@ class Builder:
             return value
 
         args = node.args if node.op is CONSTANT else mapped(node.args, leaf)
-        copy = node.over(args, mapped(node.kwargs, leaf) if node.kwargs else {})
-        made[node] = copy
-        return copy
+        made[node] = node.over(args, mapped(node.kwargs, leaf) if node.kwargs else {})
+        return made[node]
 
     def unbound(self) -> set[Symbol]:
         """The symbols in the types of values that are not the size of an input."""

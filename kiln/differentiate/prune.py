@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in
 from kiln.ops.table import aten
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """A backward graph that takes only some inputs of the whole one, given by their positions there."""
-
-    graph: Graph
-    inputs: tuple[int, ...]
 
 
 def reach(graph: Graph, tangents: int) -> dict[Node, int]:
@@ -47,8 +38,8 @@ def uses(graph: Graph, tangents: int) -> list[frozenset[int]]:
     return [frozenset(found.get(node, ())) for node in graph.inputs[: len(graph.inputs) - tangents]]
 
 
-def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
-    """The backward graph when only the tangents in the set `present` are there.
+def pruned(graph: Graph, tangents: int, present: int) -> tuple[Graph, tuple[int, ...]]:
+    """The backward graph when only the tangents in the set `present` are there, and which inputs it takes.
 
     Gradients are linear in the tangents: a value that depends on absent ones alone is zero. A sum with it is
     the other summand, a gradient that would be zero is None, as in autograd; elsewhere zeros take its place.
@@ -87,7 +78,7 @@ def pruned(graph: Graph, tangents: int, present: int) -> Pruned:
     symbolic = [type(node.spec) is not TensorSpec for node in inputs]
     kept = tuple(i for i, node in enumerate(inputs) if node in read or symbolic[i])
     new.inputs = [inputs[i] for i in kept]
-    return Pruned(new.check(), kept)
+    return new.check(), kept
 
 
 def _other_summand(node: Node, absent: set[Node]) -> Node | None:

@@ -165,35 +165,26 @@ def _apart(joint: Joint, attributes: Mapping[str, Any]) -> Callable[[tuple[Any, 
     groups = overlapping([tensors[i] for i in held])
     if any(written & {held[i] for i in group} for group in groups):
         return lambda args: False
-    places = [(i, joint.primals[i].origin.index) for i in arguments]  # type: ignore[union-attr]
     # Where arguments are written, everything may collide with them; else they may with written attributes.
     others = held if written & set(arguments) else [i for i in held if i in written]
-    if len(places) + len(others) < 2 and not shared:
+    if len(arguments) + len(others) < 2 and not shared:
         return None
     around = [tensors[i] for i in others]
-    marked = [i in written for i, _ in places] + [i in written for i in others]
-
-    def apart(args: tuple[Any, ...]) -> bool:
-        found = overlapping([*(args[k] for _, k in places), *around])
-        return not any(marked[i] for group in found for i in group)
-
+    marked = [i in written for i in (*arguments, *others)]
     takes = [origin_of(origins[i], attributes) for i in arguments]
 
-    def apart_from_shared(args: tuple[Any, ...]) -> bool:
+    def apart(args: tuple[Any, ...]) -> bool:
         if not all(lies_as(origin, length, args) for origin, length in shared):
             return False
         found = overlapping([*(take(args) for take in takes), *around])
         return not any(marked[i] for group in found for i in group)
 
-    return apart_from_shared if shared else apart
-
-
-def _opaque(graph: Graph) -> bool:
-    """Whether the graph calls something that is no torch op, which may want autograd's keys."""
-    return any(kind(node.op).acts and not isinstance(node.op, torch._ops.OpOverload) for node in graph.nodes)
+    return apart
 
 
 def _inference(joint: Joint, forward: Run) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
-    """Runs a graph without a backward half."""
-    run = torch.no_grad()(forward) if _opaque(joint.graph) else entered(forward)
+    """Runs a graph without a backward half; what it calls that is no torch op may want autograd's keys."""
+    acting = [node.op for node in joint.graph.nodes if kind(node.op).acts]
+    opaque = not all(isinstance(op, torch._ops.OpOverload) for op in acting)
+    run = torch.no_grad()(forward) if opaque else entered(forward)
     return lambda primals: run(list(primals))

@@ -19,7 +19,7 @@ from kiln.differentiate.again import Replay
 from kiln.differentiate.finish import resolved
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
-from kiln.differentiate.prune import Pruned, pruned, uses
+from kiln.differentiate.prune import pruned, uses
 from kiln.differentiate.trial import Trial
 from kiln.ops.table import aten
 
@@ -191,8 +191,8 @@ class Backward:
     def _start(self, present: int) -> tuple[Begun, tuple[int, ...] | None]:
         if present == self.everything:
             return begin(self.compiler, self.graph), None
-        part: Pruned = pruned(self.graph, self.tangents, present)
-        return begin(self.compiler, part.graph), part.inputs
+        graph, inputs = pruned(self.graph, self.tangents, present)
+        return begin(self.compiler, graph), inputs
 
 
 def likely(joint: Joint) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
 from dataclasses import field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Symbol, hinted
 from kiln.base.fx import bindings
-from kiln.base.graph import CONSTANT, Node, TensorSpec, mapped, nodes_in
+from kiln.base.graph import CONSTANT, Node, TensorSpec, gathered, nodes_in
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.launch.memory import Lodging, least, size_of
@@ -152,9 +151,8 @@ def _find_items(events: Events) -> None:
 
 
 def _call(events: Events, node: Node) -> Event:
-    given = (node.args, node.kwargs)
     reads = dict.fromkeys(events.value(n) for n in node.inputs())
-    for leaf in _symbols(given) if events.numbers else ():
+    for leaf in gathered(Symbol, node.args, node.kwargs) if events.numbers else ():
         if leaf in events.numbers:
             reads[events.numbers[leaf]] = None
     makes = tuple(events.items[node].values()) if node in events.items else (node,)
@@ -167,12 +165,6 @@ def _call(events: Events, node: Node) -> Event:
             events.owners[made] = events.value(base)
     ahead = ahead_of(node) if node in events.owners else None
     return Event(tuple(reads), makes, None, node, shim_of(node) if ahead is None else None, ahead)
-
-
-def _symbols(value: Any) -> list[Symbol]:
-    found: list[Symbol] = []
-    mapped(value, lambda leaf: found.append(leaf) if isinstance(leaf, Symbol) else None)
-    return found
 
 
 def _base(node: Node, made: Node) -> Node | None:
@@ -232,16 +224,13 @@ def _takes(event: Event) -> bool:
 
 def _find_kept(events: Events) -> None:
     graph = events.program.graph
-    events.kept = {events.owner(events.value(n)) for n in _leaving(events)}
-    events.kept.update(graph.inputs)
-    events.kept.update(n for n in graph.nodes if n.op is CONSTANT)
-
-
-def _leaving(events: Events) -> Iterator[Node]:
-    yield from nodes_in(events.program.graph.outputs)
+    leaving = nodes_in(graph.outputs)
     for event in events.listed:
         if event.node is not None and event.node.op is not operator.getitem and not forgetful(event.node.op):
-            yield from event.reads
+            leaving += event.reads
+    events.kept = {events.owner(events.value(n)) for n in leaving}
+    events.kept.update(graph.inputs)
+    events.kept.update(n for n in graph.nodes if n.op is CONSTANT)
 
 
 def forgetful(op: Any) -> bool:
@@ -259,7 +248,8 @@ def last_uses(events: Events) -> tuple[dict[Node, int], dict[Node, int]]:
         owner = events.owner(node)
         memory[owner] = max(memory.get(owner, i), i)
     outputs = events.program.graph.outputs
-    numbers = [events.numbers[s] for s in _symbols(outputs) if s in events.numbers] if events.numbers else []
+    symbols = gathered(Symbol, outputs) if events.numbers else []
+    numbers = [events.numbers[s] for s in symbols if s in events.numbers]
     for node in (*nodes_in(outputs), *numbers):
         last[events.value(node)] = len(events.listed)
     return last, memory

@@ -27,6 +27,7 @@ from kiln.launch.native import set_up
 from kiln.launch.plan import linked
 from kiln.launch.program import Run, compile_graph
 from kiln.launch.tune import Way, choice
+from kiln.ops.meta import reach
 
 
 def compile_held(
@@ -171,7 +172,5 @@ class Held:
 
 def extent(tensor: torch.Tensor) -> int:
     """The bytes of memory from a tensor's first element to its last."""
-    if not tensor.numel() or tensor.device.type != "cpu":  # other memory cannot be looked at
-        return 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int((last + 1) * tensor.element_size())
+    seen = tensor.numel() and tensor.device.type == "cpu"  # other memory cannot be looked at
+    return (reach(tensor) - tensor.storage_offset()) * tensor.element_size() if seen else 0

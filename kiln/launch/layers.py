@@ -405,21 +405,6 @@ def _refs(refs: Iterable[tuple[int, int]], kind: str, slot: Slot, place: Place) 
     return tuple([(where, place(kind, at) if where else slot(at)) for where, at in refs])
 
 
-def _launch(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
-    kind, stages, buffers, sizes = step
-    return kind, stages, _refs(buffers, kind, slot, place), sizes
-
-
-def _make(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
-    kind, made, form = step
-    return kind, slot(made), form
-
-
-def _show(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
-    kind, made, base, form, ahead = step
-    return kind, slot(made), slot(base), form, ahead
-
-
 def _call(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
     kind, op, arguments, names, results, packed, native, words, work = step
     arguments = tuple([_argument(one, slot, place) for one in arguments])
@@ -430,7 +415,12 @@ def _call(step: tuple[Any, ...], slot: Slot, place: Place) -> tuple[Any, ...]:
     return kind, op, arguments, names, results, packed, native, words, work
 
 
-MOVED = {"launch": _launch, "make": _make, "show": _show, "call": _call}
+MOVED: dict[str, Callable[[tuple[Any, ...], Slot, Place], tuple[Any, ...]]] = {
+    "launch": lambda step, slot, place: (*step[:2], _refs(step[2], step[0], slot, place), step[3]),
+    "make": lambda step, slot, place: (step[0], slot(step[1]), step[2]),
+    "show": lambda step, slot, place: (step[0], slot(step[1]), slot(step[2]), *step[3:]),
+    "call": _call,
+}
 
 
 def _argument(argument: tuple[str, Any], slot: Slot, place: Place) -> tuple[str, Any]:

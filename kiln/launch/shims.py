@@ -115,26 +115,11 @@ def words_of(
 def signature(op: Any) -> tuple[tuple[tuple[str, Any, Any], ...], tuple[Word, ...]]:
     """The arguments of an op by name, default and what makes words of them; the words of its results."""
     schema = op._schema
-    arguments = [(one.name, one.default_value, MAKERS.get(_kind(one))) for one in schema.arguments]
+    makers = [MAKERS.get(str(one.type).replace("SymInt", "int").replace("Optional", "optional"))
+              for one in schema.arguments]  # fmt: skip
+    arguments = [(one.name, one.default_value, make) for one, make in zip(schema.arguments, makers)]
     results = [("q" if str(one.type) == "int" else "r", i) for i, one in enumerate(schema.returns)]
     return tuple(arguments), tuple(results)
-
-
-KINDS = {
-    "List[int]": "int[]",
-    "optional[List[int]]": "int[]?",
-    "List[bool]": "bool[]",
-    "List[Tensor]": "Tensor[]",
-    "optional[Tensor]": "Tensor?",
-    "optional[int]": "int?",
-    "optional[float]": "float?",
-}
-"""The types of arguments by shorter names."""
-
-
-def _kind(argument: Any) -> str:
-    text = str(argument.type).replace("SymInt", "int").replace("Optional", "optional")
-    return KINDS.get(text, text)
 
 
 @functools.lru_cache(None, typed=True)
@@ -185,20 +170,20 @@ def _maybe_number(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
 #: `numbers` where numbers stand in its table.
 MAKERS: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {
     "Tensor": lambda value, ref, numbers: [("h", (ref(value),))] if isinstance(value, Node) else None,
-    "Tensor?": lambda value, ref, numbers: [("o", () if value is None else (ref(value),))],
-    "Tensor[]": lambda value, ref, numbers: (
+    "optional[Tensor]": lambda value, ref, numbers: [("o", () if value is None else (ref(value),))],
+    "List[Tensor]": lambda value, ref, numbers: (
         None if not all(isinstance(one, Node) for one in value)
         else [("l", tuple(map(ref, value))), ("n", len(value))]),
     "int": lambda value, ref, numbers: None if isinstance(value, Node) else [("i", numbers((value,)))],
-    "int?": lambda value, ref, numbers: [("n", 0)] if value is None else [("p", numbers((value,)))],
-    "int[]": lambda value, ref, numbers: [("p", numbers(_listed(value))), ("n", len(_listed(value)))],
-    "int[]?": lambda value, ref, numbers: (
+    "optional[int]": lambda value, ref, numbers: [("n", 0)] if value is None else [("p", numbers((value,)))],
+    "List[int]": lambda value, ref, numbers: [("p", numbers(_listed(value))), ("n", len(_listed(value)))],
+    "optional[List[int]]": lambda value, ref, numbers: (
         [("n", 0), ("n", 0)] if value is None else [("P", numbers(tuple(value))), ("n", len(value))]),
     "bool": lambda value, ref, numbers: [("n", int(value))],
-    "bool[]": lambda value, ref, numbers: [
+    "List[bool]": lambda value, ref, numbers: [
         ("b", struct.pack(f"={len(value)}i", *map(int, value))), ("n", len(value))],
     **dict.fromkeys(("float", "number", "Scalar"), _number),
-    **dict.fromkeys(("float?", "optional[number]"), _maybe_number),
+    **dict.fromkeys(("optional[float]", "optional[number]"), _maybe_number),
     "str": lambda value, ref, numbers: [("t", value)],
     "optional[str]": lambda value, ref, numbers: [("n", 0)] if value is None else [("T", value)],
     "List[optional[number]]": lambda value, ref, numbers: [

@@ -50,7 +50,7 @@ class _Text:
             made.append(f"  {place}  {one.name}: {bytes_} bytes, steps {one.first} to {one.last}")
         for i, step in enumerate(plan.steps):
             drops = "".join(f"; free {plan.names[slot]}" for slot in step[-1])
-            made.append(f"{i:4}  {TEXTS[step[0]](self, step)}{drops}")
+            made.append(f"{i:4}  {getattr(self, step[0])(step)}{drops}")
         made.append(f"      return {', '.join(map(self.argument, plan.outputs))}")
         return made
 
@@ -109,10 +109,3 @@ class _Text:
 
 
 SHOWN = (int, float, bool, str, list, tuple, type(None))
-TEXTS = {
-    "launch": _Text.launch,
-    "grid": _Text.grid,
-    "make": _Text.make,
-    "show": _Text.show,
-    "call": _Text.call,
-}

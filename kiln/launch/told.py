@@ -35,7 +35,7 @@ from kiln.fuse.views import is_view
 from kiln.generate.device import generate
 from kiln.generate.nvptx import WAITING
 from kiln.launch.device import capability
-from kiln.launch.memory import Lodging, size_of
+from kiln.launch.memory import size_of
 from kiln.launch.shims import shim_of
 from kiln.launch.shown import ahead_of
 from kiln.launch.sources import computed_in
@@ -61,8 +61,9 @@ def tell(program: Program, graph: Graph, device: torch.device, dump: Dump, run: 
     arena = run.owner.numbers[-1] if isinstance(run, Plan) else 0
     steps = tuple(steps_of(program, names))
     records.emit(PlanRecord(dump.name, dump.half, steps, arena or 0, tuple(held_by(graph))))
-    lodged = tuple(map(lodged_as, run.owner.lodgings)) if isinstance(run, Plan) else ()
-    records.emit(ValuesRecord(dump.name, dump.half, tuple(values_of(program)), lodged))
+    lodged = [Lodged(one.name, hinted(one.size), one.offset, one.first, one.last)
+              for one in (run.owner.lodgings if isinstance(run, Plan) else ())]  # fmt: skip
+    records.emit(ValuesRecord(dump.name, dump.half, tuple(values_of(program)), tuple(lodged)))
 
 
 def functions_of(
@@ -76,10 +77,6 @@ def functions_of(
     made = generate(program.kernels, clusters=capability(device) >= WAITING)
     dump.show("llvm", "kernels", "ptx", lambda: made.ptx(capability(device)))
     return [tuple(dict.fromkeys(start.function.name for start in starts)) for starts in made.starts]
-
-
-def lodged_as(one: Lodging) -> Lodged:
-    return Lodged(one.name, hinted(one.size), one.offset, one.first, one.last)
 
 
 def values_of(program: Program) -> Iterable[Value]:

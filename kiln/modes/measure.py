@@ -195,7 +195,6 @@ class Tally:
 
     def __init__(self, model: nn.Module) -> None:
         self.ledger = Ledger()
-        self.model = model
         self.accounts = {id(m): Account(name, m) for name, m in model.named_modules()}
         self.root = self.accounts[id(model)]
         self.stack = [self.root]

@@ -23,7 +23,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.errors import KilnError
 from kiln.base.log import warn
 from kiln.base.options import config
-from kiln.observe.programs import SAME, Outcome, Program, apart, judged, literal, script
+from kiln.observe.programs import SAME, Outcome, Program, apart, inputs, judged, script
 
 TRIES = 400
 """How many smaller programs are tried at most."""
@@ -200,9 +200,7 @@ def whole(f: Any, args: Sequence[Any], arguments: Mapping[str, Any]) -> str:
     alias = "" if name == "f" else f"\nf = {name}\n"
     if isinstance(f, torch.nn.Module):
         alias = f"\nf = {name}()  # with the arguments that the program gives\n"
-    values = "".join(f"        {literal(value)},\n" for value in args)
-    made = f"def inputs():\n    torch.manual_seed(1)\n    return [\n{values}    ]\n"
-    return script([source + alias, made], torch.is_grad_enabled(), arguments)
+    return script([source + alias, inputs(args)], torch.is_grad_enabled(), arguments)
 
 
 # Reduction

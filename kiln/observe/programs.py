@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -88,7 +88,6 @@ class Program:
     graph: fx.Graph
     inputs: tuple[Any, ...]
     grad: bool = True
-    imports: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -101,9 +100,7 @@ class Program:
         body = body.replace("def forward(self)", "def f()", 1)
         known = {"torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"}
         needed = [imported(name, value) for name, value in code.globals.items() if name not in known]
-        values = "".join(f"        {literal(value)},\n" for value in self.inputs)
-        made = f"def inputs():\n    torch.manual_seed(1)\n    return [\n{values}    ]"
-        return "\n\n\n".join(filter(None, ["\n".join(filter(None, needed)), body, made])) + "\n"
+        return "\n\n\n".join(filter(None, ["\n".join(filter(None, needed)), body, inputs(self.inputs)]))
 
     def with_graph(self, graph: fx.Graph, inputs: Sequence[Any]) -> Program:
         """Another graph over other inputs, without what nobody reads."""
@@ -115,6 +112,12 @@ class Program:
             else:
                 graph.erase_node(node)
         return replace(self, graph=graph, inputs=tuple(kept))
+
+
+def inputs(values: Sequence[Any]) -> str:
+    """The function `inputs`, which gives these values."""
+    listed = "".join(f"        {literal(value)},\n" for value in values)
+    return f"def inputs():\n    torch.manual_seed(1)\n    return [\n{listed}    ]\n"
 
 
 def imported(name: str, value: Any) -> str:

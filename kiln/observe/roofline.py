@@ -29,11 +29,6 @@ class Line(TypedDict):
     launches: int
 
 
-def timing() -> Calls:
-    """Time all launches of plans in a `with` block."""
-    return Calls(every=True)
-
-
 def fastest(calls: Calls) -> dict[tuple[str, int], tuple[float, int]]:
     """For each launch, by its graph and its number there, the least seconds and how many there were."""
     spans: dict[tuple[str, int], list[float]] = defaultdict(list)

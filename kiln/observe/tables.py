@@ -6,7 +6,6 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -284,8 +283,3 @@ def size(count: int) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-
-
-def show(facts: Fact, console: Any = None) -> None:
-    """Print everything."""
-    (console or Console(highlight=False)).print(shown(facts))

@@ -145,17 +145,15 @@ def _with_number(operation: Rule, kind: Kind) -> Rule:
     return lambda a, b: operation(*[of_kind(value, kind(promoted(a, b))) for value in (a, b)])
 
 
-def _times(a: Any, b: Any) -> Any:
-    return torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _normal(torch.mul, _as_is)(a, b)
-
-
 #: At level prims: operands of one dtype, no alpha.
 ARITHMETIC: dict[str, Rule] = {
     "add.Tensor": lambda a, b, *, alpha=1: _arithmetic(aten.add.Tensor, a, b, alpha, True),
     "add.Scalar": lambda a, b, alpha=1: _arithmetic(aten.add.Tensor, a, b, alpha, False),
     "sub.Tensor": lambda a, b, *, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, True),
     "sub.Scalar": lambda a, b, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, False),
-    "mul.Tensor": _times,
+    "mul.Tensor": lambda a, b: (
+        torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _normal(torch.mul, _as_is)(a, b)
+    ),
     "mul.Scalar": _with_number(torch.mul, _as_is),
     "div.Tensor": _normal(torch.div, to_float),
     "div.Scalar": _with_number(torch.div, to_float),

@@ -11,8 +11,6 @@ from torch import Tensor
 from kiln.ops.expansions.support import HALF, number, zero
 from kiln.ops.table import Rule, aten, expansion, expansions
 
-INDICES = frozenset({torch.int64, torch.int32})
-
 
 def _at(dim: int, x: Tensor, index: Tensor) -> list[Tensor | None]:
     """Indices that pick places of one dimension."""
