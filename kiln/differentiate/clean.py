@@ -27,6 +27,10 @@ SAME = frozenset({
 GIVES_BACK = frozenset({aten._unsafe_view.default, aten.conj_physical.default})
 #: For ops with a flag, by its place: the places of what they do not read where it is set.
 UNREAD = {aten.native_batch_norm_backward.default: (7, (3, 4))}  # training: the batch has its own statistics
+#: Ops that read or write some places along one dimension, and where in their arguments that stands.
+SCATTERS = frozenset({aten.select_scatter.default, aten.slice_scatter.default})
+PARTS = {aten.select.int: 1, aten.slice.Tensor: 1, **dict.fromkeys(SCATTERS, 2)}
+SINGLE = frozenset({aten.select.int, aten.select_scatter.default})
 #: Views that undo themselves.
 SWAPS = frozenset({aten.t.default, aten.transpose.int})
 _NUMBERS = (float, bool, complex)
@@ -55,6 +59,8 @@ def clean(graph: Graph, results: Results) -> None:
         flag, unread = UNREAD.get(node.op, (0, ()))
         if unread and len(node.args) > flag and node.args[flag] is True:
             node.args = tuple([None if i in unread else value for i, value in enumerate(node.args)])
+        if node.op in PARTS and node.op not in SCATTERS:
+            node.args = (read_of(node), *node.args[1:])
         inner = node.args[0] if node.op in SWAPS else None
         if inner is not None and inner.op is node.op and inner.args[1:] == node.args[1:]:
             source = inner.args[0]
@@ -71,6 +77,30 @@ def clean(graph: Graph, results: Results) -> None:
     graph.nodes = kept
     graph.outputs = part(graph, retarget(graph.outputs, replaced), results)
     graph.drop_unused(acts)
+
+
+def read_of(part: Node) -> Node:
+    """What a part is read of: what that was before other parts were written, as a loop does in its turns."""
+    whole: Node = part.args[0]
+    mine = places(part) if whole.op in SCATTERS else None
+    while mine is not None and whole.op in SCATTERS and whole.spec == whole.args[0].spec:
+        its = places(whole)
+        if its is None or its[0] != mine[0] or mine[1] < its[2] and its[1] < mine[2]:
+            break
+        whole = whole.args[0]
+    return whole
+
+
+def places(part: Node) -> tuple[int, int, int] | None:
+    """The dimension along which a part of a value is read or written, and where it begins and ends."""
+    shape, (dim, start, end, *_) = part.args[0].spec.shape, (*part.args[PARTS[part.op] :], None, None, None)
+    dim = (dim or 0) % len(shape)
+    if part.kwargs or not all(n is None or type(n) is int for n in (shape[dim], start, end)):
+        return None
+    if part.op in SINGLE:
+        return dim, start % shape[dim], start % shape[dim] + 1
+    start, end, _ = slice(start, end).indices(shape[dim])
+    return dim, start, end
 
 
 def key_of(node: Node) -> Any:

@@ -294,10 +294,11 @@ class Finishing:
     def early(self, steps: list[Split | Call], uses: list[Uses]) -> list[int]:
         """The places of the steps, loops after which much memory can go as soon as what they read is made.
 
-        What other code may do is done when it was to be.
+        They come after the others that read what goes. What other code may do is done when it was to be.
         """
         root, last = self.groups.root, self.last_uses(uses)
         made: dict[Node, int] = {}
+        used: dict[Node, int] = {}
         places: list[int] = []
         fixed = -1
         for i, (step, (reads, writes)) in enumerate(zip(steps, uses, strict=True)):
@@ -308,8 +309,11 @@ class Finishing:
                 going = [n for n in dict.fromkeys(map(root, reads)) if last.get(n) == i]
                 if going and bytes_of(going) - bytes_of(writes) >= MUCH:
                     place = max(fixed, *[made.get(n, -1) for read in reads for n in (read, root(read))])
+                    place = max(place, *[used.get(n, -1) for n in going])
             places.append(place)
             made.update(dict.fromkeys(writes, place))
+            for n in map(root, reads):
+                used[n] = max(used.get(n, -1), place)
         return sorted(range(len(steps)), key=lambda i: (places[i], i))
 
     def last_uses(self, uses: list[Uses]) -> dict[Node, int]:

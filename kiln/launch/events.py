@@ -25,7 +25,7 @@ SMALL = APART, APART >> 2, APART >> 4  # bytes from which on values may have it
 LITTLE = 128  # times that something is less than what a program needs at once, so that it counts for little
 SPARE = 8 << 10  # bytes of an arena that count for nothing
 MUCH = 16 << 20  # bytes that take so long to make that the time for memory is nothing
-LONG = 4 << 20  # bytes from which on a program runs so long that small values may have memory of their own
+LONG = 1 << 20  # bytes from which on a program runs so long that small values may have memory of their own
 
 #: The namespaces whose ops keep nothing of what they are given.
 FORGETFUL = frozenset({"aten", "prims", "mkl", "mkldnn", "onednn", "quantized"})
@@ -208,8 +208,8 @@ def apart_from(events: Events, lodged: set[Node], memory: dict[Node, int]) -> fl
     backward = any(node.backward for node in graph.nodes)
     if not backward and not any(map(_takes, events.listed)) and left * LITTLE <= most:
         return math.inf
-    saved = [node.spec for node in graph.inputs if backward and isinstance(node.spec, TensorSpec)]
-    if most + sum([hinted(size_of(spec)) for spec in saved]) >= LONG:
+    given = [node.spec for node in graph.inputs if isinstance(node.spec, TensorSpec)]
+    if most + sum([hinted(size_of(spec)) for spec in given]) >= LONG:
         return 0
     little = max(SPARE, most // LITTLE)
     return next((apart for apart in SMALL if least([o for o in inside if o.size < apart]) <= little), 0)

@@ -50,6 +50,17 @@ def write_to_a_view_of_a_view(x):
     return y, v.sum()
 
 
+@program(n(6, 4, grad=True))
+def read_parts_beside_writes(x):
+    y = x * 2
+    y[1] = x[0]
+    y[-1] += y[1]
+    y[2:4] = y[0:2]
+    first, rest, even = y[0], y[4:], y[::2]
+    y[:, 1] = 3.0
+    return y[0] * first, y[1:3] + rest, y[3] - y[-1], even, y[:, 1:3], y.t()[1]
+
+
 @program(n(3, 4, grad=True))
 def write_to_a_base_with_live_views(x):
     y = x * 1
