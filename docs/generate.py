@@ -5,12 +5,37 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
 import kiln
-from kiln.base.kinds import Kind, kinds
 
 HERE = Path(__file__).parent
+
+
+@dataclass
+class Kind:
+    """A kind of break, or of a graph that is not differentiated (`ahead`): what it means and what to do.
+
+    `failing` and `fixed` are programs that define `f`, and `args` or `calls` for its arguments where it takes
+    other than one tensor; `since` is the first version of Python that reads them.
+    """
+
+    name: str
+    meaning: str
+    remedy: str
+    failing: str
+    fixed: str
+    ahead: bool = False
+    since: str = ""
+
+
+def kinds() -> dict[str, Kind]:
+    """All kinds by name, read from kinds.toml."""
+    text = (HERE / "kinds.toml").read_text(encoding="utf-8")
+    return {name: Kind(name, **row) for name, row in tomllib.loads(text).items()}
+
 
 GROUPS = {
     "Compiling": "compile disable disallow_in_graph allow_in_graph assume_constant_result graph_break "
