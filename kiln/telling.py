@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from kiln.bytecode.decode import decode
 from kiln.bytecode.decompile import beside, source_of
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
+from kiln.capture.runtime import Within
 from kiln.capture.told import operations
+from kiln.capture.variables import INSIDE
 from kiln.check.guards import sentence
 
 OFTEN = 3
@@ -103,10 +105,16 @@ def outermost(places: Sequence[Place]) -> Place | None:
 
 
 def defined(function: FunctionType, argv: Sequence[Any] = ()) -> Place:
-    """Where a function is defined; the forward of a module where it is what calls one."""
-    function = forward_of(function, argv) or function
-    code = function.__code__
+    """Where a function is defined; where it is torch's own, the one of the program that it calls."""
+    code = outermost_code((forward_of(function, argv) or function).__code__)
     return Place(code.co_filename, code.co_firstlineno, code.co_qualname)
+
+
+def outermost_code(code: CodeType) -> CodeType:
+    """The outermost code that is not torch's own, of a function that goes on with what is left of calls."""
+    rests = (const.function.__code__ for const in code.co_consts if type(const) is Within)
+    rest = next(rests, None) if is_library(code.co_filename) else None
+    return code if rest is None else outermost_code(rest)
 
 
 def forward_of(function: FunctionType, argv: Sequence[Any]) -> FunctionType | None:
@@ -164,6 +172,9 @@ def outer(failures: Sequence[Failure]) -> list[Failure]:
 
 def spoken(one: Failure, function: FunctionType, argv: Sequence[Any]) -> Failure:
     """A failure in the words of the program: the arguments of a module's call are those of its forward."""
+    own, code = f"{INSIDE}{outermost_code(function.__code__).co_name}", function.__code__
+    if own in one.source and is_library(code.co_filename):
+        one = renamed(one, own, "")
     if STACK in one.source:
         return replace(
             one, guard=STACKED.sub(CARRIED, one.guard), source=STACKED.sub(CARRIED, one.source),
@@ -180,11 +191,14 @@ def spoken(one: Failure, function: FunctionType, argv: Sequence[Any]) -> Failure
         place = read_at(forward, given)
     for i, name in enumerate(names):
         for old in (f"kwargs[{name!r}]", f"args[{i}]"):
-            text = replace(
-                text, guard=text.guard.replace(old, name), source=text.source.replace(old, name),
-                advice=text.advice.replace(old, name),
-            )  # fmt: skip
+            text = renamed(text, old, name)
     return replace(text, place=place)
+
+
+def renamed(one: Failure, old: str, new: str) -> Failure:
+    """A failure with another name for a value."""
+    texts = {key: getattr(one, key).replace(old, new) for key in ("guard", "source", "advice")}
+    return replace(one, **texts)
 
 
 def read_at(function: FunctionType, names: Sequence[str]) -> Place:

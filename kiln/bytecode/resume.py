@@ -45,22 +45,23 @@ class Epilogue:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A call in the place of an instruction whose operands are not on the stack: `callable(*deeper)`.
+    """A call in the place of an instruction whose operands are not on the stack: `callable(*names)`.
 
-    `deeper` is the last parameter. With mode "push" the result stands for what the instruction pushes,
-    with "drop" nothing is pushed, with "object" the parameter before `deeper` is pushed instead.
+    The names are parameters behind the others. With mode "push" the result stands for what the instruction
+    pushes, with "drop" nothing is pushed, with "object" the parameter OBJECT, before the names, is.
     """
 
     callable: Any
+    names: tuple[str, ...]
     mode: str
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that this adds behind the others."""
-        return (_OBJECT, _DEEPER) if self.mode == "object" else (_DEEPER,)
+        return (OBJECT, *self.names) if self.mode == "object" else self.names
 
 
-_OBJECT, _DEEPER, _DROPPED = "__object", "__deeper", "__dropped"
+OBJECT, _DROPPED = "__object", "__dropped"
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FUNCTION = inspect.CO_OPTIMIZED | inspect.CO_NEWLOCALS
 _CALL_HEAD = frozenset(REAL[name] for name in ("KW_NAMES", "PRECALL") if name in REAL)
@@ -68,7 +69,7 @@ _CALL = REAL["CALL"]
 
 
 def resume_places(
-    code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str]
+    code: CodeType, index: int, stack: Sequence[Slot], locals: Sequence[str], replace: Replace | None = None
 ) -> tuple[CodeType, dict[int, int]]:
     """The code of a function that takes the state of a frame of `code` and goes on at instruction `index`.
 
@@ -77,6 +78,12 @@ def resume_places(
     With it comes, for each instruction that starts a copied one, the index of that one in `code`.
     """
     decoded = _checked(code)
+    if replace is not None:
+        builder = _Builder(code, stack, locals, index, _after(decoded, index, index, None, None), replace)
+        builder.prologue()
+        called = builder.replaced(replace, index)
+        builder.body.copy(index + 1)
+        return builder.finish(), {**builder.body.places(), called: index}
     index = _entry(decoded, index)
     builder = _Builder(code, stack, locals, index, reachable(code, (index,)))
     builder.prologue()
@@ -248,10 +255,8 @@ class _Builder:
         depth = len(self.stack)
         arm = Label()
         if self.replace is not None:
-            start = len(self.e)
-            depth += self._replacement(self.replace)
-            self.body.cover(start, last)
-            self._leave(fall, last + 1, depth)
+            self.replaced(self.replace, last)
+            self._leave(fall, last + 1, depth + (self.replace.mode != "drop"))
             return
         for at in range(self.index, last + 1):
             self.body.settle(at)
@@ -273,16 +278,20 @@ class _Builder:
             target += 1
         self._leave(epilogue, target, depth)
 
-    def _replacement(self, replace: Replace) -> int:
-        e = self.e
+    def replaced(self, replace: Replace, index: int) -> int:
+        """Emit the call in the place of the instruction `index`, under its handlers; gives its row."""
+        e, start = self.e, len(self.e)
         e.callee(replace.callable)
-        e.take(_DEEPER)
-        e.call_ex()
+        for name in replace.names:
+            e.take(name)
+        e.end_call(len(replace.names))
+        row = len(e) - 1
         if replace.mode != "push":
             e.pop()
         if replace.mode == "object":
-            e.take(_OBJECT)
-        return int(replace.mode != "drop")
+            e.take(OBJECT)
+        self.body.cover(start, index)
+        return row
 
     def _leave(self, epilogue: Epilogue | None, index: int, depth: int) -> None:
         """Hand the state on, or go on in the body where there is nobody to hand it to."""

@@ -29,10 +29,11 @@ from kiln.base.source import Attr, Const, Derived, DictAttr, Item, Source
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
-from kiln.capture.frame import Machine, UserError
+from kiln.capture.frame import Machine, Unread, UserError
 from kiln.capture.iterators import Callback
 from kiln.capture.nodes import Args as Args
 from kiln.capture.nodes import Kwargs as Kwargs
+from kiln.capture.runtime import Within
 from kiln.capture.world import BUILTIN_METHOD, CONSTANTS, MISSING, nested
 from kiln.check.guards import Custom, Length
 from kiln.ops.fake import FakeTensor
@@ -120,6 +121,15 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if caller is None:
         return m.inline(function, args, kwargs, mode)
     return caller(m, function, args, kwargs, mode)
+
+
+def call_rest(m: Machine, rest: Within, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """What is left of an inlined call that broke; its variables are looked at when they are first read."""
+    frame = m.enter(rest.function, args, kwargs)
+    frame.mode = mode
+    frame.lazy = {name: (v.value, v.source) for name, v in frame.locals.items() if type(v) is Unread}
+    frame.locals = {name: v for name, v in frame.locals.items() if name not in frame.lazy}
+    return m.run(frame)
 
 
 def call_wrapped(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -636,6 +646,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
     # A function that is compiled already is inlined as if it were not.
     _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),
+    Within: call_rest,
     torch._ops.OpOverload: call_leaf,
     torch._ops.OpOverloadPacket: call_leaf,
 }

@@ -15,16 +15,13 @@ from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.reports import words_of
-from kiln.bytecode import decompile, versions
+from kiln.bytecode import decompile
 from kiln.bytecode.assemble import Emitter, Label
-from kiln.bytecode.decode import Instruction
-from kiln.bytecode.flow import landing, reachable
-from kiln.bytecode.resume import VALUE, Epilogue, Replace, Slot, continue_code, resume_places
 from kiln.capture import expected, nested, runtime, state
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
-from kiln.capture.rebuild import Raw, Rebuilder, bound, push_frame, slots
-from kiln.capture.shape import after, operands
+from kiln.capture.onward import Resumption
+from kiln.capture.rebuild import Raw, Rebuilder
 from kiln.capture.streams import stream_writes
 from kiln.capture.world import MISSING, Overlay
 from kiln.ops.fake import FakeTensor
@@ -59,8 +56,6 @@ class Finisher:
         self.after = state.snapshot()
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
-        self.continued: list[types.CodeType] = []
-        self.stopped = False  # nothing after the break is captured
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
@@ -108,7 +103,7 @@ class Finisher:
         run = types.FunctionType(built, self.root.globals)
         decompile.show(run)
         counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
-        return Captured(None, self.graph, *counts, run, built, tuple(self.continued), reason, last)
+        return Captured(None, self.graph, *counts, run, built, (), reason, last)
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
@@ -221,100 +216,20 @@ class Finisher:
         for frame in frames[1:]:
             if frame.mode == "opaque" or frame.code.code.co_flags & 0x2A0:
                 raise Restart(self.m.safe_step(frames), reason)
-        self.stopped = reason.kind == "stopped"
-        target, state_of = self.continuation(frames, 0)
-        entry = target if reason.kind in QUIET else self.in_python(target)
+        resumption = Resumption(self.cache, self.resume, reason.kind == "stopped")
+        onward = resumption.onward(frames)
+        entry = onward.function if reason.kind in QUIET else self.in_python(onward.function)
 
         def tail(r: Rebuilder) -> None:
             r.e.callee(entry)
-            r.e.end_call(state_of(r))
+            r.e.end_call(onward.push(r))
 
         captured = self.finish(tail, reason)
-        if loops(target):
+        captured.continued = tuple(resumption.codes)
+        if onward.tails:
             captured.run = runtime.drive(captured.run)
             captured.looped = True
         return captured
-
-    def continuation(
-        self, frames: list[Frame], k: int
-    ) -> tuple[types.FunctionType, Callable[[Rebuilder], int]]:
-        """The function that goes on with frame k (and those it called), and what pushes its arguments."""
-        frame, last = frames[k], k == len(frames) - 1
-        instruction = frame.code.instructions[frame.index]
-        code = frame.code.code
-        if last:
-            kept = frame.before
-            replace, inner = None, None
-            jumping = instruction.op in versions.JUMPS
-            ends = instruction.op in versions.TERMINATORS and not jumping
-            falls = None if ends else self.epilogue(frame, instruction, False)
-            jumps = self.epilogue(frame, instruction, True) if jumping else None
-            epilogues: tuple[Epilogue | None, ...] = (falls, jumps)
-        else:
-            pops = operands(instruction)
-            kept = frame.before[: len(frame.before) - pops]
-            callee = frames[k + 1]
-            function, inner = self.continuation(frames, k + 1)
-            replace = Replace(runtime.drive(function) if loops(function) else function, callee.mode)
-            pushed = [] if callee.mode == "drop" else [VALUE]
-            epilogues = (self.resumed(frame, frame.index + 1, (*slots(kept), *pushed)),)
-        names = bound(frame, frame.index)
-        built = continue_code(code, frame.index, slots(kept), names, epilogues, replace)
-        _hook.skip(built)
-        _hook.hide(built, _hook.GENERATED)
-        self.continued.insert(0, built)
-        target = types.FunctionType(built, frame.globals)
-        payload = None if last else frames[k + 1].payload
-
-        def push_state(r: Rebuilder) -> int:
-            count = push_frame(r, frame, kept, names)
-            if replace is not None and inner is not None:
-                if replace.mode == "object":
-                    r.push(payload)
-                    count += 1
-                r.e.build("tuple", inner(r))
-                count += 1
-            return count
-
-        return target, push_state
-
-    def epilogue(self, frame: Frame, instruction: Instruction, jump: bool) -> Epilogue | None:
-        shape = after(slots(frame.before), instruction, jump)
-        if shape is None:
-            return None
-        index = instruction.value if jump else frame.index + 1
-        if jump and instruction.name == "FOR_ITER":
-            index += versions.HERE.for_exit_skip
-        return self.resumed(frame, index, shape)
-
-    def resumed(self, frame: Frame, index: int, shape: tuple[Slot, ...]) -> Epilogue:
-        """Hand the state to the region that goes on at `index`; one region for each place and shape."""
-        index = landing(frame.code.code, index)
-        names = bound(frame, index)
-        code, place = self.origin(frame.code.code, index)
-        key = (code, place, shape, names, id(frame.globals), self.stopped)
-        region = self.cache.get(key)
-        if region is None:
-            built, places = resume_places(code, place, shape, names)
-            self.cache["origin", id(built)] = (built, code, places)
-            function = types.FunctionType(built, frame.globals)
-            _hook.skip(built)
-            function.__qualname__ = frame.function.__qualname__
-            function.__module__ = frame.function.__module__
-            region = self.cache[key] = function if self.stopped else self.resume(function)
-        again = frame.index in reachable(frame.code.code, (index,))
-        return Epilogue(functools.partial(runtime.Tail, region) if again else region, shape, names)
-
-    def origin(self, code: types.CodeType, index: int) -> tuple[types.CodeType, int]:
-        """The user's function and the instruction behind a place in a resume function, so that paths join."""
-        _, original, places = self.cache.get(("origin", id(code)), (code, code, {}))
-        return (original, places[index]) if index in places else (code, index)
-
-
-def loops(target: types.FunctionType) -> bool:
-    """Whether a continuation leaves a call to a driver."""
-    consts = target.__code__.co_consts
-    return any(type(const) is functools.partial and const.func is runtime.Tail for const in consts)
 
 
 class Preparing:

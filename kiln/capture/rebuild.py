@@ -552,6 +552,7 @@ MAKERS: dict[type, Maker] = {
     Handled: lambda r, value: r.push(value.previous),
     Mapped: lambda r, value: r.call(value.kind, value.function, *value.iterators),
     Raw: lambda r, value: r.e.const(value.value),
+    runtime.Within: Rebuilder.constant,
     Unread: lambda r, value: r.source(value.source),
 }  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (

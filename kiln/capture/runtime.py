@@ -207,6 +207,42 @@ GRAPHS = "<eval_with_key>"
 """What torch.fx calls the files of its functions."""
 
 
+class Rest:
+    """An inlined call that was left in its middle: on which way out, and the state to go on with."""
+
+    __slots__ = ("values", "way")
+
+    def __init__(self, way: int, *values: Any) -> None:
+        self.way, self.values = way, values
+
+
+class Within:
+    """The rest of an inlined call; where it is captured it is inlined, too."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def behind_call(depth: int, mode: str, done: Any, ways: dict[int, Any] | None, *args: Any) -> Any:
+    """Go on with a frame whose inlined call broke, its result at `depth` of the arguments.
+
+    Where the call was left in its middle, its state joins that of the frame: `ways` go on with both, or the
+    frame's own caller. Where the call has come to its end, `done` goes on.
+    """
+    result, own = args[depth], (*args[:depth], *args[depth + 1 :])
+    if type(result) is Rest:
+        values = (*own, *result.values)
+        return Rest(result.way, *values) if ways is None else ways[result.way](*values)
+    if mode == "object":
+        own, result = own[:-1], own[-1]
+    return done(*own) if mode == "drop" else done(*own[:depth], result, *own[depth:])
+
+
 class Tail:
     """A call left to the driver of a loop, so that the iterations do not nest."""
 

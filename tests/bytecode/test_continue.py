@@ -152,18 +152,29 @@ def gives(*args):
 def test_replaced_call(mode, slots, extra, expected):
     at = find(calls, "CALL")
     code = continue_code(
-        calls.__code__, at, (), ("log", "x"), [Epilogue(record, slots, ("log", "x"))], Replace(gives, mode)
-    )
-    assert runs(code)([], 7, *extra, (1, 2)) == expected
+        calls.__code__, at, (), ("log", "x"), [Epilogue(record, slots, ("log", "x"))],
+        Replace(gives, ("a in g", "b in g"), mode),
+    )  # fmt: skip
+    assert runs(code)([], 7, *extra, 1, 2) == expected
+
+
+def test_resumed_with_a_replaced_call():
+    at = find(calls, "CALL")
+    code, places = resume_places(calls.__code__, at, (), ("log", "x"), Replace(gives, ("a in g",), "push"))
+    log = []
+    assert runs(code)(log, 7, 1) == (1,) and log == [(1,)]
+    assert [index for index in places.values() if index == at] == [at], "the call stands for the replaced one"
+    failing, _ = resume_places(calls.__code__, at, (), ("log", "x"), Replace(fails, ("a in g",), "push"))
+    assert runs(failing)(log, 7, 1) == "caught"
 
 
 def test_replaced_call_stays_under_the_handlers():
     at = find(calls, "CALL")
     code = continue_code(
-        calls.__code__, at, (), ("log", "x"), [Epilogue(record, (VALUE,), ())], Replace(fails, "push")
+        calls.__code__, at, (), ("log", "x"), [Epilogue(record, (VALUE,), ())], Replace(fails, ("v",), "push")
     )
     log = []
-    assert runs(code)(log, 7, (1,)) == "caught"
+    assert runs(code)(log, 7, 1) == "caught"
     assert log == ["caught"]
 
 

@@ -280,7 +280,7 @@ def test_effects_of_an_inlined_call_that_breaks():
         b.items.append("end")
         return y + len(b.items)
 
-    pin(same_as_eager(f, X, bag()), graphs=3, breaks=1)
+    pin(same_as_eager(f, X, bag()), graphs=2, breaks=1)
 
 
 def test_a_write_after_an_op_that_raises_does_not_happen():

@@ -83,7 +83,7 @@ FAULTS = {
         {"times": "2 + i"},
         {"times": "torch.tensor(2 + i)"},
         "x = self.gate(x) * times",
-        "pass times as a tensor, torch.tensor(2)",
+        "pass times as a tensor, torch.tensor(3)",
     ),
     "list": (
         {"made": "[]", "scaled": "for scale in self.scales: x = x * scale", "changed": "model.scales = [0.5 + i] * (i + 1)"},

@@ -1,0 +1,191 @@
+"""How frames go on after a break: the breaking instruction in Python, then all that is left as one region.
+
+Every frame from the captured one down to the breaking one has a function that runs its part in Python: the
+innermost runs the instruction, the others call the next one in the place of their call. The state that they
+leave is handed to one region: the outermost frame goes on at its call, with what is left of the next frame
+called in its place, and so on. A frame that may come back to its call, in a loop or a recursion, goes on as a
+region of its own, which then serves all turns. Where a frame has come to its end, so or in Python as it
+handled what the instruction raised, its caller goes on with the result.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kiln import _hook
+from kiln.base.dataclass import dataclass
+from kiln.bytecode import versions
+from kiln.bytecode.flow import landing, reachable
+from kiln.bytecode.resume import (
+    LASTI,
+    NULL,
+    OBJECT,
+    VALUE,
+    Epilogue,
+    Replace,
+    Slot,
+    continue_code,
+    resume_places,
+)
+from kiln.capture import runtime
+from kiln.capture.frame import Frame
+from kiln.capture.rebuild import Rebuilder, bound, push_frame, slots
+from kiln.capture.shape import after, operands
+from kiln.capture.variables import INSIDE
+
+Ways = list[tuple[int, tuple[Slot, ...]] | None]  # where an instruction leads: the place, the stack there
+NESTED = 2  # calls at one place, one within the other, that go on together: in a recursion all share a region
+
+
+@dataclass(slots=True)
+class Onward:
+    """How a frame, and those it called, go on."""
+
+    function: types.FunctionType  # what runs in Python
+    push: Callable[[Rebuilder], int]  # pushes its arguments, gives their number
+    rests: dict[int, types.FunctionType]  # by way out: what is left for the caller to go on with
+    gives: bool  # whether the function may give what the frame returns
+    tails: bool  # whether it leaves calls to a driver
+
+
+class Resumption:
+    """The functions that go on after one break."""
+
+    def __init__(
+        self, cache: dict[Any, Any], resume: Callable[[types.FunctionType], Any], stopped: bool
+    ) -> None:
+        self.cache, self.resume, self.stopped = cache, resume, stopped
+        self.codes: list[types.CodeType] = []  # what runs in Python, outermost frame first
+
+    def onward(self, frames: list[Frame], k: int = 0) -> Onward:
+        """How frame k goes on: as a region, with those it called, or within that of its caller."""
+        frame = frames[k]
+        places = [self.origin(each.code.code, each.index) for each in frames[: k + 1]]
+        last = k == len(frames) - 1
+        ways: Ways = ways_out(frame) if last else [(landing(frame.code.code, frame.index + 1), ())]
+        again = any(way is not None and comes_back(frame, way[0]) for way in ways)
+        head = not k or again or places.count(places[k]) > NESTED
+        return self.breaking(frame, ways, head) if last else self.calling(frames, k, again, head)
+
+    def breaking(self, frame: Frame, ways: Ways, head: bool) -> Onward:
+        rests: dict[int, types.FunctionType] = {}
+        epilogues: list[Epilogue | None] = []
+        tails = False
+        for way, out in enumerate(ways):
+            if out is None:
+                epilogues.append(None)
+                continue
+            index, shape = out
+            names, again = bound(frame, index), comes_back(frame, index)
+            function = self.function(frame, index, shape, names)
+            rests[way], tails = function, tails or again
+            leave = self.region(function, again) if head else functools.partial(runtime.Rest, way)
+            epilogues.append(Epilogue(leave, shape, names))
+        names = bound(frame, frame.index)
+        target = self.in_python(frame, frame.before, names, epilogues)
+        gives = head or None in epilogues or frame.code.handler(frame.index) is not None
+        left = {} if head else rests
+        return Onward(target, lambda r: push_frame(r, frame, frame.before, names), left, gives, tails)
+
+    def calling(self, frames: list[Frame], k: int, again: bool, head: bool) -> Onward:
+        frame, inner, callee = frames[k], self.onward(frames, k + 1), frames[k + 1]
+        kept = frame.before[: len(frame.before) - operands(frame.code.instructions[frame.index])]
+        shape, names, mode = slots(kept), bound(frame, frame.index), callee.mode
+        rests = {
+            way: self.function(frame, frame.index, shape, names, rest, mode)
+            for way, rest in inner.rests.items()
+        }
+        done, ways = None, None
+        if inner.gives:
+            index, result = landing(frame.code.code, frame.index + 1), () if mode == "drop" else (VALUE,)
+            done = self.region(self.function(frame, index, (*shape, *result), names), again)
+        if head:
+            ways = {way: self.region(rest, again) for way, rest in rests.items()}
+        depth = sum(slot not in (NULL, LASTI) for slot in shape)
+        leave = functools.partial(runtime.behind_call, depth, mode, done, ways)
+        extra = (OBJECT,) if mode == "object" else ()
+        epilogue = Epilogue(leave, (*shape, VALUE), (*names, *extra))
+        call = runtime.drive(inner.function) if inner.tails else inner.function
+        replace = Replace(call, named(inner.function.__code__), "push")
+        target = self.in_python(frame, kept, (*names, *extra), [epilogue], replace)
+
+        def push(r: Rebuilder) -> int:
+            count = push_frame(r, frame, kept, names)
+            if extra:
+                r.push(callee.payload)
+            return count + len(extra) + inner.push(r)
+
+        gives = head or inner.gives or frame.code.handler(frame.index) is not None
+        return Onward(target, push, {} if head else rests, gives, again)
+
+    def in_python(
+        self, frame: Frame, kept: list[Any], names: tuple[str, ...], epilogues: Sequence[Epilogue | None],
+        replace: Replace | None = None,
+    ) -> types.FunctionType:  # fmt: skip
+        """What runs the frame's instruction, or the call in its place, and leaves."""
+        built = continue_code(frame.code.code, frame.index, slots(kept), names, epilogues, replace)
+        _hook.skip(built)
+        _hook.hide(built, _hook.GENERATED)
+        self.codes.insert(0, built)
+        return types.FunctionType(built, frame.globals)
+
+    def function(self, frame: Frame, index: int, shape: tuple[Slot, ...], names: tuple[str, ...],
+                 rest: types.FunctionType | None = None, mode: str = "") -> types.FunctionType:  # fmt: skip
+        """What goes on at `index`, or with the rest of the call there; one for each place and shape."""
+        code, place = self.origin(frame.code.code, index)
+        key = code, place, shape, names, id(frame.globals), id(rest), mode
+        known: types.FunctionType | None = self.cache.get(key)
+        if known is None:
+            replace = rest and Replace(runtime.Within(rest), named(rest.__code__), mode)
+            built, places = resume_places(code, place, shape, names, replace)
+            self.cache["origin", id(built)] = (built, code, places)
+            known = self.cache[key] = types.FunctionType(built, frame.globals)
+            known.__qualname__, known.__module__ = frame.function.__qualname__, frame.function.__module__
+        return known
+
+    def region(self, function: types.FunctionType, again: bool) -> Any:
+        """The region of a function that goes on; its call is left to a driver where it comes back."""
+        region = function if self.stopped else self.cache.get(("region", id(function)))
+        if region is None:
+            _hook.skip(function.__code__)
+            region = self.cache["region", id(function)] = self.resume(function)
+        return functools.partial(runtime.Tail, region) if again else region
+
+    def origin(self, code: types.CodeType, index: int) -> tuple[types.CodeType, int]:
+        """The user's function and the instruction behind a place in a resume function, so that paths join."""
+        _, original, places = self.cache.get(("origin", id(code)), (code, code, {}))
+        return (original, places[index]) if index in places else (code, index)
+
+
+def ways_out(frame: Frame) -> Ways:
+    """Where the breaking instruction leads, behind it and by its jump; None where Python must go on alone."""
+    instruction = frame.code.instructions[frame.index]
+    jumping = instruction.op in versions.JUMPS
+    ways: Ways = []
+    for jump in (False, True) if jumping else (False,):
+        ends = instruction.op in versions.TERMINATORS and not jumping
+        shape = None if ends else after(slots(frame.before), instruction, jump)
+        index = instruction.value if jump else frame.index + 1
+        if jump and instruction.name == "FOR_ITER":
+            index += versions.HERE.for_exit_skip
+        ways.append(None if shape is None else (landing(frame.code.code, index), shape))
+    return ways
+
+
+def comes_back(frame: Frame, index: int) -> bool:
+    """Whether what goes on at `index` may come to the frame's instruction again."""
+    return frame.index in reachable(frame.code.code, (index,))
+
+
+def named(code: types.CodeType) -> tuple[str, ...]:
+    """The parameters of a called function, under names that tell of it."""
+    names: dict[str, None] = {}
+    for name in code.co_varnames[: code.co_argcount]:
+        name = name if INSIDE in name else f"{name}{INSIDE}{code.co_name}"
+        while name in names:
+            name += "'"
+        names[name] = None
+    return tuple(names)
