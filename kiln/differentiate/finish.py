@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -31,14 +31,19 @@ Finish: TypeAlias = Callable[[Results, Args], Any]
 _switch = torch._C._set_grad_enabled
 
 
-def finisher(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
-    """A function from the results and the arguments to what the captured graph returns."""
+def finisher(
+    joint: Joint, attributes: Mapping[str, Any], sizes: Sizes, overwrites: Container[int] = ()
+) -> Finish:
+    """A function from the results and the arguments to what the captured graph returns.
+
+    `overwrites` are the results that may have been written where they belong.
+    """
     outputs = _outputs(joint, attributes, sizes)
     writes = [_write(joint, m, attributes) for m in joint.mutated if m.with_grad]
     for hidden in (True, False):
         together = [m for m in joint.mutated if not m.with_grad and m.hidden is hidden]
         if together:
-            writes.append(_writes(joint, together, attributes, hidden))
+            writes.append(_writes(joint, together, attributes, hidden, overwrites))
     if not joint.mutated and not joint.effects:
         return outputs
 
@@ -150,21 +155,22 @@ def _write(
 
 
 def _writes(
-    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any], hidden: bool
+    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any], hidden: bool,
+    overwrites: Container[int],
 ) -> Callable[[Results, Args], None]:
     """A function that gives inputs their new values, all at once, without a history."""
     graph = joint.graph
     places = [
         (origin_of(joint.primals[m.primal].origin, attributes), m.index,
-         graph.outputs[m.index] is graph.inputs[m.primal])
+         graph.outputs[m.index] is graph.inputs[m.primal], m.index in overwrites)
         for m in mutations
     ]  # fmt: skip
 
     def write(results: Results, args: Args) -> None:
         targets, values, there = [], [], []
-        for origin, index, itself in places:
+        for origin, index, itself, may_be in places:
             target = origin(args)
-            if itself or in_place(results[index], target):
+            if itself or may_be and in_place(results[index], target):
                 there.append(target)
             else:
                 targets.append(target)
@@ -179,7 +185,7 @@ def _writes(
 
 
 def in_place(value: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether a value was written where it belongs; autograd hands that over as a view."""
+    """Whether a value was written where it belongs."""
     if value is target:
         return True
     alike = value.layout is target.layout is torch.strided and value.stride() == target.stride()

@@ -46,10 +46,12 @@ def callable_for(
     attributes = _attributes(module, joint)
     primals = _picker(joint, attributes, len([n for n in module.graph.nodes if n.op == "placeholder"]))
     values_of = symbol_values(joint)
-    finish = finisher(joint, attributes, lambda args: values_of(primals(args)) if values_of else {})
+    overwrites = _overwrites(joint, halves is not None)
+    sizes = (lambda args: values_of(primals(args))) if values_of else (lambda args: {})
+    finish = finisher(joint, attributes, sizes, overwrites)
     trial = None
     if halves is None:
-        joint.graph.overwrites = {m.index: m.primal for m in joint.mutated if not m.with_grad}
+        joint.graph.overwrites = overwrites
         if compile_held is None:
             forward = compile_forward(joint.graph)
         else:
@@ -61,7 +63,7 @@ def callable_for(
         run = _inference(joint, forward)
     else:
         trial = Trial(joint.graph) if tries else None
-        halves.forward.overwrites = _held_and_written(joint)
+        halves.forward.overwrites = overwrites
         run = training(module, joint, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
 
@@ -80,13 +82,16 @@ def callable_for(
     return checked
 
 
-def _held_and_written(joint: Joint) -> dict[int, int]:
-    """The results that are new values of what the module holds on a GPU, with the places of that."""
+def _overwrites(joint: Joint, trains: bool) -> dict[int, int]:
+    """The results that may be written where the inputs lie whose new values they are, with these inputs.
+
+    Where gradients are computed, what the module holds on a GPU.
+    """
     primals = joint.primals
     return {
         m.index: m.primal for m in joint.mutated
-        if not m.with_grad and isinstance(primals[m.primal].origin, Attribute)
-        and primals[m.primal].spec.device.type == "cuda"
+        if not m.with_grad and (not trains or isinstance(primals[m.primal].origin, Attribute)
+                                and primals[m.primal].spec.device.type == "cuda")
     }  # fmt: skip
 
 

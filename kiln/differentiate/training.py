@@ -18,7 +18,7 @@ from kiln.base.keys import below
 from kiln.differentiate.again import Replay
 from kiln.differentiate.finish import resolved
 from kiln.differentiate.halves import Halves
-from kiln.differentiate.joint import Joint
+from kiln.differentiate.joint import Fresh, Joint, View
 from kiln.differentiate.prune import pruned, uses
 from kiln.differentiate.trial import Trial
 from kiln.ops.table import aten
@@ -43,7 +43,9 @@ def training(
 ) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
     """A function from the primals to the results that records itself as one node of autograd's graph."""
     results, count = joint.results, halves.tensors
-    twice, aside = _unusual_results(joint)
+    quiet = _quiet(joint)
+    shown = [i for i in range(results) if i not in quiet]
+    twice, aside = _unusual_results(joint, quiet)
     backward = Backward(halves, len(joint.tangents), compile_backward)
     begun = begin(compile_forward, halves.forward)
     values_of = symbol_values(joint)
@@ -62,7 +64,7 @@ def training(
 
     class Compiled(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *primals: Any) -> Any:  # type: ignore[override]
+        def forward(ctx: Any, found: list[Any], *primals: Any) -> Any:  # type: ignore[override]
             replay.remember(ctx, primals)
             out = run(list(primals))
             for i, first in twice:
@@ -73,20 +75,20 @@ def training(
             ctx.numbers = out[results + count :]
             if values_of is not None:
                 ctx.sizes = values_of(primals)
-            out = tuple(out[:results])
             if aside:
                 ctx.mark_non_differentiable(*[out[i] for i in aside])
-            return out
+            found += out[:results]
+            return tuple([found[i] for i in shown])
 
         boxed_grads_call = True
 
         @staticmethod
         def backward(ctx: Any, *given: Any) -> Any:
-            grads = unboxed(given)
+            grads = placed(unboxed(given), shown, [None] * results)
             present, values = tangents(grads, ctx)
             if _grad_enabled():
                 saving.check(ctx, present)
-                return replay.gradients(ctx, present, values)
+                return None, *replay.gradients(ctx, present, values)
             values[:0] = [*saving.load(ctx, present), *ctx.numbers]
             free = not _keeps_graph() and saving.release(ctx, present)
             plain = [grads[i] for i in joint.tangents if grads[i] is not None]
@@ -95,18 +97,30 @@ def training(
                 plain.clear()
                 if free:
                     replay.forget(ctx)
-                return tuple(backward.run(values, present))
+                return None, *backward.run(values, present)
             found = tuple(backward.run(values, present))
             found = trial.settle(found, lambda: replay.gradients(ctx, present, plain, False))
             if free:
                 replay.forget(ctx)
-            return found
+            return None, *found
 
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
     if not _grad_enabled():  # the program turns gradients on within the graph
         apply = torch.enable_grad()(apply)
-    return lambda primals: apply(*primals)
+
+    def call(primals: tuple[Any, ...]) -> Sequence[Any]:
+        found: list[Any] = []
+        return placed(apply(found, *primals), shown, found)
+
+    return call
+
+
+def placed(values: Sequence[Any], places: Sequence[int], among: list[Any]) -> list[Any]:
+    """A list in which some places have new values."""
+    for place, value in zip(places, values, strict=True):
+        among[place] = value
+    return among
 
 
 def unboxed(given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -130,13 +144,21 @@ def entered(run: Run) -> Run:
     return guarded
 
 
-def _unusual_results(joint: Joint) -> tuple[list[tuple[int, int]], list[int]]:
-    """Results that repeat an earlier one, with it, and tensors that are not differentiable."""
+def _quiet(joint: Joint) -> set[int]:
+    """The results that are only written to inputs, without a history: autograd need not see them."""
+    seen = {*joint.tangents, *[m.index for m in joint.mutated if m.with_grad]}
+    seen |= {o.index for o in joint.outputs if isinstance(o, Fresh)}
+    seen |= {o.base for o in joint.outputs if isinstance(o, View) and type(o.base) is int}
+    return {m.index for m in joint.mutated} - seen
+
+
+def _unusual_results(joint: Joint, quiet: set[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Results that repeat an earlier one, with it, and those not differentiable, quiet ones aside."""
     first: dict[Any, int] = {}
     twice = []
     aside = []
     for i, node in enumerate(joint.forward_outputs()):
-        if type(node) is not Node:
+        if type(node) is not Node or i in quiet:
             continue
         if node in first:
             twice.append((i, first[node]))
@@ -322,7 +344,7 @@ class Tangents:
         ]
         self.symbolic = any(isinstance(n, Expr) for s in specs for n in (*s.shape, *s.stride))
 
-    def __call__(self, grads: tuple[Any, ...], ctx: Any) -> tuple[int, list[torch.Tensor]]:
+    def __call__(self, grads: Sequence[Any], ctx: Any) -> tuple[int, list[torch.Tensor]]:
         """The set of tangents that are there, as bits, and those, with the strides that were traced."""
         present = 0
         made = []
