@@ -158,17 +158,12 @@ def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any,
         if root in taken or root.op is INPUT or root.op is CONSTANT:
             new[i] = copied(graph, new[i])
         taken.add(root)
-    seen = {new[i] for i in results.own}
     for i in range(len(results.values)):
         if i in results.own:
             continue
         root = root_of(new[i])
         if root in written.values() and (root is not new[i] or root is not written.get(i)):
             new[i] = copied(graph, new[i])
-        elif new[i] in seen:
-            # It is only copied from; but autograd must know it apart from the other result.
-            new[i] = graph.call(aten.alias.default, (new[i],), {}, new[i].spec)
-        seen.add(new[i])
     for i in range(len(results.values), len(new)):
         if type(new[i]) is Node and (root := root_of(new[i])).op is INPUT and not root.backward:
             # Eager gives an empty argument for its own gradient, with its history.

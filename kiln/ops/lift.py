@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
-from kiln.ops.layout import Mismatch, followed, is_dense
+from kiln.ops.layout import Mismatch, followed, is_dense, overlaps
 from kiln.ops.meta import Layout, Same, flagged, infer
 from kiln.ops.sizes import sizes_of
 from kiln.ops.symint import SYMBOLIC, expr_of, specialised
@@ -44,7 +44,7 @@ def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make)
         return NotImplemented
     twins: Twins = []
     hinted_args, hinted_kwargs = replaced((args, kwargs), twins, make, hint_of)
-    if found is NotImplemented and not _gives_arguments(func):
+    if found is NotImplemented and not _gives_arguments(func) or any(map(_ambiguous, twins)):
         return NotImplemented
     try:
         answer, tensors = infer(func, hinted_args, hinted_kwargs)
@@ -54,6 +54,13 @@ def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make)
         return NotImplemented
     proposals = [] if found is NotImplemented else list(found)
     return _built(answer, originals(tensors, twins), proposals, make)
+
+
+def _ambiguous(twin: tuple[Tensor, Tensor]) -> bool:
+    """Whether dimensions of a tensor overlap: which is the outer one changes with its sizes."""
+    size, stride = twin[0].shape, twin[0].stride()
+    moving = [d for d, s in enumerate(stride) if s != 0]
+    return overlaps([size[d] for d in moving], [stride[d] for d in moving])
 
 
 def _gives_arguments(func: Any) -> bool:

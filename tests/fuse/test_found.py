@@ -111,6 +111,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "a gradient of one number that cancels": ([plain(33, 100, grad=True), plain(1, 1, grad=True)],
                                               ["v0 = (a1 * a1 + a0).flip(1).cumsum(1)", "v1 = torch.copysign(a1, v0)"]),
     "a norm of equal elements": ([plain(1, 16, 3, 33)], ["a0.select(0, 0).fill_(1)", "v0 = F.group_norm(F.mish(a0), 1).mean()"]),
+    "a result equal to what is written": ([plain(3, grad=True), plain(3)], ["a1.zero_()", "v0 = a1 / (a0.abs() + 1)", "v1 = v0.zero_()"]),
     "a mean of infinities": ([replace(plain(4, 7, 5), special=True)], ["v0 = torch.var_mean(a0.clamp(min=0.25), 1)[1]"]),
 }  # fmt: skip
 
@@ -136,6 +137,7 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
     "nothing that is written": ([plain(3, 0, 16, grad=True)], [plain(17, 0, 3, grad=True)], ["v0 = F.silu(a0)", "v1 = v0[0].mul_(2)"]),
     "a size that became known, in strides": ([plain(1, 2, 3, 1)], [plain(1, 2, 16, 1, grad=True)],
                                              ["v0 = a0.scatter(1, torch.arange(2).view(1, -1, 1, 1).expand(1, 2, 3, 1).flip(1), a0)", "v1 = F.relu6(a0)"]),
+    "windows that overlap, more of them and fewer": ([plain(5, 40, dtype="i64")], [plain(16, 9, dtype="i64")], ["v0 = a0.unfold(1, 7, 1) % 3"]),
     "running values of a written part": ([plain(8, 4, 1, 100)], [plain(16, 8, 1, 40)],
                                          ["v0 = F.pixel_shuffle(a0, 2)", "v0[::2, ...].mul_(2)", "v1 = v0.cummax(2)[0]"]),
     "strides that are compared": ([plain(17, 1, 3, dtype="i16")], [plain(7, 1, 2, dtype="i16")],
