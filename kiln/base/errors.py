@@ -69,3 +69,13 @@ class Uneven(KilnError):
 
 class RecompileError(KilnError):
     """A recompile was needed while the stance forbids it."""
+
+
+def untouched(error: BaseException) -> None:
+    """Note on an exception that the graph that raised it had not written anything yet."""
+    error._untouched = True  # type: ignore[attr-defined]
+
+
+def is_untouched(error: BaseException) -> bool:
+    """Whether that was noted."""
+    return getattr(error, "_untouched", False)

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
-from kiln.base.errors import Break
+from kiln.base.errors import Break, is_untouched
 from kiln.base.reports import words_of
 from kiln.bytecode import decompile
 from kiln.bytecode.assemble import Emitter, Label
@@ -77,8 +77,9 @@ class Finisher:
         e = Emitter()
         e.raw("RESUME", 0)
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
-        if call is not None and self.replays() and self.m.recorder.dispatch.draws:
-            e.callee(torch.get_rng_state)
+        drawn = tuple(self.m.recorder.dispatch.draws)
+        if call is not None and self.may_replay() and drawn:
+            e.callee(functools.partial(runtime.generator_states, drawn))
             e.end_call(0)
             e.store("__drawn")
         for draw in self.m.world.varying.draws.values():
@@ -94,7 +95,7 @@ class Finisher:
         self.body(r, tail)
         e.ret()
         if call is not None:
-            (self.replay if self.replays() else self.retell)(e, start, end)
+            self.raised(e, start, end)
         name = self.root.code.code.co_name
         built = e.finish(f"<{name} captured>", decompile.generated_name(name), 1, len(self.names),
                          self.names, CO_OPTIMIZED | CO_NEWLOCALS, statements=True)  # fmt: skip
@@ -107,28 +108,42 @@ class Finisher:
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
-        functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
-        lasting = self.m.recorder.dispatch.lasting or self.m.world.varying.draws
-        return all(module_of(f) in REPLAYED for f in functions) and not lasting
+        return self.may_replay() and not self.m.recorder.dispatch.lasting
 
-    def handle(self, e: Emitter, start: Label, end: Label) -> None:
-        """What follows is done when something between the two places raises."""
-        handler = Label()
+    def may_replay(self) -> bool:
+        """The same where it raises before it writes to tensors, which the one who runs it tells."""
+        functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
+        return all(module_of(f) in REPLAYED for f in functions) and not self.m.world.varying.draws
+
+    def raised(self, e: Emitter, start: Label, end: Label) -> None:
+        """What is done when an op raises at run time, between the two places."""
+        handler, written = Label(), Label()
         e.protect(start, end, handler, 0)
         e.place(handler)
         e.raw("PUSH_EXC_INFO")
+        if self.may_replay():
+            if not self.replays():
+                self.hand_over(e, is_untouched)
+                e.jump_on("POP_JUMP_IF_FALSE", written)
+            self.replay(e)
+        if not self.replays():
+            e.place(written)
+            self.retell(e)
 
-    def replay(self, e: Emitter, start: Label, end: Label) -> None:
-        """When an op raises at run time the frame runs in Python, where its handlers see the exception."""
-        self.handle(e, start, end)
-        e.callee(words_of)
+    def hand_over(self, e: Emitter, function: Any) -> None:
+        """Call a function with the exception that was raised."""
+        e.callee(function)
         e.copy(3)
         e.end_call(1)
+
+    def replay(self, e: Emitter) -> None:
+        """Run the frame in Python, where its handlers see the exception."""
+        self.hand_over(e, words_of)
         e.store("__raised")
         e.pop()
         e.raw("POP_EXCEPT")
         if self.m.recorder.dispatch.draws:
-            e.callee(torch.set_rng_state)
+            e.callee(runtime.set_generators)
             e.load("__drawn")
             e.end_call(1)
             e.pop()
@@ -142,14 +157,11 @@ class Finisher:
         e.pop()
         e.ret()
 
-    def retell(self, e: Emitter, start: Label, end: Label) -> None:
-        """When an op raises at run time the traceback shows the line of the program that it stands on."""
+    def retell(self, e: Emitter) -> None:
+        """Raise it with a traceback that shows the line of the program that the op stands on."""
         assert self.graph is not None
         places = {node.name: node.meta.get("stack_trace", "") for node in self.graph.graph.nodes}
-        self.handle(e, start, end)
-        e.callee(functools.partial(runtime.retell, places))
-        e.copy(3)
-        e.end_call(1)
+        self.hand_over(e, functools.partial(runtime.retell, places))
         e.pop()
         e.swap(2)
         e.raw("POP_EXCEPT")

@@ -11,6 +11,8 @@ import warnings
 from collections import OrderedDict, deque
 from typing import Any
 
+import torch
+
 from kiln.base import log
 from kiln.base.places import places_of
 from kiln.base.tracebacks import add_lines
@@ -183,6 +185,21 @@ def native_slot(cls: type, name: str) -> Any:
 
 def delete_item(space: dict[str, Any], name: str) -> None:
     space.pop(name, None)
+
+
+def generator_states(devices: tuple[torch.device, ...]) -> list[tuple[torch.device, Any]]:
+    """The states of the random generators of devices."""
+    here = [(d, torch.get_rng_state()) for d in devices if d.type == "cpu"]
+    return here + [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices if d.type != "cpu"]
+
+
+def set_generators(states: list[tuple[torch.device, Any]]) -> None:
+    """Put the generators of devices back into these states."""
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def ran_in_python(name: str, raised: str) -> None:

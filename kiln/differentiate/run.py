@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from kiln.base.errors import untouched
 from kiln.base.graph import Graph, Own
 from kiln.differentiate.alias import lies_as, overlapping
 from kiln.differentiate.finish import finisher, gives_results, origin_of
@@ -66,11 +67,19 @@ def callable_for(
         halves.forward.overwrites = overwrites
         run = training(module, joint, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
+    overwrites = (joint.graph if halves is None else halves.forward).overwrites
+    writes_last = all(joint.primals[i].spec.device.type == "cpu" for i in overwrites.values())
 
     def call(*args: Any) -> Any:
         if trial is not None and trial.failed:
             return module.forward(*args)
-        return finish(run(primals(args)), args)
+        try:
+            results = run(primals(args))
+        except Exception as error:
+            if writes_last:
+                untouched(error)
+            raise
+        return finish(results, args)
 
     if apart is None:
         return call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -12,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
-from kiln.ops.layout import Mismatch, followed, preserved
-from kiln.ops.lift import Twins, concretely, is_symbolic, lifted, originals
+from kiln.ops.aliases import base_of
+from kiln.ops.layout import Mismatch, followed, is_dense, preserved
+from kiln.ops.lift import Twins, concretely, hint_of, is_symbolic, lifted, originals
 from kiln.ops.meta import (
     DATA,
     DECOMPOSES,
@@ -30,6 +32,7 @@ from kiln.ops.meta import (
     flagged,
     infer,
     lays_out_itself,
+    memory_of,
     too_large,
     written,
 )
@@ -67,8 +70,13 @@ class FakeTensor(Tensor):
     `value` is the real tensor when the contents are a constant of the program, valid while `_version` is
     `value_version`. `node` is what stands for it in the graph of the recording that it belongs to.
     `wrapped` is what a tensor made of others consists of: an instance of its class around fakes.
+    `root` is the tensor in whose memory it lies, if another one; it is `own` where a call made that memory.
     """
 
+    __slots__ = ("own", "root")  # apart from the attributes that a program gives to a tensor
+
+    own: bool
+    root: Any
     real_type: type = Tensor
     pinned: bool = False
     node: Any = None
@@ -426,7 +434,11 @@ def literal(value: Any) -> Any:
     return fake
 
 
-@rule(aten.lift_fresh.default, aten.lift.default)
+#: Ops that make a tensor of the program's literal, which nobody else has.
+LIFTED = frozenset({aten.lift_fresh.default, aten.lift.default})
+
+
+@rule(*LIFTED)
 def _lift(value: Tensor) -> Any:
     return literal(value)
 
@@ -446,33 +458,59 @@ class Mode(TorchDispatchMode):
         _pop(None)
 
 
-#: What makes memory that the next call fills.
-EMPTY = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default})
 
 
 class FakeMode(Mode):
     """While it is entered, every aten call gives fakes: factories too, and calls on real tensors.
 
-    `writes` counts the calls that wrote into one of their arguments, and `lasting` those of them that did not
-    fill what the call before made; `draws` says whether one drew numbers.
+    `writes` counts the calls that wrote into one of their arguments, and `lasting` says whether one wrote to
+    memory that was there before; `draws` are the devices whose random generators drew numbers.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.writes = self.lasting = 0
-        self.draws = False
-        self.made: Any = None
+        self.writes = 0
+        self.lasting = False
+        self.draws: set[torch.device] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        again = self.made is not None and bool(args) and args[0] is self.made
+        kwargs = kwargs or {}
         if MUTATING[func]:
             self.writes += 1
-            self.lasting += not again or any(t is not self.made for t in written(func, args, kwargs or {}))
-        self.draws = self.draws or SEEDED[func] and drawing(func, args, kwargs or {})
-        out = dispatch(func, args, kwargs or {})
-        again = again and (MUTATING[func] or func is aten.detach.default)
-        self.made = out if again or func in EMPTY else None
+            targets, given = list(written(func, args, kwargs)), tensors_in((args, kwargs))
+            self.lasting = self.lasting or not all(getattr(memory_of(t), "own", False) for t in targets)
+            if any(crosses(t, other) for t in targets for other in given if other is not t):
+                return refuse(Mismatch("what is written shares places with what is read"), func, args, kwargs)
+        out = dispatch(func, args, kwargs)
+        note_memory(out, func, args, kwargs)
+        if SEEDED[func] and drawing(func, args, kwargs):
+            self.draws.update(t.device for t in tensors_in(out))
         return out
+
+
+def note_memory(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note of new fakes whose memory they lie in: that of an argument, or their own."""
+    for place, part in enumerate(out if len(func._schema.returns) > 1 else (out,)):
+        base = None if func in LIFTED else base_of(func, args, kwargs, place)
+        for fake in tensors_in(part):
+            if type(fake) is FakeTensor and fake is not base:
+                fake.own = base is None
+                fake.root = memory_of(base) if isinstance(base, Tensor) else None
+
+
+def crosses(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors without gaps share some of their places, or all of them in another order."""
+    if memory_of(a) is not memory_of(b):
+        return False
+    layouts = []
+    for t in (a, b):
+        size, stride = tuple(map(hint_of, t.shape)), tuple(map(hint_of, t.stride()))
+        if 0 in size or not is_dense(size, stride):
+            return False
+        begin = hint_of(t.storage_offset()) * t.itemsize
+        layouts.append((begin, begin + math.prod(size) * t.itemsize, stride))
+    (start, end, _), (other, last, _) = layouts
+    return start < last and other < end and layouts[0] != layouts[1]
 
 
 #: Entered while a composite op runs inside a dispatch, where the mode that called it is off.

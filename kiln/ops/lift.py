@@ -11,7 +11,7 @@ from torch import Tensor
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
 from kiln.ops.layout import Mismatch, followed, is_dense, overlaps
-from kiln.ops.meta import Layout, Same, flagged, infer
+from kiln.ops.meta import Layout, Same, flagged, infer, memory_of
 from kiln.ops.sizes import sizes_of
 from kiln.ops.symint import SYMBOLIC, expr_of, specialised
 
@@ -125,6 +125,7 @@ def replaced(value: Any, twins: Twins, make: Make, number: Callable[[Any], Any])
                 return twin
         size, stride = [number(n) for n in original.shape], [number(n) for n in original.stride()]
         twin = make(size, stride, original.dtype, original.device, number(original.storage_offset()))
+        twin.root = memory_of(original)  # type: ignore[attr-defined]
         twins.append((flagged(twin, original.is_conj(), original.is_neg()), original))
         return twin
 

@@ -285,7 +285,7 @@ def lays_out_itself(func: Any, x: Any) -> bool:
 
 def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
     """What `func` returns on zeros of these layouts, described; eager's error comes out when there is one."""
-    twins = [zeros_of(t) for t in tensors]
+    twins = zeros_of(tensors)
     args, kwargs = with_twins((args, kwargs), tensors, twins)
     if kwargs.get("generator") is not None:
         kwargs = {**kwargs, "generator": None}
@@ -297,8 +297,21 @@ def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
     return describe(out, twins, tensors[0].device if tensors else None)
 
 
-def zeros_of(value: Tensor) -> Tensor:
-    """A real tensor of zeros on the CPU with the layout of `value`."""
-    memory = torch.zeros(reach(value), dtype=value.dtype, device=CPU)
-    twin = memory.as_strided(value.shape, value.stride(), value.storage_offset())
-    return flagged(twin, value.is_conj(), value.is_neg())
+def zeros_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Real tensors of zeros on the CPU with the layouts of `tensors`, those of one memory in one memory."""
+    memories: dict[int, Tensor] = {}
+    for t in sorted(tensors, key=lambda t: -reach(t) * t.itemsize):
+        size = -(-reach(t) * t.itemsize // 16) * 16
+        memories.setdefault(id(memory_of(t)), torch.zeros(size, dtype=torch.uint8, device=CPU))
+    twins = []
+    for t in tensors:
+        memory = memories[id(memory_of(t))].view(t.dtype)
+        twin = memory.as_strided(t.shape, t.stride(), t.storage_offset())
+        twins.append(flagged(twin, t.is_conj(), t.is_neg()))
+    return twins
+
+
+def memory_of(value: Tensor) -> Tensor:
+    """The tensor in whose memory a fake lies: itself, or the one that it is a view of."""
+    root = getattr(value, "root", None)
+    return value if root is None else root

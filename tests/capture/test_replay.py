@@ -1,7 +1,11 @@
 """An op that raises only when it runs: the frame runs again in Python, so its own handlers see the exception."""
 
+import types
+
+import pytest
 import torch
 
+from kiln.capture import runtime
 from tests.support import kiln, pin, same_as_eager, t
 
 X, FAR = t(4), torch.tensor([9])
@@ -68,3 +72,60 @@ def test_one_line_tells_that_a_graph_raised_and_the_frame_did_not(caplog):
         compiled(X, FAR)
     told = [r.getMessage() for r in caplog.records if "ran in Python since its graph raised" in r.getMessage()]
     assert len(told) == 1 and "f ran" in told[0] and "RuntimeError: index 9 is out of bounds" in told[0]
+
+
+def both(f, make):
+    """What a call in eager and one compiled give or raise, and what became of their arguments."""
+    seen = []
+    for called in (f, kiln.compile(f)):
+        args = make()
+        try:
+            result = called(*args)
+        except (RuntimeError, IndexError) as error:
+            result = [type(error), str(error), error.__context__]
+        seen.append(str((result, args)))
+    assert seen[0] == seen[1]
+
+
+def test_what_came_before_the_error_has_happened_where_the_graph_writes():
+    def f(x, i, log):
+        log.append(1)
+        x.add_(1)
+        try:
+            y = x[i]
+        except IndexError:
+            y = x * 100
+        log.append(2)
+        x.mul_(3)
+        return y.gather(0, i)
+
+    for place in (1, 7, 2):
+        both(f, lambda place=place: (torch.arange(4.0), torch.tensor([place]), []))
+
+
+def test_the_numbers_of_a_frame_that_runs_again_are_the_first(monkeypatch):
+    states = {"cuda:1": 7}
+    there = types.SimpleNamespace(get_rng_state=lambda d: states[str(d)], set_rng_state=lambda s, d: states.update({str(d): s}))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: there)
+    before = runtime.generator_states((torch.device("cpu"), torch.device("cuda:1")))
+    first, states["cuda:1"] = torch.rand(3), 9
+    runtime.set_generators(before)
+    assert states["cuda:1"] == 7 and torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: x[0, 1:].add_(x[0, :-1]), lambda x: x.add_(x.t()), lambda x: x[1:].copy_(x[:-1]), lambda x: torch.mul(x[1:], 2, out=x[:-1]),
+    lambda x: (x * 2)[0].detach().view(-1)[1:].sub_(x[0, :-1]), lambda x: x[:1].add_(x[1:2]),
+])  # fmt: skip
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_writes_that_eager_refuses_for_what_they_read(f, dynamic):
+    def program(x, log):
+        log.append(1)
+        try:
+            return f(x)
+        except RuntimeError as error:
+            log.append(str(error))
+            return x * 2
+
+    mine, eager = ((g(x := torch.arange(9.0).reshape(3, 3), log := []), x, log) for g in (kiln.compile(program, dynamic=dynamic), program))
+    assert str(mine) == str(eager)
