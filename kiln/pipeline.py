@@ -150,9 +150,12 @@ def resumed_region(function: types.FunctionType, family: Family) -> Any:
 def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
     """No entry holds: capture, add an entry, and have the region run it."""
     function = region.function
+    refused = None
     _hook.pause()
     try:
         run = find_run(region, function, argv, family)
+    except BackendRaised as error:
+        refused = error.error
     except (Break, Skip, Specialised, RecompileError) as error:
         # A refusal is for the program's author: the traceback ends at the line that it is about.
         error.__traceback__ = None
@@ -161,6 +164,8 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
         raise
     finally:
         _hook.resume()
+    if refused is not None:  # out here, where no error of ours is its context
+        raise refused
     return _hook.then(nested.eager(function) if run is None else run)
 
 
@@ -216,9 +221,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
                 time.graph = captured.graph.meta["name"]
     except Skip as e:
         return skip(region, name, e, family)
-    except BackendRaised as e:
-        raise e.error from None
-    except (Break, Specialised):
+    except (Break, Specialised, BackendRaised):
         raise
     except (KeyboardInterrupt, MemoryError):
         raise

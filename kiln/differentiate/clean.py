@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, retarget
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, name_of, nodes_in, retarget, tensors
 from kiln.differentiate.writes import FORMS
-from kiln.ops.layout import is_dense
+from kiln.ops.layout import INTEGERS, PLAIN_DTYPES, is_dense
 from kiln.ops.meta import SEEDED, Facts
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
@@ -34,6 +34,16 @@ SINGLE = frozenset({aten.select.int, aten.select_scatter.default})
 #: Views that undo themselves.
 SWAPS = frozenset({aten.t.default, aten.transpose.int})
 _NUMBERS = (float, bool, complex)
+#: Ops that raise by the contents of tensors, an index out of range or a division by zero, for which dtypes.
+RAISES = {
+    **dict.fromkeys(
+        "index gather index_select embedding take scatter scatter_add scatter_reduce index_put "
+        "index_add index_copy index_fill index_reduce put masked_scatter nll_loss_forward nll_loss2d_forward "
+        "_embedding_bag binary_cross_entropy multi_margin_loss multilabel_margin_loss_forward".split(),
+        PLAIN_DTYPES,
+    ),
+    **dict.fromkeys(("div", "floor_divide", "remainder", "fmod"), INTEGERS),
+}
 
 
 #: Whether a node of this op matters for what it does and not only for its value.
@@ -76,7 +86,23 @@ def clean(graph: Graph, results: Results) -> None:
         kept.append(node)
     graph.nodes = kept
     graph.outputs = part(graph, retarget(graph.outputs, replaced), results)
-    graph.drop_unused(acts)
+    graph.drop_unused(lambda node: acts(node) or may_raise(node))
+    look_at_unread(graph)
+
+
+def may_raise(node: Node) -> bool:
+    """Whether eager may raise where the program computes this, by the contents of tensors."""
+    kinds = RAISES.get(name_of(node.op), ())
+    return not node.backward and any(spec.dtype in kinds for spec in tensors([node.spec]))
+
+
+def look_at_unread(graph: Graph) -> None:
+    """Have what may raise and is read by nobody be read by an op that does nothing."""
+    read = graph.read() | set(nodes_in(graph.outputs))
+    for node in [n for n in graph.nodes if n not in read and may_raise(n)]:
+        if not isinstance(node.spec, TensorSpec):
+            node = graph.call(operator.getitem, (node, 0), {}, node.spec[0], node)
+        graph.call(aten._assert_tensor_metadata.default, (node,), {}, None, node)
 
 
 def read_of(part: Node) -> Node:

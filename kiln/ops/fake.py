@@ -26,12 +26,12 @@ from kiln.ops.meta import (
     UNCOUNTED,
     Layout,
     Same,
+    asked,
     by_mask,
     consult,
     drawing,
     flagged,
     infer,
-    lays_out_itself,
     memory_of,
     too_large,
     written,
@@ -63,7 +63,16 @@ FILLED = frozenset(
 )  # fmt: skip
 
 
-class FakeTensor(Tensor):
+class Placed(Tensor):
+    """A tensor that may know whose memory it lies in, apart from the attributes that a program gives it."""
+
+    __slots__ = ("own", "root")
+
+    own: bool
+    root: Any
+
+
+class FakeTensor(Placed):
     """A tensor without data, made only by `make` and `fake_like`.
 
     `real_type` is the exact Python type of the tensor it stands for. `pinned` forbids to change its shape.
@@ -73,10 +82,6 @@ class FakeTensor(Tensor):
     `root` is the tensor in whose memory it lies, if another one; it is `own` where a call made that memory.
     """
 
-    __slots__ = ("own", "root")  # apart from the attributes that a program gives to a tensor
-
-    own: bool
-    root: Any
     real_type: type = Tensor
     pinned: bool = False
     node: Any = None
@@ -224,9 +229,11 @@ def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rule = rule_of(func)
     if rule is not None:
         try:
-            out = rule(*args, **kwargs)
+            out: Any = rule(*args, **kwargs)
         except Mismatch as error:
-            return refuse(error, func, args, kwargs)
+            out = error
+        if isinstance(out, Mismatch):  # eager's error has no other one before it
+            return refuse(out, func, args, kwargs)
         if out is not NotImplemented:
             return out
     return general(func, args, kwargs)
@@ -256,13 +263,13 @@ def general(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return out
         args, kwargs = concretely((args, kwargs), twins, make)
     try:
-        answer, tensors = infer(
-            func, args, kwargs, consult if lays_out_itself(func, args[0] if args else None) else None
-        )
+        answer, tensors = infer(func, args, kwargs, asked(func, args))
     except Break:
         raise
     except Exception as error:
-        answer, tensors = second_opinion(error, func, args, kwargs)
+        answer, tensors = error, []
+    if isinstance(answer, Exception):
+        answer, tensors = second_opinion(answer, func, args, kwargs)
     return build(answer, originals(tensors, twins) if twins else tensors)
 
 

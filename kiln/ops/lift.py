@@ -11,7 +11,7 @@ from torch import Tensor
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
 from kiln.ops.layout import Mismatch, followed, is_dense, overlaps
-from kiln.ops.meta import Layout, Same, flagged, infer, memory_of
+from kiln.ops.meta import Layout, Same, asked, flagged, infer, memory_of
 from kiln.ops.sizes import sizes_of
 from kiln.ops.symint import SYMBOLIC, expr_of, specialised
 
@@ -47,7 +47,7 @@ def lifted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Make)
     if found is NotImplemented and not _gives_arguments(func) or any(map(_ambiguous, twins)):
         return NotImplemented
     try:
-        answer, tensors = infer(func, hinted_args, hinted_kwargs)
+        answer, tensors = infer(func, hinted_args, hinted_kwargs, asked(func, hinted_args))
     except Break:
         raise
     except Exception:

@@ -57,6 +57,7 @@ DATA_DEPENDENT = {
 DATA_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 #: Ops whose result's shape depends on data only when an index is a mask.
+MASKED = {aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default}
 INDEXING = {aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor}
 
 #: Whether an overload writes into one of its arguments.
@@ -267,10 +268,21 @@ CPU = torch.device("cpu")
 LARGEST = 1 << 26
 LARGEST_LAYOUT = 1 << 16
 
-#: Ops whose meta kernels give other strides than their kernels for the CPU.
-OWN_LAYOUT = frozenset(map(overload, (
-    "_fft_r2c _fft_c2r _fft_c2c _linalg_svd linalg_eig index_put _unsafe_index_put max_unpool2d max_unpool3d"
+#: Ops whose meta kernels give other strides than their kernels for the CPU, or take what these refuse.
+UNLIKE = frozenset(map(overload, (
+    "_fft_r2c _fft_c2r _fft_c2c _linalg_svd linalg_eig index_put _unsafe_index_put max_unpool2d max_unpool3d "
+    "index_put_ index_add index_add_ index_copy index_copy_ index_fill_.int_Scalar index_fill_.int_Tensor "
+    "put index_fill.int_Scalar index_fill.int_Tensor put_ index_reduce index_reduce_ index_select "
+    "select_scatter diagonal_scatter _softmax _log_softmax nll_loss_forward histc logcumsumexp "
+    "bernoulli uniform_ mode median.dim linalg_cross binary_cross_entropy searchsorted.Tensor"
 ).split()))  # fmt: skip
+#: Elementwise ops that raise on zeros.
+DIVIDING = frozenset({"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"})
+ASKED = Facts(
+    lambda func: func in UNLIKE
+    or torch.Tag.pointwise in func.tags
+    and func._schema.name.rstrip("_") not in DIVIDING
+)
 
 
 def too_large(tensors: list[Tensor]) -> bool:
@@ -278,9 +290,12 @@ def too_large(tensors: list[Tensor]) -> bool:
     return bool(sum(t.numel() for t in tensors) > LARGEST)
 
 
-def lays_out_itself(func: Any, x: Any) -> bool:
-    """Whether only the op itself, run on zeros like `x`, knows its result's strides, and that is cheap."""
-    return bool(func in OWN_LAYOUT and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT)
+def asked(func: Any, args: tuple[Any, ...]) -> Ask | None:
+    """What is asked: the op itself, on zeros, where only that knows what it takes and is cheap."""
+    x = args[0] if args else None
+    small = ASKED[func] and isinstance(x, Tensor) and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT
+    chosen = func in MASKED and by_mask(args[1])  # on zeros a mask chooses nothing
+    return consult if small and not chosen else None
 
 
 def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
