@@ -119,18 +119,19 @@ _NEAR_STEPS = 32
 _FRACTIONS = tuple(2.0 ** (n / _NEAR_STEPS) for n in range(_NEAR_STEPS))
 # A factor of all powers by which each of them lies twice as near to a float
 _NEAR_FACTOR = 1.0000754351754526
-# The bits of the factor times 2^(n/32), less n where it stands in what is added to them
-_NEAR_POWERS = tuple(
-    struct.unpack("<I", struct.pack("<f", _NEAR_FACTOR * fraction))[0] - (n << 18)
-    for n, fraction in enumerate(_FRACTIONS)
-)
-# The same without the factor, of which 0 gives 1
-_SUMMED_POWERS = tuple(
-    struct.unpack("<I", struct.pack("<f", fraction))[0] - (n << 18) for n, fraction in enumerate(_FRACTIONS)
-)
+
+
+def _entries(steps: int, factor: float = 1.0) -> tuple[int, ...]:
+    """The bits of a factor times 2^(n/steps), less n where it stands in what is added to them."""
+    powers = [struct.unpack("<I", struct.pack("<f", factor * 2.0 ** (n / steps)))[0] for n in range(steps)]
+    return tuple(bits - n * (1 << 23) // steps for n, bits in enumerate(powers))
+
+
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
 LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
+#: Whether powers may be loose, to the parts of powers of two in a table, and to what is added to round to them.
+_PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40
 
@@ -249,41 +250,40 @@ def tanh_loose(x: Value) -> Value:
     return _in_pieces(x, 4.6, TANH_STEP, _TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
 
 
-def powers_near(whole: Value) -> tuple[Value, Value]:
+def powers_near(whole: Value, loose: bool) -> tuple[Value, ...]:
     """The tables of `exp_near` for exponentials over 2^(whole - ROOM)."""
-    low, high = _halves(whole, _NEAR_POWERS)
     shift = ((ROOM - whole) << 23).splat(LANES)
-    return low + shift, high + shift
+    return tuple(part + shift for part in _registers(whole, _entries(_PARTS[loose], _NEAR_FACTOR)))
 
 
-def _halves(near: Value, table: tuple[int, ...]) -> tuple[Value, Value]:
-    """A table of two registers."""
+def _registers(near: Value, table: tuple[int, ...]) -> tuple[Value, ...]:
+    """A table of one or two registers."""
     entries = [f"i32 {bits}" for bits in table]
-    low, high = (", ".join(entries[start : start + LANES]) for start in (0, LANES))
-    return Value(near.fn, f"<{low}>", I32.wide(LANES)), Value(near.fn, f"<{high}>", I32.wide(LANES))
+    parts = [", ".join(entries[start : start + LANES]) for start in range(0, len(entries), LANES)]
+    return tuple(Value(near.fn, f"<{part}>", I32.wide(LANES)) for part in parts)
 
 
-def reach(x: Value, rounder: Value | float = ROUNDER_NEAR) -> Value:
+def reach(x: Value, loose: bool) -> Value:
     """Bits that grow with x; those of what is no number are above all others."""
-    return fma(x, 1 / functions.LN2, rounder).bits(U32)
+    return fma(x, 1 / functions.LN2, _ROUNDERS[loose]).bits(U32)
 
 
-def exp_near(x: Value, tables: tuple[Value, Value], loose: bool) -> tuple[Value, Value]:
+def exp_near(x: Value, tables: tuple[Value, ...], loose: bool) -> tuple[Value, Value]:
     """e^x over the power of two of these tables, and how far it reaches.
 
-    Right where it is a normal number: the exponent is added to that of the factor looked up. To 2^-14 where
+    Right where it is a normal number: the exponent is added to that of the factor looked up. To 2^-12 where
     it may be `loose`.
     """
-    power, n, r, bits = _power_and_rest(x, tables)
+    power, n, r, bits = _power_and_rest(x, tables, _ROUNDERS[loose])
     if loose:
         return fma(power, r, power), bits
     r = fma(n, -LN2_REST, r)
     return fma(power * r, functions.polynomial(r, _NEAR), power), bits
 
 
-def rounder(near: Value) -> Value:
+def rounder(near: Value, loose: bool) -> Value:
     """What `power_and_rest` adds to take powers over one near to that of a number."""
-    return fma(near, -1 / functions.LN2, ROUNDER_NEAR)
+    return fma(near, -1 / functions.LN2, _ROUNDERS[loose])
 
 
 def power_and_rest(x: Value, rounder: Value, loose: bool) -> tuple[Value, Value]:
@@ -291,28 +291,33 @@ def power_and_rest(x: Value, rounder: Value, loose: bool) -> tuple[Value, Value]
 
     As exact as `exp_summed`, which see.
     """
-    power, _, r, _ = _power_and_rest(x, _halves(x, _SUMMED_POWERS), rounder)
+    power, _, r, _ = _power_and_rest(x, _registers(x, _entries(_PARTS[loose])), rounder)
     return power, r if loose else r * fma(r, 0.5, 1.0)
 
 
 def _power_and_rest(
-    x: Value, tables: tuple[Value, Value], rounder: Value | float = ROUNDER_NEAR
+    x: Value, tables: tuple[Value, ...], rounder: Value | float
 ) -> tuple[Value, Value, Value, Value]:
     """The power of two, its exponent, the rest, and the bits that have it."""
-    bits = reach(x, rounder)
+    bits = fma(x, 1 / functions.LN2, rounder).bits(U32)
     n = bits.bits(F32) - rounder
-    entry = x.fn.call("llvm.x86.avx512.vpermi2var.d.512", bits.type, tables[0], bits, tables[1])
-    return (entry + (bits << 18)).bits(F32), n, fma(n, -LN2_FLOAT, x), bits
+    # Looking up in one register leaves the units that multiply alone.
+    low, *high = tables
+    name = "vpermi2var.d" if high else "permvar.si"
+    entry = x.fn.call(f"llvm.x86.avx512.{name}.512", bits.type, low, bits, *high)
+    places = 23 - (LANES * len(tables)).bit_length() + 1
+    return (entry + (bits << places)).bits(F32), n, fma(n, -LN2_FLOAT, x), bits
 
 
 def exp_summed(x: Value, loose: bool) -> Value:
     """e^x, x at most 0, for sums that are 1 or more: what is less than e^-87 counts as that.
 
-    Errors of single powers, of either sign, are up to 2^-22; where they may be `loose`, 2^-14.
+    Errors of single powers, of either sign, are up to 2^-22; where they may be `loose`, 2^-12.
     """
     if x.type.width != LANES:
         return functions.exp_below(x, loose)
-    power, _, r, _ = _power_and_rest(functions.at_least(x, -87.0), _halves(x, _SUMMED_POWERS))
+    tables = _registers(x, _entries(_PARTS[loose]))
+    power, _, r, _ = _power_and_rest(functions.at_least(x, -87.0), tables, _ROUNDERS[loose])
     return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power)
 
 

@@ -339,6 +339,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         stores, folds = self.nest.stores, self.nest.folds()
         if not self.nest.reduced:
             self.fetch_next()
+            self.even_and_odd = {}, {}
             if self.nest.several:
                 self.in_step(stores)
             for store in stores:

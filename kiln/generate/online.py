@@ -177,9 +177,10 @@ class Online(Words):
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
         near = _within(tree(looked_at, _top))
         rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
-        loose, tables = id(total.value) in self.loose, avx512.powers_near(rounded.bits(I32) - 0x4B400000)
+        loose = id(total.value) in self.loose
+        tables = avx512.powers_near(rounded.bits(I32) - 0x4B400000, loose)
         # e^-106 is 0 times any power of two below 2.
-        least, limit = (near - 106.0).splat(width), avx512.reach(near + ABOVE)
+        least, limit = (near - 106.0).splat(width), avx512.reach(near + ABOVE, loose)
 
         def usual(x: Value) -> tuple[Value, Value]:
             return avx512.exp_near(functions.at_least(x, least), tables, loose)

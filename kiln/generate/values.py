@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,8 @@ def words(value: Value) -> Value:
 
 class Values(Reads):
     """A function under construction, over the buffers and sizes of a nest."""
+
+    of_registers: Callable[[Term], Value]
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
         self.nest, self.module, self.schedule = nest, Module(), schedule
@@ -244,7 +246,7 @@ class Values(Reads):
         if bits is not None:
             stored, value = I16, bits
         elif rounds and self.lanes == 32 and not self.nest.reduced:
-            value = rounds(*self.of_registers(term))
+            value = self.of_registers(term)
         else:
             value = self.value(term)
         base = self.pointers[store.buffer]
@@ -304,14 +306,6 @@ class Values(Reads):
         if not isinstance(term, Load) or id(term) in self.kept_rows or self.known(term) is not None:
             return None
         return self.load_as(I16, term)
-
-    def of_registers(self, term: Term) -> list[Value]:
-        """The value of a term of bf16 where lanes are those of two registers: what is in each, as f32."""
-        while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
-            term = term.args[0]  # it is rounded where it is stored
-        value = self.value(term)
-        value = value if value.type.width > 1 else value.splat(self.lanes)
-        return [lanes(value, start, self.lanes // 2) for start in (0, self.lanes // 2)]
 
     def neutral(self, fold: Fold, wide: int) -> list[Value]:
         """What a fold starts with."""

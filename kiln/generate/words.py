@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +16,7 @@ from kiln.fuse.nest import Apply, Fold, Load, Place, Term, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import absolute
-from kiln.generate.lanes import across_lanes, first_lane, shuffled
+from kiln.generate.lanes import across_lanes, first_lane, lanes, shuffled
 from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
 from kiln.generate.values import Values
@@ -32,10 +32,15 @@ BOUNDS = ("smax", "umax", "umin")
 ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 
 
+Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
+
+
 class Words(Values):
     """Emits such folds."""
 
     varies: Callable[[Term], bool]
+    even_and_odd: Known
+    """What is known of the even and of the odd places in a turn of two vectors."""
 
     def pairs(self, value: Term) -> list[Load]:
         """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
@@ -51,16 +56,39 @@ class Words(Values):
         self.push()
         assert self.vector is not None
         self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, self.width
-        words = [_halves(self.fn.load(self.address(load, I16), I16.wide(2 * self.width))) for load in pairs]
-        found = []
-        for halves in zip(*words, strict=True):
-            self.push()
-            self.layers[-1].update({id(load): half for load, half in zip(pairs, halves, strict=True)})
-            found.append(self.value(top.value))
-            self.pop()
+        found = self.apart(top.value, pairs, ({}, {}))
         self.lanes = outside
         self.pop()
         return found
+
+    def apart(self, value: Term, pairs: list[Load], known: Known) -> list[Value]:
+        """A value at the even and at the odd of twice as many places as there are lanes."""
+        found = []
+        for load in pairs:
+            if id(load) not in known[0]:
+                both = _halves(self.fn.load(self.address(load, I16), I16.wide(2 * self.width)))
+                for half, layer in zip(both, known, strict=True):
+                    layer[id(load)] = half
+        for layer in known:
+            self.push()
+            self.layers[-1] = layer
+            found.append(self.value(value))
+            self.pop()
+        return found
+
+    def of_registers(self, term: Term) -> Value:
+        """The value of a term of bf16 where lanes are those of two registers."""
+        while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
+            term = term.args[0]  # it is rounded where it is stored
+        if pairs := self.pairs(term):
+            self.lanes //= 2
+            low, high = self.apart(term, pairs, self.even_and_odd)
+            self.lanes *= 2
+            order = [lane // 2 + lane % 2 * self.width for lane in range(2 * self.width)]
+            return shuffled(avx512.to_bf16(low, high), order)
+        value = self.value(term)
+        value = value if value.type.width > 1 else value.splat(self.lanes)
+        return avx512.to_bf16(*[lanes(value, start, self.width) for start in (0, self.width)])
 
     def address(self, load: Load, kind: Type) -> Value:
         return self.fn.at(self.pointers[load.buffer], self.index(load.index), kind)
@@ -104,7 +132,7 @@ class Words(Values):
         first = fn.load(self.address(read, kind), kind)
         self.pop()
         near = _float(first)
-        rounder = avx512.rounder(near).splat(width)
+        rounder = avx512.rounder(near, loose).splat(width)
 
         def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
             *bounds, sums, rests = held
@@ -115,8 +143,8 @@ class Words(Values):
                 for half, counts in zip(_halves(word), live, strict=True):
                     power, rest = avx512.power_and_rest(half, rounder, loose)
                     power = power if counts is None else counts.where(power, 0.0)
-                    powers.append(power)
-                    rests = fma(power, rest, rests)
+                    powers.append(fma(power, rest, power) if loose else power)
+                    rests = rests if loose else fma(power, rest, rests)
             return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests]
 
         held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
