@@ -130,7 +130,7 @@ def _entries(steps: int, factor: float = 1.0) -> tuple[int, ...]:
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
 LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
-#: Whether powers may be loose, to the parts of powers of two in a table, and to what is added to round to them.
+#: Whether powers may be loose, to how many parts of one a table has, and to what is added to round to them.
 _PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,13 +12,13 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
-from kiln.fuse.moments import is_plain
+from kiln.fuse.moments import SHORT, is_call, is_plain, source
 from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import compute_type, exp_below, is_nan
 from kiln.generate.lanes import combined, lanes, shuffled, varying
-from kiln.generate.llvm import F64, I1, Type, Value, fma
+from kiln.generate.llvm import F32, F64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
 from kiln.generate.softmax import LOWEST, guarded, pair
 from kiln.generate.values import Values
@@ -31,6 +31,10 @@ WAITING = 4096
 TOGETHER = 4
 #: The same of pairs, whose sums are scaled each time.
 PAIRS_TOGETHER = 8
+#: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
+#: floats: those that are near to each other lose nothing, and of others the largest counts.
+SHORT_TOGETHER = 16
+SMALL_SQUARES = 0x20000000  # the bits of 2^-63
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
 
@@ -201,9 +205,10 @@ class Columns(Values):
             factor = self.factor(self.each_row(), self.schedule.vectors)
             self.fn.loop(first, last, 1, [], partial(rows, 1, factor))
             return
-        together = TOGETHER if self.both is None else PAIRS_TOGETHER
+        short = bool(self.short_factors())
+        together = SHORT_TOGETHER if short else TOGETHER if self.both is None else PAIRS_TOGETHER
         whole = first + (last - first) / together * together
-        self.fn.loop(first, whole, together, [], partial(rows, together, 1))
+        self.fn.loop(first, whole, together, [], partial(rows, together, 2 if short else 1))
         if not (_whole(strip.rows.low, together) and _whole(strip.rows.size, together)):
             self.fn.loop(whole, last, 1, [], partial(rows, 1, 1))
 
@@ -213,12 +218,16 @@ class Columns(Values):
             kind = compute_type(TYPES[term.dtype]).wide(self.lanes)
             self.layers[-1][key] = self.fn.load(self.at_column(strip, memory, term), kind)
         held = self.read_waiting(strip, strip.levels[-1])
+        if count > 1 and (short := self.short_factors()):
+            held = self.with_short(strip, held, first, count, short)
+        else:
+            held = self.with_each(strip, held, first, count)
+        self.write_waiting(strip, strip.levels[-1], held)
+
+    def with_each(self, strip: Strip, held: list[Value], first: Value, count: int) -> list[Value]:
+        """What folds carry after some rows."""
         met: list[Value] = []
-        for k in range(count):
-            self.push()
-            self.variables[strip.rows.variable] = first + k if k else first
-            if not self.nest.ordered:
-                self.fetch_piece(strip.rows, strip.room, self.each_row(), count)
+        for _ in self.at_rows(strip, first, count):
             if self.both is None:
                 held = self.advanced(self.nest.folds(), held)
             else:
@@ -226,29 +235,54 @@ class Columns(Values):
             for store in self.nest.stores:
                 if not store.kept:
                     self.store(store)
+        return held if self.both is None else self.with_rows(held, met)
+
+    def at_rows(self, strip: Strip, first: Value, count: int) -> Iterator[None]:
+        """Some rows, one after the other, while later ones are asked for."""
+        for k in range(count):
+            self.push()
+            self.variables[strip.rows.variable] = first + k if k else first
+            if not self.nest.ordered:
+                self.fetch_piece(strip.rows, strip.room, self.each_row(), count)
+            yield
             self.pop()
-        held = held if self.both is None else self.with_rows(held, met)
-        self.write_waiting(strip, strip.levels[-1], held)
+
+    def short_factors(self) -> list[list[Term]]:
+        """What is multiplied, for each fold, where all sum numbers of bf16, or their squares, in double."""
+        found = []
+        for fold in self.nest.folds():
+            factors = fold.value.args if is_call(fold.value, "mul") else (fold.value,)
+            if fold.kind != "sum" or fold.dtype is not torch.float64 or len(set(map(id, factors))) > 1:
+                return []
+            if not is_call(factors[0], "convert") or source(factors[0]).dtype is not SHORT:
+                return []
+            found.append([source(factor) for factor in factors])
+        return found if any(len(factors) > 1 for factors in found) else []
+
+    def with_short(
+        self, strip: Strip, held: list[Value], first: Value, count: int, short: list[list[Term]]
+    ) -> list[Value]:  # fmt: skip
+        """The same by sums of floats; again where squares are too large or small, which is rare."""
+        sums = [self.fn.constant(0.0, F32.wide(self.lanes))] * len(short)
+        for _ in self.at_rows(strip, first, count):
+            for n, factors in enumerate(short):
+                values = [self.value(factor) for factor in factors]
+                sums[n] = fma(values[0], values[1], sums[n]) if len(values) > 1 else sums[n] + values[0]
+        usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, sums, strict=True)]
+        squares = next(part for part, factors in zip(sums, short, strict=True) if len(factors) > 1)
+        outside = (squares.bits(U32) - SMALL_SQUARES) >= 0x7F800000 - SMALL_SQUARES
+        return self.fn.rarely(outside, usual, lambda: self.with_each(strip, held, first, count))
 
     def with_rows(self, held: list[Value], values: list[Value]) -> list[Value]:
         """The largest values of columns and the sums of powers below them, with those of some rows."""
         assert self.both is not None
-        fn, loose = self.fn, id(self.both[1].value) in self.loose
+        loose = id(self.both[1].value) in self.loose
         most, sums = held
         new = tree([most, *values], FOLDS["top"][2])
         powers = [avx512.exp_summed(value - new, loose) for value in values]
         sums = fma(sums, exp_below(most - new, loose), tree(powers, FOLDS["sum"][2]))
         # Sums that are no numbers say that a value is none, or infinite: the largest is not sure then.
-        unsure = fn.call(f"llvm.vector.reduce.or.v{sums.type.width}i1", I1, is_nan(sums))
-        before, rare, usual = fn.block, fn.label("rare"), fn.label("usual")
-        fn.branch(unsure, rare, usual)
-        fn.start(rare)
-        sure = tree([most, *values], FOLDS["amax"][2])
-        fn.jump(usual)
-        fn.start(usual)
-        largest = fn.phi(new.type)
-        largest.arrive(new, before)
-        largest.arrive(sure, rare)
+        (largest,) = self.fn.rarely(is_nan(sums), [new], lambda: [tree([most, *values], FOLDS["amax"][2])])
         return [largest, sums]
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
@@ -290,7 +324,10 @@ class Columns(Values):
         if isinstance(term, Apply) and term.op == "mul":
             a, b = (held.like(self.value(part)) for part in term.args)
             return fma(a, b, held)
-        value, add = held.like(self.value(term)), self.module.own.get("add_64")
+        return self.sum_of(held, held.like(self.value(term)))
+
+    def sum_of(self, held: Value, value: Value) -> Value:
+        add = self.module.own.get("add_64")
         return held + value if add is None or held.type.width % 8 else add(held, value)
 
     def ran(self, fold: Fold, held: Value, value: Value) -> tuple[Value, Value]:
@@ -301,6 +338,13 @@ class Columns(Values):
             return after, after
         along = self.scanned(fold, value)  # what is carried on waits for one step alone
         return combine(held, along), combine(held, shuffled(along, [count - 1] * count))
+
+    def ran_apart(self, fold: Fold, held: Value, even: Value, odd: Value) -> tuple[Value, Value, Value]:
+        """The same of numbers at even and at odd places, of which half as many sums are taken in steps."""
+        combine, count = FOLDS[fold.kind][2], even.type.width
+        odds = combine(held, self.scanned(fold, combine(even, odd)))
+        before = shuffled(odds, [count, *range(count - 1)], held)
+        return combine(before, even), odds, shuffled(odds, [count - 1] * count)
 
     def scanned(self, fold: Fold, value: Value) -> Value:
         """A running fold along lanes: in each register by itself, then with those before it."""

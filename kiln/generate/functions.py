@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from kiln.generate.llvm import F32, F64, I1, I32, I64, Type, Value, fma
+from kiln.generate.llvm import F32, F64, I32, I64, Type, Value, fma
 
 LN2 = math.log(2)
 LN2_HIGH_32, LN2_LOW_32 = 0.693359375, -2.12194440e-4
@@ -387,19 +387,8 @@ def _or_rarely(
     """A function of f32, and another one for arguments, which are rare, that are `beyond` its reach."""
 
     def chosen(*arguments: Value) -> Value:
-        fn, kind = arguments[0].fn, arguments[0].type
         usual, outside = near(*arguments), beyond(*arguments)
-        some = outside if kind.width == 1 else fn.call(f"llvm.vector.reduce.or.v{kind.width}i1", I1, outside)
-        slow, done, before = fn.label("slow"), fn.label("near"), fn.block
-        fn.branch(some, slow, done)
-        fn.start(slow)
-        exact = outside.where(far(*arguments), usual)
-        last = fn.block
-        fn.jump(done)
-        fn.start(done)
-        result = fn.phi(kind)
-        result.arrive(usual, before)
-        result.arrive(exact, last)
+        (result,) = usual.fn.rarely(outside, [usual], lambda: [outside.where(far(*arguments), usual)])
         return result
 
     return chosen

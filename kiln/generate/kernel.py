@@ -26,6 +26,7 @@ from kiln.fuse.nest import (
     Store,
     Term,
     children,
+    is_affine,
     terms,
 )
 from kiln.generate import avx512
@@ -382,6 +383,45 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         self.streams = streams
         return self.along(axis, first, high, carried, body)
 
+    def way_along(self, folds: list[Fold], stores: list[Store]) -> Callable[..., list[Value]]:
+        """The loop along the vector axis: one of its own where running folds of bf16 become such."""
+        if self.streams and self.uneven in stores:
+            return self.from_line
+        values = [f.value for f in folds] + [s.value for s in stores]
+        fits = "to_bf16" in self.module.own and all(s.buffer.dtype is torch.bfloat16 for s in stores)
+        fits = fits and all(f.running and f.dtype is not torch.float64 for f in folds)
+        fits = fits and folds != [] and not any(is_affine(f.value) for f in folds)
+        return self.along_pairs if fits and all(self.pairs(value) for value in values) else self.along
+
+    def along_pairs(
+        self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body, folds: Sequence[Fold], _: int
+    ) -> list[Value]:
+        """A loop of running folds, even and odd places of two vectors apart, then over what is left."""
+        start, end, wide = self.index(low), self.index(high), 2 * self.width
+        stores = [s for s in self.nest.stores if s.phase == self.now and not s.kept]
+
+        def turn(i: Value, held: list[Value]) -> list[Value]:
+            self.push()
+            self.variables[axis.variable], outside = i, self.lanes
+            known = self.even_and_odd = {}, {}
+            results = []
+            for fold, value in zip(folds, held, strict=True):
+                self.lanes = self.width
+                both = self.apart(fold.value, self.pairs(fold.value), known)
+                *found, after = self.ran_apart(fold, value, *both)
+                for layer, here in zip(known, found, strict=True):
+                    layer[id(fold)] = here
+                results.append(after)
+            self.lanes = wide
+            for store in stores:
+                self.store(store)
+            self.lanes, self.even_and_odd = outside, None
+            self.pop()
+            return results
+
+        whole = start + (end - start) / wide * wide
+        return self.along(axis, whole, end, self.fn.loop(start, whole, wide, carried, turn), body, folds)
+
     def joined(self) -> tuple[tuple[Fold, Fold] | None, Callable[[Fold, Fold], None]]:
         """Two folds, one after the other, that go in one pass, and what emits it."""
         if self.masks and (found := self.online()) is not None:
@@ -466,7 +506,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             if across:
                 vector = self.vector
                 assert vector is not None
-                along = self.from_line if self.streams and self.uneven in stores else self.along
+                along = self.way_along(folds, stores)
                 return blocks(
                     vector, BLOCK * self.width, carried,
                     lambda low, high, values: along(vector, low, high, values, body, folds, factor),

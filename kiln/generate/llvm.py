@@ -461,6 +461,24 @@ class Function:
         phi.line = len(self.lines) - 1
         return phi
 
+    def rarely(
+        self, condition: Value, values: Sequence[Value], others: Callable[[], Sequence[Value]]
+    ) -> list[Value]:
+        """Some values, or others, computed where a condition holds, in one lane at least."""
+        if condition.type.width > 1:
+            condition = self.call(f"llvm.vector.reduce.or.{condition.type.suffix}", I1, condition)
+        rare, usual, before = self.label("rare"), self.label("usual"), self.block
+        self.branch(condition, rare, usual)
+        self.start(rare)
+        found, after = others(), self.block
+        self.jump(usual)
+        self.start(usual)
+        results = [self.phi(one.type) for one in values]
+        for result, one, other in zip(results, values, found, strict=True):
+            result.arrive(one, before)
+            result.arrive(other, after)
+        return list(results)
+
     def loop(
         self,
         low: Value | int,

@@ -64,7 +64,7 @@ class Online(Words):
 
     def pass_over(self, top: Fold, total: Fold) -> None:
         """The loops of both folds; numbers as they are in memory go word by word, if they can."""
-        fn, loose, names = self.fn, id(total.value) in self.loose, (id(top), id(total))
+        loose, names = id(total.value) in self.loose, (id(top), id(total))
         for term in terms([top.value]) if self.pairs(top.value) else ():
             self.kept_rows.pop(id(term), None)  # two phases are too few for widening it once
         read = self.read_alone(top.value)
@@ -72,17 +72,8 @@ class Online(Words):
             self.layers[-1].update(zip(names, self.largest_and_sum(top, total, loose), strict=True))
             return
         fine, *found = self.by_words(read, loose)
-        before, again, done = fn.block, fn.label("again"), fn.label("done")
-        fn.branch(fine, done, again)
-        fn.start(again)
-        others = self.largest_and_sum(top, total, loose)
-        after = fn.block
-        fn.jump(done)
-        fn.start(done)
-        for name, one, other in zip(names, found, others, strict=True):
-            self.layers[-1][name] = result = fn.phi(one.type)
-            result.arrive(one, before)
-            result.arrive(other, after)
+        found = self.fn.rarely(~fine, found, lambda: self.largest_and_sum(top, total, loose))
+        self.layers[-1].update(zip(names, found, strict=True))
 
     def largest_and_sum(self, top: Fold, total: Fold, loose: bool) -> list[Value]:
         """Both of any row, in one loop, or in two over a row that is near by, which needs no branches."""
@@ -105,18 +96,8 @@ class Online(Words):
 
     def unless_infinite(self, top: Fold, largest: Value, result: Value) -> Value:
         """The sum of a row; where the largest value is infinite it is that, or NaN if there is one."""
-        fn, before = self.fn, self.fn.block
-        rare, usual = fn.label("rare"), fn.label("usual")
-        fn.branch(largest.compare("eq", math.inf), rare, usual)
-        fn.start(rare)
-        most = first_lane(self.largest(top, FOLDS["amax"][2]))
-        after = fn.block
-        fn.jump(usual)
-        fn.start(usual)
-        found = fn.phi(result.type)
-        found.arrive(result, before)
-        found.arrive(most, after)
-        return found
+        infinite, amax = largest.compare("eq", math.inf), FOLDS["amax"][2]
+        return self.fn.rarely(infinite, [result], lambda: [first_lane(self.largest(top, amax))])[0]
 
     def blocks(
         self, top: Fold, held: list[Value], body: Callable[[list[Value], list[Value]], list[Value]],
@@ -152,25 +133,18 @@ class Online(Words):
         most, sums = held
         here = tree(values, largest)
         larger = fn.emit(f"fcmp ugt {here.type} {here.text}, {most.text}", I1.wide(self.width))
-        any_larger = fn.call(f"llvm.vector.reduce.or.v{self.width}i1", I1, larger)
-        rare, usual, before = fn.label("rare"), fn.label("usual"), fn.block
-        fn.branch(any_larger, rare, usual)
-        fn.start(rare)
-        new = across_lanes([largest(most, here)], lambda a, b: [largest(a[0], b[0])])[0].splat(self.width)
-        scaled = sums * functions.exp_below(most - new, loose)
-        after = fn.block
-        fn.jump(usual)
-        fn.start(usual)
-        now, rest = fn.phi(most.type), fn.phi(sums.type)
-        for phi, old, changed in ((now, most, new), (rest, sums, scaled)):
-            phi.arrive(old, before)
-            phi.arrive(changed, after)
+
+        def scaled() -> list[Value]:
+            new = across_lanes([largest(most, here)], lambda a, b: [largest(a[0], b[0])])[0].splat(self.width)
+            return [new, sums * functions.exp_below(most - new, loose)]
+
+        now, rest = fn.rarely(larger, [most, sums], scaled)
         added = tree([avx512.exp_summed(v - now, loose) for v in values], _sum)
         return [now, rest + added]
 
     def pass_over_powers(self, top: Fold, total: Fold) -> None:
         """The loops of both folds, and the exponentials beside the row."""
-        fn, width = self.fn, self.width
+        width = self.width
         assert self.vector is not None
         end, apart = self.index(self.vector.size), hinted(self.vector.size) // width // SAMPLES * width
         first = self.keep_lines(total, end)
@@ -186,24 +160,18 @@ class Online(Words):
             return avx512.exp_near(functions.at_least(x, least), tables, loose)
 
         sums, reach = self.kept_powers(top, total, (first, end), U32, usual)
-        before = fn.block
         fine = (_within(reach) <= limit) & (functions.absolute(near) <= FAR)
-        again, done = fn.label("again"), fn.label("done")
-        fn.branch(fine, done, again)
-        fn.start(again)
-        largest = self.largest(top)
 
-        def careful(x: Value) -> tuple[Value, Value]:
-            power = functions.exp_below(x - largest)
-            return power, power
+        def again() -> list[Value]:
+            largest = self.largest(top)
 
-        others, _ = self.kept_powers(top, total, (first, end), F32, careful)
-        after = fn.block
-        fn.jump(done)
-        fn.start(done)
-        result = fn.phi(sums.type)
-        result.arrive(sums, before)
-        result.arrive(others, after)
+            def careful(x: Value) -> tuple[Value, Value]:
+                power = functions.exp_below(x - largest)
+                return power, power
+
+            return self.kept_powers(top, total, (first, end), F32, careful)[:1]
+
+        (result,) = self.fn.rarely(~fine, [sums], again)
         self.layers[-1][id(total)] = across_lanes([result], lambda a, b: [_sum(a[0], b[0])])[0]
 
     def largest(self, top: Fold, larger: Callable[..., Value] = _top, vectors: int = 1) -> Value:

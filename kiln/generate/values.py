@@ -24,7 +24,7 @@ from kiln.fuse.nest import (
 )
 from kiln.generate.forms import another
 from kiln.generate.functions import compute_type
-from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes, lanes_along, symbols_of, vector_axis
+from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I16, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
@@ -60,6 +60,8 @@ class Values(Reads):
     """A function under construction, over the buffers and sizes of a nest."""
 
     of_registers: Callable[[Term], Value]
+    even_and_odd: tuple[dict[int, Value], dict[int, Value]] | None = None
+    """What is known of the even and of the odd places, where lanes are those of two registers of bf16."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
         self.nest, self.module, self.schedule = nest, Module(), schedule
@@ -245,7 +247,7 @@ class Values(Reads):
         bits = self.moved(term, {}) if rounds and not store.adds else None
         if bits is not None:
             stored, value = I16, bits
-        elif rounds and self.lanes == 32 and not self.nest.reduced:
+        elif rounds and self.lanes == 32 and self.even_and_odd is not None:
             value = self.of_registers(term)
         else:
             value = self.value(term)

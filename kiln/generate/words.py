@@ -39,8 +39,6 @@ class Words(Values):
     """Emits such folds."""
 
     varies: Callable[[Term], bool]
-    even_and_odd: Known
-    """What is known of the even and of the odd places in a turn of two vectors."""
 
     def pairs(self, value: Term) -> list[Load]:
         """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
@@ -81,6 +79,7 @@ class Words(Values):
         while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
             term = term.args[0]  # it is rounded where it is stored
         if pairs := self.pairs(term):
+            assert self.even_and_odd is not None
             self.lanes //= 2
             low, high = self.apart(term, pairs, self.even_and_odd)
             self.lanes *= 2

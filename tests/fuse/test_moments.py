@@ -10,6 +10,8 @@ from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Load
 from kiln.fuse.program import fuse
+from kiln.generate import cpu
+from kiln.generate.kernel import Emitter
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
 
@@ -52,6 +54,19 @@ def test_variances_of_half_types_are_not_from_a_rounded_mean():
             torch.testing.assert_close(got, eager, rtol=2.0**-7, atol=0)
 
 
+@pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
+def test_columns_of_bf16_are_summed_as_floats_some_rows_at_a_time():
+    """Beside an element that is far away, far from 0, where all are alike, and with what is no number."""
+    x = torch.randn(1001, 200, generator=torch.Generator().manual_seed(0))
+    (kernel,) = kernels_of(lambda a: a.var(0), x.bfloat16())
+    assert any("fadd <32 x float>" in Emitter(nest, 16).fn.text() for nest in kernel.nests)
+    for y in (torch.cat([torch.full((1, 200), 1e4), x]), x * 1e-3 + 300, x.exp() ** 4, torch.ones_like(x) * 1e20, x * 0):
+        y = y.bfloat16()
+        torch.testing.assert_close(compile_graph(recorded(lambda a: a.var(0), y))([y])[0], y.var(0), rtol=2.0**-7, atol=0)
+    y[3, 5], y[70, 7], y[71, 7] = math.nan, math.inf, -math.inf
+    assert torch.equal(compile_graph(recorded(lambda a: a.var(0), y))([y])[0].isnan(), y.var(0).isnan())
+
+
 @pytest.mark.parametrize("dim", [0, None])
 def test_what_is_large_is_read_once(dim):
     x = torch.randn(4096, 512)
@@ -79,7 +94,9 @@ def test_windows_choose_the_last_of_several_nan():
         torch.testing.assert_close(values, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("shape, dim", [((1 << 18,), 0), ((6000, 96), 0), ((64, 4096), 1), ((8, 4, 60, 50), (0, 2, 3))])
+@pytest.mark.parametrize(
+    "shape, dim", [((1 << 18,), 0), ((6000, 96), 0), ((1001, 200), 0), ((64, 4096), 1), ((8, 4, 60, 50), (0, 2, 3))]
+)
 @pytest.mark.parametrize("scale", [1e19, 1e17, 1e-21, 1e-25])
 @pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 2.0**-7)])
 def test_variances_whose_squares_leave_float32(shape, dim, scale, dtype, far):

@@ -82,6 +82,25 @@ def test_two_vectors_become_one_of_bf16():
             torch.testing.assert_close(compile_graph(recorded(f, x))([x])[0], f(x), rtol=2.0**-7, atol=1e-6)
 
 
+@pytest.mark.skipif("+avx512bf16" not in cpu.host().features, reason="no instruction rounds to bf16")
+@wide
+def test_even_and_odd_numbers_of_bf16_go_apart():
+    x = rand(8, 80).bfloat16()
+    for f in (lambda a: a * 2 + 1, lambda a: (F.silu(a) * a, F.silu(a)), lambda a: (a * 2).cumsum(-1) + a):
+        text = Emitter(nest_of(f, x), 16).fn.text()
+        assert "fpext <32 x bfloat>" not in text and "shl <16 x i32>" in text
+    assert text.count("cvtne2ps2bf16") > 0
+    assert "fpext <32 x bfloat>" in Emitter(nest_of(lambda a, b: (a * b).to(a.dtype), x, rand(80)), 16).fn.text()
+    for length in (31, 32, 47, 80, 4099):
+        x, y = (rand(3, length).bfloat16() for _ in range(2))
+
+        def f(a, b):
+            return F.silu(a) * b, F.silu(a) + b[0], b.cumsum(-1) * a, a.cumsum(-1).cumsum(-1) + b[:1]
+
+        for got, eager in zip(compile_graph(recorded(f, x, y))([x, y]), f(x, y), strict=True):
+            torch.testing.assert_close(got, eager, rtol=2.0**-5, atol=2.0**-5)
+
+
 @wide
 def test_loose_functions_are_taken():
     text = Emitter(nest_of(F.silu, rand(8, 64).bfloat16()), 16).fn.text()
