@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from kiln.generate import avx512_powers, functions, registers
 from kiln.generate.llvm import BF16, F32, F64, I32, U32, Value, fma
@@ -12,6 +13,7 @@ from kiln.generate.registers import in_registers, inverse, looked_up
 
 LANES, DOUBLES = registers.LANES, 8
 ROOT_TWO = math.sqrt(2)
+_POSITIVE = 0x0A  # of smaller ones the absolute value
 _AROUND_ONE = 0x0B  # mantissas from 3/4 to 3/2, NaN for what is negative
 
 # Odd functions in pieces around n STEP, n = 0 … 15: the coefficients of 1, t, t^2, … for |t| <= STEP / 2, to
@@ -37,35 +39,6 @@ _AREA = (
      -0.000472027052, 0.000955968979, 0.00110345893, 0.000720362877, 0.000343488035, 0.000128844214,
      3.93714799e-05, 9.9370609e-06, 2.10103121e-06, 3.74842699e-07),
 )  # fmt: skip
-# The area up to x, around n AREA_STEP with n = 0 … 15, -16 … -1, to 2^-13 of the value where x > -4.5
-_SHARE = (
-    (0.49999997, 0.646169722, 0.77337265, 0.869705498, 0.93319279, 0.969603658, 0.987775505, 0.995667577,
-     0.998650074, 0.999630928, 0.999911606, 0.999981463, 0.999996603, 0.999999464, 0.99999994, 1, 0,
-     9.27129928e-09, 7.6027348e-08, 5.43940814e-07, 3.39728786e-06, 1.85355329e-05, 8.84142282e-05,
-     0.000369072368, 0.00134988909, 0.00433244044, 0.0122244731, 0.0303963777, 0.0668072328, 0.130294546,
-     0.226627365, 0.353830218),
-    (0.398938477, 0.371852517, 0.301137477, 0.211878672, 0.12951985, 0.068787545, 0.031739831, 0.0127238119,
-     0.00443142233, 0.00134084083, 0.000352463074, 8.04906958e-05, 1.59685642e-05, 2.75210982e-06,
-     4.1203694e-07, 5.35878968e-08, 0, 5.36281632e-08, 4.12237824e-07, 2.75294815e-06, 1.59714655e-05,
-     8.04989395e-05, 0.000352481933, 0.00134087459, 0.00443146657, 0.0127238473, 0.031739831, 0.0687874928,
-     0.129519776, 0.211878613, 0.301137447, 0.371852517),
-    (4.88309252e-06, -0.0697178096, -0.112924226, -0.119180091, -0.0971393511, -0.0644886717, -0.0357081033,
-     -0.0167007819, -0.00664766086, -0.00226294389, -0.000660983787, -0.000166052123, -3.5940895e-05,
-     -6.71111593e-06, -1.08218842e-06, -1.50820554e-07, 0, 1.52073142e-07, 1.08882773e-06, 6.74065313e-06,
-     3.60503254e-05, 0.000166385726, 0.000661805214, 0.00226452318, 0.00664986391, 0.0167025104, 0.035707362,
-     0.0644839928, 0.0971319005, 0.119174048, 0.112923928, 0.0697245374),
-    (-0.06605459, -0.0529656634, -0.0219632182, 0.00914911553, 0.0267258082, 0.0286956932, 0.0214697998,
-     0.0125344163, 0.00595767749, 0.00235414971, 0.000782704854, 0.000220635106, 5.30032885e-05,
-     1.089122e-05, 1.91943923e-06, 2.90733169e-07, 0, 2.89165513e-07, 1.91164418e-06, 1.08587938e-05,
-     5.28913297e-05, 0.000220317917, 0.000781980634, 0.00235285703, 0.00595598295, 0.0125330649,
-     0.0214698613, 0.0286975764, 0.0267286785, 0.00915138982, -0.0219625067, -0.0529657155),
-    (-0.000138882446, 0.016384257, 0.0227710214, 0.0171675123, 0.00612546178, -0.00268129003,
-     -0.00607619435, -0.00539639033, -0.00333066937, -0.00159432483, -0.000617618905, -0.000197844201,
-     -5.30740981e-05, -1.20211844e-05, -2.31188278e-06, -3.79059713e-07, 0, 3.42086167e-07, 2.11677434e-06,
-     1.11567424e-05, 4.98837398e-05, 0.000188151709, 0.000593828678, 0.00154870469, 0.00326716993,
-     0.00534655247, 0.00609734701, 0.00281497813, -0.0059128264, -0.0169950873, -0.0227611698,
-     -0.0165755823),
-)  # fmt: skip
 # The slope of x times the area up to x, less 1/2
 SLOPE_STEP = 53 / 128
 _SLOPE = (
@@ -89,21 +62,6 @@ _SLOPE = (
     (-0.0360200368, -0.0210625306, -0.014678536, 0.00268695713, 0.0126371095, 0.00911676884, -0.010966016,
      -0.0095528746, -0.0110777412, 0.00133610785, -0.0102422396, -0.0116644446, 0.0042063822, -0.00513083441,
      -0.00237588468, 0),
-)  # fmt: skip
-# tanh, to 2^-14 of the value
-TANH_STEP = 19 / 64
-_TANH = (
-    (0, 0.288440973, 0.532578468, 0.71169883, 0.829802215, 0.902285933, 0.944830835, 0.969151855, 0.982845664,
-     0.99048996, 0.99473685, 0.997089982, 0.998391867, 0.999111593, 0.999509275, 0.999728978),
-    (0.999992013, 0.916788578, 0.716358244, 0.49348852, 0.31143263, 0.185883313, 0.107296735, 0.060745839,
-     0.0340151303, 0.0189300217, 0.0104987966, 0.00581167033, 0.00321369385, 0.00177604856, 0.000981217367,
-     0.000541998714),
-    (0, -0.261083096, -0.378313482, -0.349964976, -0.258541167, -0.168260604, -0.101881862, -0.0592263602,
-     -0.0336529464, -0.0188804828, -0.0105182007, -0.00583679602, -0.00323198969, -0.00178750465,
-     -0.000987957115, -0.000545846939),
-    (-0.330419868, -0.227879882, -0.0369501784, 0.0838853791, 0.109933108, 0.0892747045, 0.0601287,
-     0.036934901, 0.0216141772, 0.0123217786, 0.00692470884, 0.00386120146, 0.00214371854, 0.00118735072,
-     0.000656779855, 0.000363032654),
 )  # fmt: skip
 # (log(1 + f) - f + f^2/2) / f^3 on -1/4 <= f <= 1/2; (log(1 + f) - f) / f^2 on the same, to 2^-13
 _LOG = (0.33333449112478436, -0.25000095841991365, 0.1999086123934421, -0.1664731216533302,
@@ -134,6 +92,41 @@ ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
 _PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40
+
+
+def _cubic(function: Callable[[float], float], low: float, high: float) -> list[float]:
+    """The coefficients of 1, x, x^2, x^3 in what is near to a function between two numbers."""
+    places = [(low + high) / 2 + (high - low) / 2 * math.cos((2 * k + 1) * math.pi / 8) for k in range(4)]
+    steps = [function(x) for x in places]
+    for order in range(1, 4):
+        for k in range(3, order - 1, -1):
+            steps[k] = (steps[k] - steps[k - 1]) / (places[k] - places[k - order])
+    found = [0.0] * 4
+    for x, step in zip(reversed(places), reversed(steps), strict=True):
+        found = [step - x * found[0], *[found[k - 1] - x * found[k] for k in range(1, 4)]]
+    return found
+
+
+def _odd_cubics(function: Callable[[float], float], step: float) -> tuple[tuple[float, ...], ...]:
+    """The same of an odd function in pieces around n `step`; that of the first one is odd, too."""
+    near, far = (step * math.sin(k * math.pi / 8) / 2 for k in (1, 3))
+    slope = (function(far) / far - function(near) / near) / (far * far - near * near)
+    pieces = [[0.0, function(near) / near - slope * near * near, 0.0, slope]]
+    for n in range(1, LANES):
+        pieces.append(_cubic(lambda t, n=n: function(n * step + t), -step / 2, step / 2))  # type: ignore[misc]
+    return tuple(zip(*pieces, strict=True))
+
+
+TANH_STEP, ERF_STEP = 19 / 64, 13 / 64
+_TANH, _ERF = _odd_cubics(math.tanh, TANH_STEP), _odd_cubics(math.erf, ERF_STEP)
+# The area below the normal curve from |x| on, for u = 1 + _TAIL_SCALE |x|, in pieces around those u whose
+# squares are 1 ... 15, 16: the further on, the shorter. The last one, at whose place the table begins, is 0.
+_TAIL_END, _TAIL_SCALE = 5.8, 0.516
+_EDGES = [1.0, *[math.sqrt(n + 0.5) for n in range(1, LANES)]]
+_TAIL = tuple(zip([0.0] * 4, *[
+    _cubic(lambda u: math.erfc((u - 1) / (_TAIL_SCALE * ROOT_TWO)) / 2, low, high)
+    for low, high in pairwise(_EDGES)
+], strict=True))  # fmt: skip
 
 
 def exp(x: Value) -> Value:
@@ -221,6 +214,26 @@ def log_loose(x: Value) -> Value:
     return fma(n, functions.LN2, functions.polynomial(f, (1.0, *_LOG_LOOSE)) * f)
 
 
+def log2(x: Value) -> Value:
+    """The logarithm of f32 to base 2; what is left of the largest part is added at last."""
+    if x.type.width % LANES:
+        return functions.log2_by_doubles(x)
+    n, f = _exponent_and_rest(x)
+    square, (high, low) = f * f, avx512_powers.LOG2E
+    part = f * high
+    rest = fma(f, low, fma(f, high, -part))
+    rest = fma(fma(functions.polynomial(f, _LOG), f, -0.5) * square, high, rest)
+    return (n + part) + rest
+
+
+def log2_loose(x: Value) -> Value:
+    """To 2^-13."""
+    if x.type.width % LANES:
+        return functions.log2_by_doubles(x)
+    n, f = _exponent_and_rest(x)
+    return fma(functions.polynomial(f, [c / functions.LN2 for c in (1.0, *_LOG_LOOSE)]), f, n)
+
+
 def log1p(x: Value) -> Value:
     """log(1 + x), made good for what the sum loses."""
     if x.type.width % LANES:
@@ -248,6 +261,21 @@ def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
 def tanh_loose(x: Value) -> Value:
     """To 2^-14."""
     return _in_pieces(x, 4.6, TANH_STEP, _TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
+
+
+def erf_loose(x: Value) -> Value:
+    """To 2^-14."""
+    return _in_pieces(x, 3.1, ERF_STEP, _ERF) if x.type.width % LANES == 0 else functions.erf(x)
+
+
+def inverse_root_loose(x: Value) -> Value:
+    """To 2^-14."""
+    return 1.0 / functions.square_root(x) if x.type.width % LANES else registers.inverse_root(x)
+
+
+def inverse_loose(x: Value) -> Value:
+    """To 2^-14, of what is neither tiny nor huge."""
+    return 1.0 / x if x.type.width % LANES else inverse(x)
 
 
 def powers_near(whole: Value, loose: bool) -> tuple[Value, ...]:
@@ -354,12 +382,13 @@ def gelu(x: Value) -> Value:
 
 
 def gelu_loose(x: Value) -> Value:
-    """To 2^-13; 0 below -5.8, where eager's is."""
+    """x, or 0 for less, less |x| times the area from |x| on, to 2^-10; 0 below -5.8, where eager's is."""
     if x.type.width % LANES:
         return gelu(x)
-    inside = functions.at_least(functions.at_most(x, 5.8), -5.95)
-    rounded = fma(inside, 1 / AREA_STEP, functions.ROUNDER_32)
-    return x * _piece(fma(rounded - functions.ROUNDER_32, -AREA_STEP, inside), rounded.bits(I32), _SHARE)
+    below = functions.at_most(x, _TAIL_END)
+    u = fma(registers.bounded(below, _TAIL_END, _POSITIVE), _TAIL_SCALE, 1.0)
+    places = fma(u, u, functions.ROUNDER_32).bits(I32)
+    return fma(-functions.absolute(below), _piece(u, places, _TAIL), functions.at_least(x, 0.0))
 
 
 def gelu_slope(x: Value) -> Value:
@@ -402,5 +431,7 @@ OWN: dict[str, Callable[..., Value]] = {
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
     "loose gelu": gelu_loose, "loose share": share_loose, "pow": avx512_powers.pow,
     "loose pow": avx512_powers.pow_loose,
+    "log2": log2, "loose log2": log2_loose, "loose erf": erf_loose, "loose rsqrt": inverse_root_loose,
+    "loose inverse": inverse_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def _tables(numbers: tuple[float, ...], unit: float = _UNIT) -> tuple[tuple[floa
 
 
 _LOGS_IN_TWO = _tables(_LOGS)
-_LOG2E, _LOG2E_REST = rounded(1 / functions.LN2), 1 / functions.LN2 - rounded(1 / functions.LN2)
+LOG2E = rounded(1 / functions.LN2), 1 / functions.LN2 - rounded(1 / functions.LN2)  # in two floats
 
 
 def pow(x: Value, y: Value) -> Value:
@@ -62,7 +62,10 @@ def pow(x: Value, y: Value) -> Value:
         return _exp2(*_product(y, x.like(high), x.like(math.log2(base) - high)))
     if power is not None and 0 < abs(power) <= _SMALL:
         return _with_edges(x, power, _exp2(*_small_power(x, power)))
-    return functions.with_edges_of_pow(x, y, _exp2(*_product(y, *_log2(x))))
+    result = _exp2(*_product(y, *_log2(x)))
+    if power is not None and _SMALL < abs(power) < math.inf:
+        return _with_edges(x, power, result)
+    return functions.with_edges_of_pow(x, y, result)
 
 
 def pow_loose(x: Value, y: Value) -> Value:
@@ -106,10 +109,10 @@ def _log2(x: Value) -> tuple[Value, Value]:
     """log2 |x| in two floats, to 2^-29 of it."""
     e, f, places = _reduced(x)
     high, low = (looked_up(table, places) for table in _LOGS_IN_TWO)
-    whole, part = e + high, f * _LOG2E
-    lost = fma(f, _LOG2E, -part)
+    whole, part = e + high, f * LOG2E[0]
+    lost = fma(f, LOG2E[0], -part)
     total, left = _sum(whole, part)
-    rest = fma(fma(functions.polynomial(f, _LOG), f, _LOG2E_REST), f, lost) + (left + low)
+    rest = fma(fma(functions.polynomial(f, _LOG), f, LOG2E[1]), f, lost) + (left + low)
     return _sum(total, bounded(rest, 1.0))
 
 

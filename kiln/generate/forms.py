@@ -78,6 +78,20 @@ def _above_zero(x: Value, y: Value, terms: tuple[float, ...]) -> Value:
     return fma(functions.polynomial(y, (1.0, *terms)), y, functions.at_least(x, 0.0))
 
 
+def _tanh_of_softplus(x: Value) -> Value:
+    """n / (n + 2) with n = (1 + e^x)^2 - 1, which is a sum of positive numbers; 1 from 20 on."""
+    power = functions.exp_below(functions.at_most(x, 20.0))
+    n = power * (power + 2.0)
+    return n / (n + 2.0)
+
+
+def _tanh_of_softplus_loosely(x: Value) -> Value:
+    power = x.fn.module.own["loose exp"](functions.at_most(x, 20.0))
+    n = power * (power + 2.0)
+    share: Value = n * x.fn.module.own["loose inverse"](n + 2.0)
+    return share
+
+
 def _until_overflow(softplus: Form) -> Form:
     return lambda x: (x >= OVERFLOW).where(math.inf, softplus(x))
 
@@ -90,6 +104,7 @@ _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_GELU, ("x",), "gelu", "loose gelu"),
     (_GELU_SLOPE, ("x",), "gelu_slope", "gelu_slope"),
     (_SOFTPLUS, ("x",), _softplus, _softplus_loosely),
+    (("tanh", _LOG_OF_POWER), ("x",), _tanh_of_softplus, _tanh_of_softplus_loosely),
     (_LOG_OF_POWER, ("x",), _until_overflow(_softplus), _until_overflow(_softplus_loosely)),
 )
 
@@ -98,7 +113,7 @@ def another(
     term: Term, own: Mapping[str, Form], loose: bool = False
 ) -> tuple[tuple[Term, ...], Form] | None:
     """What a term of f32 is computed from, and how, where there is a form that costs less."""
-    if not isinstance(term, Apply) or term.op not in ("mul", "add", "log1p", "where"):
+    if not isinstance(term, Apply) or term.op not in ("mul", "add", "log1p", "where", "tanh"):
         return None
     if compute_type(TYPES[term.dtype]) != F32:
         return None

@@ -379,6 +379,7 @@ def _widened(function: Callable[..., Value]) -> Callable[..., Value]:
 
 
 pow_by_doubles = _widened(_pow_64)
+log2_by_doubles = _widened(lambda x: _log_64(x) * (1 / LN2))
 
 
 def _or_rarely(
@@ -472,7 +473,7 @@ def _library(name: str) -> Callable[..., Value]:
 _SINGLE: dict[str, Callable[..., Value]] = {
     "exp": _exp_32, "exp2": _exp2_32, "log": log_by_polynomial, "tanh": _tanh_32, "erf": erf,
     "expm1": _widened(_expm1_64), "log1p": log1p_by_polynomial,
-    "log2": _widened(lambda x: _log_64(x) * (1 / LN2)),
+    "log2": log2_by_doubles,
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
     "sin": _sine(False, _sin_64, "sin"), "cos": _sine(True, _cos_64, "cos"),
     "tan": _or_by_library(_tan_64, _from(2.0**30), "tan"),

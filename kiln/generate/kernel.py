@@ -373,7 +373,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 self.value(term)
 
     def from_line(
-        self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body, *_: Any
+        self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body, *how: Any
     ) -> list[Value]:
         """A loop whose one store goes past the caches from where a line begins on."""
         assert self.uneven is not None
@@ -381,7 +381,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         self.streams = []
         self.along(axis, low, first, carried, body)
         self.streams = streams
-        return self.along(axis, first, high, carried, body)
+        return self.along(axis, first, high, carried, body, *how)
 
     def way_along(self, folds: list[Fold], stores: list[Store]) -> Callable[..., list[Value]]:
         """The loop along the vector axis: one of its own where running folds of bf16 become such."""
@@ -430,6 +430,13 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             return found, self.pass_over_powers
         return self.moments(), self.pass_for_moments
 
+    def vectors_at_once(self, folds: list[Fold], stores: list[Store]) -> int:
+        """How many vectors a turn of a phase takes: two where they become one of bf16 that is stored."""
+        if folds:
+            return 1 if stores else self.factor([f.value for f in folds], self.schedule.vectors)
+        pairs = "to_bf16" in self.module.own and self.width == avx512.LANES
+        return 2 if pairs and all(s.buffer.dtype is torch.bfloat16 for s in stores) else 1
+
     def before_loops(self, roots: list[Term]) -> None:
         """Compute what is read from memory and the same in all turns of the loops over the reduced axes.
 
@@ -459,14 +466,15 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 self.fetch_next()
             self.fetch_pieces(folds)
             results = self.advanced(folds, carried)
+            self.even_and_odd = ({}, {}) if self.lanes > wide else None
             for store in stores:
                 self.store(store)
+            self.even_and_odd = None
             return results
 
         axes = [a for a in self.nest.reduced if a is not self.vector]
         running = any(f.running for f in folds)
-        short = across and folds and not stores and not running
-        factor = self.factor([f.value for f in folds], self.schedule.vectors) if short else 1
+        factor = self.vectors_at_once(folds, stores) if across and not running else 1
         rounds = not running and self.rounds(folds)
 
         def apart(totals: list[Value], part: Callable[[list[Value]], list[Value]]) -> list[Value]:

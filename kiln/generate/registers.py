@@ -54,17 +54,26 @@ def fraction(x: Value) -> Value:
     return _done("reduce", x, told=_DOWN)
 
 
-def bounded(x: Value, bound: float) -> Value:
+def bounded(x: Value, bound: float, told: int = _LESS) -> Value:
     """The smaller of |x| and a bound, with the sign of x; the bound where x is no number."""
-    return _done("range", x, x.like(bound), told=_LESS)
+    return _done("range", x, x.like(bound), told=told)
+
+
+def _near(name: str, x: Value) -> Value:
+    everywhere = x.fn.constant(-1, I16)
+    return in_registers(
+        lambda part: x.fn.call(f"llvm.x86.avx512.{name}.ps.512", part.type, part, part, everywhere), x
+    )
 
 
 def inverse(x: Value) -> Value:
     """To 2^-14."""
-    everywhere = x.fn.constant(-1, I16)
-    return in_registers(
-        lambda part: x.fn.call("llvm.x86.avx512.rcp14.ps.512", part.type, part, part, everywhere), x
-    )
+    return _near("rcp14", x)
+
+
+def inverse_root(x: Value) -> Value:
+    """To 2^-14."""
+    return _near("rsqrt14", x)
 
 
 def below_zero(x: Value) -> Value:

@@ -161,7 +161,7 @@ class Streams(Values):
         That is so between the phases of a row, and for places that are computed.
         """
         outer = self.outer()
-        if not outer or self.lanes != self.width or self.live is not None or not self.goes_far():
+        if not outer or self.lanes % self.width or self.live is not None or not self.goes_far():
             return
         # Into the second cache where rows are gone over again: the nearest has this one.
         self.ask_for(outer[-1], 1, self.fetched(outer[-1]), 2 if self.nest.reduced else 3)

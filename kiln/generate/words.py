@@ -78,7 +78,8 @@ class Words(Values):
         """The value of a term of bf16 where lanes are those of two registers."""
         while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
             term = term.args[0]  # it is rounded where it is stored
-        if pairs := self.pairs(term):
+        kept = any(id(t) in self.kept_rows for t in terms([term]))
+        if pairs := [] if kept else self.pairs(term):
             assert self.even_and_odd is not None
             self.lanes //= 2
             low, high = self.apart(term, pairs, self.even_and_odd)

@@ -112,9 +112,10 @@ def test_loose_functions_are_taken():
 @pytest.mark.parametrize(
     "function",
     [torch.exp, torch.sigmoid, torch.tanh, F.silu, lambda a: F.gelu(a, approximate="tanh"), lambda a: a.exp() * 3,
-     lambda a: a.pow(1.5), lambda a: 1.5**a, torch.log, torch.log1p, torch.sin, torch.cos, F.softplus, F.mish],
+     lambda a: a.pow(1.5), lambda a: 1.5**a, torch.log, torch.log1p, torch.sin, torch.cos, F.softplus, F.mish,
+     torch.log2, torch.erf, torch.rsqrt],
     ids=["exp", "sigmoid", "tanh", "silu", "gelu", "product", "power", "base", "log", "log1p", "sin", "cos",
-         "softplus", "mish"],
+         "softplus", "mish", "log2", "erf", "rsqrt"],
 )
 def test_every_argument(function, dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
