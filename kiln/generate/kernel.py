@@ -391,7 +391,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         fits = "to_bf16" in self.module.own and all(s.buffer.dtype is torch.bfloat16 for s in stores)
         fits = fits and all(f.running and f.dtype is not torch.float64 for f in folds)
         fits = fits and folds != [] and not any(is_affine(f.value) for f in folds)
-        return self.along_pairs if fits and all(self.pairs(value) for value in values) else self.along
+        return self.along_pairs if fits and all(map(self.pairs_alone, values)) else self.along
 
     def along_pairs(
         self, axis: Axis, low: Any, high: Any, carried: list[Value], body: Body, folds: Sequence[Fold], _: int

@@ -49,6 +49,11 @@ class Words(Values):
         plain = all(not t.places and t.valid is None and self.stride(t.index) == 1 for t in loads)
         return loads if plain and len(loads) == len(found) else []
 
+    def pairs_alone(self, value: Term) -> list[Load]:
+        """The same where nothing of it is kept beside the row, in order."""
+        kept = any(id(t) in self.kept_rows for t in terms([value]))
+        return [] if kept else self.pairs(value)
+
     def two_elements(self, top: Fold, pairs: list[Load], place: Value) -> list[Value]:
         """The values at the even and at the odd places of two vectors."""
         self.push()
@@ -78,8 +83,7 @@ class Words(Values):
         """The value of a term of bf16 where lanes are those of two registers."""
         while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
             term = term.args[0]  # it is rounded where it is stored
-        kept = any(id(t) in self.kept_rows for t in terms([term]))
-        if pairs := [] if kept else self.pairs(term):
+        if pairs := self.pairs_alone(term):
             assert self.even_and_odd is not None
             self.lanes //= 2
             low, high = self.apart(term, pairs, self.even_and_odd)

@@ -95,7 +95,8 @@ def test_even_and_odd_numbers_of_bf16_go_apart():
         x, y = (rand(3, length).bfloat16() for _ in range(2))
 
         def f(a, b):
-            return F.silu(a) * b, F.silu(a) + b[0], b.cumsum(-1) * a, a.cumsum(-1).cumsum(-1) + b[:1]
+            sums = b.cumsum(-1) * a, a.cumsum(-1).cumsum(-1) + b[:1], a.softmax(-1).cumsum(-1)
+            return F.silu(a) * b, F.silu(a) + b[0], F.log_softmax(a * b, -1), F.layer_norm(a, a.shape[-1:]), *sums
 
         for got, eager in zip(compile_graph(recorded(f, x, y))([x, y]), f(x, y), strict=True):
             torch.testing.assert_close(got, eager, rtol=2.0**-5, atol=2.0**-5)
