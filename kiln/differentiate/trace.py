@@ -36,20 +36,19 @@ from kiln.ops.symint import expr_of
 _tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
 
 
-def trace(module: fx.GraphModule, examples: Sequence[Any], short: bool = False) -> Joint:
+def trace(module: fx.GraphModule, examples: Sequence[Any]) -> Joint:
     """The joint graph of a captured graph, for inputs like `examples`.
 
     The graph runs on fake tensors while every aten call is recorded; then autograd's engine differentiates
     all differentiable results for fake tangents, recorded as well. Without a result that requires grad there
-    is only a forward. Raises Break where the graph can only run as it is. `short` asks for the joint graph of
-    few layers in the place of many, where that is one on the CPU of known sizes without gradients.
+    is only a forward. Raises Break where the graph can only run as it is.
     """
     layers, groups = None if records.listening() else layers_of(module), None
     with uncollected():
         while True:
             with switches():
                 try:
-                    return Tracer(module, examples, groups, layers, short).run()
+                    return Tracer(module, examples, groups, layers).run()
                 except Uneven:
                     layers = None
                 except Overlap as found:
@@ -100,10 +99,10 @@ class Tracer:
 
     def __init__(
         self, module: fx.GraphModule, examples: Sequence[Any], groups: list[list[int]] | None = None,
-        layers: Layers | None = None, short: bool = False,
+        layers: Layers | None = None,
     ) -> None:  # fmt: skip
         self.module, self.examples = module, list(examples)
-        self.layers, self.short = layers, short
+        self.layers = layers
         self.cuts: list[int] = []
         """Up to which node of the recording each of the four goes, forward and then backward."""
         self.sequence: list[int] = []
@@ -166,7 +165,7 @@ class Tracer:
         )  # fmt: skip
         if self.layers is None:
             return joint
-        whole = unrolled(joint, self.layer_number, self.layers, self.short)
+        whole = unrolled(joint, self.layer_number, self.layers)
         if whole is None:
             raise Uneven
         return whole
