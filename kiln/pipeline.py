@@ -6,6 +6,7 @@ import threading
 import types
 from collections import Counter
 from dataclasses import field, replace
+from functools import partial
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from itertools import islice
 from typing import Any
@@ -54,6 +55,7 @@ class Entry:
     """What is remembered of one entry of a region."""
 
     found: GuardSet
+    foreseen: Any = None
 
     @property
     def guards(self) -> tuple[Guard, ...]:
@@ -276,10 +278,22 @@ def install(region: Any, captured: Captured, name: str, argv: tuple[Any, ...]) -
     made = "" if captured.graph is None else captured.graph.meta["name"]
     with records.timed("guards", made or name):
         built = captured.guards.build()
-    entry = Entry(captured.guards)
+    entry = Entry(captured.guards, captured.foreseen)
     telling.captured_frame(region.function, captured, entry, made, name, argv)
     region.add(built, captured.run, entry)
+    captured.foreseen.forget = partial(forget_entry, ref(region))
     return captured.run
+
+
+def forget_entry(alive: ref[Any], foreseen: Any) -> None:
+    """Take the entry out of a region whose branches went another way than foreseen."""
+    region = alive()
+    if region is not None:
+        with LOCK:
+            kept = [entry for entry in region.entries if entry.info.foreseen is not foreseen]
+            region.clear()
+            for entry in reversed(kept):
+                region.add(entry.guards, entry.run, entry.info)
 
 
 def skip(region: Any, name: str, error: Skip, family: Family) -> Any:

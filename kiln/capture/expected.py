@@ -1,7 +1,8 @@
 """Branches on a tensor of which one arm does nothing but raise: the graph checks that the other one is taken.
 
-Should the check fail in a call, the graph raises, and the frame runs again in Python, which raises what the
-program raises. So it is done only where the graph writes nothing (see `Finisher.replays`).
+Likewise with those that are foreseen (`foreseen.py`). Should a check fail in a call, the graph raises and the
+frame runs again in Python, which does or raises what the program does. So it is done only where the graph
+writes nothing (see `Finisher.replays`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.fake_arrays import OpenNumber
+from kiln.capture.foreseen import foreseen, text_of
 from kiln.capture.frame import Frame, Machine
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import constant_of
@@ -28,12 +30,18 @@ def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bo
     value = top.tensor if type(top) is OpenNumber else top
     if constant_of(value) is not None or value.numel() != 1 or value.device.type != "cpu":
         return m.truth(top)
-    jumped = raises(frame, instruction.value)
-    if jumped == raises(frame, frame.index + 1) or type(m.recorder) is not Recorder:
+    if type(m.recorder) is not Recorder:
         return m.truth(top)
+    jumped, said = raises(frame, instruction.value), []
     truth = sense is not jumped
+    if jumped == raises(frame, frame.index + 1):
+        found = foreseen(m, value)
+        if found is None:
+            return m.truth(top)
+        truth, said = found, [text_of(frame.place())]
+        m.foreseen.update(said)
     condition = value if truth else m.torch_call(torch.logical_not, (value,), {})
-    m.recorder.note(torch._assert_async, (condition,))
+    m.recorder.note(torch._assert_async, (condition, *said))
     m.world.looked = True
     m.expected.append(m.step)
     return truth

@@ -42,6 +42,7 @@ class Captured:
     continued: tuple[types.CodeType, ...]  # the code that goes on after a break, outermost frame first
     reason: Break | None
     end: tuple[Any, int]  # the code and the instruction at which it ended
+    foreseen: runtime.Foreseen
     looped: bool = False  # whether what goes on after the break comes back to it
 
 
@@ -56,6 +57,7 @@ class Finisher:
         self.after = state.snapshot()
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
+        self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("unforeseen", set()))
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
@@ -104,7 +106,7 @@ class Finisher:
         run = types.FunctionType(built, self.root.globals)
         decompile.show(run)
         counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
-        return Captured(None, self.graph, *counts, run, built, (), reason, last)
+        return Captured(None, self.graph, *counts, run, built, (), reason, last, self.foreseen)
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
@@ -151,7 +153,7 @@ class Finisher:
         for name in self.names:
             e.load(name)
         e.end_call(len(self.names))
-        e.callee(functools.partial(runtime.ran_in_python, self.root.function.__qualname__))
+        e.callee(functools.partial(runtime.ran_in_python, self.root.function.__qualname__, self.foreseen))
         e.load("__raised")
         e.end_call(1)
         e.pop()

@@ -80,6 +80,10 @@ class Machine:
         self.advanced: tuple[Any, int] | None = None
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
+        #: What checks of branches say that are taken to go as they do now; what those said that have failed,
+        #: None where no branch is taken so.
+        self.foreseen: set[str] = set()
+        self.unforeseen: set[str] | None = None
         self.chosen: list[tuple[Any, int]] = []  # tensors that stand for one of two values, and their steps
         self.exchanged: list[int] = []  # steps at which tensors get other data that the graph has read before
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two

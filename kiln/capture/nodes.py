@@ -59,10 +59,13 @@ PLAIN = {
 ATTRIBUTE_DICTS = re.compile(r"\.(_modules|_parameters|_buffers)\b")
 
 
+STATEFUL = frozenset({"__set__", "__delete__", "retain_grad", "_assert_async"})
+
+
 def changes_state(func: Any) -> bool:
-    """Whether `func` is named as one that changes its argument, such as `requires_grad_`."""
-    name = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__", "retain_grad")
+    """Whether `func` is named as one that changes its argument, such as `requires_grad_`, or checks it."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name.endswith("_") and not name.endswith("__") or name in STATEFUL
 
 
 def identifier(text: str) -> str:

@@ -506,6 +506,10 @@ class Recorder:
         """Whether a node of the graph gives this object."""
         return id(value) in self._results
 
+    def real_of(self, node: Node) -> Any:
+        """What an input or an attribute of the graph is in this call."""
+        return self._inputs[node].real if node.op == "placeholder" else self._attrs[node.target]
+
     def called(self, func: Any) -> bool:
         """Whether a call of `func` has been recorded."""
         return any(node.target is func for node in self._nodes)

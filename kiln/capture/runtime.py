@@ -202,8 +202,26 @@ def set_generators(states: list[tuple[torch.device, Any]]) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-def ran_in_python(name: str, raised: str) -> None:
+class Foreseen:
+    """What checks of branches say, of one graph; one that fails is not taken so again."""
+
+    def __init__(self, texts: set[str], unforeseen: set[str]) -> None:
+        self.texts, self.unforeseen = frozenset(texts), unforeseen
+        self.forget: Any = bool  # takes the entry out that has this
+
+    def failed(self, raised: str) -> bool:
+        """Whether one of them was raised."""
+        failing = {text for text in self.texts if " ".join(text.split()) in raised}
+        self.unforeseen |= failing
+        if failing:
+            self.forget(self)
+        return bool(failing)
+
+
+def ran_in_python(name: str, foreseen: Foreseen, raised: str) -> None:
     """Tell, once, that a graph raised what the frame itself did not let out."""
+    if foreseen.failed(raised):
+        return
     log.warn_once(("replay", name, raised), f"{name} ran in Python since its graph raised {raised}")
 
 
