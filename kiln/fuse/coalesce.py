@@ -135,6 +135,10 @@ class Coalescing(Groups):
             return False
         if not (upward or downward) or not self.have_room(earlier, later):
             return False
+        if not upward:
+            leaving = [m for m in earlier.members if not below.isdisjoint(self.readers(m))]
+            if self.holds(earlier.reads, earlier, later.position, leaving):
+                return False
         home, other = (earlier, later) if upward else (later, earlier)
         trial = Group(home.position, list(earlier.axes), self.new_terms(), list(earlier.members))
         trial.reads.update(earlier.reads)

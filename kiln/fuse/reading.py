@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import field
 from typing import Any
 
@@ -37,6 +38,8 @@ from kiln.ops.levels import name_of
 GATHERED = 40
 #: Turns of loops that take far longer than a launch, and of such that take no longer.
 LARGE, SHORT = 1 << 20, 1 << 15
+#: Bytes of what a value is made of that are worth a kernel that makes it while they are there.
+HELD = 1 << 16
 #: Ops whose elements are those of other places of what they read.
 ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter"})
 #: Ops whose elements are copies from places that are to be found out.
@@ -156,7 +159,7 @@ class Groups:
         """Whether a rearranged value is read again and again at quotients of places: then it is made once."""
         if self.anew or name_of(node.op) not in REARRANGED or group.volume() < SHORT:
             return False
-        often = elements(node) * 2 <= group.volume()
+        often = elements(node) * 3 <= group.volume() * 2
         return often and any(
             atom.op in (FLOORDIV, MOD) for c in coords if isinstance(c, Expr) for m in c.poly for atom in m
         )
@@ -254,15 +257,28 @@ class Groups:
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
             cost = self.cost(home, node) if limit else 1
             if cost <= limit and cost + self.made_for(group, home, node, depth) <= limit:
-                return True
+                return much_smaller or not self.holds(self.read_by(home, node), home, group.position, [node])
         return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
+
+    def holds(self, reads: Iterable[Node], home: Group, until: int, made: Iterable[Node]) -> bool:
+        """Whether making values of a group later, after eager's kernels, holds much more memory till then."""
+        between = self.items[home.position + 1 : until]
+        if self.anew or not any(isinstance(item, Node) for item in between):
+            return False
+        passing = [n for n in reads if n.op is not INPUT and n.op is not CONSTANT and n not in self.outputs]
+        held = [n for n in passing if all(self.place.get(r) == home.position for r in self.readers(n))]
+        return bytes_of(held) > max(2 * bytes_of(made), HELD)
+
+    def read_by(self, home: Group, node: Node) -> dict[Node, None]:
+        """What is read from memory for a member's element."""
+        made_of = terms([self.natural(home, node)[1]])
+        return dict.fromkeys(self.owners[t.buffer] for t in made_of if isinstance(t, Load))
 
     def made_for(self, group: Group, home: Group, node: Node, depth: int) -> int:
         """What it costs these loops to make what a value of another group reads, where that is small, too."""
         key = node, group.volume()
         if key not in self.chains and depth < CHEAP:
-            made_of = terms([self.natural(home, node)[1]])
-            read = dict.fromkeys(self.owners[t.buffer] for t in made_of if isinstance(t, Load))
+            read = self.read_by(home, node)
             found = [(one, self.items[self.place[one]]) for one in read if self.place.get(one, -1) >= 0]
             self.chains[key] = sum([
                 self.cost(there, one) + self.made_for(group, there, one, depth + 1) for one, there in found

@@ -163,6 +163,10 @@ def test_an_image_with_borders_is_made_once_for_sums_over_its_rows():
     nest, loads = sums_of(backward, rand(1, 24, 28, 28), rand(1, 24, 28, 28), rand(24, 1, 5, 5))
     assert len(nest.folds()) == 5
     assert not any(load.valid or "//" in str(load.index) for load in loads)
+    backward = backward_of(2, 2, 256, [False, True, False])
+    nest, loads = sums_of(backward, rand(2, 256, 4, 4), rand(2, 256, 8, 8), rand(256, 1, 5, 5))
+    assert len(nest.folds()) == 3
+    assert not any(load.valid or "//" in str(load.index) for load in loads)
 
 
 def test_a_row_that_was_an_image_is_read_in_order():

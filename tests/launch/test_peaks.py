@@ -306,6 +306,18 @@ def test_what_lets_nothing_go_yet_is_not_made_earlier():
     assert [step[0] for step in plan.owner.steps].count("launch") == 2
 
 
+def test_what_much_becomes_little_of_is_not_put_off():
+    """The largest of each four rows is taken before other products, and not where it is added to them."""
+
+    def pooled(x, w, v):
+        rows = (x @ w).view(-1, 4, 64)
+        most = torch.maximum(torch.maximum(rows[:, 0], rows[:, 1]), torch.maximum(rows[:, 2], rows[:, 3]))
+        return torch.relu(x[::4] @ v) @ v + most
+
+    plan = check(pooled, torch.randn(512, 64) / 8, torch.randn(64, 64) / 8, torch.randn(64, 64) / 8)
+    assert [step[0] for step in plan.owner.steps if step[0] in ("launch", "call")][:2] == ["call", "launch"]
+
+
 class Written(nn.Module):
     """A recurrence whose states are written to parts of one tensor."""
 
