@@ -13,7 +13,7 @@ from operator import getitem
 from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
-from kiln.expand import activated, stems
+from kiln.expand import activated, depth, stems
 from kiln.expand.pools import WINDOW, Window
 from kiln.expand.relayout import Relayout
 from kiln.ops.table import aten
@@ -143,8 +143,10 @@ def operands(node: Node, walk: Relayout, *instead: Any) -> list[Any]:
 
 
 def convolution(node: Node, walk: Relayout) -> Node:
-    given = tuple(operands(node, walk))
-    return walk.graph.call(node.op, given, dict(node.kwargs), spec=turned(node.spec), like=node)
+    given = operands(node, walk)
+    if depth.takes(node, 0):
+        return depth.convolution(node, walk, given, turned(node.spec))
+    return walk.graph.call(node.op, tuple(given), dict(node.kwargs), spec=turned(node.spec), like=node)
 
 
 def fused(end: Node, chain: activated.Chain, walk: Relayout) -> Node:
@@ -163,11 +165,19 @@ def fused(end: Node, chain: activated.Chain, walk: Relayout) -> Node:
 def gradients(node: Node, walk: Relayout) -> tuple[Node | None, ...]:
     """The gradients of an image and of filters, turned, and of what was added."""
     image, filters, added = node.spec
-    given, columns = tuple(operands(node, walk)), stems.takes_columns(node, 1)
+    given, columns = operands(node, walk), stems.takes_columns(node, 1)
     of_filters = given[2].spec if columns and filters is not None else filters
     specs = [image and turned(image), of_filters and beside(of_filters), added]
-    whole = walk.graph.call(node.op, given, dict(node.kwargs), spec=tuple(specs), like=node)
-    made = [None if spec is None else result(walk, whole, i, spec) for i, spec in enumerate(specs)]
+    own: list[Node | None] = [None] * 3
+    if depth.takes(node, 1):
+        own = depth.gradients(node, walk, given, turned(node.args[1].spec))
+        specs = [spec if one is None else None for spec, one in zip(specs, own, strict=True)]
+        given[-1] = [spec is not None for spec in specs]
+    made = own
+    if any(spec is not None for spec in specs):
+        whole = walk.graph.call(node.op, tuple(given), dict(node.kwargs), spec=tuple(specs), like=node)
+        made = [one if spec is None else result(walk, whole, i, spec)
+                for i, (spec, one) in enumerate(zip(specs, own, strict=True))]  # fmt: skip
     if columns and made[1] is not None:
         made[1] = stems.folded(made[1], filters, walk)
     return tuple(made)

@@ -158,11 +158,16 @@ class Relayout:
         """A value with these strides: itself, or a copy."""
         if node.spec.stride == stride:
             return node
-        known = self._copies.get((node, stride))
+        spec = replace(node.spec, stride=stride, offset=0)
+        return self.once(
+            node, stride, lambda: self.graph.call(aten.clone.default, (node,), spec=spec, like=node)
+        )
+
+    def once(self, node: Node, form: Any, make: Callable[[], Node]) -> Node:
+        """A value in another form, made when it is first asked for."""
+        known = self._copies.get((node, form))
         if known is None:
-            spec = replace(node.spec, stride=stride, offset=0)
-            known = self.graph.call(aten.clone.default, (node,), spec=spec, like=node)
-            self._copies[node, stride] = known
+            known = self._copies[node, form] = make()
         return known
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in
 from kiln.fuse.axes import Misfit, coordinates, refined
-from kiln.fuse.costs import bytes_of, elements
+from kiln.fuse.costs import bytes_of, elements, lies_as
 from kiln.fuse.folds import folded_dims, marked
 from kiln.fuse.lower import is_pointwise
 from kiln.fuse.nest import Axis
-from kiln.fuse.reading import Group, Groups
+from kiln.fuse.reading import REARRANGED, Group, Groups, is_of_neighbours, is_widened
 from kiln.fuse.views import Coords, is_map, shape_of
 from kiln.ops.levels import name_of
 
@@ -39,6 +39,7 @@ class Coalescing(Groups):
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
         self.summing = partial_sums(graph)
         self.read_whole |= self.summing | {self.root(node) for node in factors(graph)}
+        self.read_whole |= {self.root(node) for node in seen_in_windows(graph)} if anew else set()
 
     # Nodes into groups
 
@@ -54,8 +55,11 @@ class Coalescing(Groups):
     ) -> bool:
         """Whether a node runs in the loops of a group, after changing them where that is harmless."""
         before = group.axes
-        if len(group.members) >= LONGEST:
+        if len(group.members) >= LONGEST or is_of_neighbours(node):
             return False
+        for member in group.members:
+            if is_of_neighbours(member) and (dims or not lies_as(node, member) or not self.narrows(node)):
+                return False
         if not related and not any(
             self.place[n] == group.position or n in group.reads for n in map(self.root, node.inputs())
         ):
@@ -77,6 +81,13 @@ class Coalescing(Groups):
                 self.rebuild(group)
             return False
         return True
+
+    def narrows(self, node: Node) -> bool:
+        """Whether a value is of few bytes, or one of such is all that is made of it, element by element."""
+        if node.spec.dtype.itemsize <= 2:
+            return True
+        found = self.readers(node)
+        return node not in self.outputs and all(is_pointwise(user) and self.narrows(user) for user in found)
 
     def axes_with(self, axes: list[Axis], shape: Coords, dims: frozenset[int] | None) -> list[Axis] | None:
         """The axes with those of a shape among them, folded over where it has `dims`; None for a misfit."""
@@ -198,6 +209,25 @@ def factors(graph: Graph) -> Iterator[Node]:
             given = [arg for arg in node.args if type(arg) is Node]
             if len(given) == 2 and all(elements(one) * MANY <= elements(node) for one in given):
                 yield from given
+
+
+def seen_in_windows(graph: Graph) -> Iterator[Node]:
+    """What is summed up times windows of something, and that: each element of it is read many times."""
+    users = graph.users()
+    for node in graph.nodes:
+        if name_of(node.op) == "mul" and [name_of(user.op) for user in users[node]] == ["sum"]:
+            found = [before(arg) for arg in node.args if type(arg) is Node]
+            if len(found) == 2 and any(windows for _, windows in found):
+                yield from [source for source, _ in found]
+
+
+def before(node: Node) -> tuple[Node, bool]:
+    """What a value is a view or a copy of, widened or with a border, and whether windows are among these."""
+    windows = False
+    while is_map(node) or is_widened(node) or name_of(node.op) in REARRANGED - {"cat"}:
+        windows |= name_of(node.op) == "unfold"
+        node = node.args[0]
+    return node, windows
 
 
 def partial_sums(graph: Graph) -> set[Node]:

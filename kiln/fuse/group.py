@@ -13,7 +13,7 @@ from kiln.fuse.folds import folded_dims, is_running, marked
 from kiln.fuse.lower import is_drawn, is_pointwise
 from kiln.fuse.nest import RECURRENCE
 from kiln.fuse.ordered import Update, writes_of
-from kiln.fuse.reading import Group
+from kiln.fuse.reading import Group, is_of_neighbours
 from kiln.fuse.views import Coords, is_map, shape_of
 from kiln.ops.levels import name_of
 
@@ -45,6 +45,8 @@ class Fuser(Coalescing):
                 self.free.add(node)
                 self.place[node] = -1
             else:
+                if is_of_neighbours(node):
+                    self.read_whole.update(map(self.root, node.inputs()))
                 self.join(node, shape_of(node), None)
         elif (dims := self.folded(node)) is not None:
             self.join(node, shape_of(node.args[0]), dims)

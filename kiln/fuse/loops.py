@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kiln.fuse import filters as filters  # lowers convolutions
 from kiln.fuse.lower import HALVES
 from kiln.fuse.products import convolution_backward
 from kiln.fuse.running import RUNNING

@@ -39,6 +39,8 @@ INDEXED: dict[str, Callable[..., Any]] = {
 Lowering: TypeAlias = "Callable[[Terms, Node, Coords, Term | None, Read], Term]"
 LOWER: dict[str, Lowering] = {}
 """How the element of a pointwise node follows from elements of its inputs, by the name of the op."""
+CONDITIONS: dict[str, Callable[[Node], bool]] = {}
+"""Which nodes of an op are lowered, where not all are."""
 
 
 class Terms:
@@ -410,6 +412,8 @@ def is_pointwise(node: Node) -> bool:
     """Whether each element of a node follows from elements of its inputs at known places."""
     spec = node.spec
     if not isinstance(spec, TensorSpec) or name_of(node.op) not in LOWER or not supported(spec):
+        return False
+    if name_of(node.op) in CONDITIONS and not CONDITIONS[name_of(node.op)](node):
         return False
     count = 1 if name_of(node.op) in UNARY else 2
     more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}

@@ -29,7 +29,7 @@ from kiln.fuse.costs import (
     weight,
 )
 from kiln.fuse.folds import PLACED, folded_dims, folded_place, is_running, kept_shape
-from kiln.fuse.lower import LOWER, Terms, is_pointwise
+from kiln.fuse.lower import CONDITIONS, LOWER, Terms, is_pointwise
 from kiln.fuse.nest import AFFINE, RECURRENCE, Apply, Axis, Buffer, Fold, Load, Term, terms
 from kiln.fuse.views import VIEWS, Coords, is_map, place_of, shape_of
 from kiln.ops.levels import name_of
@@ -41,7 +41,7 @@ LARGE, SHORT = 1 << 20, 1 << 15
 #: Bytes of what a value is made of that are worth a kernel that makes it while they are there.
 HELD = 1 << 16
 #: Ops whose elements are those of other places of what they read.
-ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter"})
+ELSEWHERE = frozenset({"index", "gather", "cat", "constant_pad_nd", "slice_scatter", "convolution"})
 #: Ops whose elements are copies from places that are to be found out.
 REARRANGED = frozenset({"cat", "clone", "constant_pad_nd"})
 #: Views that show elements in the order in which they lie.
@@ -373,6 +373,11 @@ class Groups:
             known = self.buffers[node] = Buffer(node.name, node.spec.dtype)
             self.owners[known] = node
         return known
+
+
+def is_of_neighbours(node: Node) -> bool:
+    """Whether elements are made of many neighbours, which are read from memory."""
+    return name_of(node.op) in CONDITIONS
 
 
 def is_widened(node: Node) -> bool:

@@ -65,9 +65,12 @@ class Cuts:
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
         wanted = self.wanted if nest.kept else self.wanted * LINES
+        part, products = self.part, sums_of_products(nest) if self.at_once else None
+        if products is not None:  # threads have many sums, and few of them fit a processor
+            wanted, part = wanted * MORE, part // len(products)
         most = max(min(self.most, wanted // self.tasks(nest)), 1)
         few = nest.volume() // results(nest) // FEWEST
-        wanted = min(hinted(cut.size), most, nest.volume() // self.part, few)
+        wanted = min(hinted(cut.size), most, nest.volume() // part, few)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
 
     def tasks(self, nest: Nest) -> int:
@@ -107,6 +110,27 @@ def along_memory(nest: Nest) -> Axis:
     return max(reversed(nest.axes), key=beside)
 
 
+def sums_of_products(nest: Nest) -> list[list[tuple[Term, ...]]] | None:
+    """The factors of what each fold adds up in a turn, where that are several products; None for others."""
+    folds = nest.folds()
+    found = [products_of(fold) for fold in folds]
+    if len(folds) < SUMS or None in found or not all(store.kept for store in nest.stores):
+        return None
+    return [parts for parts in found if parts is not None]
+
+
+def products_of(fold: Fold) -> list[tuple[Term, ...]] | None:
+    """The factors of the products that a fold adds up in a turn; None for other folds."""
+    value, found = fold.value, list[tuple[Term, ...]]()
+    while isinstance(value, Apply) and value.op == "addcmul":
+        found.insert(0, value.args[1:])
+        value = value.args[0]
+    plain = fold.kind == "sum" and fold.phase == 0 and fold.dtype is torch.float32
+    if not plain or not isinstance(value, Apply) or value.op != "mul":
+        return None
+    return [value.args, *found]
+
+
 MANY = 1 << 60
 #: Cores with long vectors.
 CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True)
@@ -119,6 +143,8 @@ GRIDS = Cuts(
 FEWEST = 8
 #: Times the parts that a fold of all into one is cut into.
 LINES = 4
+#: Times the parts that sums of several products a turn are cut into, and such sums at least.
+MORE, SUMS = 4, 4
 #: Elements of a part that is near by when it is gone over again.
 NEAR = 1 << 17
 #: Long parts are of whole vectors.

@@ -8,7 +8,6 @@ sums stay in registers.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.symbols import Expr
 from kiln.fuse.axes import axis
-from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Place, Store, Term, children, rebuilt
-from kiln.fuse.peel import in_line, substituted
+from kiln.fuse.neighbours import at_once
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Place
+from kiln.fuse.peel import in_line
 
 #: Vectors of sums that registers hold at once, by the lanes of a vector.
 REGISTERS = {16: 28, 8: 12}
@@ -141,24 +141,3 @@ def of_product(nest: Nest, product: Product, lanes: int) -> list[Nest]:
         moves = [{rows.variable: place, **more} for place in left for more in beside]
         parts.append(at_once(nest, (*outer, *inner), moves))
     return parts
-
-
-def at_once(nest: Nest, axes: tuple[Axis, ...], places: list[dict[Any, Any]]) -> Nest:
-    """The nest at several places in each turn; what is the same for some of them is one term."""
-    stores: list[Store] = []
-    same: dict[Any, Term] = {}
-    for moves in places:
-        made: dict[int, Term] = {}
-        for term in nest.terms():
-            new = term if all(made[id(child)] is child for child in children(term)) else rebuilt(term, made)
-            if isinstance(new, (Load, Place)) and isinstance(new.index, Expr):
-                index = substituted(new.index, moves)
-                key = (new.buffer, id(new.valid)) if isinstance(new, Load) else ()
-                new = same.setdefault((index, *key), replace(new, index=index))
-            elif isinstance(new, Apply):
-                new = same.setdefault((new.op, new.dtype, *map(id, new.args)), new)
-            made[id(term)] = new
-        stores += [
-            replace(s, index=substituted(s.index, moves), value=made[id(s.value)]) for s in nest.stores
-        ]
-    return Nest(axes, stores, several=True)

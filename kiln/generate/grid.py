@@ -11,7 +11,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, MOD, hinted
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children
-from kiln.fuse.split import pair_of
+from kiln.fuse.split import pair_of, sums_of_products
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import vector_axis
 from kiln.generate.llvm import F32
@@ -42,6 +42,8 @@ MANY = 8  # turns of a thread along a row in shared memory that are enough
 FEW_TURNS = 6  # of those, where a row is read once
 AT_40 = 1536  # threads of a processor that have 40 registers each
 WRITTEN = 16  # turns of a row in shared memory that are written out
+SUMS = 64  # sums of products in the registers of a thread
+SUMMING = 128  # threads of a block that has so many
 COLUMNS = 32  # threads along the kept axis of a nest that folds across it
 BUSY = 132 * 1024  # threads that keep a large GPU busy
 #: Functions of several instructions.
@@ -106,9 +108,10 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
         return in_strips(nest, vector, width)
     if vector is None or vector.reduced:
         return along_rows(nest, vector, width, clusters)
+    if sums_of_products(nest):
+        return of_products(nest, vector, width)
     columns = -(-extent(vector) // width)
-    rows = next((n for n in range(COLUMNS, COLUMNS // 2, -1) if columns % n == 0), COLUMNS)
-    rows = columns if columns <= COLUMNS else rows
+    rows = side_by_side(columns)
     blocks = kept_extent(nest) // extent(vector) * (columns // rows)
     while blocks * LARGEST < BUSY // 2 and rows * width * 4 > SECTOR:  # few columns: a block takes fewer
         width, rows = (width // 2, rows) if width > 1 else (1, rows // 2)
@@ -122,6 +125,21 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
     while team * rows * width * sum(kind.bits // 8 for kind in parts) > STATIC:
         team //= 2
     return Grid(vector, width, rows, team)
+
+
+def side_by_side(columns: int) -> int:
+    """How many threads are on neighbouring columns: all, or as many as leave no rest."""
+    rows = next((n for n in range(COLUMNS, COLUMNS // 2, -1) if columns % n == 0), COLUMNS)
+    return columns if columns <= COLUMNS else rows
+
+
+def of_products(nest: Nest, vector: Axis, width: int) -> Grid:
+    """A block for some columns and turns, whose threads have a sum for each place of a factor."""
+    sums = len(nest.folds())
+    while sums * width > SUMS and width > 1:
+        width //= 2
+    rows = side_by_side(-(-extent(vector) // width))
+    return Grid(vector, width, rows, max(power_of_two(SUMMING // rows + 1) // 2, 1))
 
 
 def several(nest: Nest, vector: Axis | None, width: int) -> int:

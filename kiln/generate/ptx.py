@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from kiln.base.symbols import Expr
@@ -20,8 +21,8 @@ from kiln.generate.grid import (
     row_bytes,
     turns,
 )
-from kiln.generate.lanes import across_lanes, combined
-from kiln.generate.llvm import I32, I64, Value
+from kiln.generate.lanes import across_lanes, aligned, combined
+from kiln.generate.llvm import I32, I64, Value, fma
 from kiln.generate.ptx_online import Online
 from kiln.generate.ptx_team import Turn
 from kiln.generate.scalar import TYPES
@@ -209,6 +210,10 @@ class GridEmitter(Online):
         return valid
 
     def store_all(self) -> None:
+        if self.nest.several:  # all of them product by product: what they share is needed for a short time
+            found = [terms([store.value]) for store in self.nest.stores]
+            for term in (t for turn in zip_longest(*found) for t in turn if t is not None):
+                self.value(term)
         for store in self.nest.stores:
             self.store(store)
 
@@ -299,6 +304,8 @@ class GridEmitter(Online):
         start = [part for fold in folds for part in self.neutral(fold, grid.width)]
 
         def body(carried: list[Value], valid: Value | None = None) -> list[Value]:
+            if products is not None and valid is None:
+                return [self.with_products(c, parts) for c, parts in zip(carried, products, strict=True)]
             values = [self.value(part) for fold in folds for part in fold.parts]
             values = [c.like(v) for c, v in zip(carried, values, strict=True)]
             if valid is not None:
@@ -308,6 +315,7 @@ class GridEmitter(Online):
                     self.store(store)
             return values if carried is start and valid is None else combined(folds, carried, values)
 
+        products = None if grid.along else self.products
         outside = self.lanes
         self.lanes = grid.width
         totals = self.held_turns(start, body) if self.held else self.several_turns(start, body)
@@ -323,6 +331,12 @@ class GridEmitter(Online):
         for fold in folds:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
+
+    def with_products(self, total: Value, products: list[tuple[Term, ...]]) -> Value:
+        """What was summed up so far, and some products, each added by one instruction."""
+        for pair in products:
+            total = fma(*aligned([*[self.value(factor) for factor in pair], total], ""))
+        return total
 
     def held_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:
         """All turns of a thread written out; what they read stays in registers for later phases."""
@@ -343,12 +357,21 @@ class GridEmitter(Online):
         def several(turns: list[Turn], values: list[Value]) -> list[Value]:
             for place, valid in turns:
                 self.push()
-                self.along_row(place)
+                if short:  # what is known to fit 32 bits is divided as such
+                    self.along_row(self.unsigned(place.to(I32)).to(I64))
+                    for axis in self.nest.reduced:
+                        here = self.variables[axis.variable]
+                        self.variables[axis.variable] = self.unsigned(here.to(I32)).to(I64)
+                else:
+                    self.along_row(place)
                 values = body(values, valid)
                 self.pop()
             return values
 
+        products = not self.grid.along and self.products is not None
+        short = products and reduced_extent(self.nest) < 1 << 31
         step = self.grid.team * (self.grid.width if self.grid.along else 1)
         little = row_bytes(self.nest, self.vector, self.grid.width) <= WIDEST
         many = MORE if little and reduced_extent(self.nest) >= 2 * MORE * step else UNROLLED
-        return self.row_turns(carried, several, many)
+        return self.row_turns(carried, several, 1 if products else many)
+

@@ -145,6 +145,8 @@ class Team(DeviceValues):
         def some(at: Value, values: list[Value], count: int) -> list[Value]:
             return body([(at + i * step, None) for i in range(count)], values)
 
+        if many == 1 and not isinstance(count, int):
+            return fn.loop(first, end, step, carried, lambda at, values: some(at, values, 1))
         carried = fn.loop(first, whole_turns, step * many, carried, lambda at, values: some(at, values, many))
         if not isinstance(count, int):
             return fn.loop(first + whole_turns, end, step, carried, lambda at, values: some(at, values, 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from kiln.base.symbols import Expr
 from kiln.fuse.nest import Apply, Const, Load, Nest, Place, Store, Term
+from kiln.fuse.split import sums_of_products
 from kiln.generate.forms import logistic
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import Grid, key_of, laid, read_again, whole
@@ -27,6 +30,10 @@ from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, 
 FAULTS = {
     OUTSIDE: "index out of bounds", OUT_OF_BOUNDS: "index out of bounds", DIVIDED_BY_ZERO: "division by zero",
 }  # fmt: skip
+
+
+#: Words of 32 bits that are read at once, by the bytes that they take.
+WORDS = {4: 1, 8: 2, 16: 4}
 
 
 class DeviceValues(Values):
@@ -52,6 +59,8 @@ class DeviceValues(Values):
         self.fn.attributes = f'nounwind "nvvm.minctasm"="{beside}"' if beside > 1 else "nounwind"
         if members > 1:
             self.fn.attributes += f' "nvvm.cluster_dim"="{members},1,1"'
+        self.stored = {store.buffer for store in nest.stores}
+        self.products = sums_of_products(nest)  # what folds add up, where that are several products a turn
         self.conditions: list[Value] = []  # under which what is stored is stored
         self.now = 0  # the phase being emitted
         self.again = read_again(nest, self.grid.part) if self.grid.shared and nest.part is None else {}
@@ -92,6 +101,8 @@ class DeviceValues(Values):
         """A value; sums with 1, quotients by what is one for all elements, and some powers cost less."""
         if isinstance(term, Apply) and (found := self.of_all_lanes(term)) is not None:
             return found
+        if isinstance(term, Apply) and term.op == "where" and self.is_read_so(term):
+            return self.value(term.args[1])
         if not isinstance(term, Apply) or not self.in_f32(term):
             return super().compute(term)
         if (parts := logistic(term)) is not None:
@@ -127,6 +138,17 @@ class DeviceValues(Values):
             return None
         return self.index(place.index).compare(term.op, border.value)
 
+    def is_read_so(self, choice: Apply) -> bool:
+        """Whether a choice is between an element that is read under its condition, and 0."""
+        condition, value, other = choice.args
+        while isinstance(value, Apply) and value.op == "convert" and value.dtype.is_floating_point:
+            (value,) = value.args
+        if not isinstance(value, Load) or value.valid is not condition or not self.skips(value):
+            return False
+        if not isinstance(other, Const) or type(other.value) is not float or other.value != 0.0:
+            return False
+        return math.copysign(1, other.value) > 0 and self.value(condition).type.width == 1
+
     def in_f32(self, term: Apply) -> bool:
         return compute_type(TYPES[term.dtype]).kind == "f32" and len(term.args) <= 2
 
@@ -150,11 +172,44 @@ class DeviceValues(Values):
             return (value.to(I1) if stored.kind == "i1" else value).to(held)
         if step == 1 and mask is not None and mask.type.width == 1 and stored.kind != "i1":
             memory, align = stored.wide(self.lanes), self.granule(term.index) * stored.bits // 8
+            if self.skips(term):
+                return self.read_if(mask, term, memory).to(held)
             address = fn.at(base, mask.where(self.index(term.index), 0), stored)
             return fn.emit(f"load {memory}, ptr {address.text}, align {align}", memory).to(held)
         if step == 1 and mask is not None and stored.kind != "i1":
             return self.at_once_if_all(term, mask).to(held)
         return self.each_lane(term, mask, step).to(held)
+
+    def skips(self, term: Load) -> bool:
+        """Whether elements that are read at once under one condition are 0 without it."""
+        size = self.lanes * int(term.dtype.itemsize)
+        if not self.nest.several and self.products is None or self.lanes == 1 or term.valid is None:
+            return False
+        whole = size in WORDS and self.granule(term.index) == self.lanes and self.stride(term.index) == 1
+        return whole and term.buffer not in self.stored
+
+    def read_if(self, condition: Value, term: Load, memory: Type) -> Value:
+        """Elements of memory, which is whole words; zeros where the condition does not hold."""
+        fn, many = self.fn, WORDS[memory.width * memory.bits // 8]
+        index, far = term.index, 0
+        if isinstance(index, Expr) and (far := index.poly.get((), 0)):
+            index = index - far  # neighbours differ in a number: the instruction adds it
+        address = fn.at(self.pointers[term.buffer], self.index(index), TYPES[term.dtype])
+        words = [f"${i}" for i in range(many)]
+        zeros = " ".join(f"mov.b32 {word}, 0;" for word in words)
+        kind = f"v{many}.b32 {{{', '.join(words)}}}" if many > 1 else "b32 $0"
+        text = f"{zeros} @${many + 1} ld.global.nc.{kind}, [${many}+{far * memory.bits // 8}];"
+        made = "{" + ", ".join(["i32"] * many) + "}" if many > 1 else "i32"
+        rules = ",".join([*["=&r"] * many, "l", "b"])
+        given = f"ptr {address.text}, i1 {condition.text}"
+        found = fn.emit(f'call {made} asm "{text}", "{rules}"({given})', I32)
+        if many == 1:
+            return fn.emit(f"bitcast i32 {found.text} to {memory}", memory)
+        value = Value(fn, "poison", I32.wide(many))
+        for i in range(many):
+            word = fn.emit(f"extractvalue {made} {found.text}, {i}", I32)
+            value = fn.emit(f"insertelement {value.type} {value.text}, i32 {word.text}, i64 {i}", value.type)
+        return fn.emit(f"bitcast {value.type} {value.text} to {memory}", memory)
 
     def each_lane(self, term: Load, mask: Value | None, step: int | None) -> Value:
         """The elements of all lanes, each by itself; without the mask it is the first of the buffer."""

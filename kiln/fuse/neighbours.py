@@ -1,0 +1,216 @@
+"""Neighbours at once: a thread makes several results side by side, so that what they share is read once.
+
+Results of a convolution of one channel each have the filters in common, and most of what they see of the
+image; the sums that are the gradient of the filters have the other gradient in common.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kiln.base.expressions import MOD
+from kiln.base.symbols import Expr, Scope
+from kiln.fuse.axes import axis
+from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, children, rebuilt, terms
+from kiln.fuse.peel import KNOWN, decided, in_line, substituted
+from kiln.fuse.split import SUMS, along_memory, products_of
+
+#: Results at once at most; products of neighbours that a turn adds up, by what their number is a multiple of.
+RESULTS, ADDED = 8, (4, 7, 5, 3, 2)
+#: Results at least for each of those that a thread makes: others are too few to keep a GPU busy.
+THREADED = 1 << 17
+#: Elements of one value that a turn reads, and others that are the same for neighbours, at least.
+SEEN, SHARED = 4, 4
+#: Places of a factor that each have a sum of their own, at most: of more, registers hold too few.
+PLACES = 9
+
+
+def equals(low: int, high: int, number: int) -> bool | None:
+    return low == number if low == high else None if low <= number <= high else False
+
+
+#: Comparisons of a place, by the ends of its range, with a number: None where both may be.
+BORDERS: dict[str, Callable[[int, int, int], bool | None]] = {
+    "lt": lambda low, high, border: True if high < border else False if low >= border else None,
+    "ge": lambda low, high, border: True if low >= border else False if high < border else None,
+    "eq": equals,
+}  # fmt: skip
+
+
+def at_neighbours(nest: Nest, scope: Scope) -> Nest:
+    """The nest with several turns of its loops as one, where those see mostly the same."""
+    known = all(type(a.size) is int and a.low == 0 for a in nest.axes)
+    if not known or nest.ordered or nest.part is not None or len(nest.axes) < 2:
+        return nest
+    if any(term.places for term in nest.terms() if isinstance(term, (Load, Place))):
+        return nest
+    return sums_at_once(nest, scope) if nest.reduced else results_at_once(nest, scope)
+
+
+# Results
+
+
+def results_at_once(nest: Nest, scope: Scope) -> Nest:
+    """The nest with several results in a turn: neighbours, and those that see other places of a filter."""
+    inner = in_line(nest)
+    found = [a for a in nest.axes if a is not inner and shares(nest, inner, a)]
+    if not found:
+        return nest
+    line = found[-1]
+    counts = {a: n for a in nest.axes if (n := remainders(nest, a)) > 1}
+    each = counts.get(line, 1)
+    most = min(RESULTS, nest.volume() // THREADED) // math.prod(counts.values())
+    counts[line] = each * divisor(line.size // each, max(most, 1))
+    return unrolled(nest, counts, scope)
+
+
+def divisor(size: int, most: int) -> int:
+    """The largest number, up to `most`, that a size is a multiple of."""
+    return next(n for n in range(most, 0, -1) if size % n == 0)
+
+
+def shares(nest: Nest, inner: Axis, along: Axis) -> bool:
+    """Whether neighbours along a loop see much of the same: many elements of a value, times the same ones."""
+    found = nest.terms()
+    if sum(isinstance(t, Apply) and t.op == "addcmul" for t in found) < SHARED - 1:
+        return False
+    same, seen = 0, dict[Any, int]()
+    for load in {(t.buffer, t.index) for t in found if isinstance(t, Load)}:
+        if isinstance(load[1], Expr) and inner.variable in load[1].symbols():
+            moves = along.variable in load[1].symbols()
+            same += not moves
+            seen[load[0]] = seen.get(load[0], 0) + moves
+    return same >= SHARED and max(seen.values()) >= SEEN
+
+
+def remainders(nest: Nest, along: Axis) -> int:
+    """The number that a loop's place is divided by for a condition, where its length is a multiple of it."""
+    for term in nest.terms():
+        if isinstance(term, Place) and isinstance(term.index, Expr) and term.index.op is MOD:
+            by = term.index.args[1]
+            if along.variable in term.index.symbols() and type(by) is int and along.size % by == 0:
+                return by
+    return 1
+
+
+def unrolled(nest: Nest, counts: dict[Axis, int], scope: Scope) -> Nest:
+    """The nest with so many turns of each of these loops in one."""
+    fewer = {a: axis(scope, a.size // n, a.variable.name) for a, n in counts.items() if n < a.size}
+    sides = [[{a.variable: (fewer[a].variable * n if a in fewer else 0) + i} for i in range(n)]
+             for a, n in counts.items()]  # fmt: skip
+    moves = [dict(itertools.chain(*[part.items() for part in parts])) for parts in itertools.product(*sides)]
+    axes = tuple([
+        replace(fewer[a], reduced=a.reduced) if a in fewer else a for a in nest.axes
+        if a in fewer or a not in counts
+    ])  # fmt: skip
+    return at_once(nest, axes, moves, scope)
+
+
+# Sums
+
+
+def sums_at_once(nest: Nest, scope: Scope) -> Nest:
+    """The nest with sums of products at several places in a turn, where one factor is the same for them."""
+    folds, inner = nest.folds(), along_memory(nest)
+    plain = len(folds) == 1 and products_of(folds[0]) is not None and not inner.reduced
+    if not plain or not all(store.kept for store in nest.stores) or len(nest.reduced) < 2:
+        return nest
+    places = [a for a in nest.kept if a is not inner]
+    if not SUMS <= math.prod([a.size for a in places]) <= PLACES:
+        return nest
+    apart = {a.variable for a in places}
+    loads = [t for t in nest.terms() if isinstance(t, Load) and isinstance(t.index, Expr)]
+    if len(loads) != 2 or sum(apart.isdisjoint(t.index.symbols()) for t in loads) != 1:
+        return nest
+    nest = unrolled(nest, {a: a.size for a in places}, scope)
+    first, second, *_ = nest.reduced
+    if len(nest.reduced) > 2:
+        nest = as_one(nest, first, second, scope)
+    line = nest.reduced[-1]
+    many = next((n for n in ADDED if line.size % n == 0), 1)
+    return replace(added(nest, line, many, scope), several=False)
+
+
+def as_one(nest: Nest, outer: Axis, inner: Axis, scope: Scope) -> Nest:
+    """The nest with two of its loops as one, which can be cut into more parts."""
+    both = replace(axis(scope, outer.size * inner.size, outer.variable.name), reduced=True)
+    moves = {outer.variable: both.variable // inner.size, inner.variable: both.variable % inner.size}
+    axes = tuple([both if a is outer else a for a in nest.axes if a is not inner])
+    return at_once(nest, axes, [moves], scope)
+
+
+def added(nest: Nest, line: Axis, many: int, scope: Scope) -> Nest:
+    """The nest with several turns of a loop that is folded over added up in one."""
+    if many == 1:
+        return nest
+    fewer = replace(axis(scope, line.size // many, line.variable.name), reduced=True)
+    axes = tuple([fewer if a is line else a for a in nest.axes])
+    same: dict[Any, Term] = {}
+    made: dict[int, Term] = {}
+    values = [fold.value for fold in nest.folds()]
+    parts = [
+        moved(values, {line.variable: fewer.variable * many + i}, same, scope) for i in range(many)
+    ]  # fmt: skip
+    for fold, *turns in zip(nest.folds(), *parts, strict=True):
+        total = turns[0]
+        for turn in turns[1:]:
+            total = Apply("addcmul", (total, *children(turn)), turn.dtype)
+        made[id(fold)] = replace(fold, value=total)
+    for term in nest.terms():
+        if id(term) not in made:
+            made[id(term)] = rebuilt(term, made)
+    return replace(nest, axes=axes, stores=[replace(s, value=made[id(s.value)]) for s in nest.stores])
+
+
+# Terms at other places
+
+
+def at_once(
+    nest: Nest, axes: tuple[Axis, ...], places: list[dict[Any, Any]], scope: Scope | None = None
+) -> Nest:
+    """The nest at several places in each turn; what is the same for some of them is one term.
+
+    With a scope, what is known of conditions there is made use of.
+    """
+    stores: list[Store] = []
+    same: dict[Any, Term] = {}
+    for moves in places:
+        values = moved([s.value for s in nest.stores], moves, same, scope)
+        stores += [
+            replace(s, index=substituted(s.index, moves), value=value)
+            for s, value in zip(nest.stores, values, strict=True)
+        ]
+    return Nest(axes, stores, several=True)
+
+
+def moved(
+    roots: list[Term], moves: dict[Any, Any], same: dict[Any, Term], scope: Scope | None
+) -> list[Term]:
+    """Terms with other places of loops; `same` are those made before."""
+    made: dict[int, Term] = {}
+    for term in terms(roots):
+        new = term if all(made[id(child)] is child for child in children(term)) else rebuilt(term, made)
+        if isinstance(new, (Load, Place)) and isinstance(new.index, Expr):
+            index = substituted(new.index, moves)
+            key = (new.buffer, id(new.valid)) if isinstance(new, Load) else (new.dtype,)
+            new = same.setdefault((index, *key), replace(new, index=index))
+        elif isinstance(new, Apply):
+            new = same.setdefault((new.op, new.dtype, *map(id, new.args)), new)
+        made[id(term)] = new if scope is None else settled(new, scope)
+    return [made[id(root)] for root in roots]
+
+
+def settled(term: Term, scope: Scope) -> Term:
+    """A condition that is known, or what a term over such a one is."""
+    if isinstance(term, Apply) and term.op in BORDERS and isinstance(term.args[1], Const):
+        place, border = term.args[0], term.args[1].value
+        if isinstance(place, Place) and not place.places and type(border) is int:
+            index = place.index
+            low, high = scope.bounds(index) if isinstance(index, Expr) else (index, index)
+            found = BORDERS[term.op](low, high, border)
+            return term if found is None else KNOWN[found]
+    return decided(term)
