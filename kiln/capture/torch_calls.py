@@ -8,7 +8,9 @@ import inspect
 import logging
 import operator
 import sys
+import types
 import warnings
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from kiln.capture import runtime, state, symbolic
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses
 from kiln.capture.frame import Machine, Recalled, Restart, UserError
-from kiln.capture.world import nested
+from kiln.capture.world import CONSTANTS, nested, rooted
 from kiln.check.guards import Custom
 from kiln.ops.fake import LITERALS, FakeTensor
 from kiln.ops.layout import of_number
@@ -135,9 +137,9 @@ def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(torch.Tensor.register_hook)
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A hook on a gradient is a step of the graph, when it does not close over tensors of the graph."""
-    if kwargs or len(args) != 2 or any(type(v) is FakeTensor for v in nested(closed_over(m, args[1]))):
-        why = "a hook closes over tensors of the graph"
+    """A hook on a gradient is a step of the graph, when all that it holds is the same in every call."""
+    if kwargs or len(args) != 2 or not lasts(m, args[1]):
+        why = "a hook closes over tensors of the graph, or what other calls may have another of"
         raise Break("tensor-hook", why, "register it outside the compiled function")
     handle = m.native(m.recorder.effect, runtime.watch_gradient, args)
     m.steps[id(handle)] = m.safe_step()
@@ -152,16 +154,29 @@ def remove_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.inline(torch.utils.hooks.RemovableHandle.remove, args, kwargs)
 
 
-def closed_over(m: Machine, function: Any) -> list[Any]:
-    """The values that a function reads from its closure and its defaults, as far as they can be seen."""
-    inner = getattr(function, "__func__", getattr(function, "func", function))
-    cells = [m.world.read_cell(cell) for cell in getattr(inner, "__closure__", None) or ()]
-    return [
-        getattr(function, "__self__", None),
-        *getattr(function, "args", ()),
-        *cells,
-        *(getattr(inner, "__defaults__", None) or ()),
-    ]
+def lasts(m: Machine, value: Any) -> bool:
+    """Whether a value that a hook holds is the same whenever the graph runs."""
+    if type(value) in CONSTANTS or id(value) in m.world.pinned:
+        return True
+    match value:
+        case tuple():
+            parts: list[Any] = [*value]
+        case types.MethodType():
+            parts = [value.__self__, value.__func__]
+        case functools.partial():
+            parts = [value.func, *value.args, *value.keywords.values()]
+        case types.FunctionType():
+            parts = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+            for cell in value.__closure__ or ():
+                home = m.source(cell)
+                if home is None or not rooted(home):
+                    parts.append(m.world.read_cell(cell))
+        case FakeTensor() | list() | dict() | set() | deque():  # what is here is not what the program has
+            return False
+        case _:
+            home = m.source(value)
+            return rooted(home) if home is not None else isinstance(value, types.BuiltinFunctionType | type)
+    return all(lasts(m, part) for part in parts)
 
 
 def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> Any:

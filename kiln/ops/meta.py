@@ -274,7 +274,7 @@ UNLIKE = frozenset(map(overload, (
     "index_put_ index_add index_add_ index_copy index_copy_ index_fill_.int_Scalar index_fill_.int_Tensor "
     "put index_fill.int_Scalar index_fill.int_Tensor put_ index_reduce index_reduce_ index_select "
     "select_scatter diagonal_scatter _softmax _log_softmax nll_loss_forward histc logcumsumexp "
-    "bernoulli uniform_ mode median.dim linalg_cross binary_cross_entropy searchsorted.Tensor"
+    "bernoulli uniform_ max min mode median.dim linalg_cross binary_cross_entropy searchsorted.Tensor"
 ).split()))  # fmt: skip
 #: Elementwise ops that raise on zeros.
 DIVIDING = frozenset({"aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod"})

@@ -144,7 +144,8 @@ def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
 
 def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     dtype = common_dtype(a, b)
-    if dtype is torch.bool or dtype not in PLAIN_DTYPES or (dtype not in INEXACT and type(alpha) is not int):
+    kinds = (int, float, complex) if dtype in INEXACT else (int,)
+    if dtype is torch.bool or dtype not in PLAIN_DTYPES or type(alpha) is bool or not isinstance(alpha, kinds):
         return NotImplemented
     return over((a, b), dtype)
 

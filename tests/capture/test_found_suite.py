@@ -886,3 +886,23 @@ def test_a_decorated_function_that_leaves_tells_of_what_it_wraps():
 
     for function in (f(X)[1], kiln.compile(f)(X)[1]):
         assert (function.__qualname__, function.__doc__) == (f"{f.__qualname__}.<locals>.told", "Doubles.")
+
+
+@needs_kiln
+@pytest.mark.parametrize("hook", [
+    lambda k, log: lambda g: g * k, lambda k, log: lambda g: log.append(g * k), lambda k, log: lambda g: g * len(log), lambda k, log: functools.partial(torch.mul, k),
+])  # fmt: skip
+def test_a_hook_sees_what_it_closes_over_in_this_call(hook):
+    def f(x, k, log):
+        y = x * 2
+        y.register_hook(hook(k, log))
+        return y.sin()
+
+    compiled = kiln.compile(f)
+    for k in (1, 2, 5):
+        mine, eager = [], []
+        for called, log in ((compiled, mine), (f, eager)):
+            x = torch.ones(3, requires_grad=True)
+            called(x, k, log).sum().backward()
+            log.append(x.grad)
+        torch.testing.assert_close(mine, eager)

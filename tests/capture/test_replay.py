@@ -150,7 +150,7 @@ def test_what_nobody_reads_raises_too(f, grad):
     lambda x, y: x.__setitem__(torch.tensor([0]), y.double()), lambda x, y: x.__setitem__(torch.tensor([0]), torch.ones(2, 3)),
     lambda x, y: x.index_put_((torch.tensor([0, 1]),), torch.ones(3, 3)), lambda x, y: x.put_(torch.tensor([0]), torch.ones(2)),
     lambda x, y: torch.nn.functional.gelu(x.long()), lambda x, y: x.long().softmax(0), lambda x, y: x & x, lambda x, y: x.long().addcmul_(x, x),
-    lambda x, y: torch.select_scatter(x, torch.ones(2), 0, 0), lambda x, y: x.expand(5, 5),
+    lambda x, y: torch.select_scatter(x, torch.ones(2), 0, 0), lambda x, y: x.expand(5, 5), lambda x, y: x[:0].max(), lambda x, y: x.add(x, alpha=True),
 ])  # fmt: skip
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_a_handler_sees_what_meta_kernels_let_pass(f, dynamic):
