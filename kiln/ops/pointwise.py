@@ -144,8 +144,10 @@ def _subtract(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
 
 def _arithmetic(a: Operand, b: Operand, *, alpha: Any = 1) -> Any:
     dtype = common_dtype(a, b)
-    kinds = (int, float, complex) if dtype in INEXACT else (int,)
-    if dtype is torch.bool or dtype not in PLAIN_DTYPES or type(alpha) is bool or not isinstance(alpha, kinds):
+    kind = type(alpha)
+    if dtype is torch.bool or dtype not in PLAIN_DTYPES or kind is bool:
+        return NotImplemented
+    if dtype not in INEXACT and kind is not int:
         return NotImplemented
     return over((a, b), dtype)
 

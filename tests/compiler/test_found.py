@@ -252,3 +252,15 @@ def test_tensors_of_numbers_that_vary_are_compiled_once(f):
             x = torch.randn(i + 3)
             torch.testing.assert_close(compiled(x, k), f(x, k))
     assert len(log.graphs) == 2 and not log.fallbacks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+def test_powers_whose_exponent_varies_are_compiled_once(dtype):
+    def f(x, k):
+        return x**k * 2
+
+    compiled, x = kiln.compile(f), torch.tensor([1.0, -2.0, 3.0, 0.0]).to(dtype)
+    with records.collect() as log:
+        for k in (2, 3, 5, 4):
+            torch.testing.assert_close(compiled(x, k), f(x, k))
+    assert len(log.graphs) == 2 and not log.fallbacks

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kiln.ops.expansions.support import HALF, rounded, widened
 from kiln.ops.layout import FLOATS, INEXACT, INTEGERS
+from kiln.ops.symint import SYMBOLIC
 from kiln.ops.table import Rule, aten, expansion, expansions
 
 Kind = Callable[[torch.dtype], torch.dtype]
@@ -189,6 +190,8 @@ _POWERS: dict[float, Callable[[Tensor], Tensor]] = {
 def power(x: Tensor, exponent: Any) -> Any:
     """At level prims: small powers are products, as in eager's kernel."""
     dtype = promoted(x, exponent)
+    if type(exponent) in SYMBOLIC:
+        return NotImplemented if settled((x, exponent), dtype) else torch.pow(x.to(dtype), exponent)
     if exponent == 1:
         return x.to(dtype) if dtype is not x.dtype else x.clone()
     if exponent == 0:
