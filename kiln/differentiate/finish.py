@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kiln.base.errors import untouched
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import expressions_in, mapped
 from kiln.base.keys import below
@@ -147,9 +148,17 @@ def _write(
     """A function that gives a mutated input its new value, as a part of autograd's graph."""
     origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
 
+    first = mutation is next(m for m in joint.mutated if m.with_grad)
+    first = first and all(joint.primals[m.primal].spec.device.type == "cpu" for m in joint.mutated)
+
     def write(results: Results, args: Args) -> None:
-        with torch.enable_grad():
-            origin(args).copy_(results[index])
+        try:
+            with torch.enable_grad():
+                origin(args).copy_(results[index])
+        except RuntimeError as error:  # autograd refuses views of leaves
+            if first:
+                untouched(error)
+            raise
 
     return write
 

@@ -312,18 +312,17 @@ def second_opinion(
     tensors = tensors_in((args, kwargs))
     # A custom op without a rule says so by another type.
     missing = isinstance(error, NotImplementedError) or "no fake impl registered" in str(error)
-    answer = None
+    answer, refused = None, not missing
     if missing and not func._schema.returns:
         return None, tensors
     if func.namespace == "aten" and not too_large(tensors):
         try:
-            answer = consult(func, args, kwargs, tensors)
+            answer, refused = consult(func, args, kwargs, tensors), False
         except Break:
             raise
         except Exception as real:
-            if not missing:
-                raise real from None
-    elif not missing:
+            error = real
+    if refused:  # out here, where no other error is its context
         raise error
     if answer is None:
         why = f"{func} has no kernel for tensors without data"

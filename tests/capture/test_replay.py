@@ -131,6 +131,15 @@ def test_writes_that_eager_refuses_for_what_they_read(f, dynamic):
     assert str(mine) == str(eager)
 
 
+def test_what_came_before_a_write_that_autograd_refuses_has_happened():
+    def f(x, log):
+        log.append(torch.arange(3))
+        x *= 2
+        return x
+
+    both(f, lambda: (torch.ones(4, requires_grad=True).view(2, 2), []))
+
+
 @pytest.mark.parametrize("f", [
     lambda x, i: x[i], lambda x, i: x.gather(0, i), lambda x, i: torch.nn.functional.embedding(i, x[:, None]), lambda x, i: x.scatter(0, i, 1.0),
     lambda x, i: x.index_add(0, i, x[:1]), lambda x, i: 5 // (i - 7), lambda x, i: torch.nn.functional.nll_loss(x[None], i),
@@ -159,7 +168,7 @@ def test_a_handler_sees_what_meta_kernels_let_pass(f, dynamic):
         try:
             return f(x, y)
         except (RuntimeError, IndexError) as error:
-            log.append((type(error), str(error), error.__context__))
+            log.append((type(error), str(error), error.__context__, error.__suppress_context__))
             return x * 2
 
     mine, eager = ((g(x := torch.zeros(2, 3), torch.ones(1), log := []), x, log) for g in (kiln.compile(program, dynamic=dynamic), program))
