@@ -6,7 +6,8 @@ long as a function costs a cycle or so for a vector, so what counts is bytes, up
 
   - what is much smaller than the loops that read it comes out of the cache either way: it is made anew up to
     CHEAP functions, and saves a kernel;
-  - what one node alone reads is made there up to SLIGHT functions: nothing is computed twice;
+  - what one node alone reads is made there up to SLIGHT functions: nothing is computed twice; but not after
+    eager's kernels for which more than twice its bytes would be held;
   - what is read at SEVERAL places of its own loops, as neighbours are, is made for each up to CHEAP functions
     in all;
   - what is put together of other places, and read again and again at quotients of places, is kept: in memory
