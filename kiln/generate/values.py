@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -431,9 +432,10 @@ class Values(Reads):
                 total = part if total is None else total + part
             assert total is not None
             return total
-        a, b = (self.index(x) for x in index.args)
+        values = [self.index(x) for x in index.args]
         if index.op in (MIN, MAX):
-            return ((a < b) if index.op is MIN else (a > b)).where(a, b)
+            return reduce(lambda a, b: ((a < b) if index.op is MIN else (a > b)).where(a, b), values)
+        a, b = values
         assert index.op in (FLOORDIV, MOD), f"an index with {index.op}"
         numerator, divisor = index.args
         if isinstance(divisor, int) and divisor & (divisor - 1) == 0:

@@ -264,3 +264,13 @@ def test_powers_whose_exponent_varies_are_compiled_once(dtype):
         for k in (2, 3, 5, 4):
             torch.testing.assert_close(compiled(x, k), f(x, k))
     assert len(log.graphs) == 2 and not log.fallbacks
+
+
+@pytest.mark.parametrize("chosen", [max, min])
+def test_the_largest_of_several_numbers_that_vary(chosen):
+    def f(x, numbers):
+        return x * chosen(numbers)
+
+    compiled, x = kiln.compile(f, dynamic=True), torch.ones(3)
+    for numbers in ([4, 2, 3], [4, 2, 9], [5, 7, 6]):
+        torch.testing.assert_close(compiled(x, numbers), f(x, numbers))
