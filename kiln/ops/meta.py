@@ -282,6 +282,7 @@ ASKED = Facts(
     lambda func: func in UNLIKE
     or torch.Tag.pointwise in func.tags
     and func._schema.name.rstrip("_") not in DIVIDING
+    and not any(arg.is_out for arg in func._schema.arguments)  # which the op may give another size
 )
 
 

@@ -906,3 +906,12 @@ def test_a_hook_sees_what_it_closes_over_in_this_call(hook):
             called(x, k, log).sum().backward()
             log.append(x.grad)
         torch.testing.assert_close(mine, eager)
+
+
+def test_result_tensor_that_an_elementwise_op_resizes_has_its_new_size():
+    def f(x):
+        out = torch.empty(0)
+        torch.sigmoid(x, out=out)
+        return out * 2, tuple(out.size()), out.numel()
+
+    pin(same_as_eager(f, torch.zeros(3, 5)), graphs=2, breaks=1)
