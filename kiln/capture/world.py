@@ -707,6 +707,9 @@ class World:
 
     def class_space(self, cls: type) -> Any:
         """The __dict__ of a class; items read from it are attributes of the class."""
+        if (overlay := self.instance.get(id(cls))) is not None and overlay.writes:
+            why = f"the __dict__ of the class {cls.__name__}, whose attributes were written before, is read"
+            raise Break("class-write", why, "read the attribute itself")
         proxy = cls.__dict__
         self.keep.append(proxy)
         self.class_spaces[id(proxy)] = cls
@@ -715,8 +718,11 @@ class World:
     def class_item(self, proxy: Any, name: Any) -> Any:
         """An item of such a dict, or MISSING."""
         cls = self.class_spaces.get(id(proxy))
-        if cls is None or type(name) is not str or name not in proxy:
+        if cls is None or type(name) is not str:
             return MISSING
+        if name not in proxy:
+            pending = self.read_slot(cls, name)
+            return MISSING if pending is DELETED else pending
         self.class_attr(cls, name, proxy[name])
         if self.made_here(cls, name):
             return proxy[name]

@@ -915,3 +915,21 @@ def test_result_tensor_that_an_elementwise_op_resizes_has_its_new_size():
         return out * 2, tuple(out.size()), out.numel()
 
     pin(same_as_eager(f, torch.zeros(3, 5)), graphs=2, breaks=1)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the write", "after it"])
+def test_the_dict_of_a_class_shows_what_was_written_to_it(early):
+    def f(x):
+        class Local:
+            scale = 4
+
+        space = Local.__dict__ if early else None
+        y = x.sin() * dict(Local.__dict__)["scale"]
+        Local.bias = 3
+        return Local, y + (Local.__dict__ if space is None else space)["bias"]
+
+    kiln.reset()
+    x = torch.randn(4)
+    made, found = kiln.compile(f)(x)
+    torch.testing.assert_close(found, f(x)[1])
+    assert made.bias == 3
