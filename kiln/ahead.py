@@ -18,7 +18,7 @@ from kiln.base import log, records
 from kiln.base.begun import Begun, begin
 from kiln.base.collecting import uncollected
 from kiln.base.dump import NOWHERE, Dump
-from kiln.base.errors import Break
+from kiln.base.errors import Break, Uneven
 from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx
 from kiln.base.graph import Graph, TensorSpec
@@ -114,12 +114,14 @@ def compiled(
     tries: bool = False,
     dump: Dump = NOWHERE,
     arrange: Callable[[Graph], Graph] = lambda graph: graph,
+    short: bool = False,
 ) -> Callable[..., Any]:
     """The callable of a captured graph whose halves these compilers compile.
 
     `random` says which random numbers are Kiln's own, as the option of that name does. `held`, where given,
     compiles graphs without gradients in the place of `inference`, and learns which tensors the module holds.
-    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses layouts.
+    `tries` has gradients that may cancel compared with eager's once. `arrange` chooses layouts. `short` lets
+    `held` compile a graph of few layers in the place of many.
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
@@ -129,7 +131,7 @@ def compiled(
         refuse_wrappers(module, examples)
         name = str(module.meta.get("name", ""))
         with records.timed("differentiate", name):
-            joint = trace(module, list(examples))
+            joint = trace(module, list(examples), short)
         joint = replace(joint, graph=draw(joint.graph, random), random=random)
         joint = replace(joint, graph=arrange(joint.graph))
         if joint.differentiates:
@@ -145,11 +147,16 @@ def compiled(
     except Exception as error:
         again = partial(
             compiled, forward=forward, backward=backward, inference=inference, parted=parted, level=level,
-            random=random, held=held, tries=tries, dump=dump, arrange=arrange,
+            random=random, held=held, tries=tries, dump=dump, arrange=arrange, short=short,
         )  # fmt: skip
         return _in_parts(module, error, again) or _as_captured(module, error)
     ahead = forward if halves else inference
-    return callable_for(module, joint, halves, ahead, Unseen(backward), held, tries)
+    try:
+        return callable_for(module, joint, halves, ahead, Unseen(backward), held, tries)
+    except Uneven:
+        return compiled(
+            module, examples, forward, backward, inference, parted, level, random, held, tries, dump, arrange
+        )
 
 
 class Unseen:

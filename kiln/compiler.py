@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from torch import fx
 
 from kiln.ahead import compiled
+from kiln.base import log
 from kiln.base.begun import Begun
 from kiln.base.dataclass import dataclass
 from kiln.base.dump import NOWHERE, Dump, dump_for
+from kiln.base.errors import Uneven
 from kiln.base.fx import runner
-from kiln.base.graph import Graph
+from kiln.base.graph import Graph, Own
 from kiln.base.options import Settings, config
 from kiln.base.reports import fell_back
 from kiln.differentiate.run import Run
@@ -22,8 +24,8 @@ from kiln.expand.channels import side_by_side
 from kiln.expand.edited import EditedFile
 from kiln.expand.padding import padded
 from kiln.expand.steps import by_results, in_steps, without_statistics
-from kiln.launch.held import compile_held
-from kiln.launch.program import begin_graph
+from kiln.launch.held import compile_held, compile_layers
+from kiln.launch.program import begin_graph, is_watched
 
 
 def kiln(
@@ -50,9 +52,11 @@ def kiln(
         )
         held = partial(native_held, settings=settings, dump=dump.of("inference"))
         tries = not settings.exact and dump.folder is None  # an edited graph may give what it likes
+        seen = log.wants("graph") or is_watched(dump)
         return compiled(
             module, examples, forward, backward, inference,
             random=settings.draws, held=held, tries=tries, dump=dump,
+            short=settings.freeze and not settings.exact and not settings.tunes and not seen,
             arrange=(lambda graph: graph) if settings.exact else partial(arranged, records=settings.records),
         )
 
@@ -87,9 +91,20 @@ class Native:
 
 
 def native_held(
-    graph: Graph, held: Mapping[int, torch.Tensor], settings: Settings, dump: Dump = NOWHERE
-) -> Run:
-    """Native code for a graph without gradients over held tensors, by position."""
+    graph: Graph, held: Mapping[int, torch.Tensor], owns: Sequence[Own], settings: Settings,
+    dump: Dump = NOWHERE,
+) -> Run:  # fmt: skip
+    """Native code for a graph without gradients over held tensors, by position.
+
+    `owns` are what layers have that the graph leaves out; Uneven where they must be in it.
+    """
+    if owns:
+        try:
+            return compile_layers(graph, settings, held, owns, dump)
+        except Exception:
+            if settings.strict:
+                raise
+            raise Uneven from None
     run: Run = _or_op_by_op(graph, settings, partial(compile_held, graph, settings, held, dump), dump.title)
     return run
 

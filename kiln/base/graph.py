@@ -302,6 +302,15 @@ def copied(graph: Graph) -> Graph:
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What layers of a graph have of their own at one place: the inputs of three, one after the other, and
+    what stands there in the layers between the second and the third, which the graph leaves out."""
+
+    inputs: tuple[int, int, int]
+    between: tuple[Any, ...]
+
+
 class Made:
     """Nodes made in the place of one, which lends them its place in the source, half and region."""
 

@@ -6,7 +6,7 @@ from dataclasses import field
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Graph, Node, Spec
+from kiln.base.graph import Graph, Node, Own, Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,8 @@ class Joint:
     them overlaps another primal in memory (see `alias.overlapping`); other calls run the captured graph.
     `random` says which random numbers are Kiln's own.
     `turned` has, for each tangent, what its base became by ops that change a tensor's own shape.
+    `layers`, where it is not empty, says that the graph stands for one of more layers: those between two that
+    it has do the same over attributes of their own, by name.
     """
 
     graph: Graph
@@ -157,6 +159,7 @@ class Joint:
     apart: tuple[int, ...] = ()
     random: str = "eager"
     turned: tuple[tuple[Step, ...], ...] = ()
+    layers: tuple[Own, ...] = ()
 
     @property
     def differentiates(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import CONSTANT, INPUT, Node, mapped, nodes_in, retarget
+from kiln.base.graph import CONSTANT, INPUT, Node, Own, TensorSpec, mapped, nodes_in, retarget
 from kiln.differentiate.interpret import fetch
 from kiln.differentiate.joint import Attribute, Joint
 
@@ -35,6 +35,8 @@ class Layers:
     """For each node of a layer that is not traced that of the second one, which stands for it."""
     names: tuple[tuple[str, ...], ...]
     """For each tensor that layers have of their own its names, from the second layer to the last."""
+    firsts: tuple[str, ...]
+    """The names of these in the first layer; none for a value that is no tensor of its own there."""
 
 
 def layers_of(module: fx.GraphModule) -> Layers | None:
@@ -55,22 +57,23 @@ def layers_of(module: fx.GraphModule) -> Layers | None:
     place = {node: (number, i) for number, call in enumerate(calls) for i, node in enumerate(call)}
     if not _in_a_row(module.graph, calls, place):
         return None
-    families: dict[tuple[fx.Node, ...], None] = {}
+    families: dict[tuple[fx.Node, ...], fx.Node] = {}
     for equals in zip(before, *calls, strict=True):
         first, *rows = [node.all_input_nodes for node in equals]
         if len({len(row) for row in (first, *rows)}) > 1:
             return None
-        for column in zip(*rows, strict=True):
+        for original, column in zip(first, zip(*rows, strict=True), strict=True):
             if not _is_alike(column, place):
                 if not all(node.op == "get_attr" for node in column):
                     return None
-                families[column] = None
+                families[column] = original
     if not _are_apart(module, families, place):
         return None
     models = [*zip(*calls, strict=True), *families]
     instead = {node: equals[0] for equals in models for node in equals[1:-2]}
     names = tuple([tuple([str(node.target) for node in family]) for family in families])
-    return Layers(len(calls) - 3, (calls[0][0], calls[-2][0], calls[-1][0]), instead, names)
+    firsts = tuple([str(node.target) if node.op == "get_attr" else "" for node in families.values()])
+    return Layers(len(calls) - 3, (calls[0][0], calls[-2][0], calls[-1][0]), instead, names, firsts)
 
 
 Places = Mapping[fx.Node, tuple[int, int]]
@@ -110,13 +113,16 @@ def _are_apart(module: fx.GraphModule, families: Iterable[tuple[fx.Node, ...]], 
     return len({node for family in families for node in family}) == sum(map(len, families))
 
 
-def unrolled(joint: Joint, number: Mapping[Node, int], layers: Layers) -> Joint | None:
+def unrolled(joint: Joint, number: Mapping[Node, int], layers: Layers, short: bool = False) -> Joint | None:
     """The joint graph of all layers, by that of four; None where those of the middle are not alike.
 
-    `number` says of the nodes which of the four they belong to.
+    `number` says of the nodes which of the four they belong to. A `short` graph stays one of four layers
+    where that is allowed, and the joint says what it stands for.
     """
     unrolling = _Unrolling(joint, number, layers)
-    return None if joint.mutated or not unrolling.repeats() else unrolling.run()
+    if joint.mutated or not unrolling.repeats():
+        return None
+    return unrolling.short() if short and unrolling.may_stay() else unrolling.run()
 
 
 class _Unrolling:
@@ -195,6 +201,22 @@ class _Unrolling:
         elif b in self.place and self.place[b][1] in (SECOND, THIRD):
             return False
         return self.moves.setdefault(b, move) == move
+
+    def may_stay(self) -> bool:
+        """Whether it is a forward on the CPU, its sizes numbers, and layers have tensors of their own."""
+        specs = [primal.spec for primal in self.joint.primals]
+        plain = all(isinstance(spec, TensorSpec) and spec.device.type == "cpu" for spec in specs)
+        sizes = {type(n) for spec in specs for n in (*spec.shape, *spec.stride)} if plain else {None}
+        return bool(self.own) and sizes <= {int} and not self.joint.differentiates
+
+    def short(self) -> Joint:
+        """The graph of four layers, and what the first three have of their own."""
+        place = {node: i for i, node in enumerate(self.graph.inputs)}
+        origins = {primal.origin: i for i, primal in enumerate(self.joint.primals)}
+        firsts = [origins.get(Attribute(name), -1) for name in self.layers.firsts]
+        owns = [Own((first, place[second], place[third]), names[1:-2])
+                for first, (second, third, names) in zip(firsts, self.own, strict=True)]  # fmt: skip
+        return replace(self.joint, layers=tuple(owns))
 
     def run(self) -> Joint:
         """The whole graph."""

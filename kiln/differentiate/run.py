@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from kiln.base.errors import untouched
-from kiln.base.graph import Graph
+from kiln.base.graph import Graph, Own
 from kiln.differentiate.alias import lies_as, overlapping
 from kiln.differentiate.finish import finisher, gives_results, origin_of
 from kiln.differentiate.halves import Halves
@@ -22,8 +23,9 @@ from kiln.differentiate.training import Run as Run
 from kiln.differentiate.training import entered, symbol_values, training
 from kiln.differentiate.trial import Trial
 
-HeldCompiler: TypeAlias = Callable[[Graph, Mapping[int, torch.Tensor]], Run]
-"""A compiler that is told which inputs, by position, are the same tensors in every call."""
+HeldCompiler: TypeAlias = Callable[[Graph, Mapping[int, torch.Tensor], Sequence[Own]], Run]
+"""A compiler that is told which inputs, by position, are the same tensors in every call, and what the layers
+that the graph leaves out have."""
 
 
 def callable_for(
@@ -54,7 +56,9 @@ def callable_for(
         if compile_held is None:
             forward = compile_forward(joint.graph)
         else:
-            forward = compile_held(joint.graph, _held(joint, attributes))
+            owns = [replace(own, between=tuple([fetch(module, name) for name in own.between]))
+                    for own in joint.layers]  # fmt: skip
+            forward = compile_held(joint.graph, _held(joint, attributes), owns)
         if getattr(forward, "pure", False) and gives_results(joint) and not joint.apart:
             return _direct(forward, joint, primals)
         run = _inference(joint, forward)

@@ -36,19 +36,20 @@ from kiln.ops.symint import expr_of
 _tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
 
 
-def trace(module: fx.GraphModule, examples: Sequence[Any]) -> Joint:
+def trace(module: fx.GraphModule, examples: Sequence[Any], short: bool = False) -> Joint:
     """The joint graph of a captured graph, for inputs like `examples`.
 
     The graph runs on fake tensors while every aten call is recorded; then autograd's engine differentiates
     all differentiable results for fake tangents, recorded as well. Without a result that requires grad there
-    is only a forward. Raises Break where the graph can only run as it is.
+    is only a forward. Raises Break where the graph can only run as it is. `short` asks for the joint graph of
+    few layers in the place of many, where that is one on the CPU of known sizes without gradients.
     """
     layers, groups = None if records.listening() else layers_of(module), None
     with uncollected():
         while True:
             with switches():
                 try:
-                    return Tracer(module, examples, groups, layers).run()
+                    return Tracer(module, examples, groups, layers, short).run()
                 except Uneven:
                     layers = None
                 except Overlap as found:
@@ -99,10 +100,10 @@ class Tracer:
 
     def __init__(
         self, module: fx.GraphModule, examples: Sequence[Any], groups: list[list[int]] | None = None,
-        layers: Layers | None = None,
+        layers: Layers | None = None, short: bool = False,
     ) -> None:  # fmt: skip
         self.module, self.examples = module, list(examples)
-        self.layers = layers
+        self.layers, self.short = layers, short
         self.cuts: list[int] = []
         """Up to which node of the recording each of the four goes, forward and then backward."""
         self.sequence: list[int] = []
@@ -165,7 +166,7 @@ class Tracer:
         )  # fmt: skip
         if self.layers is None:
             return joint
-        whole = unrolled(joint, self.layer_number, self.layers)
+        whole = unrolled(joint, self.layer_number, self.layers, self.short)
         if whole is None:
             raise Uneven
         return whole

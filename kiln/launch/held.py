@@ -11,16 +11,20 @@ from typing import Any
 import torch
 
 from kiln._held import Watch
+from kiln._launch import Plan
 from kiln.base import log
 from kiln.base.closeness import close, worth
 from kiln.base.dump import NOWHERE, Dump
+from kiln.base.errors import Uneven
 from kiln.base.fx import runner
-from kiln.base.graph import CONSTANT, Graph
+from kiln.base.graph import CONSTANT, Graph, Node, Own, argument
 from kiln.base.options import Settings
 from kiln.expand.freeze import Frozen, can_watch, freeze
 from kiln.expand.packed import PURE
 from kiln.launch.cache import disk
+from kiln.launch.layers import more_held, repeated
 from kiln.launch.native import set_up
+from kiln.launch.plan import linked
 from kiln.launch.program import Run, compile_graph
 from kiln.launch.tune import Way, choice
 from kiln.ops.meta import reach
@@ -45,6 +49,51 @@ def compile_held(
     if tries:
         made.trial = graph, lambda: compile_graph(graph, settings, dump)
     return made.run
+
+
+def compile_layers(
+    graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], owns: Sequence[Own],
+    dump: Dump = NOWHERE,
+) -> Run:  # fmt: skip
+    """A graph that leaves layers out, as native code for all of them; Uneven where that is not to be had.
+
+    Its plan is made, and the steps of one layer are repeated over what `owns` says of those left out.
+    """
+    watched = {i for i, tensor in held.items() if can_watch(tensor)}
+    between = [tensor for own in owns for tensor in own.between]
+    if not all(map(can_watch, between)) or not all(own.inputs[2] in watched for own in owns):
+        raise Uneven
+    if not all(map(is_alike, graph.nodes)):
+        raise Uneven
+    frozen = freeze(graph, watched)
+    if frozen is None:
+        frozen = Frozen(Graph(), graph, (), tuple(range(len(graph.inputs))))
+    elif repeatable(graph) and any(node.op in PURE for node in frozen.once.nodes):
+        raise Uneven  # what eager gives for the whole is looked at
+    more, tensors, inputs = more_held(frozen, owns)
+    plan = compile_graph(frozen.rest, settings, dump)
+    if not isinstance(plan, Plan):
+        raise Uneven
+    made = repeated(plan.owner, inputs, len(owns[0].between))
+    whole = linked(made, made.code)
+    whole.title = plan.title
+    return Held(more, whole, [*(held[i] for i in frozen.held), *tensors]).run
+
+
+def is_alike(node: Node) -> bool:
+    """Whether a node does the same wherever it stands: an op of torch's that draws no random numbers."""
+    op = node.op
+    if op is CONSTANT or op is getitem:
+        return True
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return False
+    return torch.Tag.nondeterministic_seeded not in op.tags or op in ATTENTION and not argument(
+        node, 3, "dropout_p", 0.0
+    )
+
+
+#: Ops that draw random numbers only where a probability, their fourth argument, is not zero.
+ATTENTION = frozenset({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default})
 
 
 def repeatable(graph: Graph) -> bool:

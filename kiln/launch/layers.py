@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Uneven
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, Own, ancestors, mapped
+from kiln.expand.freeze import Frozen
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
 
@@ -28,6 +30,99 @@ AHEAD = ("make", "show")
 FIRST, SECOND, THIRD = range(3)
 
 Triple: TypeAlias = "tuple[int, int, int]"
+
+
+# What follows from held tensors
+
+
+def more_held(frozen: Frozen, owns: Sequence[Own]) -> tuple[Frozen, list[Any], list[Triple]]:
+    """A frozen graph whose `once` gives what the layers between take, too, after all that it gave before.
+
+    Also the tensors that `once` takes beside those at `held`, and for what layers have of their own among the
+    inputs of `rest` those of the first three. What is given for the layers between is in this order.
+    """
+    once, given = frozen.once, len(frozen.given)
+    family = {i: (layer, f) for f, own in enumerate(owns) for layer, i in enumerate(own.inputs) if i >= 0}
+    triples = _triples(frozen, family)
+    places = dict(zip(frozen.held, once.inputs, strict=True))
+    made = Graph()
+    made.take_names((*once.inputs, *once.nodes))
+    made.inputs, made.nodes, outputs = list(once.inputs), list(once.nodes), list(once.outputs)
+    tensors: list[Any] = []
+    for turn in range(len(owns[0].between)):
+        known: dict[Node, Any] = {}
+
+        def taken(own: Own, like: Node, turn: int = turn) -> Node:
+            tensors.append(own.between[turn])
+            return made.input("layer", like.spec)
+
+        for own in owns:
+            if (like := places.get(own.inputs[THIRD])) is not None:
+                known[like] = taken(own, like)
+        for node in once.nodes:
+            if node.op is not CONSTANT and not known.keys().isdisjoint(node.inputs()):
+                known[node] = made.copy(node, known)
+        for triple in triples:
+            place = triple[THIRD]
+            if place >= given:
+                outputs.append(known[once.outputs[place - given]])
+            else:
+                own = owns[family[frozen.given[place]][1]]
+                held = places.get(own.inputs[THIRD])
+                outputs.append(known[held] if held is not None else taken(own, frozen.rest.inputs[place]))
+    made.outputs = tuple(outputs)
+    return replace(frozen, once=made.check()), tensors, triples
+
+
+def _triples(frozen: Frozen, family: Mapping[int, tuple[int, int]]) -> list[Triple]:
+    """The inputs of `rest` that three layers have each of its own; `family` says so of the graph's inputs."""
+    once = frozen.once
+    own = {node: family[i] for i, node in zip(frozen.held, once.inputs, strict=True) if i in family}
+    number = _Numbers({node: f for node, (_, f) in own.items()})
+    for node in once.nodes:
+        number.add(node)
+    found: tuple[dict[Any, list[int]], ...] = {}, {}, {}
+    for place, i in enumerate(frozen.given):
+        if i in family:
+            found[family[i][0]].setdefault(("given", family[i][1]), []).append(place)
+    for place, out in enumerate(once.outputs, len(frozen.given)):
+        which = {own[node][0] for node in ancestors([out]) if node in own}
+        if len(which) > 1:
+            raise Uneven
+        for layer in which:
+            found[layer].setdefault(("once", number.of[out]), []).append(place)
+    first, second, third = found
+    if {key: len(places) for key, places in second.items()} != {key: len(p) for key, p in third.items()}:
+        raise Uneven
+    return [
+        triple for key, places in second.items()
+        for triple in zip_longest(first.get(key, ())[: len(places)], places, third[key], fillvalue=-1)
+    ]  # fmt: skip
+
+
+class _Numbers:
+    """A number for each node, the same for those that compute the same of the same place of their layers."""
+
+    def __init__(self, own: Mapping[Node, int]) -> None:
+        self.own = own
+        self.of: dict[Node, int] = {}
+        self._known: dict[Any, int] = {}
+
+    def add(self, node: Node) -> None:
+        key: Any = id(node.op), repr(mapped((node.args, node.kwargs), self._shown))
+        if node.op is CONSTANT:
+            key = CONSTANT, id(node.args[0])
+        self.of[node] = self._known.setdefault(key, len(self._known))
+
+    def _shown(self, leaf: Any) -> Any:
+        if type(leaf) is not Node:
+            return leaf
+        if leaf.op is INPUT:
+            return ("own", self.own[leaf]) if leaf in self.own else ("input", id(leaf))
+        return "node", self.of[leaf]
+
+
+# Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +147,15 @@ class _Seen:
 
 
 def repeated(
-    made: Description, owns: Sequence[Triple], count: int, inputs: Sequence[int], outputs: Sequence[Output]
-) -> Description:
+    made: Description, owns: Sequence[Triple], count: int,
+    inputs: Sequence[int] = (), outputs: Sequence[Output] = (),
+) -> Description:  # fmt: skip
     """A plan with `count` layers more; Uneven where its steps do not repeat.
 
-    `owns` are the inputs that three layers in a row have each of its own. The new layers come between the
-    second and the third. `inputs` says where inputs are then, those there are and the new ones, layer by
-    layer, in this order; `outputs` what is given.
+    `owns` are the inputs that three layers in a row have each of its own, -1 for none. The new layers come
+    between the second and the third. `inputs` says where inputs are then, those there are and the new ones,
+    layer by layer, in this order; without it that is their order. `outputs` says what is given, where it is
+    more than was.
     """
     if made.settled.fixed is None or count < 1:
         raise Uneven
@@ -73,8 +170,11 @@ class _Repeating:
 
     def __init__(self, made: Description, owns: Sequence[Triple], count: int, inputs: Sequence[int]) -> None:
         self.made, self.owns, self.count = made, owns, count
-        self.more, self.inputs = len(owns) * count, inputs
-        self.own = {slot: (f, layer) for f, three in enumerate(owns) for layer, slot in enumerate(three)}
+        self.more = len(owns) * count
+        self.inputs = inputs or range(made.inputs + self.more)
+        self.own = {
+            slot: (f, layer) for f, three in enumerate(owns) for layer, slot in enumerate(three) if slot >= 0
+        }
         self.seen = seen = [_seen(step, made) for step in made.steps]
         self.named = set().union(*[one.slots for one in seen])  # other inputs are freed at once
         self.used = [{*one.slots, *self.named.intersection(one.drops)} for one in seen]
@@ -97,9 +197,9 @@ class _Repeating:
             begin -= 1
         return begin + 1 if begin >= 0 else -1
 
-    def refuse_rest(self) -> None:
+    def refuse_rest(self, outputs: Sequence[int]) -> None:
         """Raise Uneven where what follows the third layer reads what others made or have of their own."""
-        rest, first = set().union(*self.used[self.last :]), self._begin(FIRST)
+        rest, first = set(outputs).union(*self.used[self.last :]), self._begin(FIRST)
         before = set().union(*self.used[:first]) if first >= 0 else set()
         before.difference_update(*self.used[first : self.last])
         if any(self.fixed <= slot < self.low and slot not in self.same | before for slot in rest):
@@ -163,7 +263,11 @@ class _Repeating:
     def run(self, outputs: Sequence[Output]) -> Description:
         """The whole plan."""
         made, begin, end, count = self.made, self.begin, self.end, self.count
-        self.refuse_rest()
+        shown: list[int] = []
+        whole = _argument(("t", made.outputs), self.later, _kept)[1]
+        if not outputs:
+            _argument(("t", made.outputs), _noted(shown), _kept)
+        self.refuse_rest(shown)
         lie = _lying(self.seen, begin, end, count)
         steps = [self.freed(step) for step in made.steps[:begin]]
         steps += [_moved(step, self.turn(0)) for step in made.steps[begin:end]]
@@ -187,7 +291,7 @@ class _Repeating:
         return replace(
             made,
             steps=tuple(steps),
-            outputs=tuple(map(self.given, outputs)),
+            outputs=tuple(map(self.given, outputs)) if outputs else whole,
             names=(*taken, *names[made.inputs : self.high], *again, *names[self.high :]),
             kernels=_again(made.kernels, kinds[:begin].count("launch"), kinds[:end].count("launch"), count),
             labels=_again(made.labels, kinds[:begin].count("call"), kinds[:end].count("call"), count),
@@ -268,12 +372,16 @@ def _seen(step: tuple[Any, ...], made: Description) -> _Seen:
         places.append(numbers[at])
         return form
 
+    form = _moved((*step[:-1], ()), _noted(slots), place)
+    return _Seen(form, slots, places, step[-1])
+
+
+def _noted(slots: list[int]) -> Callable[[int], int]:
     def note(slot: int) -> int:
         slots.append(slot)
         return -1
 
-    form = _moved((*step[:-1], ()), note, place)
-    return _Seen(form, slots, places, step[-1])
+    return note
 
 
 def _next(slots: deque[int], slot: int) -> int:

@@ -79,7 +79,7 @@ def traced(model, grad=True, dynamic=False, size=3):
 def test_the_joint_graph_is_that_of_all_layers(grad, dynamic):
     torch.manual_seed(0)
     short, whole, found = traced(Model(), grad, dynamic)
-    assert found[0].count == COUNT - 5 and len(found[0].names) == 6 and found[1]
+    assert found[0].count == COUNT - 5 and len(found[0].names) == len(found[0].firsts) == 6 and found[1]
     short.graph.check()
     assert ops(short.graph) == ops(whole.graph)
     assert Counter(short.primals) == Counter(whole.primals)
