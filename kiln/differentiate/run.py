@@ -67,7 +67,6 @@ def callable_for(
         halves.forward.overwrites = overwrites
         run = training(module, joint, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
-    overwrites = (joint.graph if halves is None else halves.forward).overwrites
     writes_last = all(joint.primals[i].spec.device.type == "cpu" for i in overwrites.values())
 
     def call(*args: Any) -> Any:
