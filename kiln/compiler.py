@@ -23,6 +23,7 @@ from kiln.differentiate.run import Run
 from kiln.expand.channels import side_by_side
 from kiln.expand.edited import EditedFile
 from kiln.expand.padding import padded
+from kiln.expand.rows import along_rows
 from kiln.expand.steps import by_results, in_steps, without_statistics
 from kiln.launch.held import compile_held, compile_layers
 from kiln.launch.program import begin_graph, is_watched
@@ -63,7 +64,7 @@ def kiln(
 
 def arranged(graph: Graph, records: bool = False) -> Graph:
     """A graph of forward and backward ops as it is parted; `records`: its calls may be recorded."""
-    return in_steps(padded(side_by_side(by_results(without_statistics(graph)), records)))
+    return in_steps(padded(side_by_side(along_rows(by_results(without_statistics(graph))), records)))
 
 
 # It needs no code of the graph module.

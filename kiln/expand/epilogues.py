@@ -1,8 +1,12 @@
-"""Activations as part of products on a GPU: the library that multiplies applies them before it stores."""
+"""What follows products on a GPU: the library that multiplies applies activations before it stores.
+
+The one that convolves adds biases in kernels of their own: loops add them, with what comes after.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -46,6 +50,31 @@ def with_epilogues(graph: Graph) -> Graph:
 
     replaced: dict[Node, Node] = {}
     return substituted(graph, instead) if ends else graph
+
+
+def with_biases_apart(graph: Graph) -> Graph:
+    """The graph of primitives, changed in place: biases are added after convolutions."""
+
+    def instead(node: Node) -> tuple[list[Node], Node] | None:
+        if node not in found:
+            return None
+        image, filters, bias, *how = node.args
+        plain = node.over((image, filters, None, *how), node.kwargs)
+        around = (1,) * (len(node.spec.shape) - 2)
+        spec = replace(bias.spec, shape=bias.spec.shape + around, stride=bias.spec.stride + around)
+        shown = Node(aten.view.default, (bias, list(spec.shape)), {}, spec, graph.name("bias"), node.where)
+        added = Node(aten.add.Tensor, (plain, shown), {}, node.spec, graph.name("biased"), node.where)
+        shown.backward = added.backward = node.backward
+        return [plain, shown, added], added
+
+    found = {node for node in graph.nodes if node.op is aten.convolution.default and adds_bias(node)}
+    return substituted(graph, instead) if found else graph
+
+
+def adds_bias(node: Node) -> bool:
+    bias, spec = node.args[2], node.spec
+    here = bias is not None and spec.device.type in DEVICES
+    return here and bias.spec.dtype is spec.dtype and bias.spec.shape == spec.shape[1:2]
 
 
 def fits(node: Node) -> bool:

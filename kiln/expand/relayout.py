@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in
 from kiln.ops.fake import FakeTensor
-from kiln.ops.layout import is_contiguous, is_dense
+from kiln.ops.layout import contiguous, is_contiguous, is_dense
 from kiln.ops.levels import name_of
 from kiln.ops.record import Recording, fake_of
 from kiln.ops.table import aten
@@ -94,6 +94,11 @@ class Relayout:
             if any(not self.same(read) and self.contiguous(read) for read in node.inputs()):
                 return self.again(node, plain)
             return self.copy(node, plain)
+        if node.op is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format:
+            read: Node = node.args[0]
+            order = places_first(read.spec, self.values[read].spec)
+            if order is not None:
+                return self.in_order(self.values[read], order)
         return self.again(node, self.value)
 
     def same(self, read: Node) -> bool:
@@ -163,6 +168,14 @@ class Relayout:
             node, stride, lambda: self.graph.call(aten.clone.default, (node,), spec=spec, like=node)
         )
 
+    def in_order(self, node: Node, order: Sequence[int]) -> Node:
+        """A copy of a value with its dimensions in this order in memory."""
+        with self.recording:
+            made = aten.permute.default(self.fake(node), list(order))
+            made = aten.clone.default(made, memory_format=torch.contiguous_format)
+            made = aten.permute.default(made, sorted(range(len(order)), key=order.__getitem__))
+        return self.recording.node(made)
+
     def once(self, node: Node, form: Any, make: Callable[[], Node]) -> Node:
         """A value in another form, made when it is first asked for."""
         known = self._copies.get((node, form))
@@ -176,6 +189,24 @@ def call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name_of(op) in ("view", "_unsafe_view"):
         return aten.reshape.default(*args)
     return op(*args, **kwargs)
+
+
+def places_first(old: TensorSpec, new: TensorSpec) -> list[int] | None:
+    """How the dimensions of a copy lie, where what lay in order inside of it lies around the rest now.
+
+    So are the channels of images mixed: the places, which were innermost, stay outside where channels are
+    now. None where values lie otherwise.
+    """
+    shape, rank = old.shape, len(old.shape)
+    if not all(type(n) is int and n > 1 for n in shape[1:]) or not shape:
+        return None
+    ordered = contiguous(shape)
+    split = next((d + 1 for d in reversed(range(rank)) if old.stride[d] != ordered[d]), 0)
+    order = [0, *range(split, rank), *range(1, split)]
+    inside, around = new.stride[1:split], new.stride[split:]
+    if not 1 < split < rank or min(around) <= max(inside) or new.stride[0] < max(around):
+        return None
+    return order
 
 
 def is_larger(node: Node) -> bool:

@@ -1,13 +1,18 @@
-"""Elements of stacked numbers: read where they come from, so that a stack connects nothing."""
+"""Stacks and joined tensors: elements read where they come from, and what many are joined of, joined once."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from kiln.base.graph import Graph, Node, nodes_in, substituted
+from kiln.base.graph import Graph, Node, TensorSpec, argument, nodes_in, substituted
+from kiln.ops.layout import followed
+from kiln.ops.levels import PIECES
 from kiln.ops.table import aten
 
+DEVICES = frozenset({"cuda"})
 #: What gives a number a dimension.
 RAISED = frozenset({aten.unsqueeze.default, aten.view.default})
 
@@ -36,3 +41,56 @@ def element(node: Node) -> Node | None:
     piece = pieces[place]
     number = piece.args[0] if piece.op in RAISED else None
     return number if type(number) is Node and number.spec.shape == () else None
+
+
+def joined_once(graph: Graph) -> Graph:
+    """The graph, changed in place: of tensors that are joined again and again the first are joined once.
+
+    Layers that read all that was made before them join more tensors than loops can choose from. What stands
+    at the beginning of several of them is one tensor then, and loops read it and the few others. Eager's
+    kernel for CPUs joins as fast as memory is; the one for GPUs does not.
+    """
+    many = [node for node in graph.nodes if node.op is aten.cat.default and joins_many(node)]
+    counts = Counter((dim_of(node), tuple(node.args[0][:PIECES])) for node in many)
+    known: dict[Any, Node] = {}
+
+    def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
+        if node not in wanted:
+            return None
+        dim, pieces, new = dim_of(node), list(node.args[0]), list[Node]()
+        while len(pieces) > PIECES:
+            key = dim, *pieces[:PIECES]
+            if key not in known:
+                new.append(known.setdefault(key, joined(graph, node, dim, pieces[:PIECES])))
+            pieces[:PIECES] = [known[key]]
+        node.args = (pieces, dim)
+        return [*new, node], node
+
+    wanted = {node for node in many if counts[dim_of(node), tuple(node.args[0][:PIECES])] > 1}
+    return substituted(graph, instead) if wanted else graph
+
+
+def joins_many(node: Node) -> bool:
+    """Whether an op on a GPU joins more tensors than loops choose from, of one kind and known sizes."""
+    specs = [piece.spec for piece in node.args[0]]
+    if len(specs) <= PIECES or node.spec.device.type not in DEVICES:
+        return False
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        return False
+    alike = all(spec.dtype is node.spec.dtype and len(spec.shape) == len(node.spec.shape) for spec in specs)
+    return alike and all(type(n) is int for spec in (node.spec, *specs) for n in (*spec.shape, *spec.stride))
+
+
+def dim_of(node: Node) -> int:
+    return int(argument(node, 1, "dim", 0)) % len(node.spec.shape)
+
+
+def joined(graph: Graph, like: Node, dim: int, pieces: list[Node]) -> Node:
+    """Some tensors joined, lying as all of them do."""
+    spec: TensorSpec = like.spec
+    shape = list(spec.shape)
+    shape[dim] = sum(piece.spec.shape[dim] for piece in pieces)
+    stride = followed(shape, spec.shape, spec.stride)
+    node = Node(like.op, (pieces, dim), {}, replace(spec, shape=tuple(shape), stride=stride, offset=0))
+    node.name, node.where, node.backward = graph.name("cat"), like.where, like.backward
+    return node

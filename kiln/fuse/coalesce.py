@@ -24,6 +24,8 @@ LARGEST = 200
 LONGEST = 800
 #: Bytes of a gradient from which on those that are added to it do not wait for one another.
 SUMMED = 16 << 10
+#: Elements of a copy in another order from which on it is made for itself.
+TURNED = 1 << 16
 #: How often each factor of a product of matrices is used, at least.
 MANY = 7
 
@@ -39,6 +41,8 @@ class Coalescing(Groups):
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
         self.summing = partial_sums(graph)
         self.read_whole |= self.summing | {self.root(node) for node in factors(graph)}
+        self.turned = set(turned(graph)) if anew else set[Node]()
+        self.read_whole |= self.turned
         self.read_whole |= {self.root(node) for node in seen_in_windows(graph)} if anew else set()
 
     # Nodes into groups
@@ -56,6 +60,8 @@ class Coalescing(Groups):
         """Whether a node runs in the loops of a group, after changing them where that is harmless."""
         before = group.axes
         if len(group.members) >= LONGEST or is_of_neighbours(node):
+            return False
+        if dims and not self.turned.isdisjoint(group.members) or group.folds and node in self.turned:
             return False
         for member in group.members:
             if is_of_neighbours(member) and (dims or not lies_as(node, member) or not self.narrows(node)):
@@ -209,6 +215,19 @@ def factors(graph: Graph) -> Iterator[Node]:
             given = [arg for arg in node.args if type(arg) is Node]
             if len(given) == 2 and all(elements(one) * MANY <= elements(node) for one in given):
                 yield from given
+
+
+def turned(graph: Graph) -> Iterator[Node]:
+    """Copies that lie along rows of what lies across them, and are read again and again.
+
+    On a GPU blocks turn squares; loops that fold rows would read each of them here and there.
+    """
+    users = graph.users()
+    for node in graph.nodes:
+        if name_of(node.op) == "clone" and len(users[node]) > 1 and elements(node) >= TURNED:
+            stride, before = node.spec.stride, node.args[0].spec.stride
+            if stride and stride[-1] == 1 and type(before[-1]) is int and before[-1] > 1:
+                yield node
 
 
 def seen_in_windows(graph: Graph) -> Iterator[Node]:

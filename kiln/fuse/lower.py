@@ -14,7 +14,7 @@ from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
 from kiln.fuse.axes import Misfit, hinted
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
 from kiln.fuse.views import Coords, broadcast, from_front, shape_of, supported
-from kiln.ops.levels import BINARY, TERNARY, UNARY, name_of
+from kiln.ops.levels import BINARY, PIECES, TERNARY, UNARY, name_of
 
 Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 """Gives the element of a node at coordinates; where the boolean term does not hold nothing may be read."""
@@ -430,9 +430,8 @@ def is_pointwise(node: Node) -> bool:
     return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
 
 
-#: Tensors that are joined in loops, also where the result is small: of more, each element would ask which
-#: one it is of, in code whose compilation takes more than a second.
-PIECES, SMALL_PIECES = 8, 48
+#: Tensors that are joined in loops where the result is small, and an eager kernel not worth its call.
+SMALL_PIECES = 48
 
 
 def large(spec: TensorSpec) -> bool:

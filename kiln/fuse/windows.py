@@ -3,7 +3,8 @@
 Largest values and means of windows are several times faster this way than eager's kernels, which go through
 them element by element. The gradient of the largest asks, for each place, which of the windows around it
 chose it. Left to eager's kernels: three dimensions; half types, whose sums eager rounds in ways of its own;
-channels that lie together, where eager's kernels run in vectors.
+channels that lie together, where eager's kernels run in vectors. On a GPU sums are of float32 and its kernels
+read nothing in vectors: means of all types and layouts are loops there.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 
+from kiln.ops.expansions.support import widened
 from kiln.ops.reductions import pooled_place
 from kiln.ops.sizes import pooled
 from kiln.ops.table import aten
 
+DEVICES = frozenset({"cuda"})
 FEW = 16  # places of a window that are added one by one
 ASKED = 4  # windows that a place is compared with; of more, eager's kernel is faster
 IN_VECTORS = (1, 2, 4, 8)  # strides at which vectors are read without taking elements one by one
@@ -36,11 +39,13 @@ class Windows:
     """The windows of the last two dimensions, by the sizes of kernel, stride, padding and dilation."""
 
     def __init__(
-        self, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
-    ) -> None:
+        self, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool,
+        any_type: bool = False,
+    ) -> None:  # fmt: skip
         sides = [pair(kernel), pair(stride if stride else kernel), pair(padding), pair(dilation)]
         self.known = x.dim() in (3, 4) and None not in sides and all(type(n) is int for n in x.shape)
-        self.known = self.known and x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
+        plain = x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
+        self.known = self.known and (plain or any_type and x.is_floating_point())
         self.known = self.known and 0 not in x.shape
         if not self.known:
             return
@@ -63,8 +68,8 @@ class Windows:
         places = torch.arange(self.out[dim], device=self.x.device) * self.stride[dim] - self.padding[dim]
         return places.view([-1, 1][: 2 - dim]) if dim == 0 else places
 
-    def values(self, fill: float) -> torch.Tensor:
-        """The elements of the windows as a last dimension, with one number in the padding."""
+    def seen(self, fill: float) -> torch.Tensor:
+        """The elements of the windows as two last dimensions, with one number in the padding."""
         borders: list[int] = []
         for d in (1, 0):
             needed = (self.out[d] - 1) * self.stride[d] + self.reach(d)
@@ -73,7 +78,11 @@ class Windows:
         for d in (0, 1):
             seen = aten.unfold(seen, self.x.dim() - 2 + d, self.reach(d), self.stride[d])
             seen = aten.slice(seen, -1, 0, self.reach(d), self.dilation[d])
-        seen = seen[..., : self.out[0], : self.out[1], :, :]
+        return seen[..., : self.out[0], : self.out[1], :, :]
+
+    def values(self, fill: float) -> torch.Tensor:
+        """The elements of the windows as a last dimension, with one number in the padding."""
+        seen = self.seen(fill)
         return seen.reshape([*seen.shape[:-2], math.prod(self.kernel)])
 
 
@@ -132,18 +141,23 @@ def avg_pool(
     x: torch.Tensor, kernel: Any, stride: Any = (), padding: Any = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: Any = None,
 ) -> Any:  # fmt: skip
-    windows = Windows(x, kernel, stride, padding, 1, ceil_mode)
+    dtype = x.dtype
+    few = math.prod(pair(kernel) or [FEW + 1]) <= FEW
+    windows = Windows(x, kernel, stride, padding, 1, ceil_mode, few and x.device.type in DEVICES)
     if not windows.known:
         return NotImplemented
-    values = windows.values(0.0)
-    # One after the other, as eager adds them: what cancels later shows the order.
-    total = functools.reduce(torch.add, values.unbind(-1)) if values.shape[-1] <= FEW else values.sum(-1)
+    if few:  # one after the other, as eager adds them: what cancels shows the order
+        total = functools.reduce(torch.add, [
+            widened(part) for row in windows.seen(0.0).unbind(-2) for part in row.unbind(-1)
+        ])  # fmt: skip
+    else:
+        total = widened(windows.values(0.0)).sum(-1)
     if divisor_override:
-        return total / float(divisor_override)
+        return (total / float(divisor_override)).to(dtype)
     counts = [_counted(windows, d, count_include_pad) for d in range(2)]
     if all(isinstance(count, int) for count in counts):
-        return total / float(counts[0] * counts[1])
-    return total / (counts[0] * counts[1]).to(x.dtype)
+        return (total / float(counts[0] * counts[1])).to(dtype)
+    return (total / (counts[0] * counts[1]).to(total.dtype)).to(dtype)
 
 
 def _counted(windows: Windows, dim: int, padded: bool) -> Any:

@@ -90,7 +90,7 @@ class Grid:
 
 def laid(nest: Nest, clusters: bool = True) -> Grid:
     """The grid for a nest, on a machine that has `clusters` of blocks or not."""
-    vector = vector_axis(nest)
+    vector = axis_stored(nest, vector_axis(nest))
     width = width_for(nest, vector)
     if not nest.reduced:
         if nest.volume() <= BLOCK * BLOCK and sum(isinstance(t, Load) for t in nest.terms()) > MANY:
@@ -161,6 +161,20 @@ def several(nest: Nest, vector: Axis | None, width: int) -> int:
     computed = nest.terms()
     costly = any(isinstance(t, Apply) and t.op in COSTLY for t in computed)
     return 2 if costly and all_exist(2) else 1
+
+
+def axis_stored(nest: Nest, vector: Axis | None) -> Axis | None:
+    """The vector axis, or another long one that all results lie along, where none does along that.
+
+    What is read across it blocks turn in shared memory; what is written across it they cannot.
+    """
+    if vector is None or nest.reduced:
+        return vector
+    places = [store.index for store in nest.stores if isinstance(store.index, Expr)]
+    if len(places) < len(nest.stores) or any(i.poly.get((vector.variable,)) == 1 for i in places):
+        return vector
+    long = [axis for axis in nest.axes if extent(axis) >= SQUARE // 2]
+    return next((a for a in long if all(i.poly.get((a.variable,)) == 1 for i in places)), vector)
 
 
 def axis_written(nest: Nest, vector: Axis | None) -> Axis | None:

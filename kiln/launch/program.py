@@ -19,14 +19,14 @@ from kiln.base.graph import Graph, Node, TensorSpec, tensors
 from kiln.base.options import Settings, config
 from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
-from kiln.expand.epilogues import with_epilogues
+from kiln.expand.epilogues import with_biases_apart, with_epilogues
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.expand.heads import grouped
 from kiln.expand.padding import padded
 from kiln.expand.products import by_onednn, summed_up
 from kiln.expand.sizes import determined
-from kiln.expand.stacks import unstacked
+from kiln.expand.stacks import joined_once, unstacked
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import WAYS, Fusing, Program, fuse
 from kiln.fuse.show import show_kernels
@@ -200,9 +200,9 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     given = revisable(graph, dump)
     given = sealed(given) if settings.exact else padded(grouped(given))
     with records.timed("expand", dump.name, dump.half):
-        prims = unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims"))
+        prims = joined_once(unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")))
     if not settings.exact:
-        prims = summed_up(by_onednn(with_epilogues(prims)))
+        prims = summed_up(by_onednn(with_biases_apart(with_epilogues(prims))))
     with records.timed("fuse", dump.name, dump.half):
         program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
     for step in program.steps:

@@ -39,6 +39,9 @@ VIEW = frozenset("view expand permute slice select flip diagonal as_strided".spl
 MOVE = frozenset(
     "cat constant_pad_nd slice_scatter gather index index_put scatter scatter_add scatter_reduce".split()
 )
+#: Tensors that are joined in loops: of more, each element would ask which one it is of, in code whose
+#: compilation takes more than a second.
+PIECES = 8
 
 #: What a code generator of loop nests lowers directly.
 PRIMITIVES = UNARY | BINARY | TERNARY | CHOICE | COPY | CREATE | REDUCE | VIEW | MOVE

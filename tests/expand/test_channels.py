@@ -56,9 +56,38 @@ def test_filters_of_one_channel_each_follow():
     # The image is turned, and the result back; the filters of one channel each lie by place, no others are turned.
     assert sum(n.op is torch.ops.aten.clone.default for n in graph.nodes) == 3
     torch.testing.assert_close(runner(graph)(list(inputs))[0], f(*inputs), rtol=0.05, atol=0.1)
-    grouped = recorded(lambda x, a, b, c: F.conv2d(F.conv2d(x, a), b, groups=8) + c,
-                       inputs[0], inputs[1], torch.randn(16, 2, 1, 1).to(HALF), inputs[3][:1])  # fmt: skip
-    assert channels.side_by_side(grouped) is grouped
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_groups_of_channels_follow_where_no_gradients_are_asked_for(learns):
+    def f(x, a, b, c):
+        return F.conv2d(F.conv2d(F.conv2d(x, a), b, padding=1, groups=4), c)
+
+    inputs = [torch.randn(n).to(HALF) for n in ((2, 8, 6, 6), (16, 8, 1, 1), (16, 4, 3, 3), (4, 16, 1, 1))]
+    before = recorded(f, *inputs)
+    for node in before.nodes[1:] if learns else ():
+        node.backward = True
+    graph = channels.side_by_side(before)
+    layers = [n for n in graph.nodes if n.op is torch.ops.aten.convolution.default]
+    assert (graph is before) == learns and all((n.spec.stride[1] == 1) != learns for n in layers)
+    torch.testing.assert_close(runner(graph)(list(inputs))[0], f(*inputs), rtol=0.05, atol=0.1)
+
+
+def test_channels_that_are_mixed_stay_side_by_side():
+    def shuffled(x, groups=2):
+        n, c, h, w = x.shape
+        return x.view(n, groups, c // groups, h, w).transpose(1, 2).contiguous().view(n, c, h, w)
+
+    def f(x, a, b, c):
+        return F.conv2d(shuffled(F.conv2d(shuffled(F.conv2d(x, a)), b)), c)
+
+    inputs = [torch.randn(n).to(HALF) for n in ((2, 8, 6, 7), (16, 8, 1, 1), (16, 16, 1, 1), (4, 16, 1, 1))]
+    graph = channels.side_by_side(recorded(f, *inputs))
+    mixed = [n for n in graph.nodes if n.op is torch.ops.aten.clone.default and len(n.spec.shape) == 5]
+    assert [n.spec.shape for n in mixed] == [(2, 6, 7, 8, 2)] * 2
+    # Besides them the image is turned, and the result back.
+    assert sum(n.op is torch.ops.aten.clone.default for n in graph.nodes) == 4
+    torch.testing.assert_close(runner(graph)(list(inputs))[0], f(*inputs), rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize("training", [False, True])

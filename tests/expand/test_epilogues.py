@@ -78,3 +78,17 @@ def test_two_layers():
     assert ops(graph).count("_addmm_activation") == 2 and "relu" not in ops(graph)
     out = run_graph(graph, X, W, B, *[torch.randn(*s).to(HALF) for s in ((16, 32), (16,))])[0]
     assert out.shape == (4, 8, 16)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_loops_add_the_biases_of_convolutions(dims):
+    convolve = F.conv1d if dims == 1 else F.conv2d
+    x, w, b = torch.randn(2, 4, *[6] * dims), torch.randn(8, 4, *[3] * dims), torch.randn(8)
+
+    def f(x, w, b):
+        return convolve(x, w, b).relu() + convolve(x, w, None)
+
+    graph = epilogues.with_biases_apart(expand(recorded(f, x, w, b), "prims", FOR_LOOPS)).check()
+    assert [n.args[2] for n in graph.nodes if n.op is aten.convolution.default] == [None, None]
+    assert ops(graph).count("add.Tensor") == 2
+    torch.testing.assert_close(run_graph(graph, x, w, b)[0], f(x, w, b))

@@ -1,9 +1,11 @@
-"""Elements of stacked numbers are read where they come from."""
+"""Elements of stacked numbers are read where they come from; what is joined again and again is joined once."""
 
+import pytest
 import torch
 
+from kiln.expand import stacks
 from kiln.expand.expand import expand
-from kiln.expand.stacks import unstacked
+from kiln.expand.stacks import joined_once, unstacked
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
 
@@ -51,3 +53,28 @@ def test_rows_and_longer_pieces_stay():
         assert torch.ops.aten.cat.default in ops_of(f, *vectors)
         (got,) = compile_graph(recorded(lambda a, b, f=f: (f(a, b),), *vectors))(list(vectors))
         torch.testing.assert_close(got, f(*vectors))
+
+
+def dense(*images):
+    """Layers that read all that was made before them."""
+    made = list(images[:1])
+    for image in images[1:]:
+        made.append(torch.cat(made, 1).sum(1, keepdim=True) * image)
+    return torch.cat(made, 1), torch.cat(images, 1)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_what_many_layers_join_is_joined_once(form, monkeypatch):
+    monkeypatch.setattr(stacks, "DEVICES", frozenset({"cpu"}))
+    images = [torch.randn(2, 3, 4, 5).to(memory_format=form) for _ in range(20)]
+    graph = joined_once(expand(recorded(dense, *images), "prims"))
+    joins = [n for n in graph.nodes if n.op is torch.ops.aten.cat.default]
+    # Of the first eight and of those with seven more; the one that shares its beginning with none stays whole.
+    assert [len(n.args[0]) for n in joins if len(n.spec.shape) == 4 and n.name.startswith("cat")].count(20) == 1
+    assert max(len(n.args[0]) for n in joins[:-1]) == 8 and len(joins) == 20 + 1 + 2
+    for n in joins:
+        assert n.spec.stride == torch.empty(n.spec.shape).to(memory_format=form).stride()
+    got = compile_graph(recorded(dense, *images))(list(images))
+    for mine, theirs in zip(got, dense(*images), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+        assert mine.stride() == theirs.stride()

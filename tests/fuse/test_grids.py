@@ -7,7 +7,9 @@ from torch.nn import functional as F
 
 import kiln
 from kiln.expand import channels, padding
+from kiln.fuse import windows
 from kiln.fuse.nest import Fold, Load, Place, terms
+from kiln.generate.grid import laid
 from tests.gpu.driver import pretended
 from tests.gpu.emitted import kernels_noted
 
@@ -235,3 +237,37 @@ def test_a_copy_that_is_kept_for_gradients_is_made_while_parts_are_read():
 def test_a_sum_of_all_is_cut_into_more_parts_than_sums_of_columns():
     everything, columns = (nests_of(lambda x, d=d: x.sum(d), torch.empty(1 << 13, 1 << 10))[0] for d in (None, 0))
     assert everything.axes[0].size == 256 and columns.axes[0].size == 66
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_what_lies_across_is_turned_before_its_rows_are_folded(dtype):
+    x, w = torch.randn(4, 128, 160).to(dtype), torch.randn(128).to(dtype)
+
+    def f(x, w):
+        y = (x.relu().transpose(1, 2) + w).contiguous()
+        return F.layer_norm(y, (128,)) + y
+
+    turning, folding = nests_of(f, x, w)
+    assert not turning.reduced and laid(turning).across is not None
+    assert folding.reduced and laid(folding).width == (8 if dtype is HALF else 4)
+    kiln.reset()
+    with pretended():
+        torch.testing.assert_close(kiln.compile(f, fullgraph=True)(x, w), f(x, w), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("how", [{}, {"padding": 1}, {"padding": 1, "count_include_pad": False, "ceil_mode": True}])
+def test_means_of_windows_of_halves_are_loops(monkeypatch, form, how):
+    monkeypatch.setattr(windows, "DEVICES", frozenset({"cpu"}))
+    x = torch.randn(2, 16, 9, 12).to(HALF).to(memory_format=form)
+
+    def f(x):
+        return F.avg_pool2d(x.relu(), 2, 2, **how) + 1
+
+    (nest,) = nests_of(f, x)
+    assert len(loads(nest)) == 4
+    kiln.reset()
+    with pretended():
+        got = kiln.compile(f, fullgraph=True)(x)
+    torch.testing.assert_close(got, f(x), rtol=0.01, atol=0.01)
+    assert got.stride() == f(x).stride()
