@@ -33,8 +33,7 @@ def side_by_side(graph: Graph, records: bool = False) -> Graph:
     found = [node for node in graph.nodes if node.op in MAKERS]
     made: dict[Node, Any] = {node: partial(PATCHES[node.op], node) for node in found if takes_patches(node)}
     rest, covered = [node for node in found if node not in made], set[Node]()
-    learns = any(node.backward for node in graph.nodes)
-    if len(rest) >= FEWEST and all(fits(node, learns) for node in rest):
+    if len(rest) >= FEWEST and all(map(fits, rest)):
         made |= {node: partial(MAKERS[node.op], node) for node in rest}
         chains = activated.chains(graph, rest)
         if chains and (records or activated.are_large(chains)) and activated.can_fuse(rest[0].spec.device):
@@ -102,17 +101,11 @@ def pool_gradient(node: Node, walk: Relayout) -> Node:
 # Convolutions
 
 
-def fits(node: Node, learns: bool) -> bool:
-    """Whether a convolution takes images of a half type and known sizes.
-
-    Where gradients are asked for, all channels of them or one each: for groups of several the library has
-    slow kernels then.
-    """
+def fits(node: Node) -> bool:
+    """Whether a convolution takes images of a half type and known sizes."""
     specs = [operand.spec for operand in node.args[: OPERANDS[node.op]]]
-    transposed, groups = (node.args[OPERANDS[node.op] + place] for place in (4, 6))
-    image, filters = specs[-2:]
-    whole = groups == 1 or groups == image.shape[1] == filters.shape[0] or not learns
-    return not transposed and whole and all(
+    transposed = node.args[OPERANDS[node.op] + 4]
+    return not transposed and all(
         spec.dtype.itemsize == 2 and spec.device.type in DEVICES and len(spec.shape) == 4
         and all(type(n) is int and n > 0 for n in spec.shape)
         for spec in specs

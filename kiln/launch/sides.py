@@ -118,7 +118,7 @@ def has_side(node: Node) -> bool:
         return isinstance(node.spec, TensorSpec)
     if not isinstance(node.op, torch._ops.OpOverload) or node.op._schema.is_mutable:
         return False
-    mine = {spec.device for spec in tensors((node.spec,))}
+    mine = {spec.device for spec in tensors((node.spec,))} or {side(node)}
     others = [n for n in node.inputs() if isinstance(n.spec, TensorSpec) and n.spec.device not in mine]
     return len(mine) == 1 and all(
         one.spec.shape == () or node.op in MOVES and fills_memory(one.spec) for one in others

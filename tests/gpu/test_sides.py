@@ -240,3 +240,12 @@ def test_a_number_of_the_program_is_written_to_many_places(monkeypatch, caplog):
         run = compile_graph(recorded(f, x))
         torch.testing.assert_close(run([x])[0], f(x))
     assert not caplog.records
+
+
+def test_what_may_raise_and_nobody_reads_runs_where_it_is():
+    """A check of what is on a GPU gives no tensor of its own to say where it runs."""
+    graph = attention(of(2, 2, 4, 8, device=GPU))
+    graph.call(aten._assert_tensor_metadata.default, (graph.inputs[0],), {}, None)
+    _, parts = sides.parted(graph)
+    assert [part.device for part in parts] == [sides.CPU, GPU]
+    assert [str(node.op) for node in parts[1].graph.nodes].count("aten._assert_tensor_metadata.default") == 1
