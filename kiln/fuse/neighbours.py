@@ -19,6 +19,8 @@ from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, c
 from kiln.fuse.peel import KNOWN, decided, in_line, substituted
 from kiln.fuse.split import SUMS, along_memory, products_of
 
+#: Products that a turn is made of, at most: the driver's compiler takes half a second for 400 of them.
+PRODUCTS = 200
 #: Results at once at most; products of neighbours that a turn adds up, by what their number is a multiple of.
 RESULTS, ADDED = 8, (4, 7, 5, 3, 2)
 #: Results at least for each of those that a thread makes: others are too few to keep a GPU busy.
@@ -63,7 +65,8 @@ def results_at_once(nest: Nest, scope: Scope) -> Nest:
     line = found[-1]
     counts = {a: n for a in nest.axes if (n := remainders(nest, a)) > 1}
     each = counts.get(line, 1)
-    most = min(RESULTS, nest.volume() // THREADED) // math.prod(counts.values())
+    each_of = sum(map(is_product, nest.terms()))
+    most = min(RESULTS, PRODUCTS // each_of, nest.volume() // THREADED) // math.prod(counts.values())
     counts[line] = each * divisor(line.size // each, max(most, 1))
     return unrolled(nest, counts, scope)
 
@@ -76,7 +79,7 @@ def divisor(size: int, most: int) -> int:
 def shares(nest: Nest, inner: Axis, along: Axis) -> bool:
     """Whether neighbours along a loop see much of the same: many elements of a value, times the same ones."""
     found = nest.terms()
-    if sum(isinstance(t, Apply) and t.op == "addcmul" for t in found) < SHARED - 1:
+    if sum(map(is_product, found)) < SHARED - 1:
         return False
     same, seen = 0, dict[Any, int]()
     for load in {(t.buffer, t.index) for t in found if isinstance(t, Load)}:
@@ -85,6 +88,10 @@ def shares(nest: Nest, inner: Axis, along: Axis) -> bool:
             same += not moves
             seen[load[0]] = seen.get(load[0], 0) + moves
     return same >= SHARED and max(seen.values()) >= SEEN
+
+
+def is_product(term: Term) -> bool:
+    return isinstance(term, Apply) and term.op == "addcmul"
 
 
 def remainders(nest: Nest, along: Axis) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kiln.base.dataclass import dataclass
@@ -73,21 +73,27 @@ class Device:
         return "\n".join(function.ptx(capability) for function in self.functions)
 
 
-def generate(kernels: Sequence[Kernel], aligned: bool = True, clusters: bool = True) -> Device:
+def generate(
+    kernels: Sequence[Kernel], aligned: bool = True, clusters: bool = True,
+    written: Callable[[Function], object] = lambda function: None,
+) -> Device:  # fmt: skip
     """Functions for kernels; nests that differ in names alone share one.
 
     They may expect all buffers `aligned` to 16 bytes, and neighbouring blocks that share rows (`clusters`).
+    `written` is told of each as soon as it is there: those that take longest to compile come first.
     """
-    writer = Writer(aligned, clusters)
-    made = {k: [s for stage in k.stages for s in writer.stage(stage)] for k in dict.fromkeys(kernels)}
-    return Device(list(writer.functions.values()), [made[kernel] for kernel in kernels])
+    writer = Writer(aligned, clusters, written)
+    order = sorted(dict.fromkeys(kernels), key=lambda k: max([len(n.terms()) for n in k.nests], default=0))
+    made = {k: [s for stage in k.stages for s in writer.stage(stage)] for k in reversed(order)}
+    starts = [made[kernel] for kernel in kernels]
+    return Device(list(dict.fromkeys(s.function for some in starts for s in some)), starts)
 
 
 class Writer:
     """Functions under construction."""
 
-    def __init__(self, aligned: bool, clusters: bool) -> None:
-        self.aligned, self.clusters = aligned, clusters
+    def __init__(self, aligned: bool, clusters: bool, written: Callable[[Function], object]) -> None:
+        self.aligned, self.clusters, self.written = aligned, clusters, written
         self.functions: dict[tuple[str, int], Function] = {}
 
     def stage(self, nests: Sequence[Nest]) -> list[Started]:
@@ -134,7 +140,9 @@ class Writer:
         body, grid = emitter.module.definitions(), emitter.grid
         key = body, grid.shared if shared is None else shared
         if key not in self.functions:
-            self.functions[key] = function(body, emitter.module.declarations(), grid.threads, key[1], version)
+            made = function(body, emitter.module.declarations(), grid.threads, key[1], version)
+            self.functions[key] = made
+            self.written(made)
         return self.functions[key]
 
 

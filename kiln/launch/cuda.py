@@ -6,7 +6,7 @@ import ctypes
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
@@ -130,34 +130,40 @@ _making: dict[tuple[int, str], Future[bytes]] = {}
 _lock = threading.RLock()
 
 
-def loading(
-    functions: Sequence[Function], device: int, capability: tuple[int, int], store: Store | None = None
-) -> Callable[[], dict[Function, int]]:
-    """What waits for the handles of functions on a device, which other threads compile meanwhile.
+class Loading:
+    """Functions on their way to a device: other threads compile each from the moment that it is added.
 
     Their code comes from memory, from disk, or from LLVM and the driver.
     """
-    target = f"{depends_on()}, reads in order, sm_{capability[0]}{capability[1]}, driver {version()}"
-    texts = {f: f"{target}, {f.threads}, {f.shared}\n{f.text}".encode() for f in functions}
-    keys = {one: (device, hashlib.sha256(text).hexdigest()) for one, text in texts.items()}
-    coming: dict[Function, Future[bytes]] = {}
-    with _lock:
-        for one, key in keys.items():
-            if key in _loaded:
-                continue
-            if key not in _making:
-                _making[key] = workers().submit(_code, one, capability, *key, store)
-            coming[one] = _making[key]
 
-    def finish() -> dict[Function, int]:
+    def __init__(self, device: int, capability: tuple[int, int], store: Store | None = None) -> None:
+        self.device, self.capability, self.store = device, capability, store
+        name = "sm_{}{}".format(*capability)
+        self.target = f"{depends_on()}, reads in order, {name}, driver {version()}"
+        self.keys: dict[Function, tuple[int, str]] = {}
+        self.coming: dict[Function, Future[bytes]] = {}
+
+    def add(self, *functions: Function) -> Loading:
         with _lock:
-            for one, code in coming.items():
-                _making.pop(keys[one], None)
-                if keys[one] not in _loaded:
-                    _loaded[keys[one]] = load(code.result(), one, device)
-            return {one: _loaded[key] for one, key in keys.items()}
+            for one in functions:
+                text = f"{self.target}, {one.threads}, {one.shared}\n{one.text}".encode()
+                key = self.keys[one] = self.device, hashlib.sha256(text).hexdigest()
+                if key in _loaded:
+                    continue
+                if key not in _making:
+                    _making[key] = workers().submit(_code, one, self.capability, *key, self.store)
+                self.coming[one] = _making[key]
+        return self
 
-    return finish
+    def finish(self) -> dict[Function, int]:
+        """The handles of all functions, once they are compiled."""
+        with _lock:
+            for one, code in self.coming.items():
+                key = self.keys[one]
+                _making.pop(key, None)
+                if key not in _loaded:
+                    _loaded[key] = load(code.result(), one, self.device)
+            return {one: _loaded[key] for one, key in self.keys.items()}
 
 
 def _code(

@@ -16,7 +16,7 @@ from kiln.fuse.nest import Buffer, Kernel
 from kiln.fuse.program import Program
 from kiln.generate.device import Function, Started, generate
 from kiln.generate.nvptx import WAITING
-from kiln.launch.cuda import Store, context, loading
+from kiln.launch.cuda import Loading, Store, context
 from kiln.launch.memory import Lodging, size_of
 from kiln.launch.native import set_up
 from kiln.launch.plan import Planner
@@ -125,18 +125,18 @@ def plan_on(
     index, architecture = device.index or 0, capability(device)
 
     def find(functions: Sequence[Function]) -> dict[Function, int]:
-        return loading(functions, index, architecture, store)()
+        return Loading(index, architecture, store).add(*functions).finish()
 
     set_up()
     new = architecture >= WAITING
     clusters = WAITING <= architecture < SMALL
-    made = generate(program.kernels, clusters=clusters)
+    coming = Loading(index, architecture, store)
+    made = generate(program.kernels, clusters=clusters, written=coming.add)
     templates = {k: k.started() for k in dict.fromkeys(program.kernels) if isinstance(k, Template)}
-    functions = [*made.functions, *[start.function for start in templates.values()]]
-    coming = loading(functions, index, architecture, store)
+    coming.add(*[start.function for start in templates.values()])
 
     def finish() -> Plan:
-        handles = coming()
+        handles = coming.finish()
         kernels: list[OnDevice] = []
         for kernel, starts in zip(program.kernels, made.starts, strict=True):
             chosen = [templates[kernel]] if isinstance(kernel, Template) else starts

@@ -49,12 +49,12 @@ def functions_of(names):
 def test_each_function_is_compiled_once(driver):
     compiled, names = driver
     functions = functions_of(NAMES)
-    first = cuda.loading(functions[:4], 0, (9, 0))
-    second = cuda.loading(functions[2:], 0, (9, 0))
+    first = cuda.Loading(0, (9, 0)).add(*functions[:4]).finish
+    second = cuda.Loading(0, (9, 0)).add(*functions[2:]).finish
     handles = second() | first()
     assert len(handles) == len(functions) == len(set(handles.values())) == len(names)
     assert sorted(compiled) == sorted(f.ptx((9, 0)) for f in functions)
-    assert cuda.loading(functions, 0, (9, 0))() == handles and len(compiled) == len(functions)
+    assert cuda.Loading(0, (9, 0)).add(*functions).finish() == handles and len(compiled) == len(functions)
     assert not cuda._making
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_read_before_the_wait_of_machine_code(driver, monkeypatch):
         return (early if ".nc." in text else good) + function.name.encode()
 
     monkeypatch.setattr(cuda, "machine_code", machine_code)
-    cuda.loading([function], 0, (9, 0))()
+    cuda.Loading(0, (9, 0)).add(function).finish()
     assert [".nc." in text for text in given] == [True, False]
     assert ".nc." not in function.ptx((10, 0)) and ".nc." in function.ptx((8, 0))
 
@@ -78,7 +78,7 @@ def test_nothing_is_read_before_the_wait_of_machine_code(driver, monkeypatch):
 def test_what_cannot_be_compiled_is_raised_where_it_is_waited_for(driver):
     text = "declare float @unknown(float)\ndefine ptx_kernel void @k(ptr %p) {\n  ret void\n}"
     for _ in range(2):
-        coming = cuda.loading([Function("k", text, 32)], 0, (9, 0))
+        coming = cuda.Loading(0, (9, 0)).add(Function("k", text, 32)).finish
         with pytest.raises(Unsupported, match="unknown"):
             coming()
 
@@ -89,7 +89,7 @@ def test_threads_load_at_once(driver):
 
     def work(device):
         for _ in range(3):
-            handles = cuda.loading(functions, device, (9, 0))()
+            handles = cuda.Loading(device, (9, 0)).add(*functions).finish()
             found.append(handles.keys() == wanted.keys())
             cuda._loaded.clear()
 
