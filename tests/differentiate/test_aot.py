@@ -154,3 +154,17 @@ def test_a_graph_that_cannot_be_differentiated_runs_as_captured():
         out = kiln.compile(f, backend="aot_eager")(base[:4], base[2:].requires_grad_())
     assert torch.equal(out, torch.tensor([3.0, 4, 4, 5]) * 2)
     assert len(log.fallbacks) == 1 and "overlap" in str(log.fallbacks[0])
+
+
+def test_inference_mode_off_within_inference_mode_runs_as_captured():
+    def f(x):
+        with torch.inference_mode(False):
+            return x * 2
+
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as log:
+        for run in (f, compiled, compiled):
+            with torch.inference_mode():
+                out = run(torch.ones(3, requires_grad=True))
+            assert not out.is_inference() and out.requires_grad
+    assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["global-state"]
