@@ -277,6 +277,7 @@ def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]
         log.warn_once(("differentiate", why), f"{name} {what}: {why}{remedy}")
     else:
         fell_back(name, error, what, str(module.code).strip())
+    module.meta["as captured"] = True
     return module.forward  # type: ignore[no-any-return]
 
 

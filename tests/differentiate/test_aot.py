@@ -168,3 +168,26 @@ def test_inference_mode_off_within_inference_mode_runs_as_captured():
                 out = run(torch.ones(3, requires_grad=True))
             assert not out.is_inference() and out.requires_grad
     assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["global-state"]
+
+
+def test_handlers_and_effects_of_a_frame_whose_graph_runs_as_captured():
+    def f(x, y, log):
+        log.append("written")
+        x.add_(1)
+        made = torch.zeros(2, requires_grad=True)
+        try:
+            root = torch.linalg.cholesky(y)
+        except RuntimeError:
+            root = y
+            log.append("handled")
+        return root, made
+
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as found:
+        for y in (torch.eye(2), -torch.eye(2)):
+            told = []
+            for run in (f, compiled):
+                x, log = torch.zeros(2), []
+                told.append((run(x, y, log), x, log))
+            Same()(*told)
+    assert len(found.graphs) == 1 and [r.error.split(":")[0] for r in found.fallbacks] == ["inner-leaf"]
