@@ -191,3 +191,18 @@ def test_handlers_and_effects_of_a_frame_whose_graph_runs_as_captured():
                 told.append((run(x, y, log), x, log))
             Same()(*told)
     assert len(found.graphs) == 1 and [r.error.split(":")[0] for r in found.fallbacks] == ["inner-leaf"]
+
+
+def test_an_argument_that_is_written_and_partly_read_is_refused_as_in_eager():
+    def f(a, b):
+        a.add_(b)
+
+    base = torch.arange(6.0)
+    raised = []
+    with records.collect() as log:
+        for run in (f, kiln.compile(f)):
+            with pytest.raises(RuntimeError) as error:
+                run(base[:4], base[2:])
+            raised.append(str(error.value))
+    assert raised[0] == raised[1] and torch.equal(base, torch.arange(6.0))
+    assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["overlapping-inputs"]

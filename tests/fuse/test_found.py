@@ -286,6 +286,11 @@ def test_booleans():
     same(lambda a, b: a - b, a, b)
 
 
+def test_of_two_zeros_the_first():
+    a = torch.tensor([0.0, -0.0]).repeat(20)
+    same(lambda a, b: (torch.fmax(a, b).signbit(), torch.fmin(a, b).signbit()), a, -a)
+
+
 def test_special_numbers():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30, 2.5, -2.5, 0.0, -0.0])
     a, b = (t.contiguous() for t in torch.meshgrid(x, x, indexing="ij"))
