@@ -286,6 +286,14 @@ def test_booleans():
     same(lambda a, b: a - b, a, b)
 
 
+@pytest.mark.parametrize("f", [
+    lambda a, b: (torch.where(a > 0, a, torch.zeros_like(a)), (a > 0) * a * 2),
+    lambda a, b: (((a + 1) * b).bfloat16(), (a + 1) * 2),
+], ids=["moved", "beside float32"])  # fmt: skip
+def test_what_two_results_in_bfloat16_share(f):
+    same(f, torch.arange(-32, 32).bfloat16(), torch.arange(64.0))
+
+
 def test_of_two_zeros_the_first():
     a = torch.tensor([0.0, -0.0]).repeat(20)
     same(lambda a, b: (torch.fmax(a, b).signbit(), torch.fmin(a, b).signbit()), a, -a)
