@@ -153,7 +153,7 @@ def _times_log(x: Tensor, y: Tensor, logarithm: Callable[[Tensor], Tensor]) -> A
     dtype = to_float(promoted(x, y))
     if dtype not in FLOATS:
         return NotImplemented
-    x, y = x.to(wide(dtype)), y.to(wide(dtype))
+    x, y = x.to(dtype).to(wide(dtype)), y.to(dtype).to(wide(dtype))
     out = torch.where(x == 0, zero(x), x * logarithm(y))
     return torch.where(torch.isnan(y), number(math.nan, y), out).to(dtype)
 
