@@ -81,7 +81,7 @@ def _normal(operation: Rule, kind: Kind) -> Rule:
 
 
 def _scaled(operation: Rule, kind: Kind) -> Rule:
-    """The same of products and quotients: what halves are scaled by, one number, keeps its places on the CPU."""
+    """The same of products and quotients: one number that halves are scaled by keeps its places."""
     convert = _normal(operation, kind)
 
     def scale(a: Any, b: Any) -> Any:
