@@ -291,3 +291,12 @@ def test_folders_and_files(tmp_path, monkeypatch):
         Same()(f(t(2)), compiled(t(2)))
         pathlib.Path("file").touch()
         Same()(f(t(2)), compiled(t(2)))
+
+
+def test_what_a_tensor_is_a_view_of():
+    def f(x):
+        return x.view(-1)._base is x, x._is_view(), x[0]._base.shape, (x * 2)._is_view()
+
+    compiled, whole = kiln.compile(f, backend="eager", fullgraph=True), torch.ones(4, 3)
+    for x in (whole[1:3], torch.ones(2, 3), whole[1:3]):
+        assert compiled(x) == f(x)
