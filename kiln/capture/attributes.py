@@ -389,7 +389,9 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if name == "_base":
         return load_base(m, value)
     if source is not None and name in UNCOVERED and id(value) in world.reals:
-        return world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
+        found = world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
+        # The graph has counted on by the time that residual code runs.
+        return symbolic.concrete(found) + value._version if name == "_version" else found
     m.look_at(name in UNCOVERED)
     return m.native(getattr, value, name)
 

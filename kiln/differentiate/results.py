@@ -132,7 +132,7 @@ class Results:
                 raise Break("overlapping-inputs", why, "pass tensors that do not share memory")
             place = functional.place(node).memory.root
             index = self.add(place, fake, with_grad)
-            counted = 1 if fake.is_inference() else max(fake._version, 1)
+            counted = 1 if fake.is_inference() else fake._version  # what is written through `data` is not
             self.mutated.append(Mutation(i, index, with_grad, counted if place.memory.seen else 0))
 
     def _refuse_history(self, leaf: FakeTensor, place: Place) -> None:

@@ -441,7 +441,7 @@ def test_versions_count_every_write(grad):
     def f(x, y):
         x.mul_(2)
         x[0].add_(y)
-        y.zero_()
+        y.data.zero_()
 
     Same()(step(f), step(ahead(f)))
 
