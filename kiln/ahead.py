@@ -48,10 +48,10 @@ T = TypeVar("T")
 LEVELS = ("aten", "core", "prims")
 
 LOST = frozenset({
-    ("_enter_inference_mode", True), "_set_default_dtype", "set_default_dtype", "manual_seed", "seed",
+    "_enter_inference_mode", "_set_default_dtype", "set_default_dtype", "manual_seed", "seed",
     "set_rng_state", "Generator",
 })  # fmt: skip
-"""Calls without tensors whose effect a graph of aten ops does not show, by name, or by name and argument."""
+"""Calls without tensors whose effect a graph of aten ops does not show, by name."""
 
 GraphCompiler: TypeAlias = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 """What a backend author writes: takes an fx graph of aten ops and example inputs, gives a callable."""
@@ -189,7 +189,8 @@ def refuse_effects(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and not node.all_input_nodes and "example_value" not in node.meta:
             name = getattr(node.target, "__name__", "")
-            if name in LOST or (name, *node.args) in LOST:
+            stays = name == "_enter_inference_mode" and node.args == (torch.is_inference_mode_enabled(),)
+            if name in LOST and not stays:
                 raise Break("global-state", f"the graph calls {name}", "call it outside the graph")
 
 
@@ -276,6 +277,7 @@ def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]
         log.warn_once(("differentiate", why), f"{name} {what}: {why}{remedy}")
     else:
         fell_back(name, error, what, str(module.code).strip())
+    module.meta["as captured"] = True
     return module.forward  # type: ignore[no-any-return]
 
 

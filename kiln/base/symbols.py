@@ -321,6 +321,10 @@ class Scope:
             self._limit(sub(mul(answer, b), a))
             self._limit(sub(a, add(mul(answer, b), b - 1)))
         self._recompose(chosen)
+        for part, other in list(self._solved.items()):
+            args = [self.simplify(arg) for arg in part.args] if part.op is not SYMBOL else []
+            if any(new is not old for new, old in zip(args, part.args, strict=False)):
+                self._solve(sub(apply(part.op, args, self), other))
         facts, self._facts = self._facts, set()
         for fact in facts:
             self.learn(self._simple_condition(fact))

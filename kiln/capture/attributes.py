@@ -386,10 +386,23 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
         return m.torch_call(getattr, (value, name), {})
     if isinstance(found, property):
         return m.call(found.fget, (value,))
+    if name == "_base":
+        return load_base(m, value)
     if source is not None and name in UNCOVERED and id(value) in world.reals:
-        return world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
+        found = world.outside(getattr(world.reals[id(value)], name), Attr(source, name))
+        # The graph has counted on by the time that residual code runs.
+        return symbolic.concrete(found) + value._version if name == "_version" else found
     m.look_at(name in UNCOVERED)
     return m.native(getattr, value, name)
+
+
+def load_base(m: Machine, value: FakeTensor) -> Any:
+    """What a tensor is a view of; one from outside may be a view itself."""
+    base = value._base
+    root = value if base is None else base
+    source, real = m.source(root), m.world.reals.get(id(root))
+    outer = None if source is None or real is None else m.world.outside(real._base, Attr(source, "_base"))
+    return base if outer is None else outer
 
 
 def load_own(m: Machine, value: FakeTensor, name: str) -> Any:

@@ -78,6 +78,25 @@ class Finisher:
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
         e.raw("RESUME", 0)
+        if self.writes_early() and (self.writes() or self.root.code.code.co_exceptiontable):
+            self.in_frame(e)
+            e.ret()
+        else:
+            self.through_graph(e, dry, tail, call, inputs)
+        name = self.root.code.code.co_name
+        built = e.finish(f"<{name} captured>", decompile.generated_name(name), 1, len(self.names),
+                         self.names, CO_OPTIMIZED | CO_NEWLOCALS, statements=True)  # fmt: skip
+        _hook.skip(built)
+        _hook.hide(built, _hook.INNER)
+        run = types.FunctionType(built, self.root.globals)
+        decompile.show(run)
+        counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
+        return Captured(None, self.graph, *counts, run, built, (), reason, last, self.foreseen)
+
+    def through_graph(
+        self, e: Emitter, dry: Rebuilder, tail: Callable[[Rebuilder], None], call: Any, inputs: list[Any]
+    ) -> None:
+        """Call the graph and do what is left to do."""
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
         drawn = tuple(self.m.recorder.dispatch.draws)
         if call is not None and self.may_replay() and drawn:
@@ -98,15 +117,21 @@ class Finisher:
         e.ret()
         if call is not None:
             self.raised(e, start, end)
-        name = self.root.code.code.co_name
-        built = e.finish(f"<{name} captured>", decompile.generated_name(name), 1, len(self.names),
-                         self.names, CO_OPTIMIZED | CO_NEWLOCALS, statements=True)  # fmt: skip
-        _hook.skip(built)
-        _hook.hide(built, _hook.INNER)
-        run = types.FunctionType(built, self.root.globals)
-        decompile.show(run)
-        counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
-        return Captured(None, self.graph, *counts, run, built, (), reason, last, self.foreseen)
+
+    def in_frame(self, e: Emitter) -> None:
+        """Run the frame in Python."""
+        e.callee(nested.again(self.root.function, self.before))
+        for name in self.names:
+            e.load(name)
+        e.end_call(len(self.names))
+
+    def writes_early(self) -> bool:
+        """Whether the graph runs op by op and may have written to tensors when it raises.
+
+        Then only the frame itself leaves other effects as far as it came, and only its handlers see it.
+        """
+        as_captured = self.graph is not None and "as captured" in self.graph.meta
+        return as_captured and self.m.recorder.dispatch.lasting
 
     def replays(self) -> bool:
         """Whether the graph changes nothing that lasts: when it raises, the frame may run again in Python."""
@@ -149,10 +174,7 @@ class Finisher:
             e.load("__drawn")
             e.end_call(1)
             e.pop()
-        e.callee(nested.again(self.root.function, self.before))
-        for name in self.names:
-            e.load(name)
-        e.end_call(len(self.names))
+        self.in_frame(e)
         e.callee(functools.partial(runtime.ran_in_python, self.root.function.__qualname__, self.foreseen))
         e.load("__raised")
         e.end_call(1)

@@ -135,6 +135,11 @@ def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(m.recorder.effect, torch.utils.hooks.BackwardHook, args, kwargs)
 
 
+@handles(torch.Tensor._is_view)  # type: ignore[attr-defined]
+def is_view(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return m.getattr(args[0], "_base") is not None
+
+
 @handles(torch.Tensor.register_hook)
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when all that it holds is the same in every call."""

@@ -41,7 +41,7 @@ class Replay:
         return [
             m.primal
             for m in self.joint.mutated
-            if not m.hidden and (m.with_grad or graph.inputs[m.primal] in needed)
+            if m.counted and (m.with_grad or graph.inputs[m.primal] in needed)
         ]
 
     def _outputs(self) -> list[Callable[..., torch.Tensor]]:

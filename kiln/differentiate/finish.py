@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import increment_version
 
 from kiln.base.errors import untouched
 from kiln.base.expressions import Expr, Symbol
@@ -41,10 +42,10 @@ def finisher(
     """
     outputs = _outputs(joint, attributes, sizes)
     writes = [_write(joint, m, attributes) for m in joint.mutated if m.with_grad]
-    for hidden in (True, False):
-        together = [m for m in joint.mutated if not m.with_grad and m.hidden is hidden]
+    for counted in (False, True):
+        together = [m for m in joint.mutated if not m.with_grad and bool(m.counted) is counted]
         if together:
-            writes.append(_writes(joint, together, attributes, hidden, overwrites))
+            writes.append(_writes(joint, together, attributes, counted, overwrites))
     if not joint.mutated and not joint.effects:
         return outputs
 
@@ -147,6 +148,7 @@ def _write(
 ) -> Callable[[Results, Args], None]:
     """A function that gives a mutated input its new value, as a part of autograd's graph."""
     origin, index = origin_of(joint.primals[mutation.primal].origin, attributes), mutation.index
+    more = mutation.counted - 1  # copy_ counts once
 
     first = mutation is next(m for m in joint.mutated if m.with_grad)
     first = first and all(joint.primals[m.primal].spec.device.type == "cpu" for m in joint.mutated)
@@ -154,7 +156,7 @@ def _write(
     def write(results: Results, args: Args) -> None:
         try:
             with torch.enable_grad():
-                origin(args).copy_(results[index])
+                increment_version([origin(args).copy_(results[index])] * more)
         except RuntimeError as error:  # autograd refuses views of leaves
             if first:
                 untouched(error)
@@ -164,29 +166,30 @@ def _write(
 
 
 def _writes(
-    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any], hidden: bool,
+    joint: Joint, mutations: Sequence[Mutation], attributes: Mapping[str, Any], counted: bool,
     overwrites: Container[int],
 ) -> Callable[[Results, Args], None]:
     """A function that gives inputs their new values, all at once, without a history."""
     graph = joint.graph
     places = [
         (origin_of(joint.primals[m.primal].origin, attributes), m.index,
-         graph.outputs[m.index] is graph.inputs[m.primal], m.index in overwrites)
+         graph.outputs[m.index] is graph.inputs[m.primal], m.index in overwrites, m.counted)
         for m in mutations
     ]  # fmt: skip
 
     def write(results: Results, args: Args) -> None:
-        targets, values, there = [], [], []
-        for origin, index, itself, may_be in places:
+        targets, values, versions = [], [], []
+        for origin, index, itself, may_be, times in places:
             target = origin(args)
-            if itself or may_be and in_place(results[index], target):
-                there.append(target)
-            else:
+            if not itself and not (may_be and in_place(results[index], target)):
                 targets.append(target)
                 values.append(results[index])
-        with below() if hidden else torch.no_grad():
-            if there and not hidden and not there[0].is_inference():  # those count no versions
-                torch.autograd.graph.increment_version(there)
+                times -= 1
+            if times > 0 and not target.is_inference():  # those count no versions
+                versions += [target] * times
+        with torch.no_grad() if counted else below():
+            if versions:
+                increment_version(versions)
             if targets:
                 torch._foreach_copy_(targets, values)
 

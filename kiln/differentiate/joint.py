@@ -114,14 +114,14 @@ class Mutation:
     """An input that the program writes: after the forward its value is the result at `index`.
 
     `with_grad` says that the write is part of the autograd graph: the copy is made in grad mode and the
-    result has a tangent. Otherwise the copy is made under no_grad. `hidden` writes do not count as writes for
-    autograd (running statistics of normalisations): eager does not raise the tensor's version for them.
+    result has a tangent. Otherwise the copy is made under no_grad. `counted` is how often eager raises the
+    tensor's version: not at all for running statistics of normalisations.
     """
 
     primal: int
     index: int
     with_grad: bool
-    hidden: bool = False
+    counted: int = 1
 
 
 @dataclass(slots=True)

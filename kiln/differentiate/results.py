@@ -111,6 +111,8 @@ class Results:
                 continue
             odd = leaf.requires_grad and leaf.grad_fn is None
             alone = len(sharing[place.memory]) == 1 and place not in self.functional.turned
+            # One of several views that an op gives with a history refuses writes in place.
+            alone = alone and (leaf.grad_fn is None or all(step.item is None for step in place.steps()))
             if place.parent is None or alone and not odd:
                 if odd:
                     raise inner_leaf()
@@ -130,7 +132,8 @@ class Results:
                 raise Break("overlapping-inputs", why, "pass tensors that do not share memory")
             place = functional.place(node).memory.root
             index = self.add(place, fake, with_grad)
-            self.mutated.append(Mutation(i, index, with_grad, not place.memory.seen))
+            counted = 1 if fake.is_inference() else fake._version  # what is written through `data` is not
+            self.mutated.append(Mutation(i, index, with_grad, counted if place.memory.seen else 0))
 
     def _refuse_history(self, leaf: FakeTensor, place: Place) -> None:
         """Break for a view that was made a leaf, and for one that has another history than its base.

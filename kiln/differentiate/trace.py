@@ -16,7 +16,7 @@ from kiln.base import records
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Uneven
 from kiln.base.expressions import Expr
-from kiln.base.graph import Node
+from kiln.base.graph import Node, mapped
 from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
@@ -28,8 +28,9 @@ from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Prim
 from kiln.differentiate.layers import Layers, layers_of, unrolled
 from kiln.differentiate.results import Results
 from kiln.differentiate.writes import LOOKS_AT_GRAD_MODE, InGradMode
-from kiln.ops.fake import FakeTensor, fake_like, make
+from kiln.ops.fake import FakeTensor, crosses, fake_like, make, tensors_in
 from kiln.ops.layout import is_dense
+from kiln.ops.meta import MUTATING, written
 from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import expr_of
 
@@ -153,6 +154,8 @@ class Tracer:
         functional = Functionaliser(recording)
         self.read(functional, 0, range(4))
         self.refuse_overlap(functional)
+        if self.groups:
+            self.refuse_crossing(functional)
         results = Results(self, functional, nest)
         gradients = self.backward(results, functional, forward) if results.tangents else ()
         graph = functional.graph
@@ -272,6 +275,20 @@ class Tracer:
             names = " and ".join(inputs[i].name for i in group)
             why = f"{names} overlap in memory, and one of them is written"
             raise Break("overlapping-inputs", why, "pass tensors that do not share memory")
+
+    def refuse_crossing(self, functional: Functionaliser) -> None:
+        """Break where an op writes to a part of what it reads: eager refuses that, in its own words."""
+        fake = self.recording.fake
+        for node in self.recording.graph.nodes:
+            if isinstance(node.op, torch._ops.OpOverload) and MUTATING[node.op]:
+                args, kwargs = mapped((node.args, node.kwargs), lambda v: fake(v) if type(v) is Node else v)
+                for target in written(node.op, args, kwargs):
+                    memory = functional.place(self.recording.node(target)).memory
+                    others = [t for t in tensors_in((args, kwargs)) if t is not target]
+                    others = [t for t in others if functional.place(self.recording.node(t)).memory is memory]
+                    if any(crosses(target, other) for other in others):
+                        why = "an op reads a part of what it writes"
+                        raise Break("overlapping-inputs", why, "pass tensors that do not share memory")
 
     def can_share(self, group: list[int]) -> bool:
         """Whether these primals can be traced as views of one memory: plain arguments of one dtype."""

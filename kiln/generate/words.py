@@ -65,8 +65,17 @@ class Words(Values):
         return found
 
     def apart(self, value: Term, pairs: list[Load], known: Known) -> list[Value]:
-        """A value at the even and at the odd of twice as many places as there are lanes."""
-        found = []
+        """A value at the even and at the odd of twice as many places as there are lanes.
+
+        What is known of vectors of neighbours is not known here.
+        """
+        found, outside = [], self.layers
+        ids = {id(t) for t in terms([value]) if not isinstance(t, Fold)}
+        self.layers = [
+            layer if ids.isdisjoint(layer)
+            else {key: v for key, v in layer.items() if key not in ids or v.type.width == 1}
+            for layer in outside
+        ]  # fmt: skip
         for load in pairs:
             if id(load) not in known[0]:
                 both = _halves(self.fn.load(self.address(load, I16), I16.wide(2 * self.width)))
@@ -77,6 +86,7 @@ class Words(Values):
             self.layers[-1] = layer
             found.append(self.value(value))
             self.pop()
+        self.layers = outside
         return found
 
     def of_registers(self, term: Term) -> Value:

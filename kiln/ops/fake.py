@@ -485,7 +485,8 @@ class FakeMode(Mode):
             self.writes += 1
             targets, given = list(written(func, args, kwargs)), tensors_in((args, kwargs))
             self.lasting = self.lasting or not all(getattr(memory_of(t), "own", False) for t in targets)
-            if any(crosses(t, other) for t in targets for other in given if other is not t):
+            pairs = [(t, other) for t in targets for other in given if other is not t]
+            if any(memory_of(t) is memory_of(other) and crosses(t, other) for t, other in pairs):
                 return refuse(Mismatch("what is written shares places with what is read"), func, args, kwargs)
         out = dispatch(func, args, kwargs)
         note_memory(out, func, args, kwargs)
@@ -505,9 +506,7 @@ def note_memory(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def crosses(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors without gaps share some of their places, or all of them in another order."""
-    if memory_of(a) is not memory_of(b):
-        return False
+    """Whether two tensors without gaps, in one memory, share some places, or all in another order."""
     layouts = []
     for t in (a, b):
         size, stride = tuple(map(hint_of, t.shape)), tuple(map(hint_of, t.stride()))

@@ -140,6 +140,12 @@ def test_ranges_pass_through_equalities() -> None:
     assert scope.known(le(a, 24)) and scope.known(ge(a, 5)) and scope.known(le(a, 23)) is None
 
 
+def test_remainders_pass_through_equalities() -> None:
+    scope, a, b = two(64, 64)
+    assert scope.decide(eq(b % 2, 0)) and scope.decide(eq(a, b))
+    assert scope.known(eq(a // 2 * 2, a))
+
+
 def test_multiples() -> None:
     scope, a, b = two()
     assert scope.decide(eq(a % 8, 0))

@@ -291,3 +291,25 @@ def test_folders_and_files(tmp_path, monkeypatch):
         Same()(f(t(2)), compiled(t(2)))
         pathlib.Path("file").touch()
         Same()(f(t(2)), compiled(t(2)))
+
+
+def test_what_a_tensor_is_a_view_of():
+    def f(x):
+        return x.view(-1)._base is x, x._is_view(), x[0]._base.shape, (x * 2)._is_view()
+
+    compiled, whole = kiln.compile(f, backend="eager", fullgraph=True), torch.ones(4, 3)
+    for x in (whole[1:3], torch.ones(2, 3), whole[1:3]):
+        assert compiled(x) == f(x)
+
+
+def test_versions_while_the_program_writes():
+    def f(x):
+        before = x._version
+        x.add_(1)
+        between = x._version
+        x[0].mul_(2)
+        return before, between, x._version
+
+    compiled, x, y = kiln.compile(f, backend="eager", fullgraph=True), torch.ones(2), torch.ones(2)
+    for _ in range(2):
+        assert compiled(x) == f(y)

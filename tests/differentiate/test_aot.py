@@ -154,3 +154,55 @@ def test_a_graph_that_cannot_be_differentiated_runs_as_captured():
         out = kiln.compile(f, backend="aot_eager")(base[:4], base[2:].requires_grad_())
     assert torch.equal(out, torch.tensor([3.0, 4, 4, 5]) * 2)
     assert len(log.fallbacks) == 1 and "overlap" in str(log.fallbacks[0])
+
+
+def test_inference_mode_off_within_inference_mode_runs_as_captured():
+    def f(x):
+        with torch.inference_mode(False):
+            return x * 2
+
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as log:
+        for run in (f, compiled, compiled):
+            with torch.inference_mode():
+                out = run(torch.ones(3, requires_grad=True))
+            assert not out.is_inference() and out.requires_grad
+    assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["global-state"]
+
+
+def test_handlers_and_effects_of_a_frame_whose_graph_runs_as_captured():
+    def f(x, y, log):
+        log.append("written")
+        x.add_(1)
+        made = torch.zeros(2, requires_grad=True)
+        try:
+            root = torch.linalg.cholesky(y)
+        except RuntimeError:
+            root = y
+            log.append("handled")
+        return root, made
+
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as found:
+        for y in (torch.eye(2), -torch.eye(2)):
+            told = []
+            for run in (f, compiled):
+                x, log = torch.zeros(2), []
+                told.append((run(x, y, log), x, log))
+            Same()(*told)
+    assert len(found.graphs) == 1 and [r.error.split(":")[0] for r in found.fallbacks] == ["inner-leaf"]
+
+
+def test_an_argument_that_is_written_and_partly_read_is_refused_as_in_eager():
+    def f(a, b):
+        a.add_(b)
+
+    base = torch.arange(6.0)
+    raised = []
+    with records.collect() as log:
+        for run in (f, kiln.compile(f)):
+            with pytest.raises(RuntimeError) as error:
+                run(base[:4], base[2:])
+            raised.append(str(error.value))
+    assert raised[0] == raised[1] and torch.equal(base, torch.arange(6.0))
+    assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["overlapping-inputs"]

@@ -429,6 +429,38 @@ def test_mutated_input_with_a_history():
     Same()(step(f), step(ahead(f)))
 
 
+@pytest.mark.parametrize("grad", (False, True))
+def test_versions_count_every_write(grad):
+    def step(f):
+        base = t(3, 4, grad=grad)
+        x, y = base * 1, t(4)
+        before = x._version, y._version
+        f(x, y)
+        return x, y, x._version - before[0], y._version - before[1]
+
+    def f(x, y):
+        x.mul_(2)
+        x[0].add_(y)
+        y.data.zero_()
+
+    Same()(step(f), step(ahead(f)))
+
+
+@pytest.mark.parametrize("take", (lambda x: x.unbind()[0], lambda x: x.chunk(2)[1][0], lambda x: x[0]))
+def test_one_of_several_views_refuses_writes(take):
+    def step(f):
+        x = t(3, 4, grad=True)
+        out = f(x)
+        out.sum().backward()
+        try:
+            out.add_(1)
+        except RuntimeError as error:
+            return out, x.grad, str(error)
+        return out, x.grad
+
+    Same()(step(lambda x: take(x * 2)), step(ahead(lambda x: take(x * 2))))
+
+
 def test_a_mutated_input_gets_a_history():
     def step(f):
         x, w = t(3), t(3, grad=True)

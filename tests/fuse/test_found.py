@@ -286,6 +286,28 @@ def test_booleans():
     same(lambda a, b: a - b, a, b)
 
 
+@pytest.mark.parametrize("f", [
+    lambda a, b: (torch.where(a > 0, a, torch.zeros_like(a)), (a > 0) * a * 2),
+    lambda a, b: (((a + 1) * b).bfloat16(), (a + 1) * 2),
+], ids=["moved", "beside float32"])  # fmt: skip
+def test_what_two_results_in_bfloat16_share(f):
+    same(f, torch.arange(-32, 32).bfloat16(), torch.arange(64.0))
+
+
+@pytest.mark.parametrize("by", [torch.tensor(1e5), torch.tensor([70001]), torch.tensor(1.003, dtype=torch.float64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves_are_scaled_by_a_number_with_all_its_places(dtype, by):
+    x = torch.tensor([1e-3, 0.5, 3.0, -2.0, 100.0], dtype=dtype)
+    f = kiln.compile(lambda x, by: (x * by, x / by, torch.div(x, by, rounding_mode="floor"), by * x, torch.xlogy(x, by) > 1e4))
+    for mine, eager in zip(f(x, by), (x * by, x / by, x // by, by * x, torch.xlogy(x, by) > 1e4), strict=True):
+        assert torch.equal(mine, eager)
+
+
+def test_of_two_zeros_the_first():
+    a = torch.tensor([0.0, -0.0]).repeat(20)
+    same(lambda a, b: (torch.fmax(a, b).signbit(), torch.fmin(a, b).signbit()), a, -a)
+
+
 def test_special_numbers():
     x = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e30, 2.5, -2.5, 0.0, -0.0])
     a, b = (t.contiguous() for t in torch.meshgrid(x, x, indexing="ij"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from typing import Any
 
 import torch
@@ -80,6 +80,20 @@ def _normal(operation: Rule, kind: Kind) -> Rule:
     return convert
 
 
+def _scaled(operation: Rule, kind: Kind) -> Rule:
+    """The same of products and quotients: one number that halves are scaled by keeps its places."""
+    convert = _normal(operation, kind)
+
+    def scale(a: Any, b: Any) -> Any:
+        dtype = kind(promoted(a, b))
+        single = isinstance(b, Tensor) and b.device.type == "cpu" and all(n == 1 for n in b.shape)
+        if not single or dtype not in HALF or b.dtype is dtype:
+            return convert(a, b)
+        return operation(widened(of_kind(a, dtype)), b.to(torch.float32)).to(dtype)
+
+    return scale
+
+
 def _as_is(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
@@ -153,10 +167,10 @@ ARITHMETIC: dict[str, Rule] = {
     "sub.Tensor": lambda a, b, *, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, True),
     "sub.Scalar": lambda a, b, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, False),
     "mul.Tensor": lambda a, b: (
-        torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _normal(torch.mul, _as_is)(a, b)
+        torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _scaled(torch.mul, _as_is)(a, b)
     ),
     "mul.Scalar": _with_number(torch.mul, _as_is),
-    "div.Tensor": _normal(torch.div, to_float),
+    "div.Tensor": _scaled(torch.div, to_float),
     "div.Scalar": _with_number(torch.div, to_float),
 }
 expansions(ARITHMETIC, complex_too=True)
@@ -167,10 +181,7 @@ def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Any:
     """At level prims: operands of one dtype; without a mode a plain quotient."""
     if rounding_mode is None:
         return torch.div(a, b)
-    dtype = promoted(a, b)
-    if settled((a, b), dtype):
-        return NotImplemented
-    return torch.div(of_kind(a, dtype), of_kind(b, dtype), rounding_mode=rounding_mode)
+    return _scaled(partial(torch.div, rounding_mode=rounding_mode), _as_is)(a, b)
 
 
 expansions({"floor_divide floor_divide.Scalar": lambda a, b: torch.div(a, b, rounding_mode="floor")})

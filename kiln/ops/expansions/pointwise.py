@@ -66,8 +66,9 @@ ONE_LINERS: dict[str, Rule] = {
     "clamp_max": lambda x, high: torch.clamp(x, max=high),
     "clamp_min.Tensor": lambda x, low: torch.maximum(x, low),
     "clamp_max.Tensor": lambda x, high: torch.minimum(x, high),
-    "fmax": lambda a, b: _number_wins(a, b, torch.maximum(a, b)),
-    "fmin": lambda a, b: _number_wins(a, b, torch.minimum(a, b)),
+    # Of two zeros eager takes the first, and the second for maximum and minimum.
+    "fmax": lambda a, b: _number_wins(a, b, torch.maximum(b, a)),
+    "fmin": lambda a, b: _number_wins(a, b, torch.minimum(b, a)),
     "logical_and": lambda a, b: torch.bitwise_and(_truth(a), _truth(b)),
     "logical_or": lambda a, b: torch.bitwise_or(_truth(a), _truth(b)),
     "logical_xor": lambda a, b: torch.bitwise_xor(_truth(a), _truth(b)),
@@ -152,7 +153,7 @@ def _times_log(x: Tensor, y: Tensor, logarithm: Callable[[Tensor], Tensor]) -> A
     dtype = to_float(promoted(x, y))
     if dtype not in FLOATS:
         return NotImplemented
-    x, y = x.to(wide(dtype)), y.to(wide(dtype))
+    x, y = x.to(dtype).to(wide(dtype)), y.to(dtype).to(wide(dtype))
     out = torch.where(x == 0, zero(x), x * logarithm(y))
     return torch.where(torch.isnan(y), number(math.nan, y), out).to(dtype)
 
