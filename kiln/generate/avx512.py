@@ -81,8 +81,13 @@ _NEAR_FACTOR = 1.0000754351754526
 
 def _entries(steps: int, factor: float = 1.0) -> tuple[int, ...]:
     """The bits of a factor times 2^(n/steps), less n where it stands in what is added to them."""
-    powers = [struct.unpack("<I", struct.pack("<f", factor * 2.0 ** (n / steps)))[0] for n in range(steps)]
+    powers = [_bits(factor * 2.0 ** (n / steps)) for n in range(steps)]
     return tuple(bits - n * (1 << 23) // steps for n, bits in enumerate(powers))
+
+
+def _bits(number: float) -> int:
+    """Those of a float."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
@@ -90,6 +95,8 @@ LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
 #: Whether powers may be loose, to how many parts of one a table has, and to what is added to round to them.
 _PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
+#: How far `exp_reaching` reaches: up to 2^64.
+FURTHEST = {loose: _bits(rounder + 64.0) for loose, rounder in _ROUNDERS.items()}
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40
 
@@ -342,11 +349,14 @@ def exp_summed(x: Value, loose: bool) -> Value:
 
     Errors of single powers, of either sign, are up to 2^-22; where they may be `loose`, 2^-12.
     """
-    if x.type.width != LANES:
-        return functions.exp_below(x, loose)
+    return exp_reaching(x, loose)[0] if x.type.width == LANES else functions.exp_below(x, loose)
+
+
+def exp_reaching(x: Value, loose: bool) -> tuple[Value, Value]:
+    """The same of any x, and how far it reaches: it is right where that is no further than `FURTHEST`."""
     tables = _registers(x, _entries(_PARTS[loose]))
-    power, _, r, _ = _power_and_rest(functions.at_least(x, -87.0), tables, _ROUNDERS[loose])
-    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power)
+    power, _, r, bits = _power_and_rest(functions.at_least(x, -87.0), tables, _ROUNDERS[loose])
+    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power), bits
 
 
 def scaled(x: Value, n: Value) -> Value:

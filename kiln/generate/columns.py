@@ -16,7 +16,7 @@ from kiln.fuse.moments import SHORT, is_call, is_plain, source
 from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
-from kiln.generate.functions import compute_type, exp_below, is_nan
+from kiln.generate.functions import compute_type, exp_below
 from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F32, F64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
@@ -29,8 +29,6 @@ FEWEST = 32
 WAITING = 4096
 #: Rows that are folded at once.
 TOGETHER = 4
-#: The same of pairs, whose sums are scaled each time.
-PAIRS_TOGETHER = 8
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
 SHORT_TOGETHER = 16
@@ -147,8 +145,9 @@ class Columns(Values):
         return [f.value for f in self.nest.folds()] + [s.value for s in self.nest.stores if not s.kept]
 
     def kinds(self) -> list[Type]:
-        """The types of what folds carry."""
-        return [compute_type(TYPES[part.dtype]) for fold in self.nest.folds() for part in fold.parts]
+        """The types of what folds carry; with pairs goes what their powers are relative to."""
+        found = [compute_type(TYPES[part.dtype]) for fold in self.nest.folds() for part in fold.parts]
+        return found if self.both is None else [*found, F32]
 
     def fold_strip(self, strip: Strip) -> None:
         """All rows of some columns, then what follows from their folds."""
@@ -206,7 +205,7 @@ class Columns(Values):
             self.fn.loop(first, last, 1, [], partial(rows, 1, factor))
             return
         short = bool(self.short_factors())
-        together = SHORT_TOGETHER if short else TOGETHER if self.both is None else PAIRS_TOGETHER
+        together = SHORT_TOGETHER if short else TOGETHER
         whole = first + (last - first) / together * together
         self.fn.loop(first, whole, together, [], partial(rows, together, 2 if short else 1))
         if not (_whole(strip.rows.low, together) and _whole(strip.rows.size, together)):
@@ -274,16 +273,22 @@ class Columns(Values):
         return self.fn.rarely(outside, usual, lambda: self.with_each(strip, held, first, count))
 
     def with_rows(self, held: list[Value], values: list[Value]) -> list[Value]:
-        """The largest values of columns and the sums of powers below them, with those of some rows."""
+        """The largest values of columns, sums of powers and what these are relative to, with some rows."""
         assert self.both is not None
         loose = id(self.both[1].value) in self.loose
-        most, sums = held
-        new = tree([most, *values], FOLDS["top"][2])
-        powers = [avx512.exp_summed(value - new, loose) for value in values]
-        sums = fma(sums, exp_below(most - new, loose), tree(powers, FOLDS["sum"][2]))
-        # Sums that are no numbers say that a value is none, or infinite: the largest is not sure then.
-        (largest,) = self.fn.rarely(is_nan(sums), [new], lambda: [tree([most, *values], FOLDS["amax"][2])])
-        return [largest, sums]
+        most, sums, near = held
+        powers, reach = zip(*[avx512.exp_reaching(value - near, loose) for value in values], strict=True)
+        largest = tree([most, *values], FOLDS["top"][2])
+        usual = [largest, sums + tree(list(powers), FOLDS["sum"][2]), near]
+
+        def anew() -> list[Value]:
+            new = tree([most, *values], FOLDS["amax"][2])
+            powers = [avx512.exp_summed(value - new, loose) for value in values]
+            return [new, fma(sums, exp_below(near - new, loose), tree(powers, FOLDS["sum"][2])), new]
+
+        # What is no number reaches further than all others.
+        far = tree(list(reach), FOLDS["top"][2]) > avx512.FURTHEST[loose]
+        return self.fn.rarely(far, usual, anew)
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
         """What folds carry after a turn; values of running ones are known in it."""
@@ -373,14 +378,15 @@ class Columns(Values):
         folds = self.nest.folds()
         start = [part for fold in folds for part in self.neutral(fold, self.lanes)]
         if self.both is not None:
-            start[0] = start[0].like(LOWEST)
+            start = [start[0].like(LOWEST), start[1], start[0].like(LOWEST)]
         self.write_waiting(strip, memory, start)
 
     def end_columns(self, strip: Strip) -> None:
         """What comes once for each column."""
         values = self.read_waiting(strip, strip.levels[0])
         if self.both is not None:  # of values that are not all -inf one counts 1
-            most, sums = values
+            most, sums, near = values
+            sums = sums * exp_below(near - most)
             nothing = sums < 0.5
             values = [nothing.where(-math.inf, most), nothing.where(math.nan, sums)]
         for fold in self.nest.folds():
