@@ -114,18 +114,25 @@ def _cubic(function: Callable[[float], float], low: float, high: float) -> list[
     return found
 
 
-def _odd_cubics(function: Callable[[float], float], step: float) -> tuple[tuple[float, ...], ...]:
+def _odd_cubics(function: Callable[[float], float], step: float, count: int) -> tuple[tuple[float, ...], ...]:
     """The same of an odd function in pieces around n `step`; that of the first one is odd, too."""
     near, far = (step * math.sin(k * math.pi / 8) / 2 for k in (1, 3))
     slope = (function(far) / far - function(near) / near) / (far * far - near * near)
     pieces = [[0.0, function(near) / near - slope * near * near, 0.0, slope]]
-    for n in range(1, LANES):
-        pieces.append(_cubic(lambda t, n=n: function(n * step + t), -step / 2, step / 2))  # type: ignore[misc]
+    pieces += [_cubic(function, (n - 0.5) * step, (n + 0.5) * step) for n in range(1, count)]
     return tuple(zip(*pieces, strict=True))
 
 
-TANH_STEP, ERF_STEP = 19 / 64, 13 / 64
-_TANH, _ERF = _odd_cubics(math.tanh, TANH_STEP), _odd_cubics(math.erf, ERF_STEP)
+def _slope_less_half(x: float) -> float:
+    """Of x times the area up to x, as it is in floats from 6 on."""
+    bell = math.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
+    return 0.5 if x > 5.9 else math.erf(x / ROOT_TWO) / 2 + x * bell
+
+
+# Where odd functions end, the steps of their pieces, and the coefficients of 1, x, x^2, x^3.
+_TANH = 4.6, 19 / 64, _odd_cubics(math.tanh, 19 / 64, LANES)
+_ERF = 3.1, 13 / 64, _odd_cubics(math.erf, 13 / 64, LANES)
+_SLOPE_LOOSE = 6.2, 13 / 64, _odd_cubics(_slope_less_half, 13 / 64, 2 * LANES)
 # The area below the normal curve from |x| on, for u = 1 + _TAIL_SCALE |x|, in pieces around those u whose
 # squares are 1 ... 15, 16: the further on, the shorter. The last one, at whose place the table begins, is 0.
 _TAIL_END, _TAIL_SCALE = 5.8, 0.516
@@ -267,12 +274,12 @@ def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
 
 def tanh_loose(x: Value) -> Value:
     """To 2^-14."""
-    return _in_pieces(x, 4.6, TANH_STEP, _TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
+    return _in_cubics(x, *_TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
 
 
 def erf_loose(x: Value) -> Value:
     """To 2^-14."""
-    return _in_pieces(x, 3.1, ERF_STEP, _ERF) if x.type.width % LANES == 0 else functions.erf(x)
+    return _in_cubics(x, *_ERF) if x.type.width % LANES == 0 else functions.erf(x)
 
 
 def inverse_root_loose(x: Value) -> Value:
@@ -395,10 +402,10 @@ def gelu_loose(x: Value) -> Value:
     """x, or 0 for less, less |x| times the area from |x| on, to 2^-10; 0 below -5.8, where eager's is."""
     if x.type.width % LANES:
         return gelu(x)
-    below = functions.at_most(x, _TAIL_END)
-    u = fma(registers.bounded(below, _TAIL_END, _POSITIVE), _TAIL_SCALE, 1.0)
+    a = registers.bounded(x, _TAIL_END, _POSITIVE)  # at its end the area is 0
+    u = fma(a, _TAIL_SCALE, 1.0)
     places = fma(u, u, functions.ROUNDER_32).bits(I32)
-    return fma(-functions.absolute(below), _piece(u, places, _TAIL), functions.at_least(x, 0.0))
+    return fma(-a, _piece(u, places, _TAIL), functions.at_least(x, 0.0))
 
 
 def gelu_slope(x: Value) -> Value:
@@ -407,6 +414,18 @@ def gelu_slope(x: Value) -> Value:
         bell = functions.apply("exp", x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
         return area(x) + 0.5 + x * bell
     return fma(x, 0.0, 0.5) + _in_pieces(x, 6.2, SLOPE_STEP, _SLOPE)
+
+
+def gelu_slope_loose(x: Value) -> Value:
+    """To 2^-19 of 1."""
+    return fma(x, 0.0, 0.5) + _in_cubics(x, *_SLOPE_LOOSE) if x.type.width % LANES == 0 else gelu_slope(x)
+
+
+def _in_cubics(x: Value, end: float, step: float, tables: Sequence[tuple[float, ...]]) -> Value:
+    """An odd function as `_in_pieces`, of polynomials in x itself, which lose some of the last places."""
+    a = functions.at_most(functions.absolute(x), end)
+    places = fma(a, 1 / step, functions.ROUNDER_32).bits(I32)
+    return functions.with_sign(_piece(a, places, tables), x)
 
 
 def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, ...]]) -> Value:
@@ -439,7 +458,7 @@ OWN: dict[str, Callable[..., Value]] = {
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
-    "loose gelu": gelu_loose, "loose share": share_loose, "pow": avx512_powers.pow,
+    "loose gelu": gelu_loose, "loose gelu_slope": gelu_slope_loose, "loose share": share_loose, "pow": avx512_powers.pow,
     "loose pow": avx512_powers.pow_loose,
     "log2": log2, "loose log2": log2_loose, "loose erf": erf_loose, "loose rsqrt": inverse_root_loose,
     "loose inverse": inverse_loose,

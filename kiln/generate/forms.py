@@ -102,7 +102,7 @@ _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_GELU_BY_TANH, ("x",), _gelu_by_tanh, _gelu_by_tanh_loosely),
     (_LOGISTIC, ("x", "u"), _weighted, _weighted_loosely),
     (_GELU, ("x",), "gelu", "loose gelu"),
-    (_GELU_SLOPE, ("x",), "gelu_slope", "gelu_slope"),
+    (_GELU_SLOPE, ("x",), "gelu_slope", "loose gelu_slope"),
     (_SOFTPLUS, ("x",), _softplus, _softplus_loosely),
     (("tanh", _LOG_OF_POWER), ("x",), _tanh_of_softplus, _tanh_of_softplus_loosely),
     (_LOG_OF_POWER, ("x",), _until_overflow(_softplus), _until_overflow(_softplus_loosely)),
