@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kiln.generate import avx512_powers, functions, registers
+from kiln.generate.lanes import first_lane
 from kiln.generate.llvm import BF16, F32, F64, I32, U32, Value, fma
 from kiln.generate.registers import in_registers, inverse, looked_up
 
@@ -210,6 +211,8 @@ def share_loose(x: Value) -> Value:
 
 def log(x: Value, more: Value | None = None) -> Value:
     """The logarithm of f32, and a little more."""
+    if x.type.width == 1 and more is None:
+        return first_lane(log(x.splat(LANES)))  # what waits for it waits less
     if x.type.width % LANES:
         return functions.log_by_polynomial(x, more)
     n, f = _exponent_and_rest(x)
@@ -222,6 +225,8 @@ def log(x: Value, more: Value | None = None) -> Value:
 
 def log_loose(x: Value) -> Value:
     """To 2^-13."""
+    if x.type.width == 1:
+        return first_lane(log_loose(x.splat(LANES)))
     if x.type.width % LANES:
         return functions.log_by_polynomial(x)
     n, f = _exponent_and_rest(x)
@@ -421,6 +426,41 @@ def gelu_slope_loose(x: Value) -> Value:
     return fma(x, 0.0, 0.5) + _in_cubics(x, *_SLOPE_LOOSE) if x.type.width % LANES == 0 else gelu_slope(x)
 
 
+def silu_slope_loose(g: Value, x: Value) -> Value:
+    """g times the derivative of x s, where s is 1 / (1 + e^-x); NaN at infinities, as eager's."""
+    y = _bounded(x, 87.0)
+    return g * _share_slope(y, y, x - x)
+
+
+def gelu_by_tanh_slope_loose(x: Value, cube: float, slope: float) -> Value:
+    """The derivative of x s, where s is 1 / (1 + e^-z) and z is x (slope + cube x^2).
+
+    It is NaN where eager's is: squares are infinite.
+    """
+    y, large = _bounded(x, 10.0), x * x
+    square = y * y
+    return _share_slope(y * fma(square, cube, slope), y * fma(square, 3 * cube, slope), large - large)
+
+
+def _bounded(x: Value, bound: float) -> Value:
+    return x if x.type.width % LANES else registers.bounded(x, bound)
+
+
+def _share_slope(z: Value, v: Value, nothing: Value) -> Value:
+    """s (1 + v (1 - s)), where s is 1 / (1 + e) and 1 - s is e s, of e = e^-z; the sum is right to 2^-19."""
+    if z.type.width % LANES:
+        s = functions.sigmoid(z)
+        return s * fma(v, 1.0 - s, 1.0)
+    rounded = fma(z, -1 / functions.LN2, ROUNDER)
+    n = rounded - ROUNDER
+    power, r = scaled(looked_up(_POWERS, rounded.bits(I32)), n), fma(n, LN2_FLOAT, z)
+    e = fma(power * r, fma(r, 0.5, -1.0), power)
+    whole = e + 1.0 + nothing
+    s = inverse(whole)
+    s = fma(s, fma(-whole, s, 1.0), s)
+    return s * fma(v, e * s, 1.0)
+
+
 def _in_cubics(x: Value, end: float, step: float, tables: Sequence[tuple[float, ...]]) -> Value:
     """An odd function as `_in_pieces`, of polynomials in x itself, which lose some of the last places."""
     a = functions.at_most(functions.absolute(x), end)
@@ -458,9 +498,12 @@ OWN: dict[str, Callable[..., Value]] = {
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
-    "loose gelu": gelu_loose, "loose gelu_slope": gelu_slope_loose, "loose share": share_loose, "pow": avx512_powers.pow,
-    "loose pow": avx512_powers.pow_loose,
+    "loose gelu": gelu_loose, "loose gelu_slope": gelu_slope_loose, "loose silu_slope": silu_slope_loose,
+    "loose gelu_by_tanh_slope": gelu_by_tanh_slope_loose, "loose share": share_loose,
+    "pow": avx512_powers.pow, "loose pow": avx512_powers.pow_loose,
     "log2": log2, "loose log2": log2_loose, "loose erf": erf_loose, "loose rsqrt": inverse_root_loose,
     "loose inverse": inverse_loose,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip
+#: What stands in their place where there are results of eleven places.
+FINER = {"loose gelu_slope": gelu_slope}

@@ -30,6 +30,18 @@ _GELU_SLOPE = (
     ("mul", _TWICE_AREA, 0.5),
     ("mul", "x", ("mul", ("exp", ("mul", ("mul", "x", "x"), -0.5)), BELL)),
 )
+_TANH = ("tanh", _CUBIC)
+_GELU_BY_TANH_SLOPE = (
+    "add",
+    ("mul", ("add", _TANH, 1.0), 0.5),
+    (
+        "mul",
+        ("mul", ("mul", "x", 0.5), ("add", ("neg", ("mul", _TANH, _TANH)), 1.0)),
+        ("mul", ("add", ("mul", ("mul", "x", "x"), 3 * CUBE), 1.0), SLOPE),
+    ),
+)
+_OTHER_SHARE = ("add", ("neg", ("sigmoid", "x")), 1.0)
+_SILU_SLOPE = ("mul", ("mul", "g", ("sigmoid", "x")), ("add", ("mul", "x", _OTHER_SHARE), 1.0))  # times g
 
 
 def _weighted(x: Value, u: Value) -> Value:
@@ -55,6 +67,11 @@ def _shared_loosely(x: Value, u: Value) -> Value:
 def _gelu_by_tanh(x: Value) -> Value:
     power = functions.apply("exp", x * fma(x * x, -2 * SLOPE * CUBE, -2 * SLOPE))
     return x / (power + 1.0)
+
+
+def _gelu_by_tanh_slope_loosely(x: Value) -> Value:
+    found: Value = x.fn.module.own["loose gelu_by_tanh_slope"](x, 2 * SLOPE * CUBE, 2 * SLOPE)
+    return found
 
 
 # log(1 + y) / y - 1 in y, 0 <= y <= 1, and to 2^-13
@@ -101,6 +118,8 @@ def _until_overflow(softplus: Form) -> Form:
 _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_GELU_BY_TANH, ("x",), _gelu_by_tanh, _gelu_by_tanh_loosely),
     (_LOGISTIC, ("x", "u"), _weighted, _weighted_loosely),
+    (_GELU_BY_TANH_SLOPE, ("x",), "gelu_by_tanh_slope", _gelu_by_tanh_slope_loosely),
+    (_SILU_SLOPE, ("g", "x"), "silu_slope", "loose silu_slope"),
     (_GELU, ("x",), "gelu", "loose gelu"),
     (_GELU_SLOPE, ("x",), "gelu_slope", "loose gelu_slope"),
     (_SOFTPLUS, ("x",), _softplus, _softplus_loosely),

@@ -163,10 +163,12 @@ class Words(Values):
         largest = _float((positive < 0).where(least, positive))
         smallest = (negative < 0).where(_float(negative), 0.0)
         fine = (absolute(near) <= FAR) & (largest <= near + ABOVE) & (smallest >= near - BELOW)
-        power, rest = avx512.power_and_rest(largest.splat(width), rounder, loose)
-        power, rest = (first_lane(v).to(F64) for v in (power, rest))
-        both = across_lanes([sums, rests], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
-        total, more = (v.to(F64) for v in both)
+        power, rest = map(first_lane, avx512.power_and_rest(largest.splat(width), rounder, loose))
+        both = [sums] if loose else [sums, rests]
+        both = across_lanes(both, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+        if loose:
+            return [fine, largest, both[0] / fma(power, rest, power)]
+        power, rest, total, more = (v.to(F64) for v in (power, rest, *both))
         return [fine, largest, ((total + more) / fma(power, rest, power)).to(F32)]
 
 
