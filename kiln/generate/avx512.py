@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeAlias
 
 from kiln.generate import avx512_powers, functions, registers
 from kiln.generate.lanes import first_lane
 from kiln.generate.llvm import BF16, F32, F64, I32, U32, Value, fma
 from kiln.generate.registers import in_registers, inverse, looked_up
+
+Tables: TypeAlias = "tuple[tuple[float, ...], ...]"
+"""The coefficients of 1, x, x^2, … for each piece."""
 
 LANES, DOUBLES = registers.LANES, 8
 ROOT_TWO = math.sqrt(2)
@@ -115,7 +120,7 @@ def _cubic(function: Callable[[float], float], low: float, high: float) -> list[
     return found
 
 
-def _odd_cubics(function: Callable[[float], float], step: float, count: int) -> tuple[tuple[float, ...], ...]:
+def _odd_cubics(function: Callable[[float], float], step: float, count: int) -> Tables:
     """The same of an odd function in pieces around n `step`; that of the first one is odd, too."""
     near, far = (step * math.sin(k * math.pi / 8) / 2 for k in (1, 3))
     slope = (function(far) / far - function(near) / near) / (far * far - near * near)
@@ -130,18 +135,44 @@ def _slope_less_half(x: float) -> float:
     return 0.5 if x > 5.9 else math.erf(x / ROOT_TWO) / 2 + x * bell
 
 
-# Where odd functions end, the steps of their pieces, and the coefficients of 1, x, x^2, x^3.
-_TANH = 4.6, 19 / 64, _odd_cubics(math.tanh, 19 / 64, LANES)
-_ERF = 3.1, 13 / 64, _odd_cubics(math.erf, 13 / 64, LANES)
-_SLOPE_LOOSE = 6.2, 13 / 64, _odd_cubics(_slope_less_half, 13 / 64, 2 * LANES)
-# The area below the normal curve from |x| on, for u = 1 + _TAIL_SCALE |x|, in pieces around those u whose
-# squares are 1 ... 15, 16: the further on, the shorter. The last one, at whose place the table begins, is 0.
+#: Odd functions, where they end, the steps of their pieces and how many there are.
+_ODD = {
+    "tanh": (math.tanh, 4.6, 19 / 64, LANES),
+    "erf": (math.erf, 3.1, 13 / 64, LANES),
+    "slope": (_slope_less_half, 6.2, 13 / 64, 2 * LANES),
+}
+
+
+@functools.cache
+def _odd(name: str) -> tuple[float, float, Tables]:
+    function, end, step, count = _ODD[name]
+    return end, step, _odd_cubics(function, step, count)
+
+
 _TAIL_END, _TAIL_SCALE = 5.8, 0.516
-_EDGES = [1.0, *[math.sqrt(n + 0.5) for n in range(1, LANES)]]
-_TAIL = tuple(zip([0.0] * 4, *[
-    _cubic(lambda u: math.erfc((u - 1) / (_TAIL_SCALE * ROOT_TWO)) / 2, low, high)
-    for low, high in pairwise(_EDGES)
-], strict=True))  # fmt: skip
+
+
+@functools.cache
+def _tail() -> Tables:
+    """The area below the normal curve from |x| on, for u = 1 + _TAIL_SCALE |x|.
+
+    Pieces are around those u whose squares are 1 ... 15, 16: the further on, the shorter. The last one, at
+    whose place the table begins, is 0.
+    """
+    edges = [1.0, *[math.sqrt(n + 0.5) for n in range(1, LANES)]]
+    pieces = [
+        _cubic(lambda u: math.erfc((u - 1) / (_TAIL_SCALE * ROOT_TWO)) / 2, low, high)
+        for low, high in pairwise(edges)
+    ]
+    return tuple(zip([0.0] * 4, *pieces, strict=True))
+
+
+@functools.cache
+def _soft() -> Tables:
+    """log(1 + y) / y in pieces around n / 15, n = 0 … 15, to 2^-25."""
+    edges = [0.0, *[(n + 0.5) / 15 for n in range(15)], 1.0]
+    pieces = [_cubic(lambda y: math.log1p(y) / y, low, high) for low, high in pairwise(edges)]
+    return tuple(zip(*pieces, strict=True))
 
 
 def exp(x: Value) -> Value:
@@ -279,12 +310,12 @@ def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
 
 def tanh_loose(x: Value) -> Value:
     """To 2^-14."""
-    return _in_cubics(x, *_TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
+    return _in_cubics(x, *_odd("tanh")) if x.type.width % LANES == 0 else functions.apply("tanh", x)
 
 
 def erf_loose(x: Value) -> Value:
     """To 2^-14."""
-    return _in_cubics(x, *_ERF) if x.type.width % LANES == 0 else functions.erf(x)
+    return _in_cubics(x, *_odd("erf")) if x.type.width % LANES == 0 else functions.erf(x)
 
 
 def inverse_root_loose(x: Value) -> Value:
@@ -407,10 +438,10 @@ def gelu_loose(x: Value) -> Value:
     """x, or 0 for less, less |x| times the area from |x| on, to 2^-10; 0 below -5.8, where eager's is."""
     if x.type.width % LANES:
         return gelu(x)
-    a = registers.bounded(x, _TAIL_END, _POSITIVE)  # at its end the area is 0
-    u = fma(a, _TAIL_SCALE, 1.0)
+    below = functions.at_most(x, _TAIL_END)
+    u = fma(registers.bounded(below, _TAIL_END, _POSITIVE), _TAIL_SCALE, 1.0)
     places = fma(u, u, functions.ROUNDER_32).bits(I32)
-    return fma(-a, _piece(u, places, _TAIL), functions.at_least(x, 0.0))
+    return fma(-functions.absolute(below), _piece(u, places, _tail()), functions.at_least(x, 0.0))
 
 
 def gelu_slope(x: Value) -> Value:
@@ -423,7 +454,7 @@ def gelu_slope(x: Value) -> Value:
 
 def gelu_slope_loose(x: Value) -> Value:
     """To 2^-19 of 1."""
-    return fma(x, 0.0, 0.5) + _in_cubics(x, *_SLOPE_LOOSE) if x.type.width % LANES == 0 else gelu_slope(x)
+    return fma(x, 0.0, 0.5) + _in_cubics(x, *_odd("slope")) if x.type.width % LANES == 0 else gelu_slope(x)
 
 
 def silu_slope_loose(g: Value, x: Value) -> Value:
@@ -461,14 +492,14 @@ def _share_slope(z: Value, v: Value, nothing: Value) -> Value:
     return s * fma(v, e * s, 1.0)
 
 
-def _in_cubics(x: Value, end: float, step: float, tables: Sequence[tuple[float, ...]]) -> Value:
+def _in_cubics(x: Value, end: float, step: float, tables: Tables) -> Value:
     """An odd function as `_in_pieces`, of polynomials in x itself, which lose some of the last places."""
     a = functions.at_most(functions.absolute(x), end)
     places = fma(a, 1 / step, functions.ROUNDER_32).bits(I32)
     return functions.with_sign(_piece(a, places, tables), x)
 
 
-def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, ...]]) -> Value:
+def _in_pieces(x: Value, end: float, step: float, tables: Tables) -> Value:
     """An odd function, constant from `end` on: one polynomial, whose coefficients are looked up."""
     a = functions.at_most(functions.absolute(x), end)
     rounded = fma(a, 1 / step, functions.ROUNDER_32)
@@ -476,7 +507,12 @@ def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, 
     return functions.with_sign(_piece(t, rounded.bits(I32), tables), x)
 
 
-def _piece(t: Value, places: Value, tables: Sequence[tuple[float, ...]]) -> Value:
+def soft(y: Value) -> Value:
+    """log(1 + y) / y of y from 0 to 1."""
+    return _piece(y, fma(y, LANES - 1.0, functions.ROUNDER_32).bits(I32), _soft())
+
+
+def _piece(t: Value, places: Value, tables: Tables) -> Value:
     """A polynomial whose coefficients are looked up."""
     *rest, last = [looked_up(table, places) for table in tables]
     for c in reversed(rest):
@@ -502,7 +538,7 @@ OWN: dict[str, Callable[..., Value]] = {
     "loose gelu_by_tanh_slope": gelu_by_tanh_slope_loose, "loose share": share_loose,
     "pow": avx512_powers.pow, "loose pow": avx512_powers.pow_loose,
     "log2": log2, "loose log2": log2_loose, "loose erf": erf_loose, "loose rsqrt": inverse_root_loose,
-    "loose inverse": inverse_loose,
+    "loose inverse": inverse_loose, "soft": soft,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip
 #: What stands in their place where there are results of eleven places.

@@ -10,6 +10,7 @@ from kiln.fuse.nest import Apply, Const, Term
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value, fma
+from kiln.generate.registers import LANES
 from kiln.generate.scalar import TYPES
 
 CUBE, ROOT_HALF, SLOPE = 0.044715, math.sqrt(0.5), math.sqrt(2 / math.pi)
@@ -84,15 +85,17 @@ OVERFLOW = 88.72283935546875  # from here on an exponential is infinite
 
 def _softplus(x: Value) -> Value:
     """log(1 + e^x) as the larger of x and 0 and log(1 + y), y = e^-|x|."""
-    return _above_zero(x, functions.exp_below(-functions.absolute(x)), _SOFT)
+    return _above_zero(x, functions.exp_below(-functions.absolute(x)), _SOFT, "soft")
 
 
 def _softplus_loosely(x: Value) -> Value:
     return _above_zero(x, x.fn.module.own["loose exp"](-functions.absolute(x)), _SOFT_LOOSE)
 
 
-def _above_zero(x: Value, y: Value, terms: tuple[float, ...]) -> Value:
-    return fma(functions.polynomial(y, (1.0, *terms)), y, functions.at_least(x, 0.0))
+def _above_zero(x: Value, y: Value, terms: tuple[float, ...], name: str = "") -> Value:
+    own = x.fn.module.own.get(name) if y.type.width % LANES == 0 else None
+    share: Value = functions.polynomial(y, (1.0, *terms)) if own is None else own(y)
+    return fma(share, y, functions.at_least(x, 0.0))
 
 
 def _tanh_of_softplus(x: Value) -> Value:
