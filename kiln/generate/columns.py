@@ -13,10 +13,10 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import SHORT, is_call, is_plain, source
-from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
-from kiln.generate.functions import compute_type, exp_below
+from kiln.generate.functions import compute_type, exp_below, is_nan
 from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F32, F64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
@@ -35,6 +35,8 @@ SHORT_TOGETHER = 16
 SMALL_SQUARES = 0x20000000  # the bits of 2^-63
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
+#: The lanes of two registers, in turn.
+_IN_TURN = [lane // 2 + lane % 2 * avx512.LANES for lane in range(2 * avx512.LANES)]
 
 
 Memory: TypeAlias = "list[Value]"
@@ -80,6 +82,8 @@ class Columns(Values):
     """The largest values of columns and the sums of powers below them, where these are what is folded."""
 
     along: Callable[..., list[Value]]
+    apart: Callable[..., list[Value]]
+    pairs: Callable[[Term], list[Load]]
     factor: Callable[[list[Term], int], int]
     fetch_piece: Callable[..., None]
 
@@ -261,16 +265,43 @@ class Columns(Values):
     def with_short(
         self, strip: Strip, held: list[Value], first: Value, count: int, short: list[list[Term]]
     ) -> list[Value]:  # fmt: skip
-        """The same by sums of floats; again where squares are too large or small, which is rare."""
-        sums = [self.fn.constant(0.0, F32.wide(self.lanes))] * len(short)
+        """The same by sums of floats; again where squares are too large or small, which is rare.
+
+        Even and odd columns go apart, if they can: words are read whole.
+        """
+        pairs = self.lanes == 2 * self.width and all(map(self.pairs, (factors[0] for factors in short)))
+        halves = 2 if pairs else 1
+        sums = [[self.fn.constant(0.0, F32.wide(self.lanes // halves))] * halves for _ in short]
         for _ in self.at_rows(strip, first, count):
-            for n, factors in enumerate(short):
-                values = [self.value(factor) for factor in factors]
-                sums[n] = fma(values[0], values[1], sums[n]) if len(values) > 1 else sums[n] + values[0]
-        usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, sums, strict=True)]
-        squares = next(part for part, factors in zip(sums, short, strict=True) if len(factors) > 1)
-        outside = (squares.bits(U32) - SMALL_SQUARES) >= 0x7F800000 - SMALL_SQUARES
-        return self.fn.rarely(outside, usual, lambda: self.with_each(strip, held, first, count))
+            known: Any = ({}, {})
+            for parts, factors in zip(sums, short, strict=True):
+                values = [self.value(factors[0])] if not pairs else self.halves_of(factors[0], known)
+                for n, value in enumerate(values):
+                    parts[n] = fma(value, value, parts[n]) if len(factors) > 1 else parts[n] + value
+        whole = [parts[0] if len(parts) == 1 else shuffled(parts[0], _IN_TURN, parts[1]) for parts in sums]
+        usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, whole, strict=True)]
+        outside = None
+        for parts, factors in zip(sums, short, strict=True):
+            for part in parts:  # other sums are asked as well, so that they are taken before the branch
+                far = (part.bits(U32) - SMALL_SQUARES) >= 0x7F800000 - SMALL_SQUARES
+                far = far if len(factors) > 1 else is_nan(part)
+                outside = far if outside is None else outside | far
+        assert outside is not None
+
+        def again() -> list[Value]:
+            def row(i: Value, held: list[Value]) -> list[Value]:
+                return self.with_each(strip, held, i, 1)
+
+            return self.fn.loop(first, first + count, 1, held, row)
+
+        return self.fn.rarely(outside, usual, again)
+
+    def halves_of(self, term: Term, known: Any) -> list[Value]:
+        """A value at the even and at the odd columns at hand."""
+        self.lanes //= 2
+        found = self.apart(term, self.pairs(term), known)
+        self.lanes *= 2
+        return found
 
     def with_rows(self, held: list[Value], values: list[Value]) -> list[Value]:
         """The largest values of columns, sums of powers and what these are relative to, with some rows."""
