@@ -339,13 +339,14 @@ def replaced(
 ) -> list[Term]:
     """Terms with some replaced, by their ids; other folds happen that many phases earlier.
 
-    What one of them divided is multiplied by what is known of it.
+    What one of them divided, powers up to 1, is multiplied by what is known of it.
     """
     made = dict(known)
     for term in terms(roots):
         if id(term) not in made:
             new = rebuilt(term, made)
-            if isinstance(new, Apply) and new.op == "div" and children(term)[1] is inverted:
-                new = replace(new, op="mul")
+            if isinstance(new, Apply) and inverted is not None:
+                shares = new.op == "div" and children(term)[1] is inverted
+                new = replace(new, op="mul" if shares else "exp_below" if term is inverted.value else new.op)
             made[id(term)] = replace(new, phase=new.phase - earlier) if isinstance(new, Fold) else new
     return [made[id(root)] for root in roots]

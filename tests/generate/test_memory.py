@@ -128,7 +128,7 @@ def test_shares_of_columns_are_products_with_one_inverse():
 
     x = rand(4096, 64) * 5
     *_, final, last = ops(lambda a: F.softmax(a, 0), x)
-    assert "reciprocal" in final and {"exp", "mul"} <= last and "div" not in last
+    assert "reciprocal" in final and {"exp_below", "mul"} <= last and "div" not in last
     assert "div" in ops(shares_and_sums, x)[-1]
     for f in (lambda a: F.softmax(a, 0), shares_and_sums):
         (got,), reference = compile_graph(recorded(f, x))([x]), exact(f, x)
@@ -174,6 +174,7 @@ def places_off(got, reference):
 @pytest.mark.parametrize("length", [128, 600, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shares_are_as_exact_as_eager_s_at_any_offset_and_spread(length, dtype):
+    torch.manual_seed(0)
     own = compile_graph(recorded(lambda a: F.softmax(a, -1), rand(64, length).to(dtype)))
     for spread in (0.01, 1, 5, 20, 100):
         for offset in (0, -3.3, 17, -50, 100, 300, -500, 900, -1000, 1020, 3000):
