@@ -50,8 +50,8 @@ MUCH_SMALLER = 4
 
 #: Functions that cost more than a few instructions.
 COSTLY = frozenset({
-    "exp", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos", "tan", "asin",
-    "acos", "atan", "atan2", "pow", "fmod", "remainder", "div_floor", "uniform_0", "uniform_1",
+    "exp", "exp_below", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos",
+    "tan", "asin", "acos", "atan", "atan2", "pow", "fmod", "remainder", "div_floor", "uniform_0", "uniform_1",
 })  # fmt: skip
 
 #: Functions that cost more than one.

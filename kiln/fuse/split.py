@@ -241,6 +241,7 @@ class Splitting:
             return Split([partial, final], self.scratch)
         known: dict[int, Term] = {}
         values = [s.value for s in rest]
+        inverted = None if self.pair is None else divisor_alone(values, self.pair[1])
         needed: list[Term] = self.of_rows(values)
         if not self.cuts.at_once:
             used = {id(t) for t in terms(values)}
@@ -248,9 +249,11 @@ class Splitting:
         for term in needed:
             held = self.memory(term.dtype, self.rows)
             ready = self.folds[-1].ready
-            final.stores.append(Store(held, self.row, replaced([term], totals)[0], ready, True))
+            value = replaced([term], totals)[0]
+            value = Apply("reciprocal", (value,), term.dtype) if term is inverted else value
+            final.stores.append(Store(held, self.row, value, ready, True))
             known[id(term)] = Load(held, self.row, held.dtype)
-        return self.with_rest([partial, final], rest, known)
+        return self.with_rest([partial, final], rest, known, inverted)
 
     def of_rows(self, roots: list[Term]) -> list[Term]:
         """The largest terms that are the same in a row and follow from the first folds."""
@@ -269,10 +272,12 @@ class Splitting:
         outer = {id(c) for t in ordered if id(t) not in chosen for c in children(t)} | {id(r) for r in roots}
         return [t for key, t in chosen.items() if key in outer or key not in inner]
 
-    def with_rest(self, nests: list[Nest], rest: list[Store], known: dict[int, Term]) -> Split:
+    def with_rest(
+        self, nests: list[Nest], rest: list[Store], known: dict[int, Term], inverted: Fold | None
+    ) -> Split:
         """What follows from the first folds, earlier than before by the phases that they took."""
         earlier = self.folds[-1].ready
-        values = replaced([s.value for s in rest], known, earlier)
+        values = replaced([s.value for s in rest], known, earlier, inverted)
         phases = [max(s.phase - earlier, 0) for s in rest]
         stores = [replace(s, value=v, phase=p) for s, v, p in zip(rest, values, phases, strict=True)]
         last = Nest(self.nest.axes, stores)
@@ -318,15 +323,30 @@ def pair_of(first: list[Fold], second: list[Fold]) -> tuple[Fold, Fold] | None:
     return (largest, total) if below and children(less) == (largest.value, largest) else None
 
 
+def divisor_alone(roots: list[Term], total: Fold) -> Fold | None:
+    """A sum of powers, where all that is asked for are their shares of it."""
+    users = [term for term in terms(roots) if any(child is total for child in children(term))]
+    shares = [t for t in users if isinstance(t, Apply) and t.op == "div" and t.args[0] is total.value]
+    return total if users == shares and all(root is not total for root in roots) else None
+
+
 def _symbols(index: Any) -> set[Any]:
     return index.symbols() if isinstance(index, Expr) else set()
 
 
-def replaced(roots: list[Term], known: dict[int, Term], earlier: int = 0) -> list[Term]:
-    """Terms with some replaced, by their ids; other folds happen that many phases earlier."""
+def replaced(
+    roots: list[Term], known: dict[int, Term], earlier: int = 0, inverted: Fold | None = None
+) -> list[Term]:
+    """Terms with some replaced, by their ids; other folds happen that many phases earlier.
+
+    What one of them divided, powers up to 1, is multiplied by what is known of it.
+    """
     made = dict(known)
     for term in terms(roots):
         if id(term) not in made:
             new = rebuilt(term, made)
+            if isinstance(new, Apply) and inverted is not None:
+                shares = new.op == "div" and children(term)[1] is inverted
+                new = replace(new, op="mul" if shares else "exp_below" if term is inverted.value else new.op)
             made[id(term)] = replace(new, phase=new.phase - earlier) if isinstance(new, Fold) else new
     return [made[id(root)] for root in roots]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeAlias
 
 from kiln.generate import avx512_powers, functions, registers
+from kiln.generate.lanes import first_lane
 from kiln.generate.llvm import BF16, F32, F64, I32, U32, Value, fma
 from kiln.generate.registers import in_registers, inverse, looked_up
+
+Tables: TypeAlias = "tuple[tuple[float, ...], ...]"
+"""The coefficients of 1, x, x^2, … for each piece."""
 
 LANES, DOUBLES = registers.LANES, 8
 ROOT_TWO = math.sqrt(2)
@@ -81,8 +87,13 @@ _NEAR_FACTOR = 1.0000754351754526
 
 def _entries(steps: int, factor: float = 1.0) -> tuple[int, ...]:
     """The bits of a factor times 2^(n/steps), less n where it stands in what is added to them."""
-    powers = [struct.unpack("<I", struct.pack("<f", factor * 2.0 ** (n / steps)))[0] for n in range(steps)]
+    powers = [_bits(factor * 2.0 ** (n / steps)) for n in range(steps)]
     return tuple(bits - n * (1 << 23) // steps for n, bits in enumerate(powers))
+
+
+def _bits(number: float) -> int:
+    """Those of a float."""
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
@@ -90,6 +101,8 @@ LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
 #: Whether powers may be loose, to how many parts of one a table has, and to what is added to round to them.
 _PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
+#: How far `exp_reaching` reaches: up to 2^64.
+FURTHEST = {loose: _bits(rounder + 64.0) for loose, rounder in _ROUNDERS.items()}
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40
 
@@ -107,26 +120,59 @@ def _cubic(function: Callable[[float], float], low: float, high: float) -> list[
     return found
 
 
-def _odd_cubics(function: Callable[[float], float], step: float) -> tuple[tuple[float, ...], ...]:
+def _odd_cubics(function: Callable[[float], float], step: float, count: int) -> Tables:
     """The same of an odd function in pieces around n `step`; that of the first one is odd, too."""
     near, far = (step * math.sin(k * math.pi / 8) / 2 for k in (1, 3))
     slope = (function(far) / far - function(near) / near) / (far * far - near * near)
     pieces = [[0.0, function(near) / near - slope * near * near, 0.0, slope]]
-    for n in range(1, LANES):
-        pieces.append(_cubic(lambda t, n=n: function(n * step + t), -step / 2, step / 2))  # type: ignore[misc]
+    pieces += [_cubic(function, (n - 0.5) * step, (n + 0.5) * step) for n in range(1, count)]
     return tuple(zip(*pieces, strict=True))
 
 
-TANH_STEP, ERF_STEP = 19 / 64, 13 / 64
-_TANH, _ERF = _odd_cubics(math.tanh, TANH_STEP), _odd_cubics(math.erf, ERF_STEP)
-# The area below the normal curve from |x| on, for u = 1 + _TAIL_SCALE |x|, in pieces around those u whose
-# squares are 1 ... 15, 16: the further on, the shorter. The last one, at whose place the table begins, is 0.
+def _slope_less_half(x: float) -> float:
+    """Of x times the area up to x, as it is in floats from 6 on."""
+    bell = math.exp(x * x * -0.5) / math.sqrt(2 * math.pi)
+    return 0.5 if x > 5.9 else math.erf(x / ROOT_TWO) / 2 + x * bell
+
+
+#: Odd functions, where they end, the steps of their pieces and how many there are.
+_ODD = {
+    "tanh": (math.tanh, 4.6, 19 / 64, LANES),
+    "erf": (math.erf, 3.1, 13 / 64, LANES),
+    "slope": (_slope_less_half, 6.2, 13 / 64, 2 * LANES),
+}
+
+
+@functools.cache
+def _odd(name: str) -> tuple[float, float, Tables]:
+    function, end, step, count = _ODD[name]
+    return end, step, _odd_cubics(function, step, count)
+
+
 _TAIL_END, _TAIL_SCALE = 5.8, 0.516
-_EDGES = [1.0, *[math.sqrt(n + 0.5) for n in range(1, LANES)]]
-_TAIL = tuple(zip([0.0] * 4, *[
-    _cubic(lambda u: math.erfc((u - 1) / (_TAIL_SCALE * ROOT_TWO)) / 2, low, high)
-    for low, high in pairwise(_EDGES)
-], strict=True))  # fmt: skip
+
+
+@functools.cache
+def _tail() -> Tables:
+    """The area below the normal curve from |x| on, for u = 1 + _TAIL_SCALE |x|.
+
+    Pieces are around those u whose squares are 1 ... 15, 16: the further on, the shorter. The last one, at
+    whose place the table begins, is 0.
+    """
+    edges = [1.0, *[math.sqrt(n + 0.5) for n in range(1, LANES)]]
+    pieces = [
+        _cubic(lambda u: math.erfc((u - 1) / (_TAIL_SCALE * ROOT_TWO)) / 2, low, high)
+        for low, high in pairwise(edges)
+    ]
+    return tuple(zip([0.0] * 4, *pieces, strict=True))
+
+
+@functools.cache
+def _soft() -> Tables:
+    """log(1 + y) / y in pieces around n / 15, n = 0 … 15, to 2^-25."""
+    edges = [0.0, *[(n + 0.5) / 15 for n in range(15)], 1.0]
+    pieces = [_cubic(lambda y: math.log1p(y) / y, low, high) for low, high in pairwise(edges)]
+    return tuple(zip(*pieces, strict=True))
 
 
 def exp(x: Value) -> Value:
@@ -196,6 +242,8 @@ def share_loose(x: Value) -> Value:
 
 def log(x: Value, more: Value | None = None) -> Value:
     """The logarithm of f32, and a little more."""
+    if x.type.width == 1 and more is None:
+        return first_lane(log(x.splat(LANES)))  # what waits for it waits less
     if x.type.width % LANES:
         return functions.log_by_polynomial(x, more)
     n, f = _exponent_and_rest(x)
@@ -208,6 +256,8 @@ def log(x: Value, more: Value | None = None) -> Value:
 
 def log_loose(x: Value) -> Value:
     """To 2^-13."""
+    if x.type.width == 1:
+        return first_lane(log_loose(x.splat(LANES)))
     if x.type.width % LANES:
         return functions.log_by_polynomial(x)
     n, f = _exponent_and_rest(x)
@@ -260,12 +310,12 @@ def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
 
 def tanh_loose(x: Value) -> Value:
     """To 2^-14."""
-    return _in_pieces(x, 4.6, TANH_STEP, _TANH) if x.type.width % LANES == 0 else functions.apply("tanh", x)
+    return _in_cubics(x, *_odd("tanh")) if x.type.width % LANES == 0 else functions.apply("tanh", x)
 
 
 def erf_loose(x: Value) -> Value:
     """To 2^-14."""
-    return _in_pieces(x, 3.1, ERF_STEP, _ERF) if x.type.width % LANES == 0 else functions.erf(x)
+    return _in_cubics(x, *_odd("erf")) if x.type.width % LANES == 0 else functions.erf(x)
 
 
 def inverse_root_loose(x: Value) -> Value:
@@ -342,11 +392,14 @@ def exp_summed(x: Value, loose: bool) -> Value:
 
     Errors of single powers, of either sign, are up to 2^-22; where they may be `loose`, 2^-12.
     """
-    if x.type.width != LANES:
-        return functions.exp_below(x, loose)
+    return exp_reaching(x, loose)[0] if x.type.width == LANES else functions.exp_below(x, loose)
+
+
+def exp_reaching(x: Value, loose: bool) -> tuple[Value, Value]:
+    """The same of any x, and how far it reaches: it is right where that is no further than `FURTHEST`."""
     tables = _registers(x, _entries(_PARTS[loose]))
-    power, _, r, _ = _power_and_rest(functions.at_least(x, -87.0), tables, _ROUNDERS[loose])
-    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power)
+    power, _, r, bits = _power_and_rest(functions.at_least(x, -87.0), tables, _ROUNDERS[loose])
+    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power), bits
 
 
 def scaled(x: Value, n: Value) -> Value:
@@ -388,7 +441,7 @@ def gelu_loose(x: Value) -> Value:
     below = functions.at_most(x, _TAIL_END)
     u = fma(registers.bounded(below, _TAIL_END, _POSITIVE), _TAIL_SCALE, 1.0)
     places = fma(u, u, functions.ROUNDER_32).bits(I32)
-    return fma(-functions.absolute(below), _piece(u, places, _TAIL), functions.at_least(x, 0.0))
+    return fma(-functions.absolute(below), _piece(u, places, _tail()), functions.at_least(x, 0.0))
 
 
 def gelu_slope(x: Value) -> Value:
@@ -399,7 +452,54 @@ def gelu_slope(x: Value) -> Value:
     return fma(x, 0.0, 0.5) + _in_pieces(x, 6.2, SLOPE_STEP, _SLOPE)
 
 
-def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, ...]]) -> Value:
+def gelu_slope_loose(x: Value) -> Value:
+    """To 2^-19 of 1."""
+    return fma(x, 0.0, 0.5) + _in_cubics(x, *_odd("slope")) if x.type.width % LANES == 0 else gelu_slope(x)
+
+
+def silu_slope_loose(g: Value, x: Value) -> Value:
+    """g times the derivative of x s, where s is 1 / (1 + e^-x); NaN at infinities, as eager's."""
+    y = _bounded(x, 87.0)
+    return g * _share_slope(y, y, x - x)
+
+
+def gelu_by_tanh_slope_loose(x: Value, cube: float, slope: float) -> Value:
+    """The derivative of x s, where s is 1 / (1 + e^-z) and z is x (slope + cube x^2).
+
+    It is NaN where eager's is: squares are infinite.
+    """
+    y, large = _bounded(x, 10.0), x * x
+    square = y * y
+    return _share_slope(y * fma(square, cube, slope), y * fma(square, 3 * cube, slope), large - large)
+
+
+def _bounded(x: Value, bound: float) -> Value:
+    return x if x.type.width % LANES else registers.bounded(x, bound)
+
+
+def _share_slope(z: Value, v: Value, nothing: Value) -> Value:
+    """s (1 + v (1 - s)), where s is 1 / (1 + e) and 1 - s is e s, of e = e^-z; the sum is right to 2^-19."""
+    if z.type.width % LANES:
+        s = functions.sigmoid(z)
+        return s * fma(v, 1.0 - s, 1.0)
+    rounded = fma(z, -1 / functions.LN2, ROUNDER)
+    n = rounded - ROUNDER
+    power, r = scaled(looked_up(_POWERS, rounded.bits(I32)), n), fma(n, LN2_FLOAT, z)
+    e = fma(power * r, fma(r, 0.5, -1.0), power)
+    whole = e + 1.0 + nothing
+    s = inverse(whole)
+    s = fma(s, fma(-whole, s, 1.0), s)
+    return s * fma(v, e * s, 1.0)
+
+
+def _in_cubics(x: Value, end: float, step: float, tables: Tables) -> Value:
+    """An odd function as `_in_pieces`, of polynomials in x itself, which lose some of the last places."""
+    a = functions.at_most(functions.absolute(x), end)
+    places = fma(a, 1 / step, functions.ROUNDER_32).bits(I32)
+    return functions.with_sign(_piece(a, places, tables), x)
+
+
+def _in_pieces(x: Value, end: float, step: float, tables: Tables) -> Value:
     """An odd function, constant from `end` on: one polynomial, whose coefficients are looked up."""
     a = functions.at_most(functions.absolute(x), end)
     rounded = fma(a, 1 / step, functions.ROUNDER_32)
@@ -407,7 +507,12 @@ def _in_pieces(x: Value, end: float, step: float, tables: Sequence[tuple[float, 
     return functions.with_sign(_piece(t, rounded.bits(I32), tables), x)
 
 
-def _piece(t: Value, places: Value, tables: Sequence[tuple[float, ...]]) -> Value:
+def soft(y: Value) -> Value:
+    """log(1 + y) / y of y from 0 to 1."""
+    return _piece(y, fma(y, LANES - 1.0, functions.ROUNDER_32).bits(I32), _soft())
+
+
+def _piece(t: Value, places: Value, tables: Tables) -> Value:
     """A polynomial whose coefficients are looked up."""
     *rest, last = [looked_up(table, places) for table in tables]
     for c in reversed(rest):
@@ -429,9 +534,12 @@ OWN: dict[str, Callable[..., Value]] = {
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
     "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
-    "loose gelu": gelu_loose, "loose share": share_loose, "pow": avx512_powers.pow,
-    "loose pow": avx512_powers.pow_loose,
+    "loose gelu": gelu_loose, "loose gelu_slope": gelu_slope_loose, "loose silu_slope": silu_slope_loose,
+    "loose gelu_by_tanh_slope": gelu_by_tanh_slope_loose, "loose share": share_loose,
+    "pow": avx512_powers.pow, "loose pow": avx512_powers.pow_loose,
     "log2": log2, "loose log2": log2_loose, "loose erf": erf_loose, "loose rsqrt": inverse_root_loose,
-    "loose inverse": inverse_loose,
+    "loose inverse": inverse_loose, "soft": soft,
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip
+#: What stands in their place where there are results of eleven places.
+FINER = {"loose gelu_slope": gelu_slope}

@@ -13,7 +13,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import SHORT, is_call, is_plain, source
-from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import compute_type, exp_below, is_nan
@@ -29,14 +29,14 @@ FEWEST = 32
 WAITING = 4096
 #: Rows that are folded at once.
 TOGETHER = 4
-#: The same of pairs, whose sums are scaled each time.
-PAIRS_TOGETHER = 8
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
 SHORT_TOGETHER = 16
 SMALL_SQUARES = 0x20000000  # the bits of 2^-63
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
+#: The lanes of two registers, in turn.
+_IN_TURN = [lane // 2 + lane % 2 * avx512.LANES for lane in range(2 * avx512.LANES)]
 
 
 Memory: TypeAlias = "list[Value]"
@@ -82,6 +82,8 @@ class Columns(Values):
     """The largest values of columns and the sums of powers below them, where these are what is folded."""
 
     along: Callable[..., list[Value]]
+    apart: Callable[..., list[Value]]
+    pairs: Callable[[Term], list[Load]]
     factor: Callable[[list[Term], int], int]
     fetch_piece: Callable[..., None]
 
@@ -147,8 +149,9 @@ class Columns(Values):
         return [f.value for f in self.nest.folds()] + [s.value for s in self.nest.stores if not s.kept]
 
     def kinds(self) -> list[Type]:
-        """The types of what folds carry."""
-        return [compute_type(TYPES[part.dtype]) for fold in self.nest.folds() for part in fold.parts]
+        """The types of what folds carry; with pairs goes what their powers are relative to."""
+        found = [compute_type(TYPES[part.dtype]) for fold in self.nest.folds() for part in fold.parts]
+        return found if self.both is None else [*found, F32]
 
     def fold_strip(self, strip: Strip) -> None:
         """All rows of some columns, then what follows from their folds."""
@@ -206,7 +209,7 @@ class Columns(Values):
             self.fn.loop(first, last, 1, [], partial(rows, 1, factor))
             return
         short = bool(self.short_factors())
-        together = SHORT_TOGETHER if short else TOGETHER if self.both is None else PAIRS_TOGETHER
+        together = SHORT_TOGETHER if short else TOGETHER
         whole = first + (last - first) / together * together
         self.fn.loop(first, whole, together, [], partial(rows, together, 2 if short else 1))
         if not (_whole(strip.rows.low, together) and _whole(strip.rows.size, together)):
@@ -262,28 +265,61 @@ class Columns(Values):
     def with_short(
         self, strip: Strip, held: list[Value], first: Value, count: int, short: list[list[Term]]
     ) -> list[Value]:  # fmt: skip
-        """The same by sums of floats; again where squares are too large or small, which is rare."""
-        sums = [self.fn.constant(0.0, F32.wide(self.lanes))] * len(short)
+        """The same by sums of floats; again where squares are too large or small, which is rare.
+
+        Even and odd columns go apart, if they can: words are read whole.
+        """
+        pairs = self.lanes == 2 * self.width and all(map(self.pairs, (factors[0] for factors in short)))
+        halves = 2 if pairs else 1
+        sums = [[self.fn.constant(0.0, F32.wide(self.lanes // halves))] * halves for _ in short]
         for _ in self.at_rows(strip, first, count):
-            for n, factors in enumerate(short):
-                values = [self.value(factor) for factor in factors]
-                sums[n] = fma(values[0], values[1], sums[n]) if len(values) > 1 else sums[n] + values[0]
-        usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, sums, strict=True)]
-        squares = next(part for part, factors in zip(sums, short, strict=True) if len(factors) > 1)
-        outside = (squares.bits(U32) - SMALL_SQUARES) >= 0x7F800000 - SMALL_SQUARES
-        return self.fn.rarely(outside, usual, lambda: self.with_each(strip, held, first, count))
+            known: Any = ({}, {})
+            for parts, factors in zip(sums, short, strict=True):
+                values = [self.value(factors[0])] if not pairs else self.halves_of(factors[0], known)
+                for n, value in enumerate(values):
+                    parts[n] = fma(value, value, parts[n]) if len(factors) > 1 else parts[n] + value
+        whole = [parts[0] if len(parts) == 1 else shuffled(parts[0], _IN_TURN, parts[1]) for parts in sums]
+        usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, whole, strict=True)]
+        outside = None
+        for parts, factors in zip(sums, short, strict=True):
+            for part in parts:  # other sums are asked as well, so that they are taken before the branch
+                far = (part.bits(U32) - SMALL_SQUARES) >= 0x7F800000 - SMALL_SQUARES
+                far = far if len(factors) > 1 else is_nan(part)
+                outside = far if outside is None else outside | far
+        assert outside is not None
+
+        def again() -> list[Value]:
+            def row(i: Value, held: list[Value]) -> list[Value]:
+                return self.with_each(strip, held, i, 1)
+
+            return self.fn.loop(first, first + count, 1, held, row)
+
+        return self.fn.rarely(outside, usual, again)
+
+    def halves_of(self, term: Term, known: Any) -> list[Value]:
+        """A value at the even and at the odd columns at hand."""
+        self.lanes //= 2
+        found = self.apart(term, self.pairs(term), known)
+        self.lanes *= 2
+        return found
 
     def with_rows(self, held: list[Value], values: list[Value]) -> list[Value]:
-        """The largest values of columns and the sums of powers below them, with those of some rows."""
+        """The largest values of columns, sums of powers and what these are relative to, with some rows."""
         assert self.both is not None
         loose = id(self.both[1].value) in self.loose
-        most, sums = held
-        new = tree([most, *values], FOLDS["top"][2])
-        powers = [avx512.exp_summed(value - new, loose) for value in values]
-        sums = fma(sums, exp_below(most - new, loose), tree(powers, FOLDS["sum"][2]))
-        # Sums that are no numbers say that a value is none, or infinite: the largest is not sure then.
-        (largest,) = self.fn.rarely(is_nan(sums), [new], lambda: [tree([most, *values], FOLDS["amax"][2])])
-        return [largest, sums]
+        most, sums, near = held
+        powers, reach = zip(*[avx512.exp_reaching(value - near, loose) for value in values], strict=True)
+        largest = tree([most, *values], FOLDS["top"][2])
+        usual = [largest, sums + tree(list(powers), FOLDS["sum"][2]), near]
+
+        def anew() -> list[Value]:
+            new = tree([most, *values], FOLDS["amax"][2])
+            powers = [avx512.exp_summed(value - new, loose) for value in values]
+            return [new, fma(sums, exp_below(near - new, loose), tree(powers, FOLDS["sum"][2])), new]
+
+        # What is no number reaches further than all others.
+        far = tree(list(reach), FOLDS["top"][2]) > avx512.FURTHEST[loose]
+        return self.fn.rarely(far, usual, anew)
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
         """What folds carry after a turn; values of running ones are known in it."""
@@ -373,14 +409,15 @@ class Columns(Values):
         folds = self.nest.folds()
         start = [part for fold in folds for part in self.neutral(fold, self.lanes)]
         if self.both is not None:
-            start[0] = start[0].like(LOWEST)
+            start = [start[0].like(LOWEST), start[1], start[0].like(LOWEST)]
         self.write_waiting(strip, memory, start)
 
     def end_columns(self, strip: Strip) -> None:
         """What comes once for each column."""
         values = self.read_waiting(strip, strip.levels[0])
         if self.both is not None:  # of values that are not all -inf one counts 1
-            most, sums = values
+            most, sums, near = values
+            sums = sums * exp_below(near - most)
             nothing = sums < 0.5
             values = [nothing.where(-math.inf, most), nothing.where(math.nan, sums)]
         for fold in self.nest.folds():

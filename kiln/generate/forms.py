@@ -10,6 +10,7 @@ from kiln.fuse.nest import Apply, Const, Term
 from kiln.generate import functions
 from kiln.generate.functions import compute_type
 from kiln.generate.llvm import F32, Value, fma
+from kiln.generate.registers import LANES
 from kiln.generate.scalar import TYPES
 
 CUBE, ROOT_HALF, SLOPE = 0.044715, math.sqrt(0.5), math.sqrt(2 / math.pi)
@@ -30,6 +31,18 @@ _GELU_SLOPE = (
     ("mul", _TWICE_AREA, 0.5),
     ("mul", "x", ("mul", ("exp", ("mul", ("mul", "x", "x"), -0.5)), BELL)),
 )
+_TANH = ("tanh", _CUBIC)
+_GELU_BY_TANH_SLOPE = (
+    "add",
+    ("mul", ("add", _TANH, 1.0), 0.5),
+    (
+        "mul",
+        ("mul", ("mul", "x", 0.5), ("add", ("neg", ("mul", _TANH, _TANH)), 1.0)),
+        ("mul", ("add", ("mul", ("mul", "x", "x"), 3 * CUBE), 1.0), SLOPE),
+    ),
+)
+_OTHER_SHARE = ("add", ("neg", ("sigmoid", "x")), 1.0)
+_SILU_SLOPE = ("mul", ("mul", "g", ("sigmoid", "x")), ("add", ("mul", "x", _OTHER_SHARE), 1.0))  # times g
 
 
 def _weighted(x: Value, u: Value) -> Value:
@@ -57,6 +70,11 @@ def _gelu_by_tanh(x: Value) -> Value:
     return x / (power + 1.0)
 
 
+def _gelu_by_tanh_slope_loosely(x: Value) -> Value:
+    found: Value = x.fn.module.own["loose gelu_by_tanh_slope"](x, 2 * SLOPE * CUBE, 2 * SLOPE)
+    return found
+
+
 # log(1 + y) / y - 1 in y, 0 <= y <= 1, and to 2^-13
 _SOFT = (-0.4999993276398183, 0.33330511329271517, -0.24958587502930804, 0.19695400920479303,
          -0.15355397347486263, 0.10680557239351414, -0.057664461061665645, 0.020204593839164467,
@@ -67,15 +85,17 @@ OVERFLOW = 88.72283935546875  # from here on an exponential is infinite
 
 def _softplus(x: Value) -> Value:
     """log(1 + e^x) as the larger of x and 0 and log(1 + y), y = e^-|x|."""
-    return _above_zero(x, functions.exp_below(-functions.absolute(x)), _SOFT)
+    return _above_zero(x, functions.exp_below(-functions.absolute(x)), _SOFT, "soft")
 
 
 def _softplus_loosely(x: Value) -> Value:
     return _above_zero(x, x.fn.module.own["loose exp"](-functions.absolute(x)), _SOFT_LOOSE)
 
 
-def _above_zero(x: Value, y: Value, terms: tuple[float, ...]) -> Value:
-    return fma(functions.polynomial(y, (1.0, *terms)), y, functions.at_least(x, 0.0))
+def _above_zero(x: Value, y: Value, terms: tuple[float, ...], name: str = "") -> Value:
+    own = x.fn.module.own.get(name) if y.type.width % LANES == 0 else None
+    share: Value = functions.polynomial(y, (1.0, *terms)) if own is None else own(y)
+    return fma(share, y, functions.at_least(x, 0.0))
 
 
 def _tanh_of_softplus(x: Value) -> Value:
@@ -101,8 +121,10 @@ def _until_overflow(softplus: Form) -> Form:
 _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_GELU_BY_TANH, ("x",), _gelu_by_tanh, _gelu_by_tanh_loosely),
     (_LOGISTIC, ("x", "u"), _weighted, _weighted_loosely),
+    (_GELU_BY_TANH_SLOPE, ("x",), "gelu_by_tanh_slope", _gelu_by_tanh_slope_loosely),
+    (_SILU_SLOPE, ("g", "x"), "silu_slope", "loose silu_slope"),
     (_GELU, ("x",), "gelu", "loose gelu"),
-    (_GELU_SLOPE, ("x",), "gelu_slope", "gelu_slope"),
+    (_GELU_SLOPE, ("x",), "gelu_slope", "loose gelu_slope"),
     (_SOFTPLUS, ("x",), _softplus, _softplus_loosely),
     (("tanh", _LOG_OF_POWER), ("x",), _tanh_of_softplus, _tanh_of_softplus_loosely),
     (_LOG_OF_POWER, ("x",), _until_overflow(_softplus), _until_overflow(_softplus_loosely)),

@@ -81,6 +81,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
         if self.masks:
             self.module.own.update(avx512.OWN)
+            if any(term.dtype is torch.float16 for term in nest.terms()):
+                self.module.own.update(avx512.FINER)
             if "+avx512bf16" in host().features:
                 self.module.own["to_bf16"] = avx512.to_bf16
             self.loose = loose(nest)

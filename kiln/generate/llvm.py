@@ -313,7 +313,7 @@ DIVISION = re.compile(r"[su](div|rem) (?!.*, [1-9]\d*$)").match  # it may fail, 
 #: The attribute of a function that needs more of LLVM's passes than others.
 THOROUGH = '"thorough"'
 FEW_TURNS = 8  # of a loop that is unrolled
-IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86", "llvm.assume", "llvm.prefetch")
+IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86.sse", "llvm.assume", "llvm.prefetch")
 
 
 def has_no_effect(lines: str) -> bool:

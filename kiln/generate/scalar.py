@@ -186,6 +186,7 @@ SCALARS: dict[str, Scalar] = {
     "sqrt": functions.square_root,
     "rsqrt": lambda x: 1.0 / functions.square_root(x),
     "sigmoid": functions.sigmoid,
+    "exp_below": functions.exp_below,
     **{name: _math(name) for name in (
         "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "tanh",
         "erf", "atan2")},

@@ -150,7 +150,7 @@ class Values(Reads):
     def needed(self, term: Term) -> tuple[Term, ...]:
         """The terms that a term is computed from, given what is decided."""
         if not self.decided:
-            form = another(term, self.module.own)
+            form = another(term, self.module.own, id(term) in self.loose)
             return children(term) if form is None else form[0]
         if id(term) in self.decided:
             return ()

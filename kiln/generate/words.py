@@ -25,9 +25,8 @@ from kiln.generate.values import Values
 LINE = 64
 #: Vectors of a block.
 VECTORS = 8
-#: What is found of bits: the largest number if it is positive, the smallest if it is negative, the largest
-#: if all are negative.
-BOUNDS = ("smax", "umax", "umin")
+#: What is found of bits: the largest number if it is positive, the smallest if it is negative.
+BOUNDS = ("smax", "umax")
 #: How far above and below the first number of a row others may be, and how far that may be from 0.
 ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 
@@ -166,18 +165,31 @@ class Words(Values):
         whole = low + (end - low) / block * block
         held = fn.loop(low, whole, block, held, partial(some, block // step, None))
         *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
-        positive, negative, least = (
-            fn.call(f"llvm.vector.reduce.{name}.{b.type.suffix}", kind, b)
-            for b, name in zip(bounds, BOUNDS, strict=True)
-        )
-        largest = _float((positive < 0).where(least, positive))
+        positive, negative = map(_reduced, bounds, BOUNDS)
+
+        def least_negative() -> list[Value]:
+            def one(last: Value | None, i: Value, held: list[Value]) -> list[Value]:
+                return [held[0].intrinsic("umin", self.word(read, i, last, first)[0])]
+
+            found = fn.loop(low, whole, step, [first.splat(step)], partial(one, None))
+            return [_reduced(fn.loop(whole, end, step, found, partial(one, end))[0], "umin")]
+
+        (bits,) = fn.rarely(positive < 0, [positive], least_negative)  # all are below 0
+        largest = _float(bits)
         smallest = (negative < 0).where(_float(negative), 0.0)
         fine = (absolute(near) <= FAR) & (largest <= near + ABOVE) & (smallest >= near - BELOW)
-        power, rest = avx512.power_and_rest(largest.splat(width), rounder, loose)
-        power, rest = (first_lane(v).to(F64) for v in (power, rest))
-        both = across_lanes([sums, rests], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
-        total, more = (v.to(F64) for v in both)
+        power, rest = map(first_lane, avx512.power_and_rest(largest.splat(width), rounder, loose))
+        both = [sums] if loose else [sums, rests]
+        both = across_lanes(both, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+        if loose:
+            return [fine, largest, both[0] / fma(power, rest, power)]
+        power, rest, total, more = (v.to(F64) for v in (power, rest, *both))
         return [fine, largest, ((total + more) / fma(power, rest, power)).to(F32)]
+
+
+def _reduced(bits: Value, name: str) -> Value:
+    """One of the lanes of a register."""
+    return bits.fn.call(f"llvm.vector.reduce.{name}.{bits.type.suffix}", bits.type.scalar, bits)
 
 
 def _halves(word: Value) -> list[Value]:

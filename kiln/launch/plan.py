@@ -459,7 +459,8 @@ def work_of(nest: Nest) -> float:
 
 #: Operations that a function is worth, where it is more than one.
 COSTS = {
-    **dict.fromkeys(("exp", "log", "tanh", "erf", "sigmoid", "exp2", "expm1", "log1p", "log2"), 12.0),
+    **dict.fromkeys(("exp", "exp_below", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf"), 12.0),
+    "sigmoid": 12.0,
     **dict.fromkeys(("sin", "cos", "tan", "pow", "atan2", "asin", "acos", "atan", "fmod", "remainder"), 30.0),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 6.0),
 }

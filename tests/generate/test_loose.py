@@ -15,6 +15,7 @@ from kiln.ops.record import recorded
 from tests.fuse.test_kernels import rand
 from tests.generate.test_loops import nest_of
 
+aten = torch.ops.aten
 wide = pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
 
 
@@ -130,6 +131,40 @@ def test_every_argument(function, dtype):
     # Instructions that round to bf16 take numbers below the normal ones for 0.
     wrong = finite & (nearest > 2 * torch.finfo(dtype).smallest_normal) & (off > usual.clamp(min=0.5) * 2)
     assert not wrong.any(), x[wrong]
+
+
+SLOPES = {
+    "silu": aten.silu_backward,
+    "gelu": aten.gelu_backward,
+    "gelu by tanh": lambda g, a: aten.gelu_backward(g, a, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SLOPES)
+def test_every_argument_of_a_slope(name, dtype):
+    """Those of numbers far below 0 are next to 0, and are so in eager to some places of 1."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+    def slope(a):
+        return SLOPES[name](torch.ones_like(a), a)
+
+    (got,), eager, reference = compile_graph(recorded(slope, x))([x]), slope(x), slope(x.double())
+    assert torch.equal(got.isnan(), eager.isnan())
+    known = ~eager.isnan() & (reference.abs() > 2e-6)
+    nearest = reference.to(dtype).abs()
+    unit = (torch.nextafter(nearest, torch.full_like(nearest, math.inf)) - nearest).double()
+    off = (got.double() - reference).abs()
+    assert (off[known] <= unit[known] * 2).all() and (off[~eager.isnan()] <= unit[~eager.isnan()] + 2e-7).all()
+
+
+@wide
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_take_no_quotients_and_one_exponential_at_most(name):
+    g, x = rand(8, 64).bfloat16(), rand(8, 64).bfloat16()
+    text = Emitter(nest_of(SLOPES[name], g, x), 16).fn.text()
+    looked_up = ["permvar", "vpermi2var"][name == "gelu"]
+    assert "fdiv" not in text and looked_up in text and text.count("scalef.ps.512(") <= 4 * (name != "gelu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
