@@ -23,6 +23,8 @@ from kiln.fuse.views import is_map
 FUSED = (3, 4)
 #: Fewer blocks are not worth the search.
 FEWEST = 6
+#: The share of a graph that must be spared: where steps do not repeat, all of it is fused once more.
+WORTH = 0.3
 #: First blocks that may be unlike the others.
 SKIPPED = 3
 #: Nodes that tell a place in a block.
@@ -37,6 +39,8 @@ def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]]) -> list[Step
     for fused in FUSED if found is not None else ():
         assert found is not None
         found.spared = found.run.count - fused
+        if found.spared * found.run.period < WORTH * len(graph.nodes):
+            break
         steps = unrolled(found, fuse_repeats(found.shortened(), fuse))
         if steps is not None:
             return steps
@@ -226,8 +230,8 @@ class Blocks:
                 readers.setdefault(read, set()).add(i)
         for first in range(start, start + period):
             at, like = first, first + period
-            while at < like and len(found := readers.get(nodes[at], ())) == 1:
-                (at,) = found
+            while at < like and len(found := readers.get(nodes[at], set())) == 1:
+                at = min(found)
             if at == like and (apart is None or elements(nodes[at]) > 1 and nodes[at] not in apart):
                 return True
         return False

@@ -111,6 +111,17 @@ def test_turns_of_one_layer_are_fused_at_the_first_try(fused):
     assert len(fused) == 2
 
 
+def test_repeats_of_a_small_part_are_not_tried(fused):
+    def f(x, *counters):
+        for i in range(2, 42):
+            x = torch.sin(x) * i if i & (i - 1) else torch.cos(x).sum(-1, keepdim=True) + x
+        return (x, *[c + 1 for c in counters])
+
+    x, counters = torch.randn(8, 8), [torch.randn(()) for _ in range(12)]
+    program.fuse(expand(recorded(f, x, *counters), "prims"))
+    assert len(fused) == 1
+
+
 def test_what_is_made_anew_is_found_in_one_walk(monkeypatch):
     """On a GPU loops make values of other loops anew: what those follow from is not looked up for each."""
     visits = []
