@@ -46,7 +46,7 @@ class Fuser(Coalescing):
                 self.place[node] = -1
             else:
                 if is_of_neighbours(node):
-                    self.read_whole.update(map(self.root, node.inputs()))
+                    self.keep(map(self.root, node.inputs()))
                 self.join(node, shape_of(node), None)
         elif (dims := self.folded(node)) is not None:
             self.join(node, shape_of(node.args[0]), dims)
@@ -56,8 +56,7 @@ class Fuser(Coalescing):
         else:
             self.items.append(node)
             self.place[node] = len(self.items) - 1
-            for read in node.inputs():
-                self.read_whole.add(read)
+            self.keep(node.inputs())
 
     def folded(self, node: Node) -> frozenset[int] | None:
         """The dimensions over which loops fold; None for what is no fold or is left to eager's kernel."""

@@ -89,6 +89,7 @@ class Groups:
         self.free: set[Node] = set()  # values without inputs: each reader makes them itself
         self.early: dict[Node, None] = {}  # what runs before all else
         self.read_whole: set[Node] = set()
+        self.made_of: dict[Node, set[Node] | None] = {}  # what is read where values are made anew
         self.roots: dict[Node, Node] = {}
         self.users = graph.users()
         self.outputs = {self.root(node) for node in nodes_in(graph.outputs)}
@@ -308,10 +309,18 @@ class Groups:
         """Whether a value, functions too, follows from no more bytes than it has: where those are cheap."""
         if not self.anew or self.cost(home, node) > self.anew:
             return False
-        return self.sources(node, {}) is not None
+        return self.sources(node) is not None
 
-    def sources(self, node: Node, known: dict[Node, set[Node] | None]) -> set[Node] | None:
+    def keep(self, nodes: Iterable[Node]) -> None:
+        """Note that something reads values as a whole."""
+        for node in nodes:
+            self.read_whole.add(node)
+            if self.made_of.get(node) is not None:
+                self.made_of.clear()
+
+    def sources(self, node: Node) -> set[Node] | None:
         """What is read to make a value anew; None where it is read itself, which takes fewer bytes."""
+        known = self.made_of
         if node not in known:
             known[node] = None
             kept = node in self.outputs or node in self.read_whole or self.place.get(node, -1) < 0
@@ -319,7 +328,7 @@ class Groups:
                 read: set[Node] = set()
                 for root in map(self.root, node.inputs()):
                     if root not in self.free:
-                        read |= self.sources(root, known) or {root}
+                        read |= self.sources(root) or {root}
                 there = all(self.in_order(one) for one in node.inputs())
                 if there and bytes_of(read) <= bytes_of({node}) and all(lies_as(one, node) for one in read):
                     known[node] = read

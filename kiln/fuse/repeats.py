@@ -14,6 +14,8 @@ from typing import Any
 
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, mapped, nodes_in
+from kiln.fuse.coalesce import partial_sums
+from kiln.fuse.costs import elements
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_map
 
@@ -21,6 +23,8 @@ from kiln.fuse.views import is_map
 FUSED = (3, 4)
 #: Fewer blocks are not worth the search.
 FEWEST = 6
+#: The share of a graph that must be spared: where steps do not repeat, all of it is fused once more.
+WORTH = 0.3
 #: First blocks that may be unlike the others.
 SKIPPED = 3
 #: Nodes that tell a place in a block.
@@ -30,9 +34,13 @@ WINDOW = 8
 def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]]) -> list[Step]:
     """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs."""
     found = blocks_of(graph)
+    if found is not None and found.adds_up(partial_sums(graph)):
+        found = None
     for fused in FUSED if found is not None else ():
         assert found is not None
         found.spared = found.run.count - fused
+        if found.spared * found.run.period < WORTH * len(graph.nodes):
+            break
         steps = unrolled(found, fuse_repeats(found.shortened(), fuse))
         if steps is not None:
             return steps
@@ -116,9 +124,11 @@ def blocks_of(graph: Graph) -> Blocks | None:
     """The longest run of equal blocks in a graph."""
     if len(graph.nodes) < FEWEST * 2:
         return None
-    for run in runs(marks_of(graph)):
+    marks = marks_of(graph)
+    for run in runs(marks):
         for skipped in range(SKIPPED):
-            blocks = Blocks(graph, Run(run.start + skipped * run.period, run.period, run.count - skipped))
+            later = Run(run.start + skipped * run.period, run.period, run.count - skipped)
+            blocks = Blocks(graph, later, marks)
             if blocks.run.count >= FEWEST and blocks.agree():
                 return blocks
     return None
@@ -127,8 +137,9 @@ def blocks_of(graph: Graph) -> Blocks | None:
 class Blocks:
     """A run of blocks: which nodes of the graph stand in the same place of another block."""
 
-    def __init__(self, graph: Graph, run: Run) -> None:
+    def __init__(self, graph: Graph, run: Run, marks: Sequence[int]) -> None:
         self.graph, self.run = graph, run
+        self.marks = dict(zip(graph.nodes, marks, strict=True))
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.end = run.start + run.period * run.count
         self.fixed: set[Node] = set()
@@ -151,7 +162,28 @@ class Blocks:
             rows = [list(nodes[t + r * run.period].inputs()) for r in range(run.count)]
             if not all(map(self.column_agrees, zip(*rows, strict=True))):
                 return False
-        return self.is_left_alone()
+        if not self.is_left_alone():
+            return False
+        self.widen()
+        return True
+
+    def widen(self) -> None:
+        """Let what one block has of its own have what it is made of, where that is so for all in equal ways.
+
+        Loops look through views, and make small values themselves.
+        """
+        later = {read for node in self.graph.nodes[self.end :] for read in node.inputs()}
+        todo = [members for members, number in self.families.values() if not number]
+        while todo:
+            members = todo.pop()
+            if len({self.marks.get(node) for node in members}) > 1 or members[0] not in self.marks:
+                continue
+            for column in zip(*[node.inputs() for node in members], strict=True):
+                apart = len(set(column)) == len(column) and self.families.keys().isdisjoint(column)
+                if apart and later.isdisjoint(column) and all(self.block(node) is None for node in column):
+                    made = list(column)
+                    self.families.update({node: (made, r) for r, node in enumerate(made)})
+                    todo.append(made)
 
     def column_agrees(self, column: tuple[Node, ...]) -> bool:
         """Whether what equal nodes of all blocks read is in order."""
@@ -185,6 +217,24 @@ class Blocks:
                 if read in self.families or block is not None and block < self.spared:
                     return False
         return True
+
+    def adds_up(self, apart: set[Node] | None = None) -> bool:
+        """Whether a value is read for its like in the next block alone: such sums are made for many blocks.
+
+        Where `apart` is given, sums in it are made one by one, and so are single numbers: they do not count.
+        """
+        start, period, nodes = self.run.start, self.run.period, self.graph.nodes
+        readers: dict[Node, set[int]] = {}
+        for i in range(start, start + 2 * period):
+            for read in nodes[i].inputs():
+                readers.setdefault(read, set()).add(i)
+        for first in range(start, start + period):
+            at, like = first, first + period
+            while at < like and len(found := readers.get(nodes[at], set())) == 1:
+                at = min(found)
+            if at == like and (apart is None or elements(nodes[at]) > 1 and nodes[at] not in apart):
+                return True
+        return False
 
     def shortened(self) -> Graph:
         """The graph with fewer blocks; nodes up to their end are those of the graph itself."""
@@ -307,7 +357,7 @@ def fixed_reads(blocks: Blocks, step: Step) -> set[Node] | None:
             (fixed if stays else moving).add(node)
             continue
         follows_blocks, block = node in blocks.copies, blocks.block(node)
-        if not stays and not follows_blocks and (block is None or block < 0):
+        if not stays and not follows_blocks and (block is None or block < 0) and node not in blocks.families:
             return None
         for read in node.inputs():
             outside = follows_blocks and blocks.block(read) is None and read not in blocks.copies

@@ -52,19 +52,9 @@ def few_of(graph: Graph) -> Few | None:
         return None
     # An even number is left out: what blocks hand on may lie at two places in turn.
     kept, within = FEW + blocks.run.count % 2, graph.nodes[blocks.run.start : blocks.end]
-    if kept >= blocks.run.count or any(node.op is CONSTANT for node in within) or _adds_up(blocks):
+    if kept >= blocks.run.count or any(node.op is CONSTANT for node in within) or blocks.adds_up():
         return None
     return _with(blocks, kept)
-
-
-def _adds_up(blocks: Blocks) -> bool:
-    """Whether a value is read by its like in the next block alone: such sums are made for many blocks."""
-    start, period, nodes = blocks.run.start, blocks.run.period, blocks.graph.nodes
-    readers: dict[Node, set[int]] = {}
-    for i in range(start, start + 2 * period):
-        for read in nodes[i].inputs():
-            readers.setdefault(read, set()).add(i)
-    return any(readers.get(nodes[i]) == {i + period} for i in range(start, start + period))
 
 
 def _with(blocks: Blocks, kept: int) -> Few:

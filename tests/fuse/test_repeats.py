@@ -6,8 +6,10 @@ from torch import nn
 
 import kiln
 from kiln.base import records
-from kiln.fuse import program, repeats
+from kiln.expand.expand import expand
+from kiln.fuse import program, reading, repeats
 from kiln.fuse.repeats import Run, runs
+from kiln.ops.record import recorded
 
 
 class Layer(nn.Module):
@@ -88,6 +90,53 @@ def test_many_layers_are_fused_as_few(training, fused):
         fused.clear()
         compared(Net(24), x)
     assert fused == many and len(fused) == 1 + training
+
+
+class Shared(nn.Module):
+    """One layer for all turns: what the turns add to its gradients is summed up when all of it is there."""
+
+    def __init__(self, turns, width=16):
+        super().__init__()
+        self.layer, self.turns = Layer(width), turns
+
+    def forward(self, x):
+        scale = torch.sigmoid(x.mean())
+        for _ in range(self.turns):
+            x = self.layer(x, scale)
+        return x
+
+
+def test_turns_of_one_layer_are_fused_at_the_first_try(fused):
+    compared(Shared(12), torch.randn(3, 16, requires_grad=True))
+    assert len(fused) == 2
+
+
+def test_repeats_of_a_small_part_are_not_tried(fused):
+    def f(x, *counters):
+        for i in range(2, 42):
+            x = torch.sin(x) * i if i & (i - 1) else torch.cos(x).sum(-1, keepdim=True) + x
+        return (x, *[c + 1 for c in counters])
+
+    x, counters = torch.randn(8, 8), [torch.randn(()) for _ in range(12)]
+    program.fuse(expand(recorded(f, x, *counters), "prims"))
+    assert len(fused) == 1
+
+
+def test_what_is_made_anew_is_found_in_one_walk(monkeypatch):
+    """On a GPU loops make values of other loops anew: what those follow from is not looked up for each."""
+    visits = []
+    sources = reading.Groups.sources
+    monkeypatch.setattr(reading.Groups, "sources", lambda self, node: visits.append(node) or sources(self, node))
+
+    def f(x, a, w):
+        for _ in range(60):
+            x = x + torch.mm(a, w)
+            a = a.t()
+        return x
+
+    graph = expand(recorded(f, *[torch.randn(8, 8) for _ in range(3)]), "prims")
+    program.Fuser(graph, False, 200, False, 1000).run()
+    assert 0 < len(visits) < 10 * len(graph.nodes)
 
 
 def test_outputs_of_every_layer_repeat_too(fused):
