@@ -124,11 +124,10 @@ def blocks_of(graph: Graph) -> Blocks | None:
     """The longest run of equal blocks in a graph."""
     if len(graph.nodes) < FEWEST * 2:
         return None
-    marks = marks_of(graph)
-    for run in runs(marks):
+    for run in runs(marks_of(graph)):
         for skipped in range(SKIPPED):
             later = Run(run.start + skipped * run.period, run.period, run.count - skipped)
-            blocks = Blocks(graph, later, marks)
+            blocks = Blocks(graph, later)
             if blocks.run.count >= FEWEST and blocks.agree():
                 return blocks
     return None
@@ -137,9 +136,8 @@ def blocks_of(graph: Graph) -> Blocks | None:
 class Blocks:
     """A run of blocks: which nodes of the graph stand in the same place of another block."""
 
-    def __init__(self, graph: Graph, run: Run, marks: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, run: Run) -> None:
         self.graph, self.run = graph, run
-        self.marks = dict(zip(graph.nodes, marks, strict=True))
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.end = run.start + run.period * run.count
         self.fixed: set[Node] = set()
@@ -162,28 +160,7 @@ class Blocks:
             rows = [list(nodes[t + r * run.period].inputs()) for r in range(run.count)]
             if not all(map(self.column_agrees, zip(*rows, strict=True))):
                 return False
-        if not self.is_left_alone():
-            return False
-        self.widen()
-        return True
-
-    def widen(self) -> None:
-        """Let what one block has of its own have what it is made of, where that is so for all in equal ways.
-
-        Loops look through views, and make small values themselves.
-        """
-        later = {read for node in self.graph.nodes[self.end :] for read in node.inputs()}
-        todo = [members for members, number in self.families.values() if not number]
-        while todo:
-            members = todo.pop()
-            if len({self.marks.get(node) for node in members}) > 1 or members[0] not in self.marks:
-                continue
-            for column in zip(*[node.inputs() for node in members], strict=True):
-                apart = len(set(column)) == len(column) and self.families.keys().isdisjoint(column)
-                if apart and later.isdisjoint(column) and all(self.block(node) is None for node in column):
-                    made = list(column)
-                    self.families.update({node: (made, r) for r, node in enumerate(made)})
-                    todo.append(made)
+        return self.is_left_alone()
 
     def column_agrees(self, column: tuple[Node, ...]) -> bool:
         """Whether what equal nodes of all blocks read is in order."""
