@@ -20,6 +20,7 @@ from kiln.base.options import Settings, config
 from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.epilogues import with_epilogues
+from kiln.expand.equals import merged
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.expand.heads import grouped
@@ -200,7 +201,7 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     given = revisable(graph, dump)
     given = sealed(given) if settings.exact else padded(grouped(given))
     with records.timed("expand", dump.name, dump.half):
-        prims = unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims"))
+        prims = merged(unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")))
     if not settings.exact:
         prims = summed_up(by_onednn(with_epilogues(prims)))
     with records.timed("fuse", dump.name, dump.half):

@@ -13,7 +13,7 @@ from kiln import _launch
 from kiln.base.options import config
 from kiln.fuse.nest import Apply, terms
 from kiln.fuse.program import WAYS
-from kiln.launch.events import APART, SPARE, outputs_early
+from kiln.launch.events import APART, SPARE
 from kiln.launch.program import fused
 from kiln.ops.record import recorded
 
@@ -118,7 +118,18 @@ def test_gradients_of_weights_are_made_first():
     products = [step for step in plan.owner.steps if step[0] == "call"]
     assert [plan.owner.names[step[7][0][1][0][1]] for step in products][0] == "mm_1"
     check(backward, *[torch.randn(8, 8) for _ in range(3)])
-    assert outputs_early([]) == []
+
+
+def test_gradients_of_weights_wait_for_what_needs_more_for_a_while():
+    """A copy in another layout has what it is made of beside it; the product comes when that is gone."""
+
+    def backward(grad, x, small):
+        wide = F.interpolate(small, scale_factor=8, mode="bicubic")
+        return wide.transpose(-1, -2).contiguous(), grad.t() @ x
+
+    given = torch.randn(8, 64), torch.randn(8, 64), torch.randn(1, 1, 8, 8)
+    assert [step[0] for step in planned(backward, *given).owner.steps][-2:] == ["make", "call"]
+    check(backward, *given)
 
 
 def test_gradients_that_a_backward_pass_was_given_and_lets_go_of():
