@@ -11,8 +11,8 @@ from kiln.ops.table import aten
 
 #: Ops that compute nothing: equal ones are read in the place of another without more loops or work between.
 MOVES = frozenset({
-    aten.as_strided.default, aten.constant_pad_nd.default, aten.expand.default, aten.full.default,
-    aten.permute.default, aten.select.int, aten.slice.Tensor, aten.view.default,
+    aten.as_strided.default, aten.clone.default, aten.constant_pad_nd.default, aten.expand.default,
+    aten.full.default, aten.permute.default, aten.select.int, aten.slice.Tensor, aten.view.default,
 })  # fmt: skip
 
 
@@ -33,7 +33,8 @@ def merged(graph: Graph) -> Graph:
     def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
         if node.op not in MOVES or node in apart:
             return None
-        known = seen.setdefault(call_key(node) or node, node)
+        key = call_key(node)  # a copy has strides that its arguments need not say
+        known = node if key is None else seen.setdefault((key, node.spec.stride), node)
         return None if known is node else ((), known)
 
     return substituted(graph, instead)
