@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
-from kiln.base.graph import Graph, Node, call_key, nodes_in, substituted
-from kiln.ops.aliases import base_of
+import torch
+
+from kiln.base.graph import CONSTANT, Graph, Node, call_key, nodes_in, substituted
+from kiln.ops.aliases import shows
+from kiln.ops.meta import Facts
 from kiln.ops.table import aten
 
 #: Ops that compute nothing: equal ones are read in the place of another without more loops or work between.
@@ -16,18 +20,28 @@ MOVES = frozenset({
 })  # fmt: skip
 
 
+#: Whether an op may write to what it is given, or keep it.
+WRITES = Facts(lambda op: op is not operator.getitem and op is not CONSTANT and not _is_pure(op))
+#: Whether what an op gives is memory that it was given.
+SHOWS = Facts(lambda op: op is operator.getitem or shows(op))
+
+
+def _is_pure(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op.namespace == "aten" and not op._schema.is_mutable
+
+
 def merged(graph: Graph) -> Graph:
     """The graph, changed in place, with one node for those that move the same elements alike.
 
-    Outputs stay apart, each in memory of its own.
+    Outputs, and what other code may write to, stay apart, each in memory of its own.
     """
     apart, todo = set[Node](), nodes_in(graph.outputs)
+    todo += [read for node in graph.nodes if WRITES[node.op] for read in node.inputs()]
     while todo:
         node = todo.pop()
         if node not in apart:
             apart.add(node)
-            base = base_of(node.op, node.args, node.kwargs, 0) if node.op in MOVES else None
-            todo += [base] if type(base) is Node else []
+            todo += node.inputs() if SHOWS[node.op] else ()
     seen: dict[Any, Node] = {}
 
     def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
