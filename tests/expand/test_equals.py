@@ -1,4 +1,4 @@
-"""Equal views, fillings and borders that several expansions made are one node; outputs stay apart."""
+"""Equal borders and copies that several expansions made are one node; outputs stay apart."""
 
 from dataclasses import replace
 
