@@ -286,6 +286,31 @@ def call_text(node: Node) -> str:
     return f"{target}({', '.join(arguments)})"
 
 
+def call_key(node: Node) -> Any:
+    """What two nodes have in common that call an op alike, within one region; None where it has no hash."""
+    try:
+        # An op is always the same object, and hashes slowly.
+        more = _key(tuple(node.kwargs.items())) if node.kwargs else ()
+        key = id(node.op), node.region, _key(node.args), more
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is Node or kind is int:
+        return value
+    if kind is tuple or kind is list:
+        return tuple([item if type(item) is int or type(item) is Node else _key(item) for item in value])
+    # 1, 1.0 and True are equal and yet not the same argument; so are 0.0 and -0.0.
+    return (kind, value or str(value)) if kind in _NUMBERS else value
+
+
+_NUMBERS = (float, bool, complex)
+
+
 def retarget(nest: Any, replaced: dict[Node, Any]) -> Any:
     """A nest with what stands in the place of nodes; others stay."""
     return in_place_of(Node, nest, replaced)

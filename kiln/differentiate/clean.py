@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, name_of, nodes_in, retarget, tensors
+from kiln.base.graph import (
+    CONSTANT,
+    INPUT,
+    Graph,
+    Made,
+    Node,
+    TensorSpec,
+    call_key,
+    name_of,
+    nodes_in,
+    retarget,
+    tensors,
+)
 from kiln.differentiate.writes import FORMS
 from kiln.ops.layout import INTEGERS, PLAIN_DTYPES, is_dense
 from kiln.ops.meta import SEEDED, Facts
@@ -33,7 +45,6 @@ PARTS = {aten.select.int: 1, aten.slice.Tensor: 1, **dict.fromkeys(SCATTERS, 2)}
 SINGLE = frozenset({aten.select.int, aten.select_scatter.default})
 #: Views that undo themselves.
 SWAPS = frozenset({aten.t.default, aten.transpose.int})
-_NUMBERS = (float, bool, complex)
 #: Ops that raise by the contents of tensors, an index out of range or a division by zero, for which dtypes.
 RAISES = {
     **dict.fromkeys(
@@ -97,12 +108,17 @@ def may_raise(node: Node) -> bool:
 
 
 def look_at_unread(graph: Graph) -> None:
-    """Have what may raise and is read by nobody be read by an op that does nothing."""
-    read = graph.read() | set(nodes_in(graph.outputs))
-    for node in [n for n in graph.nodes if n not in read and may_raise(n)]:
-        if not isinstance(node.spec, TensorSpec):
-            node = graph.call(operator.getitem, (node, 0), {}, node.spec[0], node)
-        graph.call(aten._assert_tensor_metadata.default, (node,), {}, None, node)
+    """Have what may raise and is read by nobody be read at once by an op that does nothing."""
+    read, listed = graph.read() | set(nodes_in(graph.outputs)), list[Node]()
+    for node in graph.nodes:
+        listed.append(node)
+        if node not in read and may_raise(node):
+            made, value = Made(graph, node), node
+            if not isinstance(node.spec, TensorSpec):
+                value = made.call(operator.getitem, node.spec[0], node, 0)
+            made.call(aten._assert_tensor_metadata.default, None, value)
+            listed += made.nodes
+    graph.nodes = listed
 
 
 def read_of(part: Node) -> Node:
@@ -136,23 +152,7 @@ def key_of(node: Node) -> Any:
         return node.args
     if op is CONSTANT or not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or acts(node):
         return None
-    try:
-        # An op is always the same object, and hashes slowly.
-        key = (id(op), node.region, _key(node.args), _key(tuple(node.kwargs.items())) if node.kwargs else ())
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _key(value: Any) -> Any:
-    kind = type(value)
-    if kind is Node or kind is int:
-        return value
-    if kind is tuple or kind is list:
-        return tuple([item if type(item) is int or type(item) is Node else _key(item) for item in value])
-    # 1, 1.0 and True are equal and yet not the same argument; so are 0.0 and -0.0.
-    return (kind, value or str(value)) if kind in _NUMBERS else value
+    return call_key(node)
 
 
 def source_of(node: Node) -> Node | None:

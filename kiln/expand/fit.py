@@ -1,4 +1,4 @@
-"""Fit: the results of an expansion made to match the types that the expanded op gave."""
+"""Fit: results in the layouts that are asked for: those of an expansion as the op gave them, others dense."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from kiln.base.conditions import eq
 from kiln.base.expressions import hinted
-from kiln.base.graph import Node, Spec, TensorSpec
+from kiln.base.graph import Graph, Node, Spec, TensorSpec, nodes_in
 from kiln.ops.aliases import shows
 from kiln.ops.fake import FakeTensor
-from kiln.ops.layout import CHANNELS_LAST_ORDER, overlaps, suggests_channels_last
+from kiln.ops.layout import CHANNELS_LAST_ORDER, is_dense, overlaps, packed, suggests_channels_last
 from kiln.ops.record import Recording, spec_of
 from kiln.ops.table import aten
 
@@ -99,3 +99,23 @@ def restride(x: Any, shape: tuple[Any, ...], stride: tuple[Any, ...]) -> Any:
         return x.clone(memory_format=torch.contiguous_format)
     back = sorted(range(len(order)), key=order.__getitem__)
     return x.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+#: Ops whose result takes the layout of what they are given, a part of a value with gaps.
+LAID_OUT = frozenset({aten.slice_scatter.default, aten.clone.default})
+
+
+def filled(graph: Graph) -> Graph:
+    """The graph, changed in place, where new values of parts have no gaps if no view shows them."""
+    found = [n for n in graph.nodes if n.op in LAID_OUT and _has_gaps(n.spec)]
+    users, outputs = graph.users() if found else {}, set(nodes_in(graph.outputs))
+    for node in found:
+        if node not in outputs and not any(shows(user.op) for user in users[node]):
+            node.spec = replace(node.spec, stride=packed(node.spec.shape, [node.spec.stride]), offset=0)
+    return graph
+
+
+def _has_gaps(spec: TensorSpec) -> bool:
+    if not all(type(n) is int for n in (*spec.shape, *spec.stride)):
+        return False
+    return not is_dense(spec.shape, spec.stride) and not overlaps(spec.shape, spec.stride)

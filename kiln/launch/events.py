@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Symbol, hinted
 from kiln.base.fx import bindings
-from kiln.base.graph import CONSTANT, Node, TensorSpec, gathered, nodes_in
+from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec, gathered, nodes_in
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
 from kiln.launch.memory import Lodging, least, size_of
@@ -80,7 +82,7 @@ def events_of(program: Program) -> Events:
     made.numbers = {s: node for s, (node, what, _) in bindings(program.graph).items() if not what}
     _find_items(made)
     _list_steps(made)
-    made.listed = outputs_early(made.listed)
+    made.listed = outputs_early(made)
     _find_kept(made)
     return made
 
@@ -94,12 +96,14 @@ def _list_steps(made: Events) -> None:
             made.listed.append(_call(made, step.node))
 
 
-def outputs_early(listed: list[Event]) -> list[Event]:
+def outputs_early(events: Events) -> list[Event]:
     """The events with products that the caller alone reads as soon as they can be made.
 
     The gradient of a weight goes before that of its layer's input, which then may take the memory of what was
-    saved for the former. What other code may do is done when it was to be.
+    saved for the former; but it waits for what needs much memory for a while. What other code may do is done
+    when it was to be.
     """
+    listed, levels = events.listed, Levels(events)
     read = {node for event in listed for node in event.reads}
     order: list[Event] = []
     places: dict[Node, int] = {}
@@ -115,6 +119,7 @@ def outputs_early(listed: list[Event]) -> list[Event]:
                     todo += order[at].reads
                 else:
                     start = max(start, at + 1)
+            start += levels.lowest(order[start:], event)
             tail = range(start, len(order))
             moved = [i for i in tail if i in views]
             order[start:] = [order[i] for i in (*moved, *[i for i in tail if i not in views])]
@@ -126,6 +131,48 @@ def outputs_early(listed: list[Event]) -> list[Event]:
         for i in range(start, len(order)):
             places.update(dict.fromkeys(order[i].makes, i))
     return order
+
+
+class Levels:
+    """How many bytes are in use while the events of a program run."""
+
+    def __init__(self, events: Events) -> None:
+        def owner(node: Node) -> Node:
+            return events.owner(events.value(node))
+
+        self.owner, self.owners = owner, events.owners
+        leaving = set(map(owner, nodes_in(events.program.graph.outputs)))
+        self.ends: dict[Event, list[Node]] = {}
+        for node, last in {owner(n): e for e in events.listed for n in (*e.reads, *e.makes)}.items():
+            if node not in leaving and node.op is not CONSTANT:
+                self.ends.setdefault(last, []).append(node)
+
+    def lowest(self, others: list[Event], event: Event) -> int:
+        """Before which of the others, or after all, an event comes so that the least is in use at most.
+
+        The first such place. Of inputs, weights among them, those alone go that the event reads.
+        """
+        made, used = self.bytes(event.makes), dict[Node, int]()
+        tops, before = list[int](), [0]  # what is in use within each of the others, and before it
+        for i, other in enumerate(others):
+            used.update(dict.fromkeys(map(self.owner, other.reads), i))
+            gone = [n for n in self.ends.get(other, ()) if n.op is not INPUT]
+            # What a kernel reads last becomes what it makes, where they are alike.
+            specs = [n.spec for n in gone] if other.launch is not None else []
+            kept = [n for n in other.makes if n.spec in specs]
+            tops.append(before[-1] + self.bytes(other.makes) - self.bytes(kept))
+            before.append(before[-1] + self.bytes(other.makes) - self.bytes(gone))
+        ends = [(used.get(n, -1), self.bytes([n])) for n in self.ends.get(event, ())]
+        until, since = [0, *accumulate(tops, max)], [*accumulate([before[-1], *reversed(tops)], max)][::-1]
+        most = []
+        for i in range(len(before)):
+            more = made - sum([size for last, size in ends if last < i])
+            most.append(max(until[i], before[i] + made, since[i] + more))
+        return most.index(min(most))
+
+    def bytes(self, nodes: Iterable[Node]) -> int:
+        own = [n.spec for n in nodes if n not in self.owners and isinstance(n.spec, TensorSpec)]
+        return sum([hinted(size_of(spec)) for spec in own])
 
 
 def _find_items(events: Events) -> None:

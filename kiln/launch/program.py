@@ -20,8 +20,10 @@ from kiln.base.options import Settings, config
 from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
 from kiln.expand.epilogues import with_biases_apart, with_epilogues
+from kiln.expand.equals import merged
 from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
+from kiln.expand.fit import filled
 from kiln.expand.heads import grouped
 from kiln.expand.padding import padded
 from kiln.expand.products import by_onednn, summed_up
@@ -200,7 +202,8 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     given = revisable(graph, dump)
     given = sealed(given) if settings.exact else padded(grouped(given))
     with records.timed("expand", dump.name, dump.half):
-        prims = joined_once(unstacked(revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")))
+        prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
+        prims = joined_once(filled(merged(unstacked(prims))))
     if not settings.exact:
         prims = summed_up(by_onednn(with_biases_apart(with_epilogues(prims))))
     with records.timed("fuse", dump.name, dump.half):

@@ -13,7 +13,7 @@ from kiln import _launch
 from kiln.base.options import config
 from kiln.fuse.nest import Apply, terms
 from kiln.fuse.program import WAYS
-from kiln.launch.events import APART, SPARE, outputs_early
+from kiln.launch.events import APART, SPARE
 from kiln.launch.program import fused
 from kiln.ops.record import recorded
 
@@ -118,7 +118,35 @@ def test_gradients_of_weights_are_made_first():
     products = [step for step in plan.owner.steps if step[0] == "call"]
     assert [plan.owner.names[step[7][0][1][0][1]] for step in products][0] == "mm_1"
     check(backward, *[torch.randn(8, 8) for _ in range(3)])
-    assert outputs_early([]) == []
+
+
+def test_gradients_of_weights_wait_for_what_needs_more_for_a_while():
+    """A value in another order has what it is made of beside it; the product comes when that is gone."""
+
+    def backward(grad, x, w):
+        sorted_rows = (grad @ w).sort(-1).values
+        return sorted_rows.cumsum(0), grad.t() @ x
+
+    given = [torch.randn(8, 64), torch.randn(8, 16), torch.randn(64, 4096)]
+    plan = planned(backward, *given)
+    assert plan.owner.labels[-1] == "mm", plan
+    check(backward, *given)
+
+
+def test_what_may_raise_and_nobody_reads_goes_at_once():
+    def layers(x, places):
+        for _ in range(6):
+            wide = x.new_zeros(128, 128)
+            wide[places] = x
+            x = torch.sigmoid(x)
+        return x
+
+    given = torch.randn(8, 128), torch.randperm(128)[:8]
+    run = kiln.compile(layers, fullgraph=True)
+    torch.testing.assert_close(run(*given), layers(*given))
+    assert peak(lambda: run(*given)) <= peak(lambda: layers(*given))
+    with pytest.raises(IndexError):
+        run(given[0], given[1] + 128)
 
 
 def test_gradients_that_a_backward_pass_was_given_and_lets_go_of():
