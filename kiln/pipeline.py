@@ -190,7 +190,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     failures = [[failure(guard, argv, entry.place(guard)) for guard in found] for entry, found in failing]
     if stance == "fail_on_recompile":
         why = "; ".join(str(found[0]) for found in failures if found) or "it has not been compiled yet"
-        raise RecompileError(f"{name} would be compiled again: {why}")
+        raise RecompileError(f"{name} would be compiled again under the stance {stance!r}: {why}")
     causes = family.causes.setdefault(region, Counter()) if entries else Counter()
     limit = asked.setting("cache_limit") * family.modules
     if entries and telling.recompiled(
