@@ -101,11 +101,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
 
 
 def _shared(function: FunctionType, asked: Compile) -> Any:
-    """The region of a function; a module's own has one for all compile calls that ask for the same.
-
-    A function that is no name of its module must go when nobody uses it: what kept its region would keep it.
-    """
-    if function.__globals__.get(function.__qualname__) is not function:
+    """The region of a function: one for all compile calls that ask for the same."""
+    if marks.of(function):
         return pipeline.region(function, asked)
     settings = tuple(sorted(asked.options.items(), key=lambda item: item[0]))
     key = (id(function), id(asked.backend), asked.fullgraph, asked.dynamic, asked.mode, settings)
@@ -114,11 +111,14 @@ def _shared(function: FunctionType, asked: Compile) -> Any:
     except TypeError:
         return pipeline.region(function, asked)
     # Kept by the function, so that both go together; decorators copy the dict, hence the function in the key.
+    # One that is no name of its module must go when nobody uses it: what it keeps does not lead to it.
+    named = function.__globals__.get(function.__qualname__) is function
     regions: dict[Any, Any] = function.__dict__.setdefault("__kiln_regions__", {})
     known = regions.get(key)
     if known is None:
-        known = regions.setdefault(key, pipeline.region(function, asked))
-    return known
+        made = pipeline.region(function, asked) if named else pipeline.Kept(_alike(function), asked)
+        known = regions.setdefault(key, made)
+    return known if named else pipeline.region(function, asked, known)
 
 
 def _region(function: Any, asked: Compile, owner: Any = None) -> Any:
@@ -151,7 +151,7 @@ def reset() -> None:
     Memory that compiled graphs keep between calls goes back to the system.
     """
     live.clear()
-    pipeline.COMPILED.clear()
+    pipeline.forget()
     _launch.trim()
     recorded.forget()
     log.forget()
@@ -218,6 +218,15 @@ def _copied(function: Any) -> FunctionType:
         function.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _alike(function: Any) -> FunctionType:
+    """A function of its own that is like another to whoever asks."""
+    copy = _copied(function)
+    for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
+        setattr(copy, name, getattr(function, name))
+    copy.__dict__.update({k: v for k, v in function.__dict__.items() if k != "__kiln_regions__"})
     return copy
 
 
@@ -342,11 +351,7 @@ def _anew(f: Any) -> Any:
         return _Apart(f)
     if not isinstance(f, (FunctionType, _hook.Region)) or marks.of(f):
         return f
-    original: Any = f.function if isinstance(f, _hook.Region) else f
-    copy = _copied(original)
-    copy.__qualname__, copy.__module__ = original.__qualname__, original.__module__
-    copy.__dict__.update({k: v for k, v in original.__dict__.items() if k != "__kiln_regions__"})
-    return copy
+    return _alike(f.function if isinstance(f, _hook.Region) else f)
 
 
 def explain(f: Any, **arguments: Any) -> Callable[..., Explanation]:

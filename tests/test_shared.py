@@ -135,3 +135,38 @@ def test_what_goes_on_after_a_break_is_shared_too(Block):
     made = as_twins([Broken() for _ in range(4)], backend="eager")
     assert graphs(lambda: [block(X) for block in made]) == 2
     assert graphs(lambda: [block(X) for block in made]) == 0
+
+
+def test_a_function_that_is_compiled_again_is_captured_once():
+    def f(x, by=2.0):
+        kiln.graph_break()
+        return x * by
+
+    assert graphs(lambda: [kiln.compile(f, backend="eager")(X) for _ in range(3)]) == 1
+    both = [kiln.compile(f, backend="eager") for _ in range(2)]
+    assert graphs(lambda: [one(X.double()) for one in both]) == 1
+    f.__defaults__ = (3.0,)
+    assert both[0](X).equal(X * 3.0) and kiln.compile(f, backend="eager")(X).equal(X * 3.0)
+    assert graphs(lambda: kiln.compile(f, backend="aot_eager")(X)) == 1
+    kiln.reset()
+    assert graphs(lambda: [kiln.compile(f, backend="eager")(X) for _ in range(3)]) == 1
+
+
+def test_a_function_that_was_compiled_goes_with_its_last_user():
+    def f(x):
+        return x * 2
+
+    kiln.compile(f, backend="eager")(X)
+    left = weakref.ref(f)
+    gc.disable()
+    try:
+        del f
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_module_that_is_compiled_again_has_one_graph(Block):
+    block = Block().eval()
+    first, second = (kiln.compile(block, backend="eager") for _ in range(2))
+    assert graphs(lambda: (first(X), second(X))) == 1
