@@ -170,3 +170,19 @@ def test_a_module_that_is_compiled_again_has_one_graph(Block):
     block = Block().eval()
     first, second = (kiln.compile(block, backend="eager") for _ in range(2))
     assert graphs(lambda: (first(X), second(X))) == 1
+
+
+def test_a_function_that_is_made_again_is_captured_once():
+    def step(x, by):
+        return kiln.compile(lambda y, by=by: (y * by).sin(), backend="eager")(x)
+
+    assert graphs(lambda: [step(X, 2.0) for _ in range(3)]) == 1
+    assert step(X, 3.0).equal((X * 3.0).sin())
+    assert kiln.explain(lambda x: x.cos(), backend="eager")(X).graph_count == 1
+
+
+def test_a_function_that_closes_over_others_is_captured_for_itself():
+    def step(x, by):
+        return kiln.compile(lambda y: (y * by).sin(), backend="eager")(x)
+
+    assert [step(X, by).equal((X * by).sin()) for by in (2.0, 3.0)] == [True, True]
