@@ -28,8 +28,9 @@ from kiln.capture.module import CapturedModule
 from kiln.capture.nested import hide
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
+from kiln.capture.world import rooted
 from kiln.check.failures import failure
-from kiln.check.guards import Guard
+from kiln.check.guards import Guard, Is
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
 
@@ -65,9 +66,17 @@ class Kept:
                     region.add(entry.guards, entry.run, entry.info)
 
     def keep(self, region: Any) -> None:
-        """Keep the entries of a region but that of a function that is left alone, which leads to it."""
+        """Keep the entries of a region but those that keep something alive that was given to it."""
         with LOCK:
-            self.entries = [entry for entry in region.entries if entry.info.found.guards]
+            self.entries = [entry for entry in region.entries if not holds(entry.info.found)]
+
+
+def holds(found: GuardSet) -> bool:
+    """Whether an entry leads to its function, which is left alone, or to a module or tensor of a call."""
+    guards, held = found.direct(), (torch.nn.Module, torch.Tensor)
+    return not guards or any(
+        type(guard) is Is and isinstance(guard.value, held) and not rooted(guard.source) for guard in guards
+    )
 
 
 KEPT: WeakSet[Kept] = WeakSet()

@@ -181,6 +181,20 @@ def test_a_function_that_is_made_again_is_captured_once():
     assert kiln.explain(lambda x: x.cos(), backend="eager")(X).graph_count == 1
 
 
+def test_what_a_function_was_given_goes_with_it():
+    def step(model, x):
+        return kiln.compile(lambda module, y: module(y) + 1, backend="eager")(model, x)
+
+    def run():
+        model = nn.Linear(8, 8)
+        step(model, X)
+        return weakref.ref(model)
+
+    left = run()
+    gc.collect()
+    assert left() is None
+
+
 def test_a_function_that_closes_over_others_is_captured_for_itself():
     def step(x, by):
         return kiln.compile(lambda y: (y * by).sin(), backend="eager")(x)
