@@ -109,7 +109,7 @@ def _shared(function: FunctionType, asked: Compile) -> Any:
     by_code = not named and function.__closure__ is None and REGIONS not in function.__dict__
     settings = tuple(sorted(asked.options.items(), key=lambda item: item[0]))
     what = id(function.__globals__ if by_code else function)  # decorators copy the dict of a function
-    key = (what, id(asked.backend), asked.fullgraph, asked.dynamic, asked.mode, settings)
+    key = (what, id(asked.backend), asked.fullgraph, asked.dynamic, asked.mode, settings, config.now)
     try:
         hash(key)
     except TypeError:

@@ -48,6 +48,7 @@ class Family:
     resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
     causes: WeakKeyDictionary[Any, Counter[str]] = field(default_factory=WeakKeyDictionary)  # of recompiles
     modules: int = 1  # how many are called through the region
+    settings: Any = field(default_factory=lambda: options.config.now)  # those in force when it was made
 
 
 class Kept:
@@ -153,10 +154,10 @@ def module_region(function: types.FunctionType, module: torch.nn.Module, asked: 
     for known, (first, family) in list(COMPILED.items()):
         other = first()
         fits = type(other) is type(module) and known.function is function and family.options.like(asked)
-        if other is module and fits:
+        if other is module and fits and family.settings == options.config.now:
             return known
         free = module.training and (family.modules > 1 or not known.entries)
-        if other is not None and fits and free and modules.alike(module, other):
+        if other is not None and other is not module and fits and free and modules.alike(module, other):
             family.modules += 1
             return known
     made = make_region(function, family := Family(asked))
