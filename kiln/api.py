@@ -7,8 +7,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -101,24 +102,37 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
 
 
 def _shared(function: FunctionType, asked: Compile) -> Any:
-    """The region of a function; a module's own has one for all compile calls that ask for the same.
-
-    A function that is no name of its module must go when nobody uses it: what kept its region would keep it.
-    """
-    if function.__globals__.get(function.__qualname__) is not function:
+    """The region of a function: one for all compile calls that ask for the same."""
+    if marks.of(function):
         return pipeline.region(function, asked)
+    named = function.__globals__.get(function.__qualname__) is function
+    by_code = not named and function.__closure__ is None and REGIONS not in function.__dict__
     settings = tuple(sorted(asked.options.items(), key=lambda item: item[0]))
-    key = (id(function), id(asked.backend), asked.fullgraph, asked.dynamic, asked.mode, settings)
+    what = id(function.__globals__ if by_code else function)  # decorators copy the dict of a function
+    key = (what, id(asked.backend), asked.fullgraph, asked.dynamic, asked.mode, settings, config.now)
     try:
         hash(key)
     except TypeError:
         return pipeline.region(function, asked)
-    # Kept by the function, so that both go together; decorators copy the dict, hence the function in the key.
-    regions: dict[Any, Any] = function.__dict__.setdefault("__kiln_regions__", {})
+    # Kept by the function, so that both go together, or by its code if the function holds nothing else. One
+    # that is no name of its module must go when nobody uses it: what is kept does not lead to it.
+    if by_code:
+        regions: dict[Any, Any] = UNNAMED.setdefault(function.__code__, {})
+    else:
+        regions = function.__dict__.setdefault(REGIONS, {})
     known = regions.get(key)
     if known is None:
-        known = regions.setdefault(key, pipeline.region(function, asked))
-    return known
+        if by_code and len(regions) >= MOST:
+            regions.pop(next(iter(regions)), None)
+        made = pipeline.region(function, asked) if named else pipeline.Kept(_alike(function), asked)
+        known = regions.setdefault(key, made)
+    return known if named else pipeline.region(function, asked, known)
+
+
+REGIONS = "__kiln_regions__"
+#: What is kept for functions that are made again and again, by their code, and for how many compile calls.
+UNNAMED: WeakKeyDictionary[CodeType, dict[Any, Any]] = WeakKeyDictionary()
+MOST = 8
 
 
 def _region(function: Any, asked: Compile, owner: Any = None) -> Any:
@@ -151,7 +165,7 @@ def reset() -> None:
     Memory that compiled graphs keep between calls goes back to the system.
     """
     live.clear()
-    pipeline.COMPILED.clear()
+    pipeline.forget()
     _launch.trim()
     recorded.forget()
     log.forget()
@@ -218,6 +232,15 @@ def _copied(function: Any) -> FunctionType:
         function.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _alike(function: Any) -> FunctionType:
+    """A function of its own that is like another to whoever asks."""
+    copy = _copied(function)
+    for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
+        setattr(copy, name, getattr(function, name))
+    copy.__dict__.update({k: v for k, v in function.__dict__.items() if k != REGIONS})
     return copy
 
 
@@ -342,10 +365,8 @@ def _anew(f: Any) -> Any:
         return _Apart(f)
     if not isinstance(f, (FunctionType, _hook.Region)) or marks.of(f):
         return f
-    original: Any = f.function if isinstance(f, _hook.Region) else f
-    copy = _copied(original)
-    copy.__qualname__, copy.__module__ = original.__qualname__, original.__module__
-    copy.__dict__.update({k: v for k, v in original.__dict__.items() if k != "__kiln_regions__"})
+    copy: Any = _alike(f.function if isinstance(f, _hook.Region) else f)
+    copy.__dict__[REGIONS] = {}
     return copy
 
 

@@ -6,7 +6,6 @@ import threading
 import types
 from collections import Counter
 from dataclasses import field, replace
-from functools import partial
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from itertools import islice
 from typing import Any
@@ -29,8 +28,9 @@ from kiln.capture.module import CapturedModule
 from kiln.capture.nested import hide
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
+from kiln.capture.world import rooted
 from kiln.check.failures import failure
-from kiln.check.guards import Guard
+from kiln.check.guards import Guard, Is
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
 
@@ -48,6 +48,39 @@ class Family:
     resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
     causes: WeakKeyDictionary[Any, Counter[str]] = field(default_factory=WeakKeyDictionary)  # of recompiles
     modules: int = 1  # how many are called through the region
+    settings: Any = field(default_factory=lambda: options.config.now)  # those in force when it was made
+
+
+class Kept:
+    """What the regions of one function share that come of equal compile calls; it leads to a copy of it."""
+
+    def __init__(self, function: types.FunctionType, asked: Compile) -> None:
+        self.function, self.family, self.entries = function, Family(asked), list[Any]()
+        KEPT.add(self)
+
+    def lend(self, region: Any) -> None:
+        """Give a region the entries that it lacks."""
+        with LOCK:
+            own = {id(entry.info) for entry in region.entries}
+            for entry in self.entries:
+                if id(entry.info) not in own:
+                    region.add(entry.guards, entry.run, entry.info)
+
+    def keep(self, region: Any) -> None:
+        """Keep the entries of a region but those that keep something alive that was given to it."""
+        with LOCK:
+            self.entries = [entry for entry in region.entries if not holds(entry.info.found)]
+
+
+def holds(found: GuardSet) -> bool:
+    """Whether an entry leads to its function, which is left alone, or to a module or tensor of a call."""
+    guards, held = found.direct(), (torch.nn.Module, torch.Tensor)
+    return not guards or any(
+        type(guard) is Is and isinstance(guard.value, held) and not rooted(guard.source) for guard in guards
+    )
+
+
+KEPT: WeakSet[Kept] = WeakSet()
 
 
 @dataclass(eq=False, slots=True)
@@ -98,20 +131,31 @@ class BackendRaised(Exception):
         super().__init__(error)
 
 
-def region(function: types.FunctionType, asked: Compile) -> Any:
-    """A callable that runs the function captured and compiled."""
-    return make_region(function, Family(asked))
+def region(function: types.FunctionType, asked: Compile, kept: Kept | None = None) -> Any:
+    """A callable that runs the function captured and compiled, with what other such have captured."""
+    if kept is None:
+        return make_region(function, Family(asked))
+    return registered(function, lambda region, argv: miss(region, argv, kept.family, kept))
 
 
 #: The regions of modules, each with the first module that was compiled so and what its regions share.
 COMPILED: WeakKeyDictionary[Any, tuple[ref[torch.nn.Module], Family]] = WeakKeyDictionary()
 
 
+def forget() -> None:
+    """Forget what is kept for compile calls to come."""
+    COMPILED.clear()
+    for kept in list(KEPT):
+        kept.entries.clear()
+
+
 def module_region(function: types.FunctionType, module: torch.nn.Module, asked: Compile) -> Any:
-    """A region for calls of a module; those to train that are built alike have one if none was called."""
+    """A region for calls of a module: its own, or, to train, that of one built alike that was not called."""
     for known, (first, family) in list(COMPILED.items()):
         other = first()
         fits = type(other) is type(module) and known.function is function and family.options.like(asked)
+        if other is module and fits and family.settings == options.config.now:
+            return known
         free = module.training and (family.modules > 1 or not known.entries)
         if other is not None and other is not module and fits and free and modules.alike(module, other):
             family.modules += 1
@@ -149,13 +193,20 @@ def resumed_region(function: types.FunctionType, family: Family) -> Any:
     return made
 
 
-def miss(region: Any, argv: tuple[Any, ...], family: Family) -> Any:
+def miss(region: Any, argv: tuple[Any, ...], family: Family, kept: Kept | None = None) -> Any:
     """No entry holds: capture, add an entry, and have the region run it."""
     function = region.function
+    if kept is not None and kept.function.__code__ is not function.__code__:
+        kept = None  # it has got other code
+    if kept is not None:
+        function = kept.function
+        kept.lend(region)
     refused = None
     _hook.pause()
     try:
         run = find_run(region, function, argv, family)
+        if kept is not None:
+            kept.keep(region)
     except BackendRaised as error:
         refused = error.error
     except (Break, Skip, Specialised, RecompileError) as error:
@@ -190,7 +241,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     failures = [[failure(guard, argv, entry.place(guard)) for guard in found] for entry, found in failing]
     if stance == "fail_on_recompile":
         why = "; ".join(str(found[0]) for found in failures if found) or "it has not been compiled yet"
-        raise RecompileError(f"{name} would be compiled again: {why}")
+        raise RecompileError(f"{name} would be compiled again under the stance {stance!r}: {why}")
     causes = family.causes.setdefault(region, Counter()) if entries else Counter()
     limit = asked.setting("cache_limit") * family.modules
     if entries and telling.recompiled(
@@ -281,19 +332,22 @@ def install(region: Any, captured: Captured, name: str, argv: tuple[Any, ...]) -
     entry = Entry(captured.guards, captured.foreseen)
     telling.captured_frame(region.function, captured, entry, made, name, argv)
     region.add(built, captured.run, entry)
-    captured.foreseen.forget = partial(forget_entry, ref(region))
+    captured.foreseen.forget = forget_entry
     return captured.run
 
 
-def forget_entry(alive: ref[Any], foreseen: Any) -> None:
-    """Take the entry out of a region whose branches went another way than foreseen."""
-    region = alive()
-    if region is not None:
-        with LOCK:
-            kept = [entry for entry in region.entries if entry.info.foreseen is not foreseen]
-            region.clear()
-            for entry in reversed(kept):
-                region.add(entry.guards, entry.run, entry.info)
+def forget_entry(foreseen: Any) -> None:
+    """Take out the entry whose branches went another way than foreseen."""
+    with LOCK:
+        for kept in list(KEPT):
+            kept.entries = [entry for entry in kept.entries if entry.info.foreseen is not foreseen]
+        for region in live.regions():
+            entries = region.entries
+            others = [entry for entry in entries if entry.info.foreseen is not foreseen]
+            if len(others) < len(entries):
+                region.clear()
+                for entry in reversed(others):
+                    region.add(entry.guards, entry.run, entry.info)
 
 
 def skip(region: Any, name: str, error: Skip, family: Family) -> Any:

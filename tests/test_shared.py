@@ -135,3 +135,68 @@ def test_what_goes_on_after_a_break_is_shared_too(Block):
     made = as_twins([Broken() for _ in range(4)], backend="eager")
     assert graphs(lambda: [block(X) for block in made]) == 2
     assert graphs(lambda: [block(X) for block in made]) == 0
+
+
+def test_a_function_that_is_compiled_again_is_captured_once():
+    def f(x, by=2.0):
+        kiln.graph_break()
+        return x * by
+
+    assert graphs(lambda: [kiln.compile(f, backend="eager")(X) for _ in range(3)]) == 1
+    both = [kiln.compile(f, backend="eager") for _ in range(2)]
+    assert graphs(lambda: [one(X.double()) for one in both]) == 1
+    f.__defaults__ = (3.0,)
+    assert both[0](X).equal(X * 3.0) and kiln.compile(f, backend="eager")(X).equal(X * 3.0)
+    assert graphs(lambda: kiln.compile(f, backend="aot_eager")(X)) == 1
+    kiln.reset()
+    assert graphs(lambda: [kiln.compile(f, backend="eager")(X) for _ in range(3)]) == 1
+
+
+def test_a_function_that_was_compiled_goes_with_its_last_user():
+    def f(x):
+        return x * 2
+
+    kiln.compile(f, backend="eager")(X)
+    left = weakref.ref(f)
+    gc.disable()
+    try:
+        del f
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_module_that_is_compiled_again_has_one_graph(Block):
+    block = Block().eval()
+    first, second = (kiln.compile(block, backend="eager") for _ in range(2))
+    assert graphs(lambda: (first(X), second(X))) == 1
+
+
+def test_a_function_that_is_made_again_is_captured_once():
+    def step(x, by):
+        return kiln.compile(lambda y, by=by: (y * by).sin(), backend="eager")(x)
+
+    assert graphs(lambda: [step(X, 2.0) for _ in range(3)]) == 1
+    assert step(X, 3.0).equal((X * 3.0).sin())
+    assert kiln.explain(lambda x: x.cos(), backend="eager")(X).graph_count == 1
+
+
+def test_what_a_function_was_given_goes_with_it():
+    def step(model, x):
+        return kiln.compile(lambda module, y: module(y) + 1, backend="eager")(model, x)
+
+    def run():
+        model = nn.Linear(8, 8)
+        step(model, X)
+        return weakref.ref(model)
+
+    left = run()
+    gc.collect()
+    assert left() is None
+
+
+def test_a_function_that_closes_over_others_is_captured_for_itself():
+    def step(x, by):
+        return kiln.compile(lambda y: (y * by).sin(), backend="eager")(x)
+
+    assert [step(X, by).equal((X * by).sin()) for by in (2.0, 3.0)] == [True, True]

@@ -24,7 +24,7 @@ class KilnError(Exception):
     """Base of every error that Kiln raises on purpose."""
 
 
-class Break(KilnError):
+class Break(KilnError, RuntimeError):
     """The graph ends here: kind (a stable id), place, reason and remedy."""
 
     def __init__(self, kind: str, why: str, hint: str = "", at: Place | None = None) -> None:
@@ -67,7 +67,7 @@ class Uneven(KilnError):
     """Layers that look alike are not: all of them must be gone through."""
 
 
-class RecompileError(KilnError):
+class RecompileError(KilnError, RuntimeError):
     """A recompile was needed while the stance forbids it."""
 
 

@@ -358,7 +358,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     pending = world.read_slot(value, name) if world.instance else MISSING
     if pending is not MISSING and pending is not DELETED:
         return pending
-    if value.real_type not in PLAIN_TYPES:
+    if m.modes or value.real_type not in PLAIN_TYPES:
         special: Any = SUBCLASSES["load"](m, value, name)
         if special is not MISSING:
             return special
@@ -419,6 +419,8 @@ def load_own(m: Machine, value: FakeTensor, name: str) -> Any:
 
 #: Attributes of tensors of subclasses, filled by `subclasses`.
 SUBCLASSES: dict[str, Any] = {}
+#: What modes make of torch calls; filled by `function_modes`.
+MODES: dict[str, Any] = {}
 ALIASES = {"_grad": "grad"}
 #: Facts that no guard on a tensor has.
 UNCOVERED = frozenset({"is_leaf", "grad_fn", "retains_grad", "_version", "output_nr", "name"})

@@ -90,6 +90,8 @@ def refuses(kind: str, why: str, hint: str, *functions: Any) -> None:
 
 def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opaque") -> Any:
     """Call anything."""
+    if m.modes and (found := attributes.MODES["intercept"](m, function, args, kwargs)) is not MISSING:
+        return found
     if type(function) is not types.FunctionType and (action := marked_action(function)) is not None:
         return action(m, function, args, kwargs)
     handler = HANDLERS.get(id(function))
@@ -499,6 +501,8 @@ def call_method_wrapper(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     owner, name = function.__self__, function.__name__
     if type(owner) is FakeTensor:
         return leaf(m, getattr(torch.Tensor, name), (owner, *args), kwargs)
+    if type(owner) is types.GetSetDescriptorType and args and type(args[0]) is FakeTensor:
+        return attributes.load(m, args[0], owner.__name__)
     descriptor = getattr(function.__objclass__, name) if hasattr(function, "__objclass__") else None
     handler = HANDLERS.get(id(descriptor))
     if handler is not None:

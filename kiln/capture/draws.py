@@ -20,6 +20,11 @@ from kiln.capture.world import nested
 from kiln.ops.symint import wrap
 
 LARGEST = 1 << 62
+#: Where floats lie that a method gives: the least, the most, and whether that one can be.
+SPANS: dict[str, Any] = {
+    **dict.fromkeys(("random", "random_sample", "rand"), lambda *args: (0.0, 1.0, False)),
+    "uniform": lambda a=0.0, b=1.0: (min(a, b, a + (b - a)), max(a, b, a + (b - a)), True),
+}
 
 
 def refusal(function: Any) -> Break:
@@ -34,6 +39,9 @@ def number(m: Machine, function: Any, owner: Source, args: Args, found: range | 
     low, high = (min(found[0], found[-1]), max(found[0], found[-1])) if found is not None else (None, None)
     draw = Draw(f"__drawn{len(m.world.varying.draws)}", function, owner, args)
     symbol = m.world.varying.drawn(draw, low, high, Restart(step, reason))
+    span = SPANS.get(function.__name__)
+    if found is None and span is not None:
+        m.world.varying.spans[symbol] = span(*args)
     m.recorder.symbol(symbol, "value", Arg(-1, draw.name))
     m.world.writes += 1
     return wrap(symbol)

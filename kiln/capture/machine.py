@@ -18,6 +18,7 @@ from kiln.capture import (
     calls,
     copies,
     expected,
+    function_modes,
     library_calls,
     number_calls,
     open_numbers,
@@ -75,6 +76,7 @@ class Machine:
         self.aside = int(not torch._C._is_torch_function_enabled())
         self.muted = 0  # blocks around the program's warnings that it has entered
         self.devices: list[torch.device] = []  # default devices that the program has entered
+        self.modes: list[tuple[Any, int]] = []  # torch function modes that it has entered, and the steps
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
         #: The first iterator from outside that was moved on, and the step.
         self.advanced: tuple[Any, int] | None = None
@@ -264,6 +266,10 @@ class Machine:
 
     def torch_call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call that becomes one node of the graph."""
+        if self.modes and getattr(function, "__module__", None) == "_operator":
+            found = function_modes.intercept(self, function, args, kwargs, asked=True)
+            if found is not MISSING:
+                return found
         if self.recorder.subclassed:
             found = subclasses.intercept(self, function, args, kwargs)
             if found is not MISSING:
@@ -303,6 +309,8 @@ class Machine:
         if kind is bool:
             return bool(value)
         if kind is FakeTensor:
+            if self.modes:
+                raise function_modes.unseen("the truth")
             known = needed(value)
             if known is not None:
                 return bool(self.native(bool, known))
@@ -324,6 +332,8 @@ class Machine:
         world = self.world
         kind = type(value)
         if kind is FakeTensor:
+            if self.modes:
+                raise function_modes.unseen("the rows")
             if not value.dim():
                 return self.native(iter, value)
             self.world.looked = True

@@ -177,7 +177,8 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
         return m.native(COMPARE[sign], a, b)
     if (ta in SYMBOLIC and tb is not FakeTensor) or (tb in SYMBOLIC and ta is not FakeTensor):
         if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC:
-            return symbolic.compare(sign, a, b)
+            truth = settled_number(m, sign, a, b)
+            return symbolic.compare(sign, a, b) if truth is None else truth
         return compare(m, sign, plain_number(a), plain_number(b), mode)
     if ta is FakeTensor or tb is FakeTensor:
         if a is None or b is None or isinstance(a, str) or isinstance(b, str):
@@ -214,18 +215,31 @@ def settled(m: Machine, sign: str, a: Any, b: Any, out: Any) -> Any:
     drawn, bound, sign = (a, b, sign) if type(a) is FakeTensor else (b, a, COMPARE_MIRROR[sign])
     if type(bound) not in (int, float) or m.recorder.made_by(drawn) is not torch.rand or drawn._version:
         return out
-    truth = beyond(sign, bound) if sign not in ("==", "!=") else None
+    truth = beyond(sign, bound, 0.0, 1.0, False)
     if truth is not None and type(out) is FakeTensor:
         out.value, out.value_version = torch.full(tuple(out.shape), truth), out._version
         LITERALS.made = True
     return out
 
 
-def beyond(sign: str, bound: float) -> bool | None:
-    """What a comparison of numbers from 0 to 1, without 1, with a bound says when all of them agree."""
-    if bound < 0 or bound == 0 and sign in ("<", ">="):
+def settled_number(m: Machine, sign: str, a: Any, b: Any) -> bool | None:
+    """What a comparison says of a float that is drawn, where that is so for all that may be drawn."""
+    drawn, bound, sign = (a, b, sign) if type(a) in SYMBOLIC else (b, a, COMPARE_MIRROR[sign])
+    spans = m.world.varying.spans
+    if not spans or type(bound) not in (int, float):
+        return None
+    span = spans.get(symbolic.number(drawn))
+    return None if span is None else beyond(sign, bound, *span)
+
+
+def beyond(sign: str, bound: float, low: float, high: float, closed: bool) -> bool | None:
+    """What a comparison of numbers from `low` to `high`, which may be one, says when all of them agree."""
+    if sign in ("==", "!="):
+        return None
+    if bound < low or bound == low and sign in ("<", ">="):
         return sign in (">", ">=")
-    return sign in ("<", "<=") if bound >= 1 else None
+    most = bound > high or bound == high and (not closed or sign in ("<=", ">"))
+    return sign in ("<", "<=") if most else None
 
 
 def plain(cls: type, name: str) -> bool:

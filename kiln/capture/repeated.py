@@ -84,7 +84,7 @@ def shape_of(
     m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, tensors: list[FakeTensor]
 ) -> Any:
     """What must be equal in two calls for one to be copied; None for a call that is always interpreted."""
-    if type(m.recorder) is not Recorder or not isinstance(m.world.source(module), Const):
+    if m.modes or type(m.recorder) is not Recorder or not isinstance(m.world.source(module), Const):
         return None
     parts: list[Any] = [type(module), len(args), *kwargs]
     for value in (*args, *kwargs.values()):

@@ -16,7 +16,7 @@ import torch
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const
-from kiln.capture import draws, flags, open_numbers, state
+from kiln.capture import draws, flags, function_modes, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -161,8 +161,10 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
             frame.before.clear()
             machine.close_dropped()
             ended: Break | None = None
+            function_modes.left(machine)
         except Break as e:
             ended = e
+            function_modes.move_out(machine, fullgraph)
             literals.settle(e)
             if e.kind in WHOLE_FRAME and not fullgraph:
                 frames = machine.broken or []

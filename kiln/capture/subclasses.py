@@ -190,9 +190,15 @@ def own(m: Machine, kind: type, name: str) -> Any:
 
 
 def load(m: Machine, value: FakeTensor, name: str) -> Any:
-    """An attribute of a tensor of a subclass; MISSING where it is as of any tensor."""
+    """An attribute of a tensor, of a subclass or within a mode; MISSING where it is as of any tensor."""
     kind = value.real_type
     if name in ("__class__", "__dict__"):
+        return MISSING
+    if m.modes and isinstance(mro_lookup(torch.Tensor, name), types.GetSetDescriptorType):
+        seen = attributes.MODES["intercept"](m, getattr, (value, name), {}, asked=True)
+        if seen is not MISSING or kind in PLAIN_TYPES:
+            return seen
+    if kind in PLAIN_TYPES:
         return MISSING
     found = own(m, kind, name)
     plain = mro_lookup(torch.Tensor, name)
@@ -287,13 +293,15 @@ for _name in ("_C._has_torch_function", "_C._has_torch_function_unary", "_C._has
               "overrides.has_torch_function", "overrides.has_torch_function_unary",
               "overrides.has_torch_function_variadic"):  # fmt: skip
     handles(operator.attrgetter(_name)(torch))(
-        lambda m, args, kwargs: bool(m.recorder.subclassed and not m.aside and overriding(args))
+        lambda m, args, kwargs: bool(m.modes or m.recorder.subclassed and not m.aside and overriding(args))
     )
 
 
 @handles(torch.overrides.handle_torch_function)
 def handle(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     function, relevant, *rest = args
+    if m.modes:
+        return attributes.MODES["by_mode"](m, function, overriding(relevant), tuple(rest), kwargs)
     return dispatch(m, function, tuple(rest), kwargs, overriding(relevant))
 
 

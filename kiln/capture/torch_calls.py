@@ -84,10 +84,6 @@ declare({
     torch.autograd.profiler.record_function: lambda m, args, kwargs: m.call(
         m.world.constant(contextlib.nullcontext), ()),
 })  # fmt: skip
-refuses("foreign-context", "a torch function mode is entered or left",
-        "enter it outside the compiled function",
-        torch.overrides._push_mode, torch.overrides._pop_mode, torch.overrides._pop_mode_temporarily,
-        torch.overrides.TorchFunctionMode.__enter__, torch.overrides.TorchFunctionMode.__exit__)  # fmt: skip
 refuses("random-state", "the state of the random generator is changed or read",
         "seed outside the compiled function",
         torch.seed, torch.random.fork_rng, torch.set_rng_state, torch.get_rng_state,

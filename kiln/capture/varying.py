@@ -61,6 +61,8 @@ class Varying:
         self.reads: dict[Symbol, Read] = {}
         self.items: dict[Symbol, Any] = {}  # of numbers that the graph reads: the tensor of one element
         self.draws: dict[Symbol, Draw] = {}  # in the order of the program
+        #: Of floats that are drawn: the least, the most, and whether that one can be.
+        self.spans: dict[Any, tuple[float, float, bool]] = {}
         self.marked: list[Symbol] = []
         self.numbers = dynamic.mode is True or any(read.what == "value" for read in dynamic.reads)
         self.plain = True  # the sizes of all tensors with symbols may be read as memory

@@ -204,7 +204,8 @@ class Conditions(Guard):
         changes = [
             f"{read} was {old}, now {new}"
             for read, old, new in zip(self.reads, self.seen, now, strict=True)
-            if old != new and (not failed or any(str(read) in text for text in failed))
+            if (type(old) is not type(new) or old != new)
+            and (not failed or any(str(read) in text for text in failed))
         ]
         return f"{', '.join(changes)}: compiled for {failed[0] if failed else self}"
 

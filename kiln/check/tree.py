@@ -118,6 +118,10 @@ class GuardSet:
             self._written = tuple(found)
         return self._written
 
+    def direct(self) -> list[Guard]:
+        """Those that stand for themselves, without the many that are like those of another module."""
+        return [guard for guard in self._guards.values() if not isinstance(guard, Moved)]
+
     def place(self, guard: Guard) -> Any:
         """Where in the program the read stood that asked for one of `guards`."""
         return self._places.get(guard)

@@ -12,7 +12,7 @@ from torch import fx
 
 from kiln.base.begun import Begun, begin
 from kiln.base.expressions import Expr, Symbol
-from kiln.base.fx import bindings
+from kiln.base.fx import bindings, runner
 from kiln.base.graph import Graph, Node, TensorSpec
 from kiln.base.keys import below
 from kiln.differentiate.again import Replay
@@ -30,6 +30,8 @@ Compiler: TypeAlias = Callable[[Graph], Run]
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore[attr-defined]
 _grad_enabled = torch.is_grad_enabled
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batch = torch._C._functorch.is_legacy_batchedtensor
 BOXED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
@@ -58,6 +60,7 @@ def training(
     saving = Saving(joint, halves)
     tangents = Tangents(joint, getattr(compile_backward, "any_strides", False))
     replay = Replay(module, joint)
+    otherwise = Otherwise(joint, halves, saving, tangents, replay)
     run = entered(forward)
     if hasattr(forward, "shows"):
         forward.shows(results)
@@ -85,10 +88,10 @@ def training(
         @staticmethod
         def backward(ctx: Any, *given: Any) -> Any:
             grads = placed(unboxed(given), shown, [None] * results)
+            unusual = otherwise(ctx, grads)
+            if unusual is not None:
+                return None, *unusual
             present, values = tangents(grads, ctx)
-            if _grad_enabled():
-                saving.check(ctx, present)
-                return None, *replay.gradients(ctx, present, values)
             values[:0] = [*saving.load(ctx, present), *ctx.numbers]
             free = not _keeps_graph() and saving.release(ctx, present)
             plain = [grads[i] for i in joint.tangents if grads[i] is not None]
@@ -114,6 +117,34 @@ def training(
         return placed(apply(found, *primals), shown, found)
 
     return call
+
+
+class Otherwise:
+    """Gradients that are not to be had from the compiled half: with a history, or within a transform."""
+
+    def __init__(
+        self, joint: Joint, halves: Halves, saving: Saving, tangents: Tangents, replay: Replay
+    ) -> None:
+        self.places, self.saving, self.tangents, self.replay = joint.tangents, saving, tangents, replay
+        self.op_by_op = Backward(halves, len(joint.tangents), runner)
+
+    def __call__(self, ctx: Any, grads: list[Any]) -> Sequence[Any] | None:
+        """The gradients of the primals; None for usual ones."""
+        if _grad_enabled():
+            present, values = self.tangents(grads, ctx)
+            self.saving.check(ctx, present)
+            return self.replay.gradients(ctx, present, values)
+        if not any(map(of_transform, grads)):
+            return None
+        there = [(k, grads[i]) for k, i in enumerate(self.places) if grads[i] is not None]
+        present = sum(1 << k for k, _ in there)
+        saved = [*self.saving.load(ctx, present), *ctx.numbers]
+        return self.op_by_op.run([*saved, *[grad for _, grad in there]], present)
+
+
+def of_transform(grad: Any) -> bool:
+    """Whether a gradient is one of torch.func's tensors, or of a batch of gradients: it has no memory."""
+    return grad is not None and (_is_transformed(grad) or _is_batch(grad))
 
 
 def placed(values: Sequence[Any], places: Sequence[int], among: list[Any]) -> list[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import random
 
 import numpy
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -63,7 +65,7 @@ def a_range_answers_questions(x):
 @program(X, graphs=2, breaks=1)
 def a_branch_breaks_where_it_was_drawn(x):
     y = x + 1
-    return y * 2 if random.random() < 2 else y
+    return y * 2 if random.gauss(0, 1) < 9 else y
 
 
 @program(X, graphs=2, breaks=1)
@@ -151,3 +153,35 @@ def test_an_op_that_fails_draws_once():
         outcomes.append(GENERATOR.random())
     assert outcomes[1] is outcomes[5] is None
     torch.testing.assert_close(torch.tensor(outcomes[0]), torch.tensor(outcomes[4]))
+
+
+def dropped(x, layers, rate, draw):
+    for layer in layers:
+        if draw() < rate:
+            continue
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5], ids=["never", "always"])
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.uniform(0, 1), numpy.random.rand], ids=["unit", "between", "numpy"]
+)
+def test_layers_that_no_number_drops_are_one_graph(rate, draw):
+    def f(x):
+        return dropped(x, [torch.sin] * 3, rate, draw) + 1
+
+    one_graph(f, X, how=HOW)
+
+
+def test_layers_that_a_number_drops():
+    same_as_eager(lambda x: dropped(x, [torch.sin] * 3, 0.5, random.random) + 1, X, how=How(recompiles=True))
+
+
+@pytest.mark.parametrize("sign", [operator.lt, operator.le, operator.gt, operator.ge, operator.eq])
+@pytest.mark.parametrize("bound", [-1, 0, 2, 3])
+def test_numbers_at_the_ends_of_where_they_lie(sign, bound):
+    def f(x):
+        return x * 2 if sign(random.uniform(0, 2), bound) else x, x + 1 if sign(bound, random.random()) else x
+
+    same_as_eager(f, X, how=How(recompiles=True))

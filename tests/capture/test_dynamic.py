@@ -27,6 +27,7 @@ def vary(
     f: Callable[..., Any], calls: Iterable[tuple[Any, ...]], compiles: int, breaks: int = 0, **options: Any
 ) -> records.Records:
     """Run eager and compiled on all calls; results must be equal, compiles and breaks as pinned."""
+    kiln.reset()
     compiled = kiln.compile(f, backend="eager", **options)
     with records.collect() as seen:
         for args in calls:

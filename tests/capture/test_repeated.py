@@ -128,6 +128,7 @@ def test_nodes_of_copies_tell_their_own_places(copies, monkeypatch):
     ]
     with monkeypatch.context() as patch, records.collect() as found:
         patch.setattr(repeated, "MOST", 0)
+        kiln.reset()
         kiln.compile(model, backend="eager")(X)
     nodes = found.graphs[0].graph.graph.nodes
     assert told == [(n.meta["stack_trace"], n.meta["module"]) for n in nodes if n.op != "output"]

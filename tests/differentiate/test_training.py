@@ -135,3 +135,20 @@ def test_value_learning_with_a_target_network() -> None:
         return [online, target]
 
     agree(program)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "kiln"])
+def test_gradients_in_batches_and_within_transforms(backend):
+    layer = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4))
+    x, cotangents = torch.randn(2, 3, requires_grad=True), torch.randn(5, 2, 4)
+    found = []
+    for run in (layer, kiln.compile(layer, backend=backend)):
+        out = run(x)
+        wanted = [x, *layer.parameters()]
+
+        def pull(v, out=out, wanted=wanted):
+            return torch.autograd.grad(out, wanted, v, retain_graph=True)
+
+        batch = torch.autograd.grad(out, wanted, cotangents, retain_graph=True, is_grads_batched=True)
+        found.append((batch, torch.vmap(pull)(cotangents), pull(cotangents[0])))
+    torch.testing.assert_close(found[1], found[0])
