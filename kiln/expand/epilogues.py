@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
-from kiln.base.graph import Graph, Node, nodes_in, substituted
+from kiln.base.graph import Graph, Made, Node, nodes_in, substituted
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
@@ -62,10 +62,10 @@ def with_biases_apart(graph: Graph) -> Graph:
         plain = node.over((image, filters, None, *how), node.kwargs)
         around = (1,) * (len(node.spec.shape) - 2)
         spec = replace(bias.spec, shape=bias.spec.shape + around, stride=bias.spec.stride + around)
-        shown = Node(aten.view.default, (bias, list(spec.shape)), {}, spec, graph.name("bias"), node.where)
-        added = Node(aten.add.Tensor, (plain, shown), {}, node.spec, graph.name("biased"), node.where)
-        shown.backward = added.backward = node.backward
-        return [plain, shown, added], added
+        made = Made(graph, node)
+        shown = made.call(aten.view.default, spec, bias, list(spec.shape))
+        added = made.call(aten.add.Tensor, node.spec, plain, shown)
+        return [plain, *made.nodes], added
 
     found = {node for node in graph.nodes if node.op is aten.convolution.default and adds_bias(node)}
     return substituted(graph, instead) if found else graph

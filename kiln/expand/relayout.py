@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from kiln.base.graph import CONSTANT, Graph, Node, TensorSpec, mapped, nodes_in
+from kiln.expand.fit import restride
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import contiguous, is_contiguous, is_dense
 from kiln.ops.levels import name_of
@@ -96,9 +97,11 @@ class Relayout:
             return self.copy(node, plain)
         if node.op is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format:
             read: Node = node.args[0]
-            order = places_first(read.spec, self.values[read].spec)
-            if order is not None:
-                return self.in_order(self.values[read], order)
+            stride = places_first(read.spec, self.values[read].spec)
+            if stride is not None:
+                with self.recording:
+                    copy = restride(self.fake(self.values[read]), node.spec.shape, stride)
+                return self.recording.node(copy)
         return self.again(node, self.value)
 
     def same(self, read: Node) -> bool:
@@ -168,14 +171,6 @@ class Relayout:
             node, stride, lambda: self.graph.call(aten.clone.default, (node,), spec=spec, like=node)
         )
 
-    def in_order(self, node: Node, order: Sequence[int]) -> Node:
-        """A copy of a value with its dimensions in this order in memory."""
-        with self.recording:
-            made = aten.permute.default(self.fake(node), list(order))
-            made = aten.clone.default(made, memory_format=torch.contiguous_format)
-            made = aten.permute.default(made, sorted(range(len(order)), key=order.__getitem__))
-        return self.recording.node(made)
-
     def once(self, node: Node, form: Any, make: Callable[[], Node]) -> Node:
         """A value in another form, made when it is first asked for."""
         known = self._copies.get((node, form))
@@ -191,8 +186,8 @@ def call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return op(*args, **kwargs)
 
 
-def places_first(old: TensorSpec, new: TensorSpec) -> list[int] | None:
-    """How the dimensions of a copy lie, where what lay in order inside of it lies around the rest now.
+def places_first(old: TensorSpec, new: TensorSpec) -> tuple[int, ...] | None:
+    """The strides of a copy in order, where what lay in order inside of it lies around the rest now.
 
     So are the channels of images mixed: the places, which were innermost, stay outside where channels are
     now. None where values lie otherwise.
@@ -206,7 +201,8 @@ def places_first(old: TensorSpec, new: TensorSpec) -> list[int] | None:
     inside, around = new.stride[1:split], new.stride[split:]
     if not 1 < split < rank or min(around) <= max(inside) or new.stride[0] < max(around):
         return None
-    return order
+    made = dict(zip(order, contiguous(tuple(shape[d] for d in order)), strict=True))
+    return tuple(made[d] for d in range(rank))
 
 
 def is_larger(node: Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kiln.base.graph import Graph, Node, TensorSpec, argument, nodes_in, substituted
+from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, nodes_in, substituted
 from kiln.ops.layout import followed
 from kiln.ops.levels import PIECES
 from kiln.ops.table import aten
@@ -57,14 +57,15 @@ def joined_once(graph: Graph) -> Graph:
     def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
         if node not in wanted:
             return None
-        dim, pieces, new = dim_of(node), list(node.args[0]), list[Node]()
+        dim, pieces, made = dim_of(node), list(node.args[0]), Made(graph, node)
         while len(pieces) > PIECES:
             key = dim, *pieces[:PIECES]
             if key not in known:
-                new.append(known.setdefault(key, joined(graph, node, dim, pieces[:PIECES])))
+                first = pieces[:PIECES]
+                known[key] = made.call(node.op, joined(node.spec, dim, first), first, dim)
             pieces[:PIECES] = [known[key]]
         node.args = (pieces, dim)
-        return [*new, node], node
+        return [*made.nodes, node], node
 
     wanted = {node for node in many if counts[dim_of(node), tuple(node.args[0][:PIECES])] > 1}
     return substituted(graph, instead) if wanted else graph
@@ -85,12 +86,8 @@ def dim_of(node: Node) -> int:
     return int(argument(node, 1, "dim", 0)) % len(node.spec.shape)
 
 
-def joined(graph: Graph, like: Node, dim: int, pieces: list[Node]) -> Node:
-    """Some tensors joined, lying as all of them do."""
-    spec: TensorSpec = like.spec
+def joined(spec: TensorSpec, dim: int, pieces: list[Node]) -> TensorSpec:
+    """The type of some tensors joined, lying as all of them do."""
     shape = list(spec.shape)
     shape[dim] = sum(piece.spec.shape[dim] for piece in pieces)
-    stride = followed(shape, spec.shape, spec.stride)
-    node = Node(like.op, (pieces, dim), {}, replace(spec, shape=tuple(shape), stride=stride, offset=0))
-    node.name, node.where, node.backward = graph.name("cat"), like.where, like.backward
-    return node
+    return replace(spec, shape=tuple(shape), stride=followed(shape, spec.shape, spec.stride), offset=0)

@@ -126,8 +126,7 @@ def blocks_of(graph: Graph) -> Blocks | None:
         return None
     for run in runs(marks_of(graph)):
         for skipped in range(SKIPPED):
-            later = Run(run.start + skipped * run.period, run.period, run.count - skipped)
-            blocks = Blocks(graph, later)
+            blocks = Blocks(graph, Run(run.start + skipped * run.period, run.period, run.count - skipped))
             if blocks.run.count >= FEWEST and blocks.agree():
                 return blocks
     return None
@@ -334,7 +333,7 @@ def fixed_reads(blocks: Blocks, step: Step) -> set[Node] | None:
             (fixed if stays else moving).add(node)
             continue
         follows_blocks, block = node in blocks.copies, blocks.block(node)
-        if not stays and not follows_blocks and (block is None or block < 0) and node not in blocks.families:
+        if not stays and not follows_blocks and (block is None or block < 0):
             return None
         for read in node.inputs():
             outside = follows_blocks and blocks.block(read) is None and read not in blocks.copies

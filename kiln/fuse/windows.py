@@ -152,12 +152,11 @@ def avg_pool(
         ])  # fmt: skip
     else:
         total = widened(windows.values(0.0)).sum(-1)
-    if divisor_override:
-        return (total / float(divisor_override)).to(dtype)
-    counts = [_counted(windows, d, count_include_pad) for d in range(2)]
-    if all(isinstance(count, int) for count in counts):
-        return (total / float(counts[0] * counts[1])).to(dtype)
-    return (total / (counts[0] * counts[1]).to(total.dtype)).to(dtype)
+    count: Any = divisor_override
+    if not count:
+        down, along = (_counted(windows, d, count_include_pad) for d in range(2))
+        count = down * along
+    return (total / (count.to(total.dtype) if isinstance(count, torch.Tensor) else float(count))).to(dtype)
 
 
 def _counted(windows: Windows, dim: int, padded: bool) -> Any:

@@ -168,22 +168,22 @@ def axis_stored(nest: Nest, vector: Axis | None) -> Axis | None:
 
     What is read across it blocks turn in shared memory; what is written across it they cannot.
     """
-    if vector is None or nest.reduced:
+    if nest.reduced:
         return vector
-    places = [store.index for store in nest.stores if isinstance(store.index, Expr)]
-    if len(places) < len(nest.stores) or any(i.poly.get((vector.variable,)) == 1 for i in places):
-        return vector
-    long = [axis for axis in nest.axes if extent(axis) >= SQUARE // 2]
-    return next((a for a in long if all(i.poly.get((a.variable,)) == 1 for i in places)), vector)
+    return along_results(nest, vector, [axis for axis in nest.axes if extent(axis) >= SQUARE // 2]) or vector
 
 
 def axis_written(nest: Nest, vector: Axis | None) -> Axis | None:
     """A short axis that results lie along, where they do not along the vector axis: threads go along them."""
+    return along_results(nest, vector, [axis for axis in nest.axes if extent(axis) < SQUARE // 2])
+
+
+def along_results(nest: Nest, vector: Axis | None, axes: list[Axis]) -> Axis | None:
+    """The first of some axes that all results lie along, where none lies along the vector axis."""
     places = [store.index for store in nest.stores]
     if vector is None or any(not isinstance(i, Expr) or i.poly.get((vector.variable,)) == 1 for i in places):
         return None
-    short = [axis for axis in nest.axes if extent(axis) < SQUARE // 2]
-    return next((a for a in short if all(i.poly.get((a.variable,)) == 1 for i in places)), None)
+    return next((a for a in axes if all(i.poly.get((a.variable,)) == 1 for i in places)), None)
 
 
 def all_along(nest: Nest, axis: Axis) -> bool:
