@@ -1,8 +1,10 @@
 """Builds the C extensions; everything else about the package is in pyproject.toml."""
 
+import compileall
 import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 HOOK = Extension(
     "kiln._hook",
@@ -32,4 +34,17 @@ MERSENNE = Extension(
     extra_compile_args=["-O3", "-std=c11", "-fvisibility=hidden"],
 )
 
-setup(ext_modules=[HOOK, LAUNCH, HELD, NESTS, MERSENNE])
+
+class Build(build_ext):  # type: ignore[misc]
+    """Builds in place leave bytecode files beside the sources, as installing does.
+
+    Where Python may not write them (PYTHONDONTWRITEBYTECODE) each process would compile 300 modules first.
+    """
+
+    def run(self) -> None:
+        super().run()
+        if self.inplace:
+            compileall.compile_dir("kiln", quiet=2)
+
+
+setup(ext_modules=[HOOK, LAUNCH, HELD, NESTS, MERSENNE], cmdclass={"build_ext": Build})
