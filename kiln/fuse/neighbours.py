@@ -43,21 +43,21 @@ BORDERS: dict[str, Callable[[int, int, int], bool | None]] = {
 }  # fmt: skip
 
 
-def at_neighbours(nest: Nest, scope: Scope) -> Nest:
-    """The nest with several turns of its loops as one, where those see mostly the same."""
+def is_plain(nest: Nest) -> bool:
+    """Whether the lengths of loops are known, and all that is read is at places that follow from theirs."""
     known = all(type(a.size) is int and a.low == 0 for a in nest.axes)
     if not known or nest.ordered or nest.part is not None or len(nest.axes) < 2:
-        return nest
-    if any(term.places for term in nest.terms() if isinstance(term, (Load, Place))):
-        return nest
-    return sums_at_once(nest, scope) if nest.reduced else results_at_once(nest, scope)
+        return False
+    return not any(term.places for term in nest.terms() if isinstance(term, (Load, Place)))
 
 
 # Results
 
 
-def results_at_once(nest: Nest, scope: Scope) -> Nest:
+def results_at_once(nest: Nest) -> Nest:
     """The nest with several results in a turn: neighbours, and those that see other places of a filter."""
+    if nest.reduced or not is_plain(nest):
+        return nest
     inner = in_line(nest)
     found = [a for a in nest.axes if a is not inner and shares(nest, inner, a)]
     if not found:
@@ -68,7 +68,7 @@ def results_at_once(nest: Nest, scope: Scope) -> Nest:
     each_of = sum(map(is_product, nest.terms()))
     most = min(RESULTS, PRODUCTS // each_of, nest.volume() // THREADED) // math.prod(counts.values())
     counts[line] = each * divisor(line.size // each, max(most, 1))
-    return unrolled(nest, counts, scope)
+    return unrolled(nest, counts, inner.variable.scope)
 
 
 def divisor(size: int, most: int) -> int:
@@ -122,6 +122,8 @@ def unrolled(nest: Nest, counts: dict[Axis, int], scope: Scope) -> Nest:
 
 def sums_at_once(nest: Nest, scope: Scope) -> Nest:
     """The nest with sums of products at several places in a turn, where one factor is the same for them."""
+    if not nest.reduced or not is_plain(nest):
+        return nest
     folds, inner = nest.folds(), along_memory(nest)
     plain = len(folds) == 1 and products_of(folds[0]) is not None and not inner.reduced
     if not plain or not all(store.kept for store in nest.stores) or len(nest.reduced) < 2:
