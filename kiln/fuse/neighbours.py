@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kiln.base.expressions import MOD
@@ -17,6 +18,7 @@ from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, children, rebuilt, terms
 from kiln.fuse.peel import KNOWN, decided, in_line, substituted
+from kiln.fuse.rolled import rolled
 from kiln.fuse.split import SUMS, along_memory, products_of
 
 #: Products that a turn is made of, at most: the driver's compiler takes half a second for 400 of them.
@@ -27,6 +29,8 @@ RESULTS, ADDED = 8, (4, 7, 5, 3, 2)
 THREADED = 1 << 17
 #: Elements of one value that a turn reads, and others that are the same for neighbours, at least.
 SEEN, SHARED = 4, 4
+#: Whether rows of wide filters are loops.
+ROWS = True
 #: Places of a factor that each have a sum of their own, at most: of more, registers hold too few.
 PLACES = 9
 
@@ -68,7 +72,14 @@ def results_at_once(nest: Nest) -> Nest:
     each_of = sum(map(is_product, nest.terms()))
     most = min(RESULTS, PRODUCTS // each_of, nest.volume() // THREADED) // math.prod(counts.values())
     counts[line] = each * divisor(line.size // each, max(most, 1))
-    return unrolled(nest, counts, inner.variable.scope)
+    scope = inner.variable.scope
+    return unrolled(rolled(nest, scope, partial(always, scope)) if ROWS else nest, counts, scope)
+
+
+def always(scope: Scope, name: str, place: Any, border: int) -> bool:
+    """Whether a comparison of a place with a number holds wherever loops are."""
+    low, high = scope.bounds(place) if isinstance(place, Expr) else (place, place)
+    return BORDERS[name](low, high, border) is True
 
 
 def divisor(size: int, most: int) -> int:
@@ -114,7 +125,7 @@ def unrolled(nest: Nest, counts: dict[Axis, int], scope: Scope) -> Nest:
         replace(fewer[a], reduced=a.reduced) if a in fewer else a for a in nest.axes
         if a in fewer or a not in counts
     ])  # fmt: skip
-    return at_once(nest, axes, moves, scope)
+    return replace(at_once(nest, axes, moves, scope), rolled=nest.rolled)
 
 
 # Sums
