@@ -1,6 +1,7 @@
 """Whole models on a GPU in bf16: eager, Kiln and torch.compile, training steps and inference.
 
     python benchmarks/gpu_models.py [--models bert,resnet50] [--ways eager,kiln,torch] [--phases inference] [--at-once 10]
+    python benchmarks/gpu_models.py --first [--models mnasnet,convnext] [--ways kiln,torch] [--set kiln.a.b.NAME=1]
 
 A process with empty caches for each model and way. Some compile side by side and are then timed one after the other: the
 first calls in seconds (the training step's comes first), the least of four times eight steps in ms, and the most memory
@@ -8,22 +9,32 @@ that training steps had allocated, and that torch's allocator held, in GB. A way
 Layers that drop values keep them all, so that the losses and the sizes of all gradients, which are printed too, are those of
 eager's. The last lines are geometric means over the models: of each way to eager, and of the better of Kiln's modes to the
 better of torch.compile's.
+
+With --first, first calls alone: a process with empty caches for each model, phase and way, nothing beside it. The time is
+from the first call of the compiled model, which lies on the GPU with its inputs, until the result, and in training all
+gradients, are there; imports, and what builds the model, come before. A line for each model and phase, with the seconds
+that Kiln's main thread spent in its stages, and what is left of them: the run itself, with the first calls of libraries.
+Models are named by what their names begin with; --set puts a value in the place of a constant of Kiln's.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import fcntl
+import functools
 import gc
 import importlib
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +210,103 @@ def timed(step: Callable[[], object], module: nn.Module) -> dict[str, float]:
     return {"ms": best, "host": host, "peak": peak, "held": held}
 
 
-def started(name: str, way: str, phases: str, folder: Path) -> subprocess.Popen[str]:
+#: The stages of a first call by what does them; a stage's time is without that of those inside of it.
+STAGES = {
+    "capture": "kiln.pipeline:capture", "trace": "kiln.ahead:trace", "partition": "kiln.ahead:partition",
+    "arrange": "kiln.compiler:arranged", "fuse": "kiln.launch.program:fused",
+    "write": "kiln.launch.program:plan_on", "machine code": "kiln.launch.cuda:Loading.finish",
+    "libraries": "kiln.launch.libraries:wait", "plan": "kiln.launch.device:DevicePlanner.plan",
+}  # fmt: skip
+
+
+class Stages:
+    """The seconds that the main thread spends in stages of Kiln's."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.inside = [0.0]  # of stages in the one that is under way
+        for name, place in STAGES.items():
+            home, _, path = place.partition(":")
+            owner: Any = importlib.import_module(home)
+            *parts, last = path.split(".")
+            for part in parts:
+                owner = getattr(owner, part)
+            setattr(owner, last, self.timed(name, getattr(owner, last)))
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        main = threading.get_ident()
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != main:
+                return function(*args, **kwargs)
+            self.inside.append(0.0)
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent = time.perf_counter() - start
+                self.seconds[name] += spent - self.inside.pop()
+                self.inside[-1] += spent
+
+        return run
+
+
+def first(name: str, way: str, phase: str, changes: list[str]) -> dict[str, Any]:
+    """The seconds of the first call, and of Kiln's stages."""
+    module, inputs = on_the_gpu(name)
+    module.train(phase == "training")
+    if phase == "inference" and name not in TOLD:
+        inputs.pop("labels")
+    for change in changes if way.startswith("kiln") else ():
+        place, _, value = change.partition("=")
+        home, _, constant = place.rpartition(".")
+        setattr(importlib.import_module(home), constant, ast.literal_eval(value))
+    stages = Stages() if way.startswith("kiln") else None
+    run = compiled(way, module, inputs)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    if phase == "training":
+        loss_of(run(**inputs)).backward()  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad():
+            run(**inputs)
+    called = time.perf_counter() - start
+    torch.cuda.synchronize()
+    seconds = {} if stages is None else stages.seconds
+    return {"first": time.perf_counter() - start, "run": called - sum(seconds.values()), "stages": seconds}
+
+
+def first_calls(names: list[str], ways: list[str], phases: list[str], changes: list[str]) -> None:
+    """A line for each model and phase, as soon as its processes have ended."""
+    for name, phase in itertools.product(names, phases):
+        parts, base = [], None
+        for way in ways:
+            with tempfile.TemporaryDirectory() as made:
+                more = ["--first", *[part for change in changes for part in ("--set", change)]]
+                said = started(name, way, phase, Path(made), more).communicate()[0].splitlines()
+                log = (Path(made) / f"{name}.{way}" / "log").read_text().strip().splitlines()[-1:]
+            if not said:
+                parts.append(f"{way}: no figures: {' '.join(log)[:200]}")
+                continue
+            found = json.loads(said[-1])
+            shown = ", ".join([f"{stage} {s:.2f}" for stage, s in found["stages"].items() if s >= 0.005])
+            parts.append(f"{way} {found['first']:.2f} s" + (f" ({shown}, run {found['run']:.2f})" if shown else ""))
+            base = base or found["first"]
+            parts[-1] += f", 1/{found['first'] / base:.1f}" if found["first"] > base else ""
+        print(f"{name:18} {phase:9} {'; '.join(parts)}", flush=True)
+
+
+def started(
+    name: str, way: str, phases: str, folder: Path, more: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """The process for a model in one way, with caches of its own."""
     own = folder / f"{name}.{way}"
     caches = {
         key: str(own / key) for key in ("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     }
     command = [sys.executable, __file__, "--one", str(folder)]
-    command += ["--models", name, "--ways", way, "--phases", phases]
+    command += ["--models", name, "--ways", way, "--phases", phases, *more]
     env = {**os.environ, **caches, "KILN_CACHE_DIR": str(own / "kiln")}
     own.mkdir()
     log = (own / "log").open("w")
@@ -286,8 +386,18 @@ def main() -> None:
     parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that they may compile")
     parser.add_argument("--at-once", type=int, default=10, help="processes that compile side by side")
+    parser.add_argument("--first", action="store_true", help="first calls, each alone in a process")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of Kiln's")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.one and given.first:
+        print(json.dumps(first(given.models, given.ways, given.phases, given.set)))
+        return
+    if given.first:
+        wanted = [name for part in given.models.split(",") for name in MODELS if name.startswith(part)]
+        ways = "kiln,torch" if given.ways == WAYS else given.ways
+        first_calls(list(dict.fromkeys(wanted)), ways.split(","), given.phases.split(","), given.set)
+        return
     if given.one:
         print(json.dumps(one(given.models, given.ways, given.phases.split(","), given.one)))
         return

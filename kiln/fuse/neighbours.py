@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kiln.base.expressions import MOD
@@ -17,6 +18,7 @@ from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, children, rebuilt, terms
 from kiln.fuse.peel import KNOWN, decided, in_line, substituted
+from kiln.fuse.rolled import rolled
 from kiln.fuse.split import SUMS, along_memory, products_of
 
 #: Products that a turn is made of, at most: the driver's compiler takes half a second for 400 of them.
@@ -27,6 +29,8 @@ RESULTS, ADDED = 8, (4, 7, 5, 3, 2)
 THREADED = 1 << 17
 #: Elements of one value that a turn reads, and others that are the same for neighbours, at least.
 SEEN, SHARED = 4, 4
+#: Whether rows of wide filters are loops.
+ROWS = True
 #: Places of a factor that each have a sum of their own, at most: of more, registers hold too few.
 PLACES = 9
 
@@ -43,21 +47,21 @@ BORDERS: dict[str, Callable[[int, int, int], bool | None]] = {
 }  # fmt: skip
 
 
-def at_neighbours(nest: Nest, scope: Scope) -> Nest:
-    """The nest with several turns of its loops as one, where those see mostly the same."""
+def is_plain(nest: Nest) -> bool:
+    """Whether the lengths of loops are known, and all that is read is at places that follow from theirs."""
     known = all(type(a.size) is int and a.low == 0 for a in nest.axes)
     if not known or nest.ordered or nest.part is not None or len(nest.axes) < 2:
-        return nest
-    if any(term.places for term in nest.terms() if isinstance(term, (Load, Place))):
-        return nest
-    return sums_at_once(nest, scope) if nest.reduced else results_at_once(nest, scope)
+        return False
+    return not any(term.places for term in nest.terms() if isinstance(term, (Load, Place)))
 
 
 # Results
 
 
-def results_at_once(nest: Nest, scope: Scope) -> Nest:
+def results_at_once(nest: Nest) -> Nest:
     """The nest with several results in a turn: neighbours, and those that see other places of a filter."""
+    if nest.reduced or not is_plain(nest):
+        return nest
     inner = in_line(nest)
     found = [a for a in nest.axes if a is not inner and shares(nest, inner, a)]
     if not found:
@@ -68,7 +72,14 @@ def results_at_once(nest: Nest, scope: Scope) -> Nest:
     each_of = sum(map(is_product, nest.terms()))
     most = min(RESULTS, PRODUCTS // each_of, nest.volume() // THREADED) // math.prod(counts.values())
     counts[line] = each * divisor(line.size // each, max(most, 1))
-    return unrolled(nest, counts, scope)
+    scope = inner.variable.scope
+    return unrolled(rolled(nest, scope, partial(always, scope)) if ROWS else nest, counts, scope)
+
+
+def always(scope: Scope, name: str, place: Any, border: int) -> bool:
+    """Whether a comparison of a place with a number holds wherever loops are."""
+    low, high = scope.bounds(place) if isinstance(place, Expr) else (place, place)
+    return BORDERS[name](low, high, border) is True
 
 
 def divisor(size: int, most: int) -> int:
@@ -114,7 +125,7 @@ def unrolled(nest: Nest, counts: dict[Axis, int], scope: Scope) -> Nest:
         replace(fewer[a], reduced=a.reduced) if a in fewer else a for a in nest.axes
         if a in fewer or a not in counts
     ])  # fmt: skip
-    return at_once(nest, axes, moves, scope)
+    return replace(at_once(nest, axes, moves, scope), rolled=nest.rolled)
 
 
 # Sums
@@ -122,6 +133,8 @@ def unrolled(nest: Nest, counts: dict[Axis, int], scope: Scope) -> Nest:
 
 def sums_at_once(nest: Nest, scope: Scope) -> Nest:
     """The nest with sums of products at several places in a turn, where one factor is the same for them."""
+    if not nest.reduced or not is_plain(nest):
+        return nest
     folds, inner = nest.folds(), along_memory(nest)
     plain = len(folds) == 1 and products_of(folds[0]) is not None and not inner.reduced
     if not plain or not all(store.kept for store in nest.stores) or len(nest.reduced) < 2:

@@ -174,6 +174,8 @@ class Nest:
     """A nest that differs from this one in its buffers alone: code for it is code for this one."""
     several: bool = False
     """Whether a turn is several turns of other loops, which share what they read and store side by side."""
+    rolled: Axis | None = None
+    """A loop inside of each turn, over which all folds are."""
     _known: tuple[Any, ...] = field(default=(0, [], [], []), init=False, repr=False)
     """How many stores there were when they were looked at last, their terms, folds and the buffers read."""
 

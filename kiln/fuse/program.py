@@ -19,7 +19,7 @@ from kiln.fuse.costs import bytes_of
 from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged, rewritten
 from kiln.fuse.moments import in_one_pass
-from kiln.fuse.neighbours import at_neighbours
+from kiln.fuse.neighbours import sums_at_once
 from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.ordered import Update, nests_of
 from kiln.fuse.pairs import copies, in_pairs, with_fold
@@ -224,7 +224,7 @@ class Finishing:
         if self.cuts.at_once:
             aligning = Aligning(scope, lambda buffer: self.owner(buffer).spec)
             nests = [one for part in apart(nest, scope) for one in aligning.run(in_one_pass(part, self.cuts))]
-            nests = [at_neighbours(one, scope) for one in nests]
+            nests = [sums_at_once(one, scope) for one in nests]
         else:
             nests = [in_one_pass(nest, self.cuts)]
         for number, one in enumerate(nests):

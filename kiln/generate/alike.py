@@ -38,7 +38,7 @@ class _Form:
             (self.buffer(s.buffer), self.index(s.index), self.numbers[id(s.value)], s.phase, s.kept, s.adds)
             for s in nest.stores
         ]
-        return tuple(axes), part, nest.ordered, tuple(made), tuple(stores)
+        return tuple(axes), part, nest.ordered, nest.several, tuple(made), tuple(stores)
 
     def term(self, term: Term) -> tuple[Any, ...]:
         numbers = self.numbers

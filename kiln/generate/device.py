@@ -8,8 +8,10 @@ from typing import Any
 
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import evaluate
+from kiln.fuse.neighbours import results_at_once
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.fuse.stages import together
+from kiln.generate.alike import form
 from kiln.generate.grid import power_of_two, spread
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
@@ -95,6 +97,8 @@ class Writer:
     def __init__(self, aligned: bool, clusters: bool, written: Callable[[Function], object]) -> None:
         self.aligned, self.clusters, self.written = aligned, clusters, written
         self.functions: dict[tuple[str, int], Function] = {}
+        self.forms: dict[Nest, Any] = {}
+        self.alone: dict[Any, tuple[Function, Any, tuple[Any, ...]]] = {}
 
     def stage(self, nests: Sequence[Nest]) -> list[Started]:
         """What is started for a stage: nests that differ in their lengths alone at once."""
@@ -104,8 +108,8 @@ class Writer:
             first = nest.like or nest
             if first not in forms:
                 forms[first] = Form.of(nest, of_any_length(nest) if len(nests) > 1 else None)
-            form = forms[first]
-            alike.setdefault(nest if form.body is None else form.body, []).append(Entry(nest, form))
+            found = forms[first]
+            alike.setdefault(nest if found.body is None else found.body, []).append(Entry(nest, found))
         several = [started for same in alike.values() if len(same) > 1 for started in self.starts(same)]
         alone = together([same[0].nest for same in alike.values() if len(same) == 1])
         return [*several, *[self.start(nest) for nest in alone]]
@@ -116,10 +120,25 @@ class Writer:
         return [self.at_once(same[i : i + most]) for i in range(0, len(same), max(most, 1))]
 
     def start(self, nest: Nest) -> Started:
+        """The start of a nest; what is alike but for its buffers is written once."""
+        like = nest.like or nest
+        if like not in self.forms:
+            self.forms[like] = form(like)
+        key, used = self.forms[like], nest.used()
+        if key not in self.alone:
+            self.alone[key] = self.started(nest, used)
+        made, blocks, places = self.alone[key]
+        parameters = tuple([used[place] if type(place) is Used else place for place in places])
+        return Started(made, blocks, made.threads, parameters, (nest,))
+
+    def started(self, nest: Nest, used: list[Buffer]) -> tuple[Function, Any, tuple[Any, ...]]:
+        """A nest's function, its blocks, and what it is given: buffers by their place among those used."""
+        nest = results_at_once(nest)
         emitter = (GridEmitter if nest.part is None else StripEmitter)(nest, self.aligned, self.clusters)
         shared = spread(emitter.grid, emitter.blocks()) if self.clusters and nest.part is None else None
         made = self.function(emitter, CLUSTERS_VERSION if emitter.grid.members > 1 else 0, shared)
-        return Started(made, emitter.blocks(), made.threads, given(emitter), (nest,))
+        places = {buffer: Used(place) for place, buffer in enumerate(used)}
+        return made, emitter.blocks(), tuple([places.get(g, g) for g in given(emitter)])
 
     def at_once(self, same: Sequence[Entry]) -> Started:
         if len(same) == 1:
@@ -144,6 +163,10 @@ class Writer:
             self.functions[key] = made
             self.written(made)
         return self.functions[key]
+
+
+class Used(int):
+    """The place of a buffer among those that a nest uses."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

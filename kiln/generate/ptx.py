@@ -9,6 +9,7 @@ from typing import Any
 
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, Term, terms
+from kiln.fuse.split import products_of
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import (
     SQUARE,
@@ -210,12 +211,31 @@ class GridEmitter(Online):
         return valid
 
     def store_all(self) -> None:
-        if self.nest.several:  # all of them product by product: what they share is needed for a short time
+        if self.nest.rolled is not None:
+            self.roll(self.nest.rolled)
+        elif self.nest.several:  # all of them product by product: what they share is needed for a short time
             found = [terms([store.value]) for store in self.nest.stores]
             for term in (t for turn in zip_longest(*found) for t in turn if t is not None):
                 self.value(term)
         for store in self.nest.stores:
             self.store(store)
+
+    def roll(self, axis: Axis) -> None:
+        """Sums of products over a loop of each thread, all of them product by product."""
+        folds = self.nest.folds()
+        products = list(zip(*[products_of(fold) or () for fold in folds], strict=True))
+
+        def turn(place: Value, carried: list[Value]) -> list[Value]:
+            self.push()
+            self.variables[axis.variable] = place
+            for pairs in products:
+                carried = [self.with_products(c, [pair]) for c, pair in zip(carried, pairs, strict=True)]
+            self.pop()
+            return carried
+
+        start = [part for fold in folds for part in self.neutral(fold, self.lanes)]
+        totals = self.fn.loop(0, axis.size, 1, start, turn)
+        self.layers[-1].update(zip(map(id, folds), totals, strict=True))
 
     # With folds
 

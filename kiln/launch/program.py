@@ -37,6 +37,7 @@ from kiln.fuse.steps import Call
 from kiln.fuse.views import supported
 from kiln.generate.code import generate
 from kiln.generate.cpu import assembly
+from kiln.launch import libraries
 from kiln.launch.cache import disk
 from kiln.launch.device import plan_on
 from kiln.launch.few import Few, few_of
@@ -87,6 +88,7 @@ def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dum
 
     def finish() -> Run:
         plan = planned()
+        libraries.wait()
         plan.title = dump.title
         dump.show("plan", "plan", "txt", lambda: str(plan))
         places = {node: i for i, node in enumerate(program.graph.inputs)}
@@ -135,6 +137,8 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
 def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump, left: int = 0) -> Begun:
     """A graph whose tensors are on one device, which leaves so many bytes beside its own outputs."""
     kept = None
+    if device.type == "cuda":
+        libraries.begin(graph, device)
     if device.type == "cpu" and not is_watched(dump):
         found = None if settings.tunes else few_of(graph)
         if found is not None:

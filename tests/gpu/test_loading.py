@@ -1,13 +1,16 @@
 """Kernels are compiled by other threads, each once, also where several programs have it; no GPU is needed."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from kiln.base.graph import Graph, TensorSpec
+from kiln.generate import device
 from kiln.generate.device import Function, generate
 from kiln.generate.nvptx import WAITS, Unsupported, reads_early
-from kiln.launch import cuda
+from kiln.launch import cuda, libraries
 
 from .emitted import kernels_of
 from .programs import FOLDS, POINTWISE
@@ -99,3 +102,50 @@ def test_threads_load_at_once(driver):
     for thread in threads:
         thread.join()
     assert found == [True] * 18 and set(driver[0]) == set(wanted.values())
+
+
+@pytest.mark.parametrize("name", ["add", "broadcast", "layer norm", "softmax of 1000", "columns"])
+def test_nests_that_are_alike_are_written_once(name, monkeypatch):
+    f, *makers = {**POINTWISE, **FOLDS}[name]
+    inputs = [make("cpu", torch.float32) for make in makers]
+    kernels = [*kernels_of(f, *inputs), *kernels_of(f, *inputs)]
+    written, emitter = [], device.GridEmitter
+    monkeypatch.setattr(device, "GridEmitter", lambda nest, *how: written.append(nest) or emitter(nest, *how))
+    made = generate(kernels)
+    first, second = made.starts[: len(kernels) // 2], made.starts[len(kernels) // 2 :]
+    assert len(written) == len([start for some in first for start in some])
+    for one, other in zip(sum(first, []), sum(second, []), strict=True):
+        assert (one.function, one.blocks, one.threads) == (other.function, other.blocks, other.threads)
+        assert one.given == device.given(emitter(one.nests[0])) and one.nests[0] is not other.nests[0]
+        assert other.given == device.given(emitter(other.nests[0]))
+
+
+def test_libraries_are_called_ahead_by_other_threads_once(monkeypatch):
+    graph, where = Graph(), torch.device("cuda:0")
+    x = graph.input("x", TensorSpec((8, 8), (8, 1), torch.bfloat16, where))
+    image = graph.input("image", TensorSpec((1, 8, 4, 4), (128, 16, 4, 1), torch.float32, where))
+    for _ in range(2):
+        graph.call(torch.ops.aten.mm.default, (x, x), spec=x.spec)
+        graph.call(torch.ops.aten.convolution.default, (image,), spec=image.spec)
+    graph.call(torch.ops.aten.exp.default, (x,), spec=x.spec)
+    called = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: called.append((dtype, threading.current_thread())))
+    monkeypatch.setattr(libraries, "_begun", {})
+    monkeypatch.setattr(libraries, "CALLS", {op: lambda make, n=call: make(n) for op, call in libraries.CALLS.items()})
+    capturing = [True]
+    libraries.begin(graph, where)
+    capturing.clear()
+    assert not libraries._begun
+    for _ in range(2):
+        libraries.begin(graph, where)
+        libraries.wait()
+    assert sorted(str(dtype) for dtype, _ in called) == ["torch.bfloat16", "torch.float32"]
+    assert threading.main_thread() not in {thread for _, thread in called}
+
+
+def test_calls_of_libraries_ahead_are_ones_that_torch_knows():
+    for call in set(libraries.CALLS.values()):
+        call(lambda *size: torch.zeros(size))

@@ -1,5 +1,7 @@
 """Kernels on a GPU give what eager gives: values as near to float64 as eager's, strides, gradients."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -220,3 +222,26 @@ def test_models(name, dtype, started):
         assert (g - e).norm() <= (1e-4 if dtype is torch.float32 else 0.05) * e.norm() + 1e-6, (
             g - e
         ).norm() / e.norm()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("wide", "size", "channels"), [(3, 28, 64), (5, 28, 64), (5, 15, 72), (7, 28, 96), (7, 5, 64)])
+def test_convolutions_of_one_channel_each(wide, size, channels, bias, step, started):
+    """Rows of wide filters are a loop of each thread; images, results and their gradients."""
+    torch.manual_seed(0)
+    x = torch.randn(32, channels, size, size, device=GPU, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    conv = nn.Conv2d(channels, channels, wide, step, wide // 2, groups=channels, bias=bias).to(GPU, torch.bfloat16)
+    eager, exact = (copy.deepcopy(conv) for _ in range(2))
+    exact.double()
+    kiln.reset()
+
+    def results(model, x):
+        x = x.detach().requires_grad_()
+        out = model(x).relu()
+        return [out, *torch.autograd.grad(out.square().sum(), [x, *model.parameters()])]
+
+    got = results(kiln.compile(conv, fullgraph=True), x)
+    for mine, theirs, true in zip(got, results(eager, x), results(exact, x.double()), strict=True):
+        near(mine.contiguous(), theirs.contiguous(), true, "convolution")
+    assert started
