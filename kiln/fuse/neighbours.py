@@ -18,7 +18,7 @@ from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, children, rebuilt, terms
 from kiln.fuse.peel import KNOWN, decided, in_line, substituted
-from kiln.fuse.rolled import rolled
+from kiln.fuse.rolled import WIDE, rolled
 from kiln.fuse.split import SUMS, along_memory, products_of
 
 #: Products that a turn is made of, at most: the driver's compiler takes half a second for 400 of them.
@@ -74,6 +74,13 @@ def results_at_once(nest: Nest) -> Nest:
     counts[line] = each * divisor(line.size // each, max(most, 1))
     scope = inner.variable.scope
     return unrolled(rolled(nest, scope, partial(always, scope)) if ROWS else nest, counts, scope)
+
+
+def length_of(nest: Nest) -> int:
+    """About how many terms there are to write for a nest, neighbours counted."""
+    found = nest.terms()
+    products = sum(map(is_product, found))
+    return len(found) * (RESULTS if SHARED - 1 <= products < WIDE else 1)
 
 
 def always(scope: Scope, name: str, place: Any, border: int) -> bool:

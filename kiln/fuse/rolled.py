@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -114,19 +115,19 @@ class Rows:
 
     def fold(self) -> tuple[Fold, Axis] | None:
         """The sum of the rows and its loop; None where they are not one row that moves."""
-        first = self.rows[0]
-        down = [self.step([[load(p).index for p in row] for row in self.rows]) for load in LOADS]
+        steps = [self.step([[load(p).index for p in row] for row in self.rows]) for load in LOADS]
+        down = [step for step in steps if step is not None]
         one = all(len({load(p).buffer for row in self.rows for p in row}) == 1 for load in LOADS)
         moves = ((move, self.across(move)) for move in (1, -1))
         move, across = next((found for found in moves if found[1] is not None), (0, None))
-        if not one or None in down or across is None:
+        if not one or len(down) < len(LOADS) or across is None:
             return None
         loop = axis(self.scope, self.count, "row")
         known: dict[Border, Term] = {}
         moved = [(name, place + loop.variable * move, border) for name, place, border in across]
         here = self.all(moved, known)
         total: Term | None = None
-        for column, product in enumerate(first):
+        for column, product in enumerate(self.rows[0]):
             beside = self.all(self.along(column), known)
             inside = Apply("bitwise_and", (here, beside), torch.bool) if here and beside else here or beside
             loads = [
@@ -180,4 +181,4 @@ class Rows:
 
 
 #: What a product reads.
-LOADS = (lambda product: product.seen), (lambda product: product.factor)
+LOADS = attrgetter("seen"), attrgetter("factor")

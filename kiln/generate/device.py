@@ -8,7 +8,7 @@ from typing import Any
 
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import evaluate
-from kiln.fuse.neighbours import results_at_once
+from kiln.fuse.neighbours import length_of, results_at_once
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.fuse.stages import together
 from kiln.generate.alike import form
@@ -85,7 +85,7 @@ def generate(
     `written` is told of each as soon as it is there: those that take longest to compile come first.
     """
     writer = Writer(aligned, clusters, written)
-    order = sorted(dict.fromkeys(kernels), key=lambda k: max([len(n.terms()) for n in k.nests], default=0))
+    order = sorted(dict.fromkeys(kernels), key=lambda k: max(map(length_of, k.nests), default=0))
     made = {k: [s for stage in k.stages for s in writer.stage(stage)] for k in reversed(order)}
     starts = [made[kernel] for kernel in kernels]
     return Device(list(dict.fromkeys(s.function for some in starts for s in some)), starts)

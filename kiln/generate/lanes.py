@@ -161,8 +161,7 @@ def access_cost(index: Expr, axis: Axis) -> int:
 def symbols_of(nest: Nest) -> list[Expr]:
     """The sizes that the nest takes as arguments, in order; expressions over floats are taken as a whole."""
     loops = {axis.variable for axis in nest.axes}
-    if nest.part is not None:
-        loops.add(nest.part.variable)
+    loops.update(inner.variable for inner in (nest.part, nest.rolled) if inner is not None)
     for term in nest.terms():
         if isinstance(term, (Load, Place)):
             loops.update(place.symbol for place in term.places)

@@ -96,6 +96,7 @@ def test_a_thread_has_the_code_of_one_row():
     (start,) = made.starts[0]
     text = made.ptx((9, 0))
     (nest,) = start.nests
+    assert [given.name for given in start.given if given is not None] == ["x", "w", "relu"]
     seven = 7 * 5 * 8  # neighbours, products of a row, channels
     assert text.count("fma.rn.f32") == seven and text.count("ld.global") == 7 + 4 + 5
     assert len([term for term in nest.terms() if isinstance(term, Load)]) == 50
