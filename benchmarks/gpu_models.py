@@ -13,7 +13,8 @@ better of torch.compile's.
 With --first, first calls alone: a process with empty caches for each model, phase and way, nothing beside it. The time is
 from the first call of the compiled model, which lies on the GPU with its inputs, until the result, and in training all
 gradients, are there; imports, and what builds the model, come before. A line for each model and phase, with the seconds
-that Kiln's main thread spent in its stages, and what is left of them: the run itself, with the first calls of libraries.
+that Kiln's main thread spent in its stages, and what is left of them: the run itself, with the first calls of libraries;
+and for LLVM and the driver how many functions they compiled, in how many seconds of all threads, the longest in how many.
 Models are named by what their names begin with; --set puts a value in the place of a constant of Kiln's.
 """
 
@@ -218,20 +219,36 @@ STAGES = {
     "libraries": "kiln.launch.libraries:wait", "plan": "kiln.launch.device:DevicePlanner.plan",
 }  # fmt: skip
 
+#: What threads do for each function.
+MAKERS = {"llvm": "kiln.generate.device:Function.ptx", "driver": "kiln.launch.cuda:machine_code",
+          "linker": "kiln.launch.linker:machine_code"}  # fmt: skip
+
 
 class Stages:
-    """The seconds that the main thread spends in stages of Kiln's."""
+    """The seconds that the main thread spends in stages of Kiln's, and threads for each function."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.each: dict[str, list[float]] = {name: [] for name in MAKERS}
         self.inside = [0.0]  # of stages in the one that is under way
-        for name, place in STAGES.items():
-            home, _, path = place.partition(":")
-            owner: Any = importlib.import_module(home)
-            *parts, last = path.split(".")
-            for part in parts:
-                owner = getattr(owner, part)
-            setattr(owner, last, self.timed(name, getattr(owner, last)))
+        for wrap, places in ((self.timed, STAGES), (self.noted, MAKERS)):
+            for name, place in places.items():
+                home, _, path = place.partition(":")
+                owner: Any = importlib.import_module(home)
+                *parts, last = path.split(".")
+                for part in parts:
+                    owner = getattr(owner, part)
+                setattr(owner, last, wrap(name, getattr(owner, last)))
+
+    def noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            made = function(*args, **kwargs)
+            self.each[name].append(time.perf_counter() - start)
+            return made
+
+        return run
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         main = threading.get_ident()
@@ -274,7 +291,9 @@ def first(name: str, way: str, phase: str, changes: list[str]) -> dict[str, Any]
     called = time.perf_counter() - start
     torch.cuda.synchronize()
     seconds = {} if stages is None else stages.seconds
-    return {"first": time.perf_counter() - start, "run": called - sum(seconds.values()), "stages": seconds}
+    made = {} if stages is None else {name: (len(s), sum(s), max(s)) for name, s in stages.each.items() if s}
+    rest = called - sum(seconds.values())
+    return {"first": time.perf_counter() - start, "run": rest, "stages": seconds, "made": made}
 
 
 def first_calls(names: list[str], ways: list[str], phases: list[str], changes: list[str]) -> None:
@@ -291,7 +310,9 @@ def first_calls(names: list[str], ways: list[str], phases: list[str], changes: l
                 continue
             found = json.loads(said[-1])
             shown = ", ".join([f"{stage} {s:.2f}" for stage, s in found["stages"].items() if s >= 0.005])
-            parts.append(f"{way} {found['first']:.2f} s" + (f" ({shown}, run {found['run']:.2f})" if shown else ""))
+            shown += f", run {found['run']:.2f}" if shown else ""
+            shown += "".join([f", {k} {n} x, {s:.2f} in all, one {m:.2f}" for k, (n, s, m) in found["made"].items()])
+            parts.append(f"{way} {found['first']:.2f} s" + (f" ({shown})" if shown else ""))
             base = base or found["first"]
             parts[-1] += f", 1/{found['first'] / base:.1f}" if found["first"] > base else ""
         print(f"{name:18} {phase:9} {'; '.join(parts)}", flush=True)
