@@ -58,7 +58,7 @@ CALLS: dict[Any, Callable[[Callable[..., torch.Tensor]], None]] = {
 def begin(graph: Graph, device: torch.device) -> list[threading.Thread]:
     """Begin to have ready what the calls of a graph on a GPU need: the threads that are at it."""
     found: dict[tuple[Any, ...], threading.Thread] = {}
-    if not AHEAD or torch.cuda.is_current_stream_capturing():
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return []
     for node in graph.nodes:
         call = CALLS.get(node.op)

@@ -129,6 +129,7 @@ def test_libraries_are_called_ahead_by_other_threads_once(monkeypatch):
         graph.call(torch.ops.aten.convolution.default, (image,), spec=image.spec)
     graph.call(torch.ops.aten.exp.default, (x,), spec=x.spec)
     called = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
