@@ -1,7 +1,4 @@
-"""CUDA's linker of machine code, a library beside torch's: threads compile with it at the same time.
-
-The driver makes machine code of PTX, too, one text after the other however many threads ask it to.
-"""
+"""CUDA's linker of machine code, a library that torch loads: it makes code of PTX without the driver's locks."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 #: Whether it is used where it is there.
 USED = False
 #: What it is called by the versions of CUDA.
-NAMES = ("libnvJitLink.so.13", "libnvJitLink.so.12")
+NAMES = {13: "libnvJitLink.so.13", 12: "libnvJitLink.so.12"}
 PTX = 2  # what it is given
 FUNCTIONS = """nvJitLinkCreate nvJitLinkDestroy nvJitLinkAddData nvJitLinkComplete nvJitLinkGetLinkedCubinSize
     nvJitLinkGetLinkedCubin nvJitLinkVersion""".split()
@@ -26,10 +23,10 @@ class Refused(Exception):
 @functools.cache
 def linker(driver: int) -> tuple[Callable[..., Any], str]:
     """A function that calls the linker's, and its version; none where a driver may not take what it makes."""
-    for name in NAMES if USED else ():
+    for release, name in NAMES.items() if USED else ():
         try:
-            found = ctypes.CDLL(name)  # loaded by torch, or where the system has it
-            functions = {each: getattr(found, each) for each in FUNCTIONS}
+            found = ctypes.CDLL(name)
+            functions = {each: _function(found, each, release) for each in FUNCTIONS}
         except (OSError, AttributeError):
             continue
 
@@ -42,6 +39,11 @@ def linker(driver: int) -> tuple[Callable[..., Any], str]:
         if 1000 * major.value + 10 * minor.value <= driver < 1000 * (major.value + 1):
             return call, f"linker {major.value}.{minor.value}"
     return _none, ""
+
+
+def _function(library: Any, name: str, release: int) -> Any:
+    """A function by its name, or by that which it has for programs that are built with a release of CUDA."""
+    return getattr(library, name, None) or getattr(library, f"__{name}_{release}_0")
 
 
 def _none(each: str, *args: Any) -> None:

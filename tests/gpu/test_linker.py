@@ -11,7 +11,7 @@ from .test_loading import driver, functions_of
 assert driver
 
 
-def library_of(calls, refuses=(), version=(13, 0)):
+def library_of(calls, refuses=(), version=(13, 0), spelled="{}"):
     """A linker that gives the text back, and notes what it is asked."""
 
     def function(name):
@@ -32,16 +32,17 @@ def library_of(calls, refuses=(), version=(13, 0)):
         return run
 
     texts = []
-    return SimpleNamespace(**{name: function(name) for name in linker.FUNCTIONS})
+    return SimpleNamespace(**{spelled.format(name): function(name) for name in linker.FUNCTIONS})
 
 
+@pytest.mark.parametrize("spelled", ["{}", "__{}_13_0"])
 @pytest.mark.parametrize("refuses", [(), ("nvJitLinkComplete",), ("nvJitLinkCreate",)])
-def test_a_linker_makes_the_code_where_there_is_one(driver, refuses, monkeypatch):
+def test_a_linker_makes_the_code_where_there_is_one(driver, refuses, spelled, monkeypatch):
     """What it does not make the driver does."""
     compiled, _ = driver
     calls, (function,) = [], functions_of(["add"])
     monkeypatch.setattr(linker, "USED", True)
-    monkeypatch.setattr(linker.ctypes, "CDLL", lambda name: library_of(calls, refuses))
+    monkeypatch.setattr(linker.ctypes, "CDLL", lambda name: library_of(calls, refuses, spelled=spelled))
     linker.linker.cache_clear()
     try:
         assert cuda.Loading(0, (9, 0)).add(function).finish()
