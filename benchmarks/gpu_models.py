@@ -269,16 +269,20 @@ class Stages:
         return run
 
 
-def first(name: str, way: str, phase: str, changes: list[str]) -> dict[str, Any]:
+def changed(changes: list[str]) -> None:
+    """Put values in the place of constants of Kiln's."""
+    for change in changes:
+        place, _, value = change.partition("=")
+        home, _, constant = place.rpartition(".")
+        setattr(importlib.import_module(home), constant, ast.literal_eval(value))
+
+
+def first(name: str, way: str, phase: str) -> dict[str, Any]:
     """The seconds of the first call, and of Kiln's stages."""
     module, inputs = on_the_gpu(name)
     module.train(phase == "training")
     if phase == "inference" and name not in TOLD:
         inputs.pop("labels")
-    for change in changes if way.startswith("kiln") else ():
-        place, _, value = change.partition("=")
-        home, _, constant = place.rpartition(".")
-        setattr(importlib.import_module(home), constant, ast.literal_eval(value))
     stages = Stages() if way.startswith("kiln") else None
     run = compiled(way, module, inputs)
     torch.cuda.synchronize()
@@ -296,14 +300,14 @@ def first(name: str, way: str, phase: str, changes: list[str]) -> dict[str, Any]
     return {"first": time.perf_counter() - start, "run": rest, "stages": seconds, "made": made}
 
 
-def first_calls(names: list[str], ways: list[str], phases: list[str], changes: list[str]) -> None:
+def first_calls(names: list[str], ways: list[str], phases: list[str], more: list[str]) -> None:
     """A line for each model and phase, as soon as its processes have ended."""
     for name, phase in itertools.product(names, phases):
         parts, base = [], None
         for way in ways:
             with tempfile.TemporaryDirectory() as made:
-                more = ["--first", *[part for change in changes for part in ("--set", change)]]
-                said = started(name, way, phase, Path(made), more).communicate()[0].splitlines()
+                process = started(name, way, phase, Path(made), ["--first", *more])
+                said = process.communicate()[0].splitlines()
                 log = (Path(made) / f"{name}.{way}" / "log").read_text().strip().splitlines()[-1:]
             if not said:
                 parts.append(f"{way}: no figures: {' '.join(log)[:200]}")
@@ -372,11 +376,13 @@ def summary(rows: list[dict[str, Any]]) -> None:
             print(f"{phase}: the better of kiln's modes to the better of torch.compile's {mean(both)}")
 
 
-def together(pairs: list[tuple[str, str]], phases: str, limit: float) -> list[dict[str, Any]]:
+def together(
+    pairs: list[tuple[str, str]], phases: str, limit: float, more: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """The figures of some models and ways, which compile side by side and are timed one after the other."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        running = {pair: started(*pair, phases, folder) for pair in pairs}
+        running = {pair: started(*pair, phases, folder, more) for pair in pairs}
         end = time.monotonic() + limit
         ready = {pair: folder / f"{pair[0]}.{pair[1]}.ready" for pair in pairs}
         while any(p.poll() is None and not ready[pair].exists() for pair, p in running.items()):
@@ -411,13 +417,16 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of Kiln's")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    more = [part for change in given.set for part in ("--set", change)]
+    if given.one and given.ways.startswith("kiln"):
+        changed(given.set)
     if given.one and given.first:
-        print(json.dumps(first(given.models, given.ways, given.phases, given.set)))
+        print(json.dumps(first(given.models, given.ways, given.phases)))
         return
     if given.first:
         wanted = [name for part in given.models.split(",") for name in MODELS if name.startswith(part)]
         ways = "kiln,torch" if given.ways == WAYS else given.ways
-        first_calls(list(dict.fromkeys(wanted)), ways.split(","), given.phases.split(","), given.set)
+        first_calls(list(dict.fromkeys(wanted)), ways.split(","), given.phases.split(","), more)
         return
     if given.one:
         print(json.dumps(one(given.models, given.ways, given.phases.split(","), given.one)))
@@ -425,7 +434,7 @@ def main() -> None:
     pairs = [(name, way) for name in given.models.split(",") for way in given.ways.split(",")]
     rows: list[dict[str, Any]] = []
     for start in range(0, len(pairs), given.at_once):
-        found = together(pairs[start : start + given.at_once], given.phases, given.limit)
+        found = together(pairs[start : start + given.at_once], given.phases, given.limit, more)
         show(found, rows)
         rows += found
     summary(rows)

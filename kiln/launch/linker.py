@@ -1,4 +1,4 @@
-"""CUDA's linker of machine code, a library that torch loads: it makes code of PTX without the driver's locks."""
+"""CUDA's linker of machine code, a library that torch loads: it makes code of PTX without the driver."""
 
 from __future__ import annotations
 
