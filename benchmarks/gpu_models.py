@@ -13,7 +13,8 @@ better of torch.compile's.
 With --first, first calls alone: a process with empty caches for each model, phase and way, nothing beside it. The time is
 from the first call of the compiled model, which lies on the GPU with its inputs, until the result, and in training all
 gradients, are there; imports, and what builds the model, come before. A line for each model and phase, with the seconds
-that Kiln's main thread spent in its stages, and what is left of them: the run itself, with the first calls of libraries.
+that Kiln's main thread spent in its stages, and what is left of them: the run itself, with the first calls of libraries;
+and for LLVM and the driver how many functions they compiled, in how many seconds of all threads, the longest in how many.
 Models are named by what their names begin with; --set puts a value in the place of a constant of Kiln's.
 """
 
@@ -218,20 +219,36 @@ STAGES = {
     "libraries": "kiln.launch.libraries:wait", "plan": "kiln.launch.device:DevicePlanner.plan",
 }  # fmt: skip
 
+#: What threads do for each function.
+MAKERS = {"llvm": "kiln.generate.device:Function.ptx", "driver": "kiln.launch.cuda:machine_code",
+          "linker": "kiln.launch.linker:machine_code"}  # fmt: skip
+
 
 class Stages:
-    """The seconds that the main thread spends in stages of Kiln's."""
+    """The seconds that the main thread spends in stages of Kiln's, and threads for each function."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self.each: dict[str, list[float]] = {name: [] for name in MAKERS}
         self.inside = [0.0]  # of stages in the one that is under way
-        for name, place in STAGES.items():
-            home, _, path = place.partition(":")
-            owner: Any = importlib.import_module(home)
-            *parts, last = path.split(".")
-            for part in parts:
-                owner = getattr(owner, part)
-            setattr(owner, last, self.timed(name, getattr(owner, last)))
+        for wrap, places in ((self.timed, STAGES), (self.noted, MAKERS)):
+            for name, place in places.items():
+                home, _, path = place.partition(":")
+                owner: Any = importlib.import_module(home)
+                *parts, last = path.split(".")
+                for part in parts:
+                    owner = getattr(owner, part)
+                setattr(owner, last, wrap(name, getattr(owner, last)))
+
+    def noted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            made = function(*args, **kwargs)
+            self.each[name].append(time.perf_counter() - start)
+            return made
+
+        return run
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         main = threading.get_ident()
@@ -252,16 +269,20 @@ class Stages:
         return run
 
 
-def first(name: str, way: str, phase: str, changes: list[str]) -> dict[str, Any]:
+def changed(changes: list[str]) -> None:
+    """Put values in the place of constants of Kiln's."""
+    for change in changes:
+        place, _, value = change.partition("=")
+        home, _, constant = place.rpartition(".")
+        setattr(importlib.import_module(home), constant, ast.literal_eval(value))
+
+
+def first(name: str, way: str, phase: str) -> dict[str, Any]:
     """The seconds of the first call, and of Kiln's stages."""
     module, inputs = on_the_gpu(name)
     module.train(phase == "training")
     if phase == "inference" and name not in TOLD:
         inputs.pop("labels")
-    for change in changes if way.startswith("kiln") else ():
-        place, _, value = change.partition("=")
-        home, _, constant = place.rpartition(".")
-        setattr(importlib.import_module(home), constant, ast.literal_eval(value))
     stages = Stages() if way.startswith("kiln") else None
     run = compiled(way, module, inputs)
     torch.cuda.synchronize()
@@ -274,24 +295,28 @@ def first(name: str, way: str, phase: str, changes: list[str]) -> dict[str, Any]
     called = time.perf_counter() - start
     torch.cuda.synchronize()
     seconds = {} if stages is None else stages.seconds
-    return {"first": time.perf_counter() - start, "run": called - sum(seconds.values()), "stages": seconds}
+    made = {} if stages is None else {name: (len(s), sum(s), max(s)) for name, s in stages.each.items() if s}
+    rest = called - sum(seconds.values())
+    return {"first": time.perf_counter() - start, "run": rest, "stages": seconds, "made": made}
 
 
-def first_calls(names: list[str], ways: list[str], phases: list[str], changes: list[str]) -> None:
+def first_calls(names: list[str], ways: list[str], phases: list[str], more: list[str]) -> None:
     """A line for each model and phase, as soon as its processes have ended."""
     for name, phase in itertools.product(names, phases):
         parts, base = [], None
         for way in ways:
             with tempfile.TemporaryDirectory() as made:
-                more = ["--first", *[part for change in changes for part in ("--set", change)]]
-                said = started(name, way, phase, Path(made), more).communicate()[0].splitlines()
+                process = started(name, way, phase, Path(made), ["--first", *more])
+                said = process.communicate()[0].splitlines()
                 log = (Path(made) / f"{name}.{way}" / "log").read_text().strip().splitlines()[-1:]
             if not said:
                 parts.append(f"{way}: no figures: {' '.join(log)[:200]}")
                 continue
             found = json.loads(said[-1])
             shown = ", ".join([f"{stage} {s:.2f}" for stage, s in found["stages"].items() if s >= 0.005])
-            parts.append(f"{way} {found['first']:.2f} s" + (f" ({shown}, run {found['run']:.2f})" if shown else ""))
+            shown += f", run {found['run']:.2f}" if shown else ""
+            shown += "".join([f", {k} {n} x, {s:.2f} in all, one {m:.2f}" for k, (n, s, m) in found["made"].items()])
+            parts.append(f"{way} {found['first']:.2f} s" + (f" ({shown})" if shown else ""))
             base = base or found["first"]
             parts[-1] += f", 1/{found['first'] / base:.1f}" if found["first"] > base else ""
         print(f"{name:18} {phase:9} {'; '.join(parts)}", flush=True)
@@ -351,11 +376,13 @@ def summary(rows: list[dict[str, Any]]) -> None:
             print(f"{phase}: the better of kiln's modes to the better of torch.compile's {mean(both)}")
 
 
-def together(pairs: list[tuple[str, str]], phases: str, limit: float) -> list[dict[str, Any]]:
+def together(
+    pairs: list[tuple[str, str]], phases: str, limit: float, more: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """The figures of some models and ways, which compile side by side and are timed one after the other."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        running = {pair: started(*pair, phases, folder) for pair in pairs}
+        running = {pair: started(*pair, phases, folder, more) for pair in pairs}
         end = time.monotonic() + limit
         ready = {pair: folder / f"{pair[0]}.{pair[1]}.ready" for pair in pairs}
         while any(p.poll() is None and not ready[pair].exists() for pair, p in running.items()):
@@ -390,13 +417,16 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a constant of Kiln's")
     parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    more = [part for change in given.set for part in ("--set", change)]
+    if given.one and given.ways.startswith("kiln"):
+        changed(given.set)
     if given.one and given.first:
-        print(json.dumps(first(given.models, given.ways, given.phases, given.set)))
+        print(json.dumps(first(given.models, given.ways, given.phases)))
         return
     if given.first:
         wanted = [name for part in given.models.split(",") for name in MODELS if name.startswith(part)]
         ways = "kiln,torch" if given.ways == WAYS else given.ways
-        first_calls(list(dict.fromkeys(wanted)), ways.split(","), given.phases.split(","), given.set)
+        first_calls(list(dict.fromkeys(wanted)), ways.split(","), given.phases.split(","), more)
         return
     if given.one:
         print(json.dumps(one(given.models, given.ways, given.phases.split(","), given.one)))
@@ -404,7 +434,7 @@ def main() -> None:
     pairs = [(name, way) for name in given.models.split(",") for way in given.ways.split(",")]
     rows: list[dict[str, Any]] = []
     for start in range(0, len(pairs), given.at_once):
-        found = together(pairs[start : start + given.at_once], given.phases, given.limit)
+        found = together(pairs[start : start + given.at_once], given.phases, given.limit, more)
         show(found, rows)
         rows += found
     summary(rows)

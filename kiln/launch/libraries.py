@@ -18,8 +18,8 @@ from kiln.base.graph import Graph, TensorSpec
 
 aten = torch.ops.aten
 
-#: Whether they are called ahead.
-AHEAD = True
+#: What is called ahead.
+AHEAD = frozenset({"products", "convolutions", "gradients"})
 #: Elements of each dimension of what is multiplied.
 FEW = 64
 
@@ -27,7 +27,7 @@ _begun: dict[tuple[Any, ...], threading.Thread] = {}
 """What is called ahead, or was, by the kind of call, its device and its dtype."""
 
 
-def _product(make: Callable[..., torch.Tensor]) -> None:
+def products(make: Callable[..., torch.Tensor]) -> None:
     a = make(FEW, FEW)
     aten.addmm.default(a[0], a, a)
 
@@ -37,11 +37,11 @@ def _images(make: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     return x.to(memory_format=torch.channels_last), w.to(memory_format=torch.channels_last)
 
 
-def _convolution(make: Callable[..., torch.Tensor]) -> None:
+def convolutions(make: Callable[..., torch.Tensor]) -> None:
     aten.convolution.default(*_images(make), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
-def _gradients(make: Callable[..., torch.Tensor]) -> None:
+def gradients(make: Callable[..., torch.Tensor]) -> None:
     x, w = _images(make)
     shape = None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
     aten.convolution_backward.default(x, x, w, *shape, [True, True, False])
@@ -49,30 +49,35 @@ def _gradients(make: Callable[..., torch.Tensor]) -> None:
 
 #: A call of a library for each kind of ops.
 CALLS: dict[Any, Callable[[Callable[..., torch.Tensor]], None]] = {
-    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), _product),
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _gradients,
+    **dict.fromkeys((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default), products),
+    aten.convolution.default: convolutions,
+    aten.convolution_backward.default: gradients,
 }
 
 
-def begin(graph: Graph, device: torch.device) -> None:
-    """Begin to have ready what the calls of a graph on a GPU need."""
-    if not AHEAD or torch.cuda.is_current_stream_capturing():
-        return
+def begin(graph: Graph, device: torch.device) -> list[threading.Thread]:
+    """Begin to have ready what the calls of a graph on a GPU need: the threads that are at it."""
+    found: dict[tuple[Any, ...], threading.Thread] = {}
+    if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return []
     for node in graph.nodes:
         call = CALLS.get(node.op)
         spec = node.args[0].spec if call is not None else None
+        if call is None or call.__name__ not in AHEAD:
+            continue
         if isinstance(spec, TensorSpec) and spec.dtype.is_floating_point:
             key = call, device, spec.dtype
             if key not in _begun:
                 stream = torch.cuda.current_stream(device)
                 _begun[key] = threading.Thread(target=_called, args=(*key, stream), daemon=True)
                 _begun[key].start()
+            found[key] = _begun[key]
+    return list(found.values())
 
 
-def wait() -> None:
+def wait(begun: list[threading.Thread]) -> None:
     """Wait for what was begun."""
-    for thread in list(_begun.values()):
+    for thread in begun:
         thread.join()
 
 

@@ -129,19 +129,23 @@ def test_libraries_are_called_ahead_by_other_threads_once(monkeypatch):
         graph.call(torch.ops.aten.convolution.default, (image,), spec=image.spec)
     graph.call(torch.ops.aten.exp.default, (x,), spec=x.spec)
     called = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda where: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: called.append((dtype, threading.current_thread())))
     monkeypatch.setattr(libraries, "_begun", {})
-    monkeypatch.setattr(libraries, "CALLS", {op: lambda make, n=call: make(n) for op, call in libraries.CALLS.items()})
+    named = {name: lambda make, n=name: make(n) for name in libraries.AHEAD}
+    for name, call in named.items():
+        call.__name__ = name
+    monkeypatch.setattr(libraries, "CALLS", {op: named[call.__name__] for op, call in libraries.CALLS.items()})
     capturing = [True]
-    libraries.begin(graph, where)
+    assert not libraries.begin(graph, where) and not libraries._begun
     capturing.clear()
-    assert not libraries._begun
     for _ in range(2):
-        libraries.begin(graph, where)
-        libraries.wait()
+        begun = libraries.begin(graph, where)
+        assert len(begun) == 2
+        libraries.wait(begun)
     assert sorted(str(dtype) for dtype, _ in called) == ["torch.bfloat16", "torch.float32"]
     assert threading.main_thread() not in {thread for _, thread in called}
 
