@@ -220,8 +220,7 @@ STAGES = {
 }  # fmt: skip
 
 #: What threads do for each function.
-MAKERS = {"llvm": "kiln.generate.device:Function.ptx", "driver": "kiln.launch.cuda:machine_code",
-          "linker": "kiln.launch.linker:machine_code"}  # fmt: skip
+MAKERS = {"llvm": "kiln.generate.device:Function.ptx", "driver": "kiln.launch.cuda:machine_code"}
 
 
 class Stages:

@@ -17,7 +17,6 @@ from kiln.generate.code import Store as Store
 from kiln.generate.cpu import workers
 from kiln.generate.device import Function
 from kiln.generate.nvptx import depends_on, reading_in_order, reads_early
-from kiln.launch import linker
 from kiln.launch.native import address, library
 
 LOG = 8192  # bytes of what the driver says of a module that it refuses
@@ -140,8 +139,7 @@ class Loading:
     def __init__(self, device: int, capability: tuple[int, int], store: Store | None = None) -> None:
         self.device, self.capability, self.store = device, capability, store
         name = "sm_{}{}".format(*capability)
-        by = linker.linker(version())[1]
-        self.target = f"{depends_on()}, reads in order, {name}, driver {version()}{by and f', {by}'}"
+        self.target = f"{depends_on()}, reads in order, {name}, driver {version()}"
         self.keys: dict[Function, tuple[int, str]] = {}
         self.coming: dict[Function, Future[bytes]] = {}
 
@@ -176,16 +174,10 @@ def _code(
         return kept
     text = function.ptx(capability)
     code = reading_in_order(text).encode() + b"\0"  # which the driver's loader takes too
-
-    def made(text: str) -> bytes:
-        with suppress(linker.Refused):
-            return linker.machine_code(text, capability, version())
-        return machine_code(text, device)
-
     with suppress(DriverError):
-        code = made(text)
+        code = machine_code(text, device)
         if reads_early(code):
-            code = made(reading_in_order(text))
+            code = machine_code(reading_in_order(text), device)
         if store is not None:
             store.put(key, code)
     return code
