@@ -56,12 +56,12 @@ class Streams(Values):
     def streamed(self) -> list[Store]:
         """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
         nest, vector = self.nest, self.vector
-        if vector is None or nest.part is not None or self.width * 4 != LINE or moved(nest) < last_cache():
+        if vector is None or self.width * 4 != LINE or moved(nest) < last_cache():
             return []
         edges = borders(nest, vector, self.width)
         if vector.low != 0 or any(edge % self.width for edge in edges):
             return []
-        rows = [s for s in nest.stores if not s.kept and in_rows(s, vector)]
+        rows = [s for s in nest.stores if not s.kept and not s.adds and in_rows(s, vector)]
         if even := [s for s in rows if self.in_lines(s, vector)]:
             return even
         self.uneven = next((s for s in rows if self.alone(s)), None)

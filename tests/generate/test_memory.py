@@ -390,6 +390,17 @@ def test_stores_of_uneven_rows_begin_at_lines(length, dtype, monkeypatch):
     assert not two.streamed(), "one may begin at a line where the other does not"
 
 
+@wide
+def test_so_do_those_of_rows_whose_columns_are_summed_on_the_way(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    backward, args = norm_backward(400, 256)
+    program = fuse(expand(recorded(backward, *args), "prims", FOR_LOOPS))
+    (nest,) = [nest for kernel in program.kernels for nest in kernel.nests if nest.part is not None]
+    emitter = Emitter(nest, 16)
+    assert [s.adds for s in emitter.streamed()] == [False] and "!nontemporal" in emitter.fn.text()
+    check(backward, *args, atol=1e-4)
+
+
 def test_small_results_stay_in_the_caches():
     assert not Emitter(nest_of(lambda a: a + 1, rand(1000)), 16).streamed()
 
