@@ -26,8 +26,9 @@ from kiln.generate.values import STREAMED, Values
 LINE = 64
 #: What is taken for the last cache where the system does not say.
 USUAL_CACHE = 32 << 20
-#: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself.
-SHORTEST, LONGEST = 512, 1 << 17
+#: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself,
+#: and so are more where it reads one row after the other without a pause.
+SHORTEST, SHORTEST_LATE, LONGEST = 512, 2560, 1 << 17
 #: Elements of a piece of memory of which later ones are asked for, and how many bytes before they are read.
 LONGEST_PIECE, BEFORE = 1 << 13, 16 << 10
 #: Bytes of a nest that the nearest caches do not hold.
@@ -50,6 +51,7 @@ class Streams(Values):
     outer: Callable[[], list[Axis]]
     varies: Callable[[Term], bool]
     factor: Callable[[list[Term], int], int]
+    late: tuple[Store, ...]
     uneven: Store | None = None
     """The one store past the caches where its rows begin anywhere in a line."""
 
@@ -241,7 +243,7 @@ class Streams(Values):
         return found
 
     def goes_far(self) -> bool:
-        return self.row_length() >= SHORTEST and moved(self.nest) >= FAR
+        return self.row_length() >= (SHORTEST_LATE if self.late else SHORTEST) and moved(self.nest) >= FAR
 
     def from_memory(self) -> bool:
         return self.row_length() >= SHORTEST and moved(self.nest) >= last_cache()

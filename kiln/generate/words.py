@@ -17,9 +17,9 @@ from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import absolute
 from kiln.generate.lanes import across_lanes, first_lane, lanes, shuffled
+from kiln.generate.late import Late
 from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.values import Values
 
 #: Bytes of a register.
 LINE = 64
@@ -34,10 +34,11 @@ ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
 
 
-class Words(Values):
+class Words(Late):
     """Emits such folds."""
 
     varies: Callable[[Term], bool]
+    fetch_next: Callable[[], None]
 
     def pairs(self, value: Term) -> list[Load]:
         """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
@@ -131,6 +132,15 @@ class Words(Values):
         read = fn.call(name, kind, address, align, live, other.splat(kind.width))
         return read, [live] if parts == 1 else [shuffled(live, range(k, kind.width, 2)) for k in range(2)]
 
+    def fetch_row(self, place: Value, count: int) -> None:
+        """Ask for so many elements of the next row."""
+        assert self.vector is not None
+        self.push()
+        self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, count
+        self.fetch_next()
+        self.lanes = outside
+        self.pop()
+
     def by_words(self, read: Load, loose: bool) -> list[Value]:
         """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-22 or 2^-13.
 
@@ -161,9 +171,18 @@ class Words(Values):
             return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests]
 
         held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
-        block = VECTORS * width
+        block, begin = VECTORS * width, low
+
+        def beside(start: Value, i: Value, held: list[Value]) -> list[Value]:
+            self.store_late(start + i, block)
+            self.fetch_row(i, block)
+            return some(block // step, None, i, held)
+
+        if self.late:
+            start, begin = self.store_edges(end, block)
+            held = fn.loop(low, begin, block, held, partial(beside, start))
         whole = low + (end - low) / block * block
-        held = fn.loop(low, whole, block, held, partial(some, block // step, None))
+        held = fn.loop(begin, whole, block, held, partial(some, block // step, None))
         *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
         positive, negative = map(_reduced, bounds, BOUNDS)
 
