@@ -85,6 +85,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 self.module.own.update(avx512.FINER)
             if "+avx512bf16" in host().features:
                 self.module.own["to_bf16"] = avx512.to_bf16
+                self.in_words = "+avx512vbmi2" in host().features
             self.loose = loose(nest)
         self.emit()
         unrolls = self.fn.short_loops and len(self.fn.lines) < LONG and not nest.several

@@ -14,7 +14,7 @@ import torch
 
 from kiln.fuse.nest import Apply, Fold, Load, Place, Term, terms
 from kiln.fuse.pairs import tree
-from kiln.generate import avx512
+from kiln.generate import avx512, shorts
 from kiln.generate.functions import absolute
 from kiln.generate.lanes import across_lanes, first_lane, lanes, shuffled
 from kiln.generate.late import Late
@@ -36,6 +36,9 @@ Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
 
 class Words(Late):
     """Emits such folds."""
+
+    in_words = False
+    """Whether functions of one number may be computed in words."""
 
     varies: Callable[[Term], bool]
     fetch_next: Callable[[], None]
@@ -93,16 +96,28 @@ class Words(Late):
         """The value of a term of bf16 where lanes are those of two registers."""
         while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
             term = term.args[0]  # it is rounded where it is stored
-        if pairs := self.pairs_alone(term):
-            assert self.even_and_odd is not None
-            self.lanes //= 2
-            low, high = self.apart(term, pairs, self.even_and_odd)
-            self.lanes *= 2
-            order = [lane // 2 + lane % 2 * self.width for lane in range(2 * self.width)]
-            return shuffled(avx512.to_bf16(low, high), order)
-        value = self.value(term)
-        value = value if value.type.width > 1 else value.splat(self.lanes)
-        return avx512.to_bf16(*[lanes(value, start, self.width) for start in (0, self.width)])
+        if not (pairs := self.pairs_alone(term)):
+            value = self.value(term)
+            value = value if value.type.width > 1 else value.splat(self.lanes)
+            return avx512.to_bf16(*[lanes(value, start, self.width) for start in (0, self.width)])
+        assert self.even_and_odd is not None
+        given = shorts.expression(term) if len(pairs) == 1 and self.in_words else None
+        short = None if given is None else shorts.fitted(given)
+        if short is None:
+            return self.rounded(term, pairs, self.even_and_odd)
+        word = self.fn.load(self.address(pairs[0], I16), I16.wide(2 * self.width))
+        found, outside = shorts.computed(short, word)
+        return self.fn.rarely(
+            outside, [found], lambda: [outside.where(self.rounded(term, pairs, ({}, {})), found)]
+        )[0]
+
+    def rounded(self, term: Term, pairs: list[Load], known: Known) -> Value:
+        """A value that is computed of even and odd numbers, rounded."""
+        self.lanes //= 2
+        low, high = self.apart(term, pairs, known)
+        self.lanes *= 2
+        order = [lane // 2 + lane % 2 * self.width for lane in range(2 * self.width)]
+        return shuffled(avx512.to_bf16(low, high), order)
 
     def address(self, load: Load, kind: Type) -> Value:
         return self.fn.at(self.pointers[load.buffer], self.index(load.index), kind)
