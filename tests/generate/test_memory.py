@@ -426,6 +426,25 @@ def test_the_next_row_is_asked_for(monkeypatch):
     assert "llvm.prefetch" not in Emitter(nest_of(slow[0][0], x), 16).fn.text().split("usual")[0]
 
 
+@wide
+def test_what_short_rows_read_is_asked_for(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x, table = rand(40, 12, 64), rand(12, 64)
+
+    def turned(a, t):
+        return a * t + torch.cat([-a[..., 32:], a[..., :32]], -1) * t
+
+    def heads(a, t):
+        return a.transpose(0, 1) + 1
+
+    for f in (turned, heads):
+        fast, *_ = Emitter(nest_of(f, x, table), 16).fn.text().split("\nusual")
+        assert "llvm.prefetch" in fast
+        check(f, x, table, kernels=1)
+        assert "llvm.prefetch" not in Emitter(nest_of(f, x.bfloat16(), table.bfloat16()), 16).fn.text()
+    assert "llvm.prefetch" not in Emitter(nest_of(lambda a: a * 2 + 1, x), 16).fn.text(), "rows join"
+
+
 def stored_beside(function, *inputs):
     """Whether a loop stores past the caches and computes powers."""
     blocks = re.split(r"\n\w+:\n", Emitter(nest_of(function, *inputs), 16).fn.text())
