@@ -1,9 +1,10 @@
 """Functions of one number of bf16 that are rounded to such a number: 32 at once, in words of 16 bits.
 
 The logarithm of the result is a polynomial in the last six bits of the number, whose coefficients are looked
-up by its sign and the bits before; so is what turns the fraction of a logarithm into digits. Everything is
-tried, when the kernel is made, on all numbers: from the first one on whose result is more than a unit in the
-last place off, and for all that is no number, the function is computed as others are.
+up by its sign and the bits before; that of a power is a sum of what is looked up by the exponent and by the
+digits. What turns the fraction of a logarithm into digits is looked up as well. Everything is tried, when the
+kernel is made, on all numbers: from the first one on whose result is more than a unit in the last place off,
+and for all that is no number, the function is computed as others are.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LARGEST = 48
 EXACT: dict[str, Callable[..., torch.Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "neg": torch.neg,
     "abs": torch.abs, "exp": torch.exp, "exp2": torch.exp2, "expm1": torch.expm1, "log1p": torch.log1p,
-    "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid, "sqrt": torch.sqrt,
+    "tanh": torch.tanh, "erf": torch.erf, "sigmoid": torch.sigmoid, "sqrt": torch.sqrt, "pow": torch.pow,
     "reciprocal": torch.reciprocal, "where": torch.where, "gt": torch.gt, "ge": torch.ge, "lt": torch.lt,
     "le": torch.le, "maximum": torch.maximum, "minimum": torch.minimum, "sin": torch.sin, "cos": torch.cos,
 }  # fmt: skip
@@ -67,6 +68,16 @@ class Short:
     """Whether results have the sign of the number; otherwise none has one."""
     last: tuple[int, int]
     """The largest numbers, of either sign, that may be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """The same of a power: logarithms of factors by exponents and by digits, and what the last digit adds."""
+
+    tables: tuple[tuple[int, ...], ...]
+    first: int
+    last: int
+    """The least and the largest number that may be taken."""
 
 
 def expression(term: Term) -> Expression | None:
@@ -113,8 +124,38 @@ def evaluated(given: Expression, x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def fitted(given: Expression) -> Short | None:
+def fitted(given: Expression) -> Short | Power | None:
     """How an expression is computed in words; None where that does not go far enough."""
+    return power(given) or in_pieces(given)
+
+
+def power(given: Expression) -> Power | None:
+    """The same of what is a factor for the exponent of a number and one for its digits, if it is positive."""
+    if not evaluated(given, torch.tensor([-0.7, -1.0, -3.0], dtype=torch.float64)).isnan().all():
+        return None
+    bits = numpy.arange(0x7F80, dtype=numpy.int16)
+    exact = evaluated(given, torch.from_numpy(bits).view(torch.bfloat16).double()).numpy()
+    with numpy.errstate(divide="ignore", invalid="ignore"):
+        logarithms = numpy.log2(exact) * PARTS
+    least, one, most = (128 * (127 + n) for n in (-PIECES, 0, PIECES))
+    digits, exponents = logarithms[one : one + 128], logarithms[least:most:128] - logarithms[one]
+    if not numpy.isfinite([*digits, *exponents]).all():
+        return None
+    tables = numpy.rint([
+        numpy.roll(exponents, least // 128), digits[::2] + (63 * PARTS - ABOVE), digits[::2] - digits[1::2]
+    ]).astype(numpy.int64)  # fmt: skip
+    pair = bits >> 1 & 63
+    got = _ended(tables[0][bits >> 7 & 63] + tables[1][pair] - tables[2][pair] * (bits & 1), 64)
+    right = (_off(got, exact) <= UNITS) & (numpy.abs(logarithms) < 62 * PARTS)
+    right[:least] = right[most:] = False
+    first, last = one - int(right[one::-1].argmin()) + 1, one + int(right[one:].argmin()) - 1
+    if first > _word(1 / FAR**2) or last < _word(FAR**2):
+        return None
+    return Power(tuple(tuple(map(int, _signed(row))) for row in tables), first, last)
+
+
+def in_pieces(given: Expression) -> Short | None:
+    """The same by pieces of polynomials."""
     places = numpy.arange(END, dtype=numpy.int32)
     words = numpy.stack([places, places | 0x8000]).astype(numpy.uint16).view(numpy.int16)
     x = torch.from_numpy(words).view(torch.bfloat16)
@@ -174,13 +215,17 @@ def _digits() -> tuple[int, ...]:
 
 def _results(tables: Numbers, exponent: int) -> Numbers:
     """The bits of results without their signs, of all pieces, as the instructions give them."""
-    steps, digits = _steps(), numpy.array(_digits())
+    steps = _steps()
     *rest, value = tables[:, :, None]
     for table in reversed(rest):
         value = table + ((steps * _signed(value) + 0x4000) >> 15)
-    value = value & 0xFFFF
-    value = (value + digits[(value // MORE) & 127]) & 0xFFFF
-    return value // MORE + exponent * 128
+    return _ended(value, exponent)
+
+
+def _ended(value: Numbers, exponent: int) -> Numbers:
+    """The bits of results, of their logarithms."""
+    value, digits = value & 0xFFFF, numpy.array(_digits())
+    return ((value + digits[(value // MORE) & 127]) & 0xFFFF) // MORE + exponent * 128
 
 
 def _signed(value: Numbers) -> Numbers:
@@ -191,7 +236,7 @@ def _off(words: Numbers, size: Numbers) -> Numbers:
     """How far off results are, in units of the last place; those that are not normal may be any such."""
     bits = torch.from_numpy((words & 0x7FFF).astype(numpy.int16))
     got = bits.view(torch.bfloat16).double().numpy()
-    with numpy.errstate(divide="ignore", invalid="ignore"):
+    with numpy.errstate(divide="ignore", invalid="ignore", over="ignore"):
         unit = 2.0 ** (numpy.floor(numpy.log2(size)) - 7)
         off = numpy.abs(got - size) / unit
     small = size < 2.0**-126
@@ -232,22 +277,33 @@ def _tried(tables: Numbers, exponent: int, size: Numbers, follows: bool, odd: bo
     return Short(rows, exponent, follows, odd, (last[0], last[1]))
 
 
-def computed(short: Short, word: Value) -> tuple[Value, Value]:
+def computed(short: Short | Power, word: Value) -> tuple[Value, Value]:
     """The results for a register of numbers, and for which of them these are none."""
-    fn, word = word.fn, word.to(U16)
+    word = word.to(U16)
+    if isinstance(short, Power):
+        exponents, digits, steps = short.tables
+        pair = word >> 1
+        step = word.fn.call(TIMES, word.type, word << 15, _looked_up(steps, pair))
+        value = _looked_up(exponents, word >> 7) + (_looked_up(digits, pair) + step)
+        return _end(value, 64).bits(BF16), (word - short.first) > short.last - short.first
     inside = word.intrinsic("umax", FIRST).intrinsic("smax", FIRST - 0x8000)
     turned = inside.intrinsic("fshl", inside, 10)
     piece, step = turned ^ ((word >> 10) & PIECES), turned ^ -0x8000
     *rest, value = [_looked_up(table, piece) for table in short.tables]
     for start in reversed(rest):
-        value = start + fn.call(TIMES, value.type, step, value)
-    digits = _same(_looked_up(_digits(), _same(value >> 2, I8)), U16)
-    value = (value + (digits & 0xFF)) >> 2
-    value = value + short.exponent * 128 if short.exponent else value
+        value = start + word.fn.call(TIMES, value.type, step, value)
+    value = _end(value, short.exponent)
     value = value.intrinsic("usub.sat", inside - word) if short.follows else value
     value = value | (word & -0x8000) if short.odd else value
     positive, negative = short.last
     return value.bits(BF16), (word.to(I16) > positive) | (word > (0x8000 | negative) - 0x10000)
+
+
+def _end(value: Value, exponent: int) -> Value:
+    """The bits of results, of their logarithms."""
+    digits = _same(_looked_up(_digits(), _same(value >> 2, I8)), U16)
+    value = (value + (digits & 0xFF)) >> 2
+    return value + exponent * 128 if exponent else value
 
 
 def _looked_up(table: tuple[int, ...], places: Value) -> Value:

@@ -63,6 +63,23 @@ def test_every_number(name):
 
 
 @able
+@pytest.mark.parametrize("exponent", [2.3, -0.7, 1.5, 7.3, -12.3])
+def test_powers_of_every_number(exponent):
+    def power(a):
+        return a.pow(exponent)
+
+    x = every_number()
+    given, short = short_of(power, x)
+    assert isinstance(short, shorts.Power) and "pmul.hr.sw" in Emitter(nest_of(power, x), 16).fn.text()
+    (got,), eager = compile_graph(recorded(power, x))([x]), power(x)
+    assert torch.equal(got.isnan(), eager.isnan()) and torch.equal(got.isinf(), eager.isinf())
+    exact = shorts.evaluated(given, x.double())
+    inside = (exact.abs() >= 2.0**-126) & (exact.abs() < 3e38)
+    assert inside.sum() > 2000 and units(got, exact)[inside].max() <= 1.0
+    assert got[x == 1].tolist() == [1.0]
+
+
+@able
 def test_numbers_beyond_and_no_numbers_take_the_usual_way():
     x = rand(3, 1000).bfloat16() * 3
     x[0, ::7], x[1, 5], x[1, 40], x[2, 900], x[2, 77] = -30.0, math.nan, 100.0, -1e30, 1e30
@@ -77,7 +94,7 @@ def test_numbers_beyond_and_no_numbers_take_the_usual_way():
 def test_which_functions_are_computed_so():
     x = rand(64).bfloat16()
     others = {
-        "an exponential": torch.exp, "more than one sign": torch.sin, "all exponents": lambda a: a.pow(2.3),
+        "an exponential": torch.exp, "more than one sign": torch.sin, "neither": torch.log1p,
         "nothing costly": lambda a: a * 2 + 1, "a number and another": lambda a: torch.tanh(a) * a.flip(0),
         "slopes that are no powers of two": torch.erf, "rounded on the way": lambda a: torch.tanh(a).float() * 2.1,
     }  # fmt: skip
