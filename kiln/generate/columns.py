@@ -31,7 +31,7 @@ WAITING = 4096
 TOGETHER = 4
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
-SHORT_TOGETHER = 16
+SHORT_TOGETHER = 8
 SMALL_SQUARES = 0x20000000  # the bits of 2^-63
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16

@@ -85,6 +85,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
                 self.module.own.update(avx512.FINER)
             if "+avx512bf16" in host().features:
                 self.module.own["to_bf16"] = avx512.to_bf16
+                self.in_words = "+avx512vbmi2" in host().features
             self.loose = loose(nest)
         self.emit()
         unrolls = self.fn.short_loops and len(self.fn.lines) < LONG and not nest.several
@@ -110,7 +111,9 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
 
     def all_tasks(self) -> None:
         fn = self.fn
+        self.begin_late()
         fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], lambda task, _: self.task(task))
+        self.end_late()
         self.finish_streams()
         fn.do("ret void")
 
@@ -360,8 +363,10 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             for store in stores:
                 if store.kept and store.phase == phase:
                     self.store(store)
-            if here or inside:
+            if here or inside and not self.late:
                 self.phase(here, inside)
+        if self.late:
+            self.leave_row()
 
     def rounds(self, folds: list[Fold]) -> bool:
         """Whether folds gather errors of rounding in long loops; those of blocks do, as eager's products."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kiln.base.expressions import hinted
-from kiln.fuse.nest import Fold, Store, terms
+from kiln.fuse.nest import Fold, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
@@ -41,10 +41,6 @@ _sum, _top = FOLDS["sum"][2], FOLDS["top"][2]
 
 class Online(Words):
     """Emits such pairs for rows in vectors whose lanes can be left out."""
-
-    fetch_next: Callable[[], None]
-    first_line: Callable[[Store, Value], Value]
-    uneven: Store | None
 
     def online(self) -> tuple[Fold, Fold] | None:
         """The pair of folds that goes in one pass, if the nest has one."""
@@ -146,8 +142,7 @@ class Online(Words):
         """The loops of both folds, and the exponentials beside the row."""
         width = self.width
         assert self.vector is not None
-        end, apart = self.index(self.vector.size), hinted(self.vector.size) // width // SAMPLES * width
-        first = self.keep_lines(total, end)
+        apart = hinted(self.vector.size) // width // SAMPLES * width
         looked_at = [self.element(top, self.index(k * apart), None) for k in range(SAMPLES)]
         near = _within(tree(looked_at, _top))
         rounded = fma(near, 1 / functions.LN2, functions.ROUNDER_32)
@@ -159,7 +154,7 @@ class Online(Words):
         def usual(x: Value) -> tuple[Value, Value]:
             return avx512.exp_near(functions.at_least(x, least), tables, loose)
 
-        sums, reach = self.kept_powers(top, total, (first, end), U32, usual)
+        sums, reach = self.kept_powers(top, total, U32, usual, bool(self.late))
         fine = (_within(reach) <= limit) & (functions.absolute(near) <= FAR)
 
         def again() -> list[Value]:
@@ -169,7 +164,7 @@ class Online(Words):
                 power = functions.exp_below(x - largest)
                 return power, power
 
-            return self.kept_powers(top, total, (first, end), F32, careful)[:1]
+            return self.kept_powers(top, total, F32, careful)[:1]
 
         (result,) = self.fn.rarely(~fine, [sums], again)
         self.layers[-1][id(total)] = across_lanes([result], lambda a, b: [_sum(a[0], b[0])])[0]
@@ -182,24 +177,18 @@ class Online(Words):
         )
         return across_lanes([most], lambda a, b: [larger(a[0], b[0])])[0].splat(self.width)
 
-    def keep_lines(self, total: Fold, end: Value) -> Value:
-        """The place of a row from which on vectors are lines of what is stored, and of what is kept, too."""
-        fn, (phase, memory) = self.fn, self.kept_rows[id(total.value)]
-        memory = self.bases.setdefault(id(total.value), memory)
-        first = fn.constant(0, I64)
-        if self.streams and self.uneven is not None:
-            first = self.first_line(self.uneven, end)
-            memory = fn.at(memory, (-first) & (self.width - 1), F32)
-        self.kept_rows[id(total.value)] = phase, memory
-        return first
-
     def kept_powers(
-        self, top: Fold, total: Fold, span: tuple[Value, Value], kind: Type,
-        power: Callable[[Value], tuple[Value, Value]],
+        self, top: Fold, total: Fold, kind: Type, power: Callable[[Value], tuple[Value, Value]],
+        late: bool = False,
     ) -> list[Value]:  # fmt: skip
-        """The sums of a row's exponentials, which are stored, and the largest of what comes with each."""
-        fn, width = self.fn, self.width
+        """The sums of a row's exponentials, which are stored, and the largest of what comes with each.
+
+        With `late`, the row before is stored beside.
+        """
+        fn, width, step = self.fn, self.width, KEPT * self.width
+        assert self.vector is not None
         _, memory = self.kept_rows[id(total.value)]
+        end = self.index(self.vector.size)
 
         def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
             sums, most = held
@@ -211,12 +200,16 @@ class Online(Words):
             powers, reach = (list(parts) for parts in zip(*found, strict=True))
             return [sums + tree(powers, _sum), _top(most, tree(reach, _top))]
 
-        (first, end), step = span, KEPT * width
-        whole = first + (end - first) / step * step
-        held = [fn.constant(0.0, F32.wide(width)), fn.constant(0, kind.wide(width))]
-        if self.streams and self.uneven is not None:
-            held = fn.loop(0, first, width, held, partial(some, 1, first))
-        held = fn.loop(first, whole, step, held, partial(some, KEPT, None))
+        def both(first: Value, i: Value, held: list[Value]) -> list[Value]:
+            self.store_late(first + i, step)
+            return some(KEPT, None, i, held)
+
+        held, begin = [fn.constant(0, k.wide(width)) for k in (F32, kind)], fn.constant(0, I64)
+        if late:
+            first, begin = self.store_edges(end, step)
+            held = fn.loop(0, begin, step, held, partial(both, first))
+        whole = end / step * step
+        held = fn.loop(begin, whole, step, held, partial(some, KEPT, None))
         return fn.loop(whole, end, width, held, partial(some, 1, end))
 
     def element(self, top: Fold, place: Value, end: Value | None, ahead: bool = False) -> Value:

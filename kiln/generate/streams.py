@@ -26,10 +26,13 @@ from kiln.generate.values import STREAMED, Values
 LINE = 64
 #: What is taken for the last cache where the system does not say.
 USUAL_CACHE = 32 << 20
-#: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself.
-SHORTEST, LONGEST = 512, 1 << 17
+#: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself,
+#: and so are more where it reads one row after the other without a pause.
+SHORTEST, SHORTEST_LATE, LONGEST = 512, 2560, 1 << 17
 #: Elements of a piece of memory of which later ones are asked for, and how many bytes before they are read.
 LONGEST_PIECE, BEFORE = 1 << 13, 16 << 10
+#: The same of short rows of numbers of four bytes.
+BEFORE_SHORT = 4 << 10
 #: Bytes of a nest that the nearest caches do not hold.
 FAR = 1 << 20
 
@@ -50,18 +53,19 @@ class Streams(Values):
     outer: Callable[[], list[Axis]]
     varies: Callable[[Term], bool]
     factor: Callable[[list[Term], int], int]
+    late: tuple[Store, ...]
     uneven: Store | None = None
     """The one store past the caches where its rows begin anywhere in a line."""
 
     def streamed(self) -> list[Store]:
         """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
         nest, vector = self.nest, self.vector
-        if vector is None or nest.part is not None or self.width * 4 != LINE or moved(nest) < last_cache():
+        if vector is None or self.width * 4 != LINE or moved(nest) < last_cache():
             return []
         edges = borders(nest, vector, self.width)
         if vector.low != 0 or any(edge % self.width for edge in edges):
             return []
-        rows = [s for s in nest.stores if not s.kept and in_rows(s, vector)]
+        rows = [s for s in nest.stores if not s.kept and not s.adds and in_rows(s, vector)]
         if even := [s for s in rows if self.in_lines(s, vector)]:
             return even
         self.uneven = next((s for s in rows if self.alone(s)), None)
@@ -161,10 +165,31 @@ class Streams(Values):
         That is so between the phases of a row, and for places that are computed.
         """
         outer = self.outer()
-        if not outer or self.lanes % self.width or self.live is not None or not self.goes_far():
+        if not outer or self.lanes % self.width or self.live is not None:
+            return
+        if self.streams and not self.nest.reduced and self.row_length() < SHORTEST:
+            self.fetch_ahead()
+        if not self.goes_far():
             return
         # Into the second cache where rows are gone over again: the nearest has this one.
         self.ask_for(outer[-1], 1, self.fetched(outer[-1]), 2 if self.nest.reduced else 3)
+
+    def fetch_ahead(self) -> None:
+        """Ask for what is read some rows later: of short ones processors do not foresee it."""
+        variables = {a.variable for a in self.nest.axes}
+        found = [t for t in self.nest.terms() if isinstance(t, Load) and not t.places and t.valid is None]
+        large = [t for t in found if isinstance(t.index, Expr) and variables <= t.index.symbols()]
+        wide = [t for t in large if self.stride(t.index) == 1 and t.dtype.itemsize == 4]
+        for load in {t.buffer: t for t in wide}.values():
+            first = self.index(load.index) + BEFORE_SHORT // load.dtype.itemsize
+            self.prefetch(load, first, 2)
+
+    def prefetch(self, load: Load, first: Value, near: int) -> None:
+        """Ask for as many elements as there are lanes."""
+        hints = [self.fn.constant(n, I32) for n in (0, near, 1)]
+        for lane in range(0, self.lanes, LINE // load.dtype.itemsize):
+            address = self.fn.at(self.pointers[load.buffer], first + lane, TYPES[load.dtype])
+            self.fn.call("llvm.prefetch.p0", VOID, address, *hints)
 
     def fetch_pieces(self, folds: list[Fold]) -> None:
         """Ask for what the first folds over rows of several pieces read later."""
@@ -193,7 +218,6 @@ class Streams(Values):
 
     def ask_for(self, axis: Axis, ahead: int, loads: list[Load], near: int) -> None:
         """Ask for what is read some turns of a loop later, at the most in its last one."""
-        fn = self.fn
         here = self.variables[axis.variable]
         later, last = here + ahead, self.index(axis.size) - 1
         known, self.layers, self.indices = (self.layers, self.indices), [{}], [{}]
@@ -201,11 +225,7 @@ class Streams(Values):
         for load in loads:
             for place in load.places:
                 self.variables[place.symbol] = self.lane_or_value(place.term)
-            first = self.index(load.index)
-            hints = [fn.constant(n, I32) for n in (0, near, 1)]
-            for lane in range(0, self.lanes, LINE // load.dtype.itemsize):
-                address = fn.at(self.pointers[load.buffer], first + lane, TYPES[load.dtype])
-                fn.call("llvm.prefetch.p0", VOID, address, *hints)
+            self.prefetch(load, self.index(load.index), near)
         self.variables[axis.variable] = here
         self.layers, self.indices = known
 
@@ -241,7 +261,7 @@ class Streams(Values):
         return found
 
     def goes_far(self) -> bool:
-        return self.row_length() >= SHORTEST and moved(self.nest) >= FAR
+        return self.row_length() >= (SHORTEST_LATE if self.late else SHORTEST) and moved(self.nest) >= FAR
 
     def from_memory(self) -> bool:
         return self.row_length() >= SHORTEST and moved(self.nest) >= last_cache()

@@ -88,7 +88,6 @@ class Values(Reads):
         self.indices: list[dict[Any, Value]] = [{}]
         self.now = 0  # the phase being emitted
         self.kept_rows: dict[int, tuple[int, Value]] = {}
-        self.bases: dict[int, Value] = {}  # the memory of those that do not begin with it
 
     # Scopes: what was computed inside a loop is not known outside of it
 

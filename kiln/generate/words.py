@@ -14,12 +14,12 @@ import torch
 
 from kiln.fuse.nest import Apply, Fold, Load, Place, Term, terms
 from kiln.fuse.pairs import tree
-from kiln.generate import avx512
+from kiln.generate import avx512, shorts
 from kiln.generate.functions import absolute
 from kiln.generate.lanes import across_lanes, first_lane, lanes, shuffled
+from kiln.generate.late import Late
 from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
-from kiln.generate.values import Values
 
 #: Bytes of a register.
 LINE = 64
@@ -34,10 +34,14 @@ ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
 
 
-class Words(Values):
+class Words(Late):
     """Emits such folds."""
 
+    in_words = False
+    """Whether functions of one number may be computed in words."""
+
     varies: Callable[[Term], bool]
+    fetch_next: Callable[[], None]
 
     def pairs(self, value: Term) -> list[Load]:
         """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
@@ -92,16 +96,28 @@ class Words(Values):
         """The value of a term of bf16 where lanes are those of two registers."""
         while isinstance(term, Apply) and term.op == "convert" and term.args[0].dtype is torch.float32:
             term = term.args[0]  # it is rounded where it is stored
-        if pairs := self.pairs_alone(term):
-            assert self.even_and_odd is not None
-            self.lanes //= 2
-            low, high = self.apart(term, pairs, self.even_and_odd)
-            self.lanes *= 2
-            order = [lane // 2 + lane % 2 * self.width for lane in range(2 * self.width)]
-            return shuffled(avx512.to_bf16(low, high), order)
-        value = self.value(term)
-        value = value if value.type.width > 1 else value.splat(self.lanes)
-        return avx512.to_bf16(*[lanes(value, start, self.width) for start in (0, self.width)])
+        if not (pairs := self.pairs_alone(term)):
+            value = self.value(term)
+            value = value if value.type.width > 1 else value.splat(self.lanes)
+            return avx512.to_bf16(*[lanes(value, start, self.width) for start in (0, self.width)])
+        assert self.even_and_odd is not None
+        given = shorts.expression(term) if len(pairs) == 1 and self.in_words else None
+        short = None if given is None else shorts.fitted(given)
+        if short is None:
+            return self.rounded(term, pairs, self.even_and_odd)
+        word = self.fn.load(self.address(pairs[0], I16), I16.wide(2 * self.width))
+        found, outside = shorts.computed(short, word)
+        return self.fn.rarely(
+            outside, [found], lambda: [outside.where(self.rounded(term, pairs, ({}, {})), found)]
+        )[0]
+
+    def rounded(self, term: Term, pairs: list[Load], known: Known) -> Value:
+        """A value that is computed of even and odd numbers, rounded."""
+        self.lanes //= 2
+        low, high = self.apart(term, pairs, known)
+        self.lanes *= 2
+        order = [lane // 2 + lane % 2 * self.width for lane in range(2 * self.width)]
+        return shuffled(avx512.to_bf16(low, high), order)
 
     def address(self, load: Load, kind: Type) -> Value:
         return self.fn.at(self.pointers[load.buffer], self.index(load.index), kind)
@@ -130,6 +146,15 @@ class Words(Values):
         name, align = f"llvm.masked.load.{kind.suffix}.p0", fn.constant(kind.bits // 8, I32)
         read = fn.call(name, kind, address, align, live, other.splat(kind.width))
         return read, [live] if parts == 1 else [shuffled(live, range(k, kind.width, 2)) for k in range(2)]
+
+    def fetch_row(self, place: Value, count: int) -> None:
+        """Ask for so many elements of the next row."""
+        assert self.vector is not None
+        self.push()
+        self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, count
+        self.fetch_next()
+        self.lanes = outside
+        self.pop()
 
     def by_words(self, read: Load, loose: bool) -> list[Value]:
         """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-22 or 2^-13.
@@ -161,9 +186,18 @@ class Words(Values):
             return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests]
 
         held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
-        block = VECTORS * width
+        block, begin = VECTORS * width, low
+
+        def beside(start: Value, i: Value, held: list[Value]) -> list[Value]:
+            self.store_late(start + i, block)
+            self.fetch_row(i, block)
+            return some(block // step, None, i, held)
+
+        if self.late:
+            start, begin = self.store_edges(end, block)
+            held = fn.loop(low, begin, block, held, partial(beside, start))
         whole = low + (end - low) / block * block
-        held = fn.loop(low, whole, block, held, partial(some, block // step, None))
+        held = fn.loop(begin, whole, block, held, partial(some, block // step, None))
         *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
         positive, negative = map(_reduced, bounds, BOUNDS)
 

@@ -1,6 +1,7 @@
 """How kernels go through memory: rows once, columns in its order, results past the caches."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Apply
 from kiln.fuse.program import fuse
 from kiln.fuse.steps import Launch
-from kiln.generate import cpu, streams
+from kiln.generate import cpu, late, streams
 from kiln.generate.kernel import Emitter
 from kiln.generate.pieces import borders
 from kiln.generate.softmax import forgetful, pair
@@ -390,6 +391,17 @@ def test_stores_of_uneven_rows_begin_at_lines(length, dtype, monkeypatch):
     assert not two.streamed(), "one may begin at a line where the other does not"
 
 
+@wide
+def test_so_do_those_of_rows_whose_columns_are_summed_on_the_way(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    backward, args = norm_backward(400, 256)
+    program = fuse(expand(recorded(backward, *args), "prims", FOR_LOOPS))
+    (nest,) = [nest for kernel in program.kernels for nest in kernel.nests if nest.part is not None]
+    emitter = Emitter(nest, 16)
+    assert [s.adds for s in emitter.streamed()] == [False] and "!nontemporal" in emitter.fn.text()
+    check(backward, *args, atol=1e-4)
+
+
 def test_small_results_stay_in_the_caches():
     assert not Emitter(nest_of(lambda a: a + 1, rand(1000)), 16).streamed()
 
@@ -402,7 +414,7 @@ def test_the_next_row_is_asked_for(monkeypatch):
     monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
     x, places, rows = rand(40, 1024), torch.randint(0, 1024, (40, 1024)), torch.randint(0, 40, (60,))
     slow = (
-        (lambda a: F.softmax(a, -1), x),
+        (lambda a: F.softmax(a, -1), rand(9, 4096)),
         (lambda a, i: a.gather(1, i), x, places),
         (lambda a, i: a[i], x, rows),
     )
@@ -411,9 +423,54 @@ def test_the_next_row_is_asked_for(monkeypatch):
         check(f, *given, kernels=1)
     for f in (lambda a: a * 2 + 1, lambda a: F.layer_norm(a, (1024,)), lambda a: F.softmax(a[:, :128], -1)):
         assert "llvm.prefetch" not in Emitter(nest_of(f, x), 16).fn.text(), "processors do it themselves"
-    text = Emitter(nest_of(slow[0][0], x), 16).fn.text()
-    asked, stored = text.index("llvm.prefetch"), text.index("!nontemporal")
-    assert asked < stored and "br i1" in text[asked:stored], "while exponentials are computed, not beside stores"
+    assert "llvm.prefetch" not in Emitter(nest_of(slow[0][0], x), 16).fn.text().split("usual")[0]
+
+
+@wide
+def test_what_short_rows_read_is_asked_for(monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x, table = rand(40, 12, 64), rand(12, 64)
+
+    def turned(a, t):
+        return a * t + torch.cat([-a[..., 32:], a[..., :32]], -1) * t
+
+    def heads(a, t):
+        return a.transpose(0, 1) + 1
+
+    for f in (turned, heads):
+        fast, *_ = Emitter(nest_of(f, x, table), 16).fn.text().split("\nusual")
+        assert "llvm.prefetch" in fast
+        check(f, x, table, kernels=1)
+        assert "llvm.prefetch" not in Emitter(nest_of(f, x.bfloat16(), table.bfloat16()), 16).fn.text()
+    assert "llvm.prefetch" not in Emitter(nest_of(lambda a: a * 2 + 1, x), 16).fn.text(), "rows join"
+
+
+def stored_beside(function, *inputs):
+    """Whether a loop stores past the caches and computes powers."""
+    blocks = re.split(r"\n\w+:\n", Emitter(nest_of(function, *inputs), 16).fn.text())
+    return any("!nontemporal" in block and "512(<16 x i32>" in block for block in blocks)
+
+
+@wide
+@pytest.mark.parametrize("length", [512, 1000, 1041, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_a_softmax_are_stored_while_the_next_is_read(length, dtype, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 10)
+    x, other = rand(2, 3, 7, length).to(dtype), rand(length).to(dtype)
+    x[1, 2, 3, 5], x[0, 0, 0], x[1, 0, 2], x[0, 1, 6, 9] = 3e4, 0.0, -math.inf, math.nan
+
+    def weighed(a, b):
+        return F.softmax(a, -1) * b
+
+    for function in (lambda a, b: F.softmax(a, -1), weighed):
+        assert stored_beside(function, x, other)
+        check(function, x, other, kernels=1, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+    monkeypatch.setattr(late, "LONGEST_NEAR", length - 1)
+    check(lambda a: F.log_softmax(a, -1), x, kernels=1, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+    alone = length > 1024 and dtype is not torch.float16
+    assert stored_beside(lambda a: F.log_softmax(a, -1), x) == alone, "numbers as they lie in memory"
+    ends = Emitter(nest_of(lambda a: F.softmax(a, -1).amax(-1), x), 16)
+    assert not ends.late and "!nontemporal" not in ends.fn.text(), "what is folded does not wait"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
