@@ -536,6 +536,9 @@ def walking(*keys: tuple[type, str]) -> None:
         native_method = getattr(kind, name)
 
         def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = native_method) -> Any:
+            if function in EXTENDS and len(args) == 1 and type(args[0]) in (list, tuple) and not kwargs:
+                if m.world.append(owner, m.world.touch(args[0])):
+                    return None
             m.world.touch(owner)
             if m.world.unguarded(owner) and not isinstance(owner, (str, frozenset)):
                 return MISSING
@@ -544,6 +547,7 @@ def walking(*keys: tuple[type, str]) -> None:
         METHODS[kind, name] = handler
 
 
+EXTENDS = (list.extend, collections.deque.extend)
 walking(
     (list, "extend"), (collections.deque, "extend"), (collections.deque, "extendleft"), (set, "update"),
     (str, "join"), (list, "__init__"), (set, "union"), (set, "intersection"), (set, "difference"),
@@ -551,6 +555,10 @@ walking(
     (set, "difference_update"), (set, "intersection_update"), (frozenset, "union"),
     (frozenset, "intersection"), (frozenset, "difference"), (set, "__init__"),
 )  # fmt: skip
+
+
+def append_item(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    return None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING
 
 
 def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -564,6 +572,7 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
 METHODS[dict, "__contains__"] = dict_contains
 METHODS[list, "sort"] = sort_list
+METHODS[list, "append"] = METHODS[collections.deque, "append"] = append_item
 
 
 @handles(sorted)

@@ -163,6 +163,8 @@ def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
 
 
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:
+    if function is operator.iadd and type(b) in (list, tuple) and m.world.append(a, m.world.touch(b)):
+        return a
     m.world.touch_deep(a)
     m.world.touch_deep(b)
     m.world.looked = m.world.looked or any(type(v) is FakeTensor for v in nested((a, b)))

@@ -98,8 +98,9 @@ class Shadow:
     before: Any = None  # the copy's contents when it was last known to equal the real container's
     full: bool = False  # every item has been wrapped and guarded
     items: dict[Any, Any] = field(default_factory=dict)  # items read or written one by one
-    #: Keys of a dict written before anybody asked what it holds.
+    #: Keys of a dict written before anybody asked what it holds; what a list or deque got at its end then.
     written: set[Any] = field(default_factory=set)
+    appended: list[Any] = field(default_factory=list)
     space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
 
     def now(self) -> Any:
@@ -113,7 +114,7 @@ class Shadow:
     def changed(self) -> bool:
         """Whether the copy differs from the real container."""
         if not self.full:
-            return bool(self.written)
+            return bool(self.written or self.appended)
         now, before = self.now(), self.before
         if isinstance(now, set):
             return bool(now != before)
@@ -509,6 +510,7 @@ class World:
         for i, item in enumerate(list(real)):
             copy[i] = shadow.items[i] if i in shadow.items else self.outside(item, Item(source, i))
         shadow.before = list(copy)
+        copy.extend(shadow.appended)
 
     def key(self, key: Any, source: Source) -> Any:
         """The program's view of a key of a dict, whose keys are guarded by identity."""
@@ -539,11 +541,14 @@ class World:
                 self.guard(Contains(shadow.source, key, False))
                 return MISSING
         elif type(real) is list and type(key) is int:
-            if not -len(real) <= key < len(real):
+            added = len(shadow.appended)
+            if -added <= key < 0:
+                return shadow.appended[key]
+            if not -len(real) <= key + (key < 0) * added < len(real):
                 return MISSING
             if key < 0:
                 self.guard(Length(shadow.source, len(real)))
-                key += len(real)
+                key += len(real) + added
         else:
             return MISSING
         if key not in shadow.items:
@@ -559,13 +564,21 @@ class World:
         shadow.written.add(key)
         return True
 
+    def append(self, container: Any, items: Iterable[Any]) -> bool:
+        """Hold back what a list or deque gets at its end that nobody has looked into; False for another."""
+        shadow = self.unfilled(container)
+        if shadow is None or type(shadow.real) not in (list, collections.deque):
+            return False
+        shadow.appended.extend(items)
+        return True
+
     def length(self, container: Any) -> int | None:
         """The length of an unfilled shadow, guarded alone."""
         shadow = self.unfilled(container)
         if shadow is None or shadow.written or type(shadow.real) not in (list, *DICTS):
             return None
         self.guard(Length(shadow.source, len(shadow.real)))
-        return len(shadow.real)
+        return len(shadow.real) + len(shadow.appended)
 
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""
