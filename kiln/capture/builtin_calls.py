@@ -109,7 +109,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
     if type(value) in symbolic.SYMBOLIC:
         value = symbolic.SEEN_AS[type(value)]()  # all numbers of a type are alike here
-    elif type(value) is OpenNumber:
+    elif isinstance(value, OpenNumber):
         value = value.kind()
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
@@ -154,7 +154,7 @@ def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = args[0]
         if type(value) is FakeArray:
             return m.world.constant(value.__class__)
-        if type(value) is OpenNumber:
+        if isinstance(value, OpenNumber):
             return m.world.constant(value.kind)
         kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
         return m.world.constant(SEEN_AS.get(kind, kind))

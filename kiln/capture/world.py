@@ -45,6 +45,7 @@ from kiln.base.source import (
     Source,
 )
 from kiln.capture import runtime, wrappers
+from kiln.capture.fake_arrays import OpenText
 from kiln.capture.frame import Replaced
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
@@ -83,6 +84,7 @@ BY_IDENTITY = (
     functools._lru_cache_wrapper, enum.Enum, torch.Generator, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, types.GenericAlias,
 )  # fmt: skip
+TEXTS = (str, bytes)
 DICTS = (dict, collections.OrderedDict)  # those whose items may be read one by one
 BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
@@ -149,6 +151,8 @@ class World:
         self.events: list[Guard | Moved | Source] = []
         self.writes = 0  # how often something was written, or something read that had been
         self.unstable = unstable
+        self.looked_at: set[str] = set()  # paths of texts that the program is known to look at
+        self.texts: dict[Source, OpenText] = {}  # those that are left open
         self.sources: dict[int, Source] = {}
         self.shadows: dict[int, Shadow] = {}  # by id of the copy
         self.shadow_of: dict[int, Shadow] = {}  # by id of the real container
@@ -205,6 +209,8 @@ class World:
                 number = self.varying.number(value, source, not rooted(source))
                 if number is not None:
                     return self.number(number, value, source)
+            if kind in TEXTS and self.unstable and (text := self.text(value, source)) is not None:
+                return text
             self.guard(Equals(source, value))
             return value
         known = self.sources.get(id(value))
@@ -217,6 +223,13 @@ class World:
             if isinstance(value, base):
                 return reader(self, value, source)
         return self.thing(value, source)
+
+    def text(self, value: Any, source: Source) -> OpenText | None:
+        """A text that is left open, as it has changed and nobody is known to look at it."""
+        if str(source) not in self.unstable or str(source) in self.looked_at:
+            return None
+        self.guard(TypeIs(source, type(value)))
+        return self.texts.setdefault(source, OpenText(type(value), source))
 
     def number(self, number: Any, value: int | float, source: Source) -> Any:
         """A number that varies: symbolic, and an input of the graph where the graph needs it."""
