@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
-from kiln.base.source import Arg, Const
+from kiln.base.source import Arg, Const, Global
 from kiln.capture import draws, flags, function_modes, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Looked, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
@@ -25,6 +26,7 @@ from kiln.capture.recorder import Recorder
 from kiln.capture.told import listener
 from kiln.capture.varying import STATIC, Dynamic, Varying
 from kiln.capture.world import World
+from kiln.check.guards import Equals
 from kiln.check.torch_guards import GlobalState
 from kiln.ops.fake import LITERALS
 
@@ -35,6 +37,8 @@ ATTEMPTS = 12
 LOOKED = "looked at"  # where the paths are kept of texts that a function looks at
 WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction
 NUMBERS_NEEDED = frozenset({"data-dependent", "branch-on-tensor"})
+#: The level at which tensors carry tangents; graphs have none.
+TANGENTS = Global(Const(vars(forward_ad), "forward_ad"), "_current_level")
 UNSUPPORTED = 0x20 | 0x80 | 0x200  # generators and coroutines are not captured from the outside
 
 
@@ -147,6 +151,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
     world.guard(GlobalState.now())
+    world.guard(Equals(TANGENTS, -1))
     cells = dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
     frame = Frame(function, {}, cells)
     slots = enumerate(zip(names, argv, strict=True))
