@@ -177,6 +177,7 @@ class World:
         self.entered: dict[int, tuple[Any, ...]] = {}
         self.wrappers: dict[int, Any] = {}
         self.machine: Any = None  # the interpreter of this capture, while it runs
+        self.arrays: list[tuple[Any, Source]] = []  # those whose contents are taken to stay
         self.memories: dict[int, Any] = {}  # what is known of the memory of arrays, by id of its owner
         self.frozen: set[int] = set()  # ids of copies that stand for objects whose contents are guarded
 
@@ -389,8 +390,8 @@ class World:
                 and isinstance(source.base.base.value, torch.nn.Module))  # fmt: skip
 
     def refuse_replaced(self) -> None:
-        """Raise Replaced where the program has put other tensors in the place of those taken to stay."""
-        found = set()
+        """Raise Replaced where the program has changed what was taken to stay: tensors of modules, arrays."""
+        found = {str(source) for array, source in self.arrays if self.written_elsewhere(array)}
         for fake, source in self.tensors.values():
             if self.owned(source):
                 at: Any = source
@@ -400,6 +401,18 @@ class World:
                     found.add(str(source))
         if found - self.unstable:
             raise Replaced(frozenset(found))
+
+    def written_elsewhere(self, array: Any) -> bool:
+        """Whether a tensor from outside that may have been written shares the memory of an array."""
+        start: int = array.__array_interface__["data"][0]
+        for fake, _ in self.tensors.values():
+            real = self.reals[id(fake)]
+            written = fake.is_inference() or fake._version
+            if written and real.device.type == "cpu" and real.layout is torch.strided:
+                at, size = real.untyped_storage().data_ptr(), real.untyped_storage().nbytes()
+                if at < start + array.nbytes and start < at + size:
+                    return True
+        return False
 
     # ------------------------------------------------------------------ containers
 
