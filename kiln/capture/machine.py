@@ -325,9 +325,9 @@ class Machine:
             raise expected.refusal()
         if kind in symbolic.SYMBOLIC:
             return symbolic.truth(value)
-        n = self.world.length(value)
-        if n is not None:
-            return n > 0
+        known = self.world.occupied(value)
+        if known is not None:
+            return known
         self.world.touch(value)
         for name in ("__bool__", "__len__"):
             method = attributes.type_lookup(self, kind, name)

@@ -606,6 +606,14 @@ class World:
         self.guard(Length(shadow.source, len(shadow.real)))
         return len(shadow.real) + len(shadow.appended)
 
+    def occupied(self, container: Any) -> bool | None:
+        """Whether an unfilled shadow holds anything: it does once the program has put something there."""
+        shadow = self.unfilled(container)
+        if shadow is not None and shadow.changed():
+            return True
+        n = self.length(container)
+        return None if n is None else n > 0
+
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""
         shadow = self.unfilled(container)

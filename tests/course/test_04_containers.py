@@ -325,7 +325,7 @@ def grown(x, log, window):
     log += [x * 2]
     log.extend((x.shape[0], "turn"))
     window.append(x + 1)
-    return log[-3] + 1, log[-1]
+    return log[-3] + 1, log[-1] if log else None
 
 
 def test_what_only_grows_is_not_looked_into():
