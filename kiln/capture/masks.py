@@ -37,23 +37,36 @@ def columns(m: Machine, mask: FakeTensor) -> tuple[Any, ...]:
     return tuple(m.torch_call(torch.unbind, (places(m, mask), 1), {}))
 
 
-def spelled_out(m: Machine, key: Any) -> Any:
-    """An index with places for masks; MISSING where it has none."""
+def is_mask(part: Any) -> bool:
+    return type(part) is FakeTensor and part.dtype is torch.bool and bool(part.dim())
+
+
+def spelled_out(m: Machine, x: Any, key: Any) -> Any:
+    """An index of `x` with places for masks; MISSING where it has none, or they are not of its shape."""
     parts = key if type(key) is tuple else (key,)
-    masks = [type(part) is FakeTensor and part.dtype is torch.bool and bool(part.dim()) for part in parts]
-    if not any(masks):
+    if not any(map(is_mask, parts)) or any(part is ... or type(part) is bool for part in parts):
         return MISSING
-    found = [columns(m, part) if mask else (part,) for part, mask in zip(parts, masks, strict=True)]
-    return sum(found, ())
+    found: list[Any] = []
+    dim = 0
+    for part in parts:
+        if is_mask(part):
+            if tuple(part.shape) != tuple(x.shape[dim : dim + part.dim()]):
+                return MISSING  # eager says so
+            found += columns(m, part)
+            dim += part.dim()
+        else:
+            found.append(part)
+            dim += part is not None
+    return tuple(found)
 
 
 def read(m: Machine, x: Any, key: Any) -> Any:
-    index = spelled_out(m, key)
+    index = spelled_out(m, x, key)
     return MISSING if index is MISSING else m.torch_call(operator.getitem, (x, index), {})
 
 
 def write(m: Machine, x: Any, key: Any, value: Any) -> Any:
-    index = spelled_out(m, key)
+    index = spelled_out(m, x, key)
     return MISSING if index is MISSING else m.torch_call(operator.setitem, (x, index, value), {})
 
 
@@ -82,7 +95,9 @@ def repeat_interleave(
 
 
 RULES: dict[Any, Callable[..., Any]] = {
-    operator.getitem: read, operator.setitem: write, torch.where: where,
+    torch.where: where,
+    **dict.fromkeys((operator.getitem, torch.Tensor.__getitem__), read),
+    **dict.fromkeys((operator.setitem, torch.Tensor.__setitem__), write),
     **dict.fromkeys((torch.nonzero, torch.Tensor.nonzero), nonzero),
     **dict.fromkeys((torch.argwhere, torch.Tensor.argwhere), places),
     **dict.fromkeys((torch.masked_select, torch.Tensor.masked_select), masked_select),

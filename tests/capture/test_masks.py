@@ -34,6 +34,8 @@ PROGRAMS = {
     "written between": written_between,
     "nonzero": lambda x, mask: mask.nonzero() + 1,
     "places": lambda x, mask: (x[mask.nonzero(as_tuple=True)] * 2, torch.argwhere(mask)),
+    "by their methods": lambda x, mask: (y := x * 1, y.__setitem__(mask, x.__getitem__(mask) * 2))[0],
+    "a dimension more": lambda x, mask: x[None, mask[:, 0], None].sum(1),
     "where": lambda x, mask: x[torch.where(mask)] * 2,
     "masked_select": lambda x, mask: torch.masked_select(x, mask[:, :1]).cos(),
     "repeats": lambda x, mask: x.repeat_interleave(mask.sum(1), 0) * 2,
@@ -59,6 +61,16 @@ def test_one_graph(name, backend):
             runs.append((found, given.grad))
         torch.testing.assert_close(*runs, equal_nan=True)
     assert len(counting.modules) == 1
+
+
+@pytest.mark.parametrize("key", ["mask[:3]", "(slice(None), mask[:, 0])", "(None, mask[:, :2])"])
+def test_masks_of_another_shape(key):
+    """Eager refuses them, and so does a graph that would take the places of what is true."""
+    program = eval(f"lambda x, mask: x[{key}].sum()")
+    x = torch.randn(4, 5)
+    for call in (program, kiln.compile(program), kiln.compile(program, fullgraph=True)):
+        with pytest.raises((IndexError, kiln.Break)):
+            call(x, x > 0)
 
 
 def test_a_size_that_is_told():
