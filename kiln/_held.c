@@ -32,7 +32,10 @@ typedef struct {
     int64_t stamp;
 } Watch;
 
-enum { SMALL = 4096 }; /* bytes of which one word is enough */
+enum {
+    SMALL = 1024, /* bytes that are all read */
+    PLACES = 8,   /* words that are read of more, spread over it; the last one besides */
+};
 
 static uint64_t
 word_at(const char *data, int64_t place)
@@ -45,11 +48,17 @@ word_at(const char *data, int64_t place)
 static uint64_t
 words_of(const char *data, int64_t bytes)
 {
-    if (data == NULL || bytes < 8)
+    uint64_t words = 0;
+    if (data == NULL)
         return 0;
-    uint64_t words = word_at(data, bytes / 16 * 8);
-    if (bytes > SMALL)
-        words = words * 31 + word_at(data, bytes - 8);
+    if (bytes < 8) {
+        memcpy(&words, data, bytes);
+        return words;
+    }
+    words = word_at(data, bytes - 8);
+    int64_t step = bytes <= SMALL ? 8 : bytes / PLACES / 8 * 8;
+    for (int64_t place = 0; place + 8 <= bytes; place += step)
+        words = words * 0x9E3779B97F4A7C15u + word_at(data, place);
     return words;
 }
 

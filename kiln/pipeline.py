@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+from torch.autograd import forward_ad
 
 from kiln import _hook, modules, telling
 from kiln.base import live, log, options, records
@@ -235,8 +236,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     asked, name = family.options, family.options.name or function.__qualname__
     entries = region.entries
     stance = live.stance()
-    if stance == "eager_on_recompile" or torch._C._functorch.maybe_current_level() is not None:
-        return None  # a functorch transform runs its function on tensors of its own
+    transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    if stance == "eager_on_recompile" or transformed:
+        return None  # tensors of a functorch transform, or with tangents, are not those of a graph
     failing = [(entry.info, failing_guards(entry.info, argv)) for entry in entries]
     failures = [[failure(guard, argv, entry.place(guard)) for guard in found] for entry, found in failing]
     if stance == "fail_on_recompile":

@@ -57,6 +57,7 @@ def read_array(world: World, value: Any, source: Source) -> Any:
     copy = value.copy(order="K")
     copy.setflags(write=False)
     world.guard(ArrayEquals(source, copy))
+    world.arrays.append((value, source))
     world.frozen.add(id(copy))
     return world.stands_for(copy, value, source)
 

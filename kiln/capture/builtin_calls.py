@@ -109,7 +109,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
     if type(value) in symbolic.SYMBOLIC:
         value = symbolic.SEEN_AS[type(value)]()  # all numbers of a type are alike here
-    elif type(value) is OpenNumber:
+    elif isinstance(value, OpenNumber):
         value = value.kind()
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
@@ -154,7 +154,7 @@ def type_of(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         value = args[0]
         if type(value) is FakeArray:
             return m.world.constant(value.__class__)
-        if type(value) is OpenNumber:
+        if isinstance(value, OpenNumber):
             return m.world.constant(value.kind)
         kind = attributes.tensor_type(value) if type(value) is FakeTensor else type(value)
         return m.world.constant(SEEN_AS.get(kind, kind))
@@ -536,6 +536,9 @@ def walking(*keys: tuple[type, str]) -> None:
         native_method = getattr(kind, name)
 
         def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = native_method) -> Any:
+            if function in EXTENDS and len(args) == 1 and type(args[0]) in (list, tuple) and not kwargs:
+                if m.world.append(owner, m.world.touch(args[0])):
+                    return None
             m.world.touch(owner)
             if m.world.unguarded(owner) and not isinstance(owner, (str, frozenset)):
                 return MISSING
@@ -544,6 +547,7 @@ def walking(*keys: tuple[type, str]) -> None:
         METHODS[kind, name] = handler
 
 
+EXTENDS = (list.extend, collections.deque.extend)
 walking(
     (list, "extend"), (collections.deque, "extend"), (collections.deque, "extendleft"), (set, "update"),
     (str, "join"), (list, "__init__"), (set, "union"), (set, "intersection"), (set, "difference"),
@@ -551,6 +555,10 @@ walking(
     (set, "difference_update"), (set, "intersection_update"), (frozenset, "union"),
     (frozenset, "intersection"), (frozenset, "difference"), (set, "__init__"),
 )  # fmt: skip
+
+
+def append_item(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    return None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING
 
 
 def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -564,6 +572,7 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
 METHODS[dict, "__contains__"] = dict_contains
 METHODS[list, "sort"] = sort_list
+METHODS[list, "append"] = METHODS[collections.deque, "append"] = append_item
 
 
 @handles(sorted)

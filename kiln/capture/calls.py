@@ -17,7 +17,7 @@ import random
 import reprlib
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +28,7 @@ from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Attr, Const, Derived, DictAttr, Item, Source
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
-from kiln.capture.fake_arrays import FakeArray, OpenNumber
+from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, Unread, UserError
 from kiln.capture.iterators import Callback
 from kiln.capture.nodes import Args as Args
@@ -96,6 +96,8 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
         return action(m, function, args, kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:
+        if m.world.texts and id(function) not in KEEPING:
+            look(nested((*args, *kwargs.values())))
         if id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)]):
             return m.native(function, *args, **kwargs)
         return handler(m, args, kwargs)
@@ -106,6 +108,17 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
         if isinstance(function, kind):
             return caller(m, function, args, kwargs, mode)
     return call_object(m, function, args, kwargs, mode)
+
+
+def look(values: Iterable[Any]) -> None:
+    """Raise where a text that was left open is among the values."""
+    for value in values:
+        if type(value) is OpenText:
+            raise value.needed()
+
+
+#: Builtins that do not look at texts which they are given.
+KEEPING = frozenset(map(id, (isinstance, type, list, tuple, dict, zip, enumerate, iter, next, reversed)))
 
 
 # ---------------------------------------------------------------------- Python functions
@@ -536,7 +549,7 @@ def native(
     kinds: set[Any] = {type(value) for value in parts}
     if not HOLDERS.isdisjoint(kinds) and symbolic.needs_numbers(function, purity.reads_deeply(function)):
         for value in parts:
-            if type(value) is OpenNumber:
+            if isinstance(value, OpenNumber):
                 raise value.needed()
         args, kwargs = symbolic.concrete(args), symbolic.concrete(kwargs)
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
@@ -552,7 +565,7 @@ def native(
 
 
 BUFFERS = (bytearray, memoryview, array.array)
-HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber}
+HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber, OpenText}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
 
 

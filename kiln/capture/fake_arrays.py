@@ -10,7 +10,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
-from kiln.capture.frame import Restart
+from kiln.capture.frame import Looked, Restart
 
 OPERATIONS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split()
 #: Special methods that are operations on the contents.
@@ -97,7 +97,7 @@ class OpenNumber:
     def __init__(self, kind: type, tensor: Any, step: int, reason: Break) -> None:
         self.kind, self.tensor, self.step, self.reason = kind, tensor, step, reason
 
-    def needed(self) -> Restart:
+    def needed(self) -> Any:
         """What is raised where the value is looked at."""
         return Restart(self.step, self.reason)
 
@@ -108,6 +108,26 @@ class OpenNumber:
 
 for _name in (*RECORDED, *ASKING, "__hash__", "__ceil__", "__floor__", "__trunc__"):
     setattr(OpenNumber, _name, Forward(_name))
+
+
+class OpenText(OpenNumber):
+    """A text from outside that was another one in an earlier call: of no consequence while it is only kept.
+
+    Where the program looks at it, capture begins again for this text.
+    """
+
+    __slots__ = ("source",)
+
+    def __init__(self, kind: type, source: Any) -> None:
+        self.kind, self.source = kind, source
+
+    def needed(self) -> Any:
+        """What is raised where the text is looked at."""
+        return Looked(str(self.source))
+
+
+for _name in ("__len__", "__iter__", "__reduce_ex__"):
+    setattr(OpenText, _name, Forward(_name))
 
 
 class ArrayMethod:

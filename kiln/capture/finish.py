@@ -228,6 +228,8 @@ class Finisher:
             elif shadow.written:
                 changed = {key: item for key, item in shadow.items.items() if key in shadow.written}
                 calls.append((runtime.write_dict, (shadow.copy, changed, ())))
+            elif shadow.appended:
+                calls.append((type(shadow.real).extend, (shadow.copy, shadow.appended)))
         for overlay in world.instance.values():
             write = setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute
             calls += overlay_writes(overlay.owner, overlay, write, runtime.delete_attribute)

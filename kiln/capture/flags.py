@@ -105,7 +105,7 @@ class Chain:
 
 def changed(fake: FakeTensor) -> bool:
     """Whether the graph may have written to a tensor."""
-    return bool(fake._version) or fake.value_version < 0
+    return fake.is_inference() or bool(fake._version) or fake.value_version < 0
 
 
 def settled(m: Machine, fake: FakeTensor) -> torch.Tensor | None:

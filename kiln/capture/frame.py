@@ -59,6 +59,13 @@ class Restart(Exception):
         self.step, self.reason = step, reason
 
 
+class Looked(Exception):
+    """The program looked at a text that was left open: capture must begin again, for that text alone."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+
 class Differs(Exception):
     """A call of a module is not the same as an earlier one."""
 

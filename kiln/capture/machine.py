@@ -20,6 +20,7 @@ from kiln.capture import (
     expected,
     function_modes,
     library_calls,
+    masks,
     number_calls,
     open_numbers,
     operators,
@@ -31,11 +32,13 @@ from kiln.capture import (
     torch_calls,
     transforms,
 )
+from kiln.capture.fake_arrays import OpenText
 from kiln.capture.frame import (
     LAST_INSTRUCTION,
     RETURN,
     YIELD,
     Frame,
+    Looked,
     Recalled,
     Restart,
     Unfit,
@@ -72,6 +75,7 @@ class Machine:
         self.ended = False
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
         self.numbers = False  # whether numbers of tensors are symbols of the graph
+        self.places: dict[Any, Any] = {}  # masks by id and version, and where they are true
         #: How many blocks without the hooks of tensor subclasses the program has entered.
         self.aside = int(not torch._C._is_torch_function_enabled())
         self.muted = 0  # blocks around the program's warnings that it has entered
@@ -250,7 +254,7 @@ class Machine:
         """Run native code of the program; its exceptions are the program's."""
         try:
             return function(*args, **kwargs)
-        except (UserError, Break, Bug, Skip, Restart, Recalled, Unfit, Yielded, RecursionError):
+        except (UserError, Break, Bug, Skip, Restart, Looked, Recalled, Unfit, Yielded, RecursionError):
             raise
         except Exception as e:
             raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
@@ -284,6 +288,10 @@ class Machine:
             return result
         except Break as e:
             self.world.looked = True
+            if e.kind == "data-dependent" and self.numbers:
+                found = masks.selected(self, function, args, kwargs)
+                if found is not MISSING:
+                    return found
             if e.kind == "data-dependent" and e.at is None:
                 e.why = f"{describe(function)}: {e.why}"
             raise
@@ -317,9 +325,9 @@ class Machine:
             raise expected.refusal()
         if kind in symbolic.SYMBOLIC:
             return symbolic.truth(value)
-        n = self.world.length(value)
-        if n is not None:
-            return n > 0
+        known = self.world.occupied(value)
+        if known is not None:
+            return known
         self.world.touch(value)
         for name in ("__bool__", "__len__"):
             method = attributes.type_lookup(self, kind, name)
@@ -392,6 +400,8 @@ class Machine:
         """`a is b`, guarded when both come from outside and only their types are known to stay."""
         if type(a) is FakeTensor and type(b) is FakeTensor:
             self.world.looked = True
+        if self.world.texts and a is not b and {type(a), type(b)} <= {OpenText, str, bytes}:
+            calls.look((a, b))
         if a is not b and type(a) is type(b):
             left, right = self.world.source(a), self.world.source(b)
             if left is not None and right is not None and left != right and type(a) is not FakeTensor:

@@ -13,7 +13,7 @@ from kiln.base.errors import Break
 from kiln.base.expressions import Condition
 from kiln.capture import attributes
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
-from kiln.capture.fake_arrays import OpenNumber
+from kiln.capture.fake_arrays import OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.torch_calls import Named
@@ -126,7 +126,8 @@ def load(m: Machine, number: OpenNumber, name: str) -> Any:
     raise number.needed()
 
 
-attributes.LOADERS[OpenNumber] = load
+attributes.LOADERS[OpenNumber] = attributes.LOADERS[OpenText] = load
+MAKERS[OpenText] = lambda r, value: r.source(value.source)
 MAKERS[OpenNumber] = lambda r, value: r.call(torch.Tensor.item, value.tensor)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.capture import attributes, symbolic
-from kiln.capture.fake_arrays import OpenNumber
+from kiln.capture.fake_arrays import OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
@@ -163,6 +163,8 @@ def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
 
 
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:
+    if function is operator.iadd and type(b) in (list, tuple) and m.world.append(a, m.world.touch(b)):
+        return a
     m.world.touch_deep(a)
     m.world.touch_deep(b)
     m.world.looked = m.world.looked or any(type(v) is FakeTensor for v in nested((a, b)))
@@ -381,6 +383,8 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
         raise Break("data-dependent", "membership in a tensor depends on its values", "use (x == v).any()")
     if type(value) in SYMBOLIC and not isinstance(container, (list, tuple)):
         value = symbolic.concrete(value)
+    if type(value) is OpenText:
+        raise value.needed()
     known = m.world.contains(container, value)
     if known is not None:
         return known

@@ -22,7 +22,7 @@ from kiln.base.graph import mapped
 from kiln.base.source import Derived, Source
 from kiln.capture import nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
-from kiln.capture.fake_arrays import FakeArray, OpenNumber
+from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
@@ -422,7 +422,7 @@ class Recorder:
             return value
         if isinstance(value, torch.Tensor):
             return self.input(value, None, as_attr=True)
-        if kind is OpenNumber:
+        if kind is OpenNumber or kind is OpenText:
             raise value.needed()
         return ARRAYS["argument"](value) if kind is FakeArray else value
 

@@ -12,19 +12,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
-from kiln.base.source import Arg, Const
+from kiln.base.source import Arg, Const, Global
 from kiln.capture import draws, flags, function_modes, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
-from kiln.capture.frame import Frame, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
+from kiln.capture.frame import Frame, Looked, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
 from kiln.capture.rebuild import Unbuildable
 from kiln.capture.recorder import Recorder
 from kiln.capture.told import listener
 from kiln.capture.varying import STATIC, Dynamic, Varying
 from kiln.capture.world import World
+from kiln.check.guards import Equals
 from kiln.check.torch_guards import GlobalState
 from kiln.ops.fake import LITERALS
 
@@ -32,8 +34,11 @@ with contextlib.suppress(ModuleNotFoundError):  # numpy may be absent, as for to
     from kiln.capture import arrays  # noqa: F401
 
 ATTEMPTS = 12
+LOOKED = "looked at"  # where the paths are kept of texts that a function looks at
 WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction
 NUMBERS_NEEDED = frozenset({"data-dependent", "branch-on-tensor"})
+#: The level at which tensors carry tangents; graphs have none.
+TANGENTS = Global(Const(vars(forward_ad), "forward_ad"), "_current_level")
 UNSUPPORTED = 0x20 | 0x80 | 0x200  # generators and coroutines are not captured from the outside
 
 
@@ -73,6 +78,9 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             copying, stop, reason = False, -1, None
         except Replaced as again:
             unstable |= again.sources
+        except Looked as again:
+            cache[LOOKED, function.__code__].add(again.source)
+            stop, reason = -1, None
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
@@ -131,6 +139,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     varying = Varying(dynamic)
     world = World(recorder, unstable, varying)
     world.specialises = specialises
+    world.looked_at = cache.setdefault((LOOKED, function.__code__), set())
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
     varying.scope.assume = partial(open_numbers.assume_sizes, machine)
@@ -142,6 +151,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     names = slot_names(function.__code__)
     world.remember(function, Const(function))
     world.guard(GlobalState.now())
+    world.guard(Equals(TANGENTS, -1))
     cells = dict(zip(function.__code__.co_freevars, world.closure(function), strict=True))
     frame = Frame(function, {}, cells)
     slots = enumerate(zip(names, argv, strict=True))
@@ -182,7 +192,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
                 raise Unfit from None
             kind = type(e.error).__name__
             raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
-        except (KilnError, Restart, Recalled, Unfit, Unsettled):
+        except (KilnError, Restart, Looked, Recalled, Unfit, Unsettled):
             raise
         except Exception as e:
             if not varying.reads or options.config.strict:

@@ -45,6 +45,7 @@ from kiln.base.source import (
     Source,
 )
 from kiln.capture import runtime, wrappers
+from kiln.capture.fake_arrays import OpenText
 from kiln.capture.frame import Replaced
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.recorder import Recorder
@@ -83,6 +84,7 @@ BY_IDENTITY = (
     functools._lru_cache_wrapper, enum.Enum, torch.Generator, torch._ops.OpOverload,
     torch._ops.OpOverloadPacket, types.GenericAlias,
 )  # fmt: skip
+TEXTS = (str, bytes)
 DICTS = (dict, collections.OrderedDict)  # those whose items may be read one by one
 BUILTIN_METHOD: type = type(re.compile("").match)  # native methods that know the class which defines them
 IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: nobody can rebind the attributes of such a class
@@ -98,8 +100,9 @@ class Shadow:
     before: Any = None  # the copy's contents when it was last known to equal the real container's
     full: bool = False  # every item has been wrapped and guarded
     items: dict[Any, Any] = field(default_factory=dict)  # items read or written one by one
-    #: Keys of a dict written before anybody asked what it holds.
+    #: Keys of a dict written before anybody asked what it holds; what a list or deque got at its end then.
     written: set[Any] = field(default_factory=set)
+    appended: list[Any] = field(default_factory=list)
     space: dict[str, Any] = field(default_factory=dict)  # the copy's instance attributes when capture began
 
     def now(self) -> Any:
@@ -113,7 +116,7 @@ class Shadow:
     def changed(self) -> bool:
         """Whether the copy differs from the real container."""
         if not self.full:
-            return bool(self.written)
+            return bool(self.written or self.appended)
         now, before = self.now(), self.before
         if isinstance(now, set):
             return bool(now != before)
@@ -148,6 +151,8 @@ class World:
         self.events: list[Guard | Moved | Source] = []
         self.writes = 0  # how often something was written, or something read that had been
         self.unstable = unstable
+        self.looked_at: set[str] = set()  # paths of texts that the program is known to look at
+        self.texts: dict[Source, OpenText] = {}  # those that are left open
         self.sources: dict[int, Source] = {}
         self.shadows: dict[int, Shadow] = {}  # by id of the copy
         self.shadow_of: dict[int, Shadow] = {}  # by id of the real container
@@ -172,6 +177,7 @@ class World:
         self.entered: dict[int, tuple[Any, ...]] = {}
         self.wrappers: dict[int, Any] = {}
         self.machine: Any = None  # the interpreter of this capture, while it runs
+        self.arrays: list[tuple[Any, Source]] = []  # those whose contents are taken to stay
         self.memories: dict[int, Any] = {}  # what is known of the memory of arrays, by id of its owner
         self.frozen: set[int] = set()  # ids of copies that stand for objects whose contents are guarded
 
@@ -204,6 +210,8 @@ class World:
                 number = self.varying.number(value, source, not rooted(source))
                 if number is not None:
                     return self.number(number, value, source)
+            if kind in TEXTS and self.unstable and (text := self.text(value, source)) is not None:
+                return text
             self.guard(Equals(source, value))
             return value
         known = self.sources.get(id(value))
@@ -216,6 +224,13 @@ class World:
             if isinstance(value, base):
                 return reader(self, value, source)
         return self.thing(value, source)
+
+    def text(self, value: Any, source: Source) -> OpenText | None:
+        """A text that is left open, as it has changed and nobody is known to look at it."""
+        if str(source) not in self.unstable or str(source) in self.looked_at:
+            return None
+        self.guard(TypeIs(source, type(value)))
+        return self.texts.setdefault(source, OpenText(type(value), source))
 
     def number(self, number: Any, value: int | float, source: Source) -> Any:
         """A number that varies: symbolic, and an input of the graph where the graph needs it."""
@@ -375,8 +390,8 @@ class World:
                 and isinstance(source.base.base.value, torch.nn.Module))  # fmt: skip
 
     def refuse_replaced(self) -> None:
-        """Raise Replaced where the program has put other tensors in the place of those taken to stay."""
-        found = set()
+        """Raise Replaced where the program has changed what was taken to stay: tensors of modules, arrays."""
+        found = {str(source) for array, source in self.arrays if self.written_elsewhere(array)}
         for fake, source in self.tensors.values():
             if self.owned(source):
                 at: Any = source
@@ -386,6 +401,18 @@ class World:
                     found.add(str(source))
         if found - self.unstable:
             raise Replaced(frozenset(found))
+
+    def written_elsewhere(self, array: Any) -> bool:
+        """Whether a tensor from outside that may have been written shares the memory of an array."""
+        start: int = array.__array_interface__["data"][0]
+        for fake, _ in self.tensors.values():
+            real = self.reals[id(fake)]
+            written = fake.is_inference() or fake._version
+            if written and real.device.type == "cpu" and real.layout is torch.strided:
+                at, size = real.untyped_storage().data_ptr(), real.untyped_storage().nbytes()
+                if at < start + array.nbytes and start < at + size:
+                    return True
+        return False
 
     # ------------------------------------------------------------------ containers
 
@@ -509,6 +536,7 @@ class World:
         for i, item in enumerate(list(real)):
             copy[i] = shadow.items[i] if i in shadow.items else self.outside(item, Item(source, i))
         shadow.before = list(copy)
+        copy.extend(shadow.appended)
 
     def key(self, key: Any, source: Source) -> Any:
         """The program's view of a key of a dict, whose keys are guarded by identity."""
@@ -539,11 +567,14 @@ class World:
                 self.guard(Contains(shadow.source, key, False))
                 return MISSING
         elif type(real) is list and type(key) is int:
-            if not -len(real) <= key < len(real):
+            added = len(shadow.appended)
+            if -added <= key < 0:
+                return shadow.appended[key]
+            if not -len(real) <= key + (key < 0) * added < len(real):
                 return MISSING
             if key < 0:
                 self.guard(Length(shadow.source, len(real)))
-                key += len(real)
+                key += len(real) + added
         else:
             return MISSING
         if key not in shadow.items:
@@ -559,13 +590,29 @@ class World:
         shadow.written.add(key)
         return True
 
+    def append(self, container: Any, items: Iterable[Any]) -> bool:
+        """Hold back what a list or deque gets at its end that nobody has looked into; False for another."""
+        shadow = self.unfilled(container)
+        if shadow is None or type(shadow.real) not in (list, collections.deque):
+            return False
+        shadow.appended.extend(items)
+        return True
+
     def length(self, container: Any) -> int | None:
         """The length of an unfilled shadow, guarded alone."""
         shadow = self.unfilled(container)
         if shadow is None or shadow.written or type(shadow.real) not in (list, *DICTS):
             return None
         self.guard(Length(shadow.source, len(shadow.real)))
-        return len(shadow.real)
+        return len(shadow.real) + len(shadow.appended)
+
+    def occupied(self, container: Any) -> bool | None:
+        """Whether an unfilled shadow holds anything: it does once the program has put something there."""
+        shadow = self.unfilled(container)
+        if shadow is not None and shadow.changed():
+            return True
+        n = self.length(container)
+        return None if n is None else n > 0
 
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""

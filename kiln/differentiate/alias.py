@@ -12,22 +12,21 @@ from kiln.ops.meta import reach
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte and the byte after the last that a tensor can reach in its storage."""
-    size = tensor.element_size()
-    return tensor.storage_offset() * size, reach(tensor) * size
+    """The addresses of the first byte and of the byte after the last that a tensor can reach."""
+    start = tensor.data_ptr()
+    return start, start + (reach(tensor) - tensor.storage_offset()) * tensor.element_size()
 
 
 def overlapping(values: Sequence[Any]) -> list[list[int]]:
-    """The groups, by position, of tensors whose extents in memory overlap; alone ones are in no group."""
-    by_storage: dict[int, list[int]] = {}
+    """The groups, by position, of tensors whose extents in memory overlap; alone ones are in no group.
+
+    Storages tell less than addresses: tensors over the memory of one array have each their own.
+    """
+    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
     for i, value in enumerate(values):
-        if isinstance(value, torch.Tensor):
-            by_storage.setdefault(value.untyped_storage()._cdata, []).append(i)
-    groups: list[list[int]] = []
-    for members in by_storage.values():
-        if len(members) > 1:
-            groups += _runs(sorted((*extent(values[i]), i) for i in members))
-    return groups
+        if isinstance(value, torch.Tensor) and value.numel():
+            by_device.setdefault(value.device, []).append((*extent(value), i))
+    return [run for extents in by_device.values() if len(extents) > 1 for run in _runs(sorted(extents))]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:

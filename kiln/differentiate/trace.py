@@ -300,7 +300,8 @@ class Tracer:
         same = all(spec.dtype is specs[0].dtype for spec in specs) and all(type(n) is int for n in numbers)
         whole = self.real(group[0]).untyped_storage().nbytes() % self.real(group[0]).element_size() == 0
         plain = not any(self.real(i).is_conj() or self.real(i).is_neg() for i in group)
-        return same and whole and plain
+        one = len({self.real(i).untyped_storage()._cdata for i in group}) == 1
+        return same and whole and plain and one
 
     # The second half
 

@@ -101,6 +101,13 @@ def _sort(x: Tensor, *given: Any, stable: Any = None, dim: int = -1, descending:
     return make(x.shape, stride, x.dtype, x.device), make(x.shape, stride, torch.int64, x.device)
 
 
+@rule(aten.repeat_interleave.Tensor)
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Any:
+    if output_size is None or repeats.dim() != 1 or repeats.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    return make((output_size,), None, repeats.dtype, repeats.device)
+
+
 @rule(aten.nonzero_static.default)
 def _nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Any:
     if x.device.type != "cpu" or size < 0:

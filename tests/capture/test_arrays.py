@@ -7,7 +7,11 @@ import pytest
 import torch
 
 import kiln
-from tests.support import Counting, pin, program, same_as_eager, t
+from kiln.base import records
+from tests.same import Same
+from tests.support import EAGER, Counting, pin, program, same_as_eager, t
+
+needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
 
 # Values whose sums and products are exact: numpy and torch add in different orders.
 X = torch.arange(12.0).reshape(3, 4) - 4
@@ -187,3 +191,60 @@ def test_an_array_of_a_size_that_varies():
         compiled = kiln.compile(f, dynamic=True)
         for n in (2, 3, 5):
             assert compiled(torch.ones(n))[0] == n
+
+
+def tensor_written(array, tensor, x):
+    tensor.add_(x)
+    return array.sum() + 0, tensor * 2
+
+
+def array_written(array, tensor, x):
+    array[0] = 7
+    return tensor * 2 + x
+
+
+def written_in_turn(array, tensor, x):
+    tensor.add_(x)
+    array[0] = 7
+    y = tensor * 2
+    np.add(array, 1, out=array)
+    return y, array.mean(), tensor + x
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+@pytest.mark.parametrize("shared", [tensor_written, array_written, written_in_turn])
+@pytest.mark.filterwarnings("ignore")
+def test_memory_of_an_array_and_a_tensor(shared, backend):
+    """A tensor over the memory of an array has a storage of its own, and yet what one writes the other reads."""
+    runs = []
+    for compile in (lambda f: f, lambda f: kiln.compile(f, backend=backend)):
+        kiln.reset()
+        array = np.zeros(4, np.float32)
+        tensor = torch.from_numpy(array)
+        held = compile(lambda x, array=array, tensor=tensor: shared(array, tensor, x))
+        given = compile(shared)
+        with records.collect() as log:
+            results = [held(torch.full((4,), float(i))) for i in range(4)]
+            for i in range(3):
+                other = np.full(4, float(i), np.float32)
+                results += [given(other, torch.from_numpy(other), torch.ones(4)), other]
+        runs.append((results, array, tensor))
+    Same()(*runs)
+    assert log.graphs
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["aot_eager", "kiln"])
+@pytest.mark.filterwarnings("ignore")
+def test_two_tensors_of_one_array(backend):
+    def program(a, b):
+        a.add_(1)
+        return a * b
+
+    compiled, array = kiln.compile(program, backend=backend), np.ones(3, np.float32)
+    for _ in range(2):  # first apart, then over one memory
+        Same()(program(torch.ones(3), torch.ones(3)), compiled(torch.ones(3), torch.ones(3)))
+        one = torch.ones(3)
+        Same()(program(one, one.view(3)), compiled(torch.from_numpy(array), torch.from_numpy(array)))
+        array[:] = 1

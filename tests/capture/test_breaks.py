@@ -72,7 +72,7 @@ KINDS = {
     "n += int(x.sum()) * 0": "data-dependent",
     "n += len(x.tolist())": "data-dependent",
     "n += len(x.detach().numpy().tobytes())": "numpy",
-    "n += x[x > 0].shape[0] * 0": "data-dependent",
+    "n += x.unique().shape[0] * 0": "data-dependent",
     "print(end='')": "io",
     "os.stat('/')": "native-call",
     "kiln.graph_break('because')": "graph-break-called",

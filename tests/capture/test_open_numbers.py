@@ -339,3 +339,27 @@ def test_arithmetic_that_differs_in_tensors_breaks(f):
 def test_division_by_zero_is_raised():
     with pytest.raises(ZeroDivisionError):
         kiln.compile(lambda x: x.sum().item() / 0, backend="eager")(torch.ones(2))
+
+
+def read_in_inference_mode(x):
+    with torch.inference_mode():
+        y = x * 2
+        number = y.sum().item()
+    return x + 1, number, float(y.mean())
+
+
+def test_numbers_of_inference_tensors():
+    """Such tensors count no writes."""
+    one_graph(read_in_inference_mode, t(3, 4))
+
+
+@needs_kiln
+def test_sizes_of_inference_tensors():
+    def f(x):
+        with torch.inference_mode():
+            y = x.clone()
+            y[x > 0] = x[x > 0] * 2
+            return torch.zeros((y > 0).sum().item()).clone(), y.clone()
+
+    x = t(3, 4)
+    torch.testing.assert_close(kiln.compile(f, backend="eager", fullgraph=True)(x), f(x))

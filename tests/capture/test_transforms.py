@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import kiln
+from kiln.base import records
 from tests.support import EAGER, How, one_graph, pin, program, same_as_eager, t
 
 X, V = t(3, 5), t(5)
@@ -236,3 +238,17 @@ def test_loops_run_as_long_as_values_say():
     for limit, rounds in ((10.0, 2), (100.0, 6), (1.0, 0)):
         n, y = compiled(torch.ones(3), torch.tensor(limit))
         assert n == rounds and y.equal(torch.full((3,), 2.0**rounds))
+
+
+@pytest.mark.skipif(EAGER, reason="compares with eager itself")
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_tensors_with_tangents(backend):
+    """Graphs compute no tangents: calls with such tensors run in Python, others through the graph."""
+    f = kiln.compile(lambda x: x.exp() * 2, backend=backend)
+    x = torch.linspace(-1, 1, 3)
+    with records.collect() as log:
+        plain = f(x)
+        with forward_ad.dual_level():
+            value, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones(3))))
+        torch.testing.assert_close((plain, value, tangent, f(x)), (x.exp() * 2,) * 4)
+    assert (len(log.graphs), len(log.breaks), len(log.recompiles)) == (1, 0, 0)

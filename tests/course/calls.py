@@ -113,7 +113,8 @@ F.adaptive_max_pool1d_with_indices(seq, 2), F.adaptive_max_pool2d_with_indices(i
 F.affine_grid(t(1, 2, 3), (1, 1, 4, 4), align_corners=False), F.grid_sample(img, t(1, 3, 3, 2), align_corners=True), F.interpolate(img, scale_factor=2), F.interpolate(img, (3, 3), mode="bilinear"), F.interpolate(seq, 5, mode="linear", align_corners=True)
 F.batch_norm(x, None, None, training=True), F.batch_norm(x, v.clone(), v.abs(), v, v), F.layer_norm(x, (4,)), F.group_norm(img, 2, t(4), t(4)), F.instance_norm(img), F.local_response_norm(img, 2), F.normalize(x), F.rms_norm(x, (4,), v), F.normalize(x, p=1.0, dim=0)
 F.bilinear(x, y, t(2, 4, 4)), F.linear(x, t(2, 4), t(2)), F.linear(v, t(2, 4)), F.conv1d(seq, t(3, 4, 3), t(3), 2, 1), F.conv2d(img, t(4, 2, 3, 3), groups=2, padding="same"), F.conv3d(vol, t(2, 2, 1, 1, 1)), F.conv_transpose1d(seq, t(4, 1, 2)), F.conv_transpose2d(img, t(4, 1, 2, 2), stride=2), F.conv_transpose3d(vol, t(2, 1, 1, 1, 1)), F.conv_tbc(seq, t(3, 8, 2), t(2))
-F.binary_cross_entropy(u, u), F.binary_cross_entropy_with_logits(x, u, pos_weight=v.abs()), F.cross_entropy(x, j), F.cross_entropy(x, u, label_smoothing=0.1), F.cross_entropy(x, j, ignore_index=1, reduction="none"), F.nll_loss(x.log_softmax(1), j), F.kl_div(x.log_softmax(1), u, reduction="batchmean")
+F.binary_cross_entropy(u, u), F.binary_cross_entropy_with_logits(x, u, pos_weight=v.abs()), F.cross_entropy(x, j), F.cross_entropy(x, u, label_smoothing=0.1), F.cross_entropy(x, j, ignore_index=1, reduction="none"), F.nll_loss(x.log_softmax(1), j), F.gaussian_nll_loss(x, y, u)
+F.kl_div(x.log_softmax(1), u, reduction="batchmean")
 F.l1_loss(x, y), F.mse_loss(x, y, reduction="sum"), F.smooth_l1_loss(x, y), F.huber_loss(x, y), F.poisson_nll_loss(x, u), F.soft_margin_loss(x, y.sign()), F.hinge_embedding_loss(x, y.sign()), F.margin_ranking_loss(w, w + 1, w.sign()), F.multi_margin_loss(x, j), F.multilabel_margin_loss(x, i), F.multilabel_soft_margin_loss(x, k.float())
 F.cosine_embedding_loss(x, y, w.sign()), F.cosine_similarity(x, y, 0), F.pairwise_distance(x, y), F.pdist(x), F.triplet_margin_loss(x, y, u), F.triplet_margin_with_distance_loss(x, y, u)
 F.celu(x), F.elu(x), F.gelu(x), F.gelu(x, approximate="tanh"), F.glu(x), F.hardshrink(x), F.hardtanh(x), F.hardsigmoid(x), F.hardswish(x), F.leaky_relu(x), F.logsigmoid(x), F.log_softmax(x, 1), F.mish(x), F.prelu(x, torch.ones(1)), F.relu(x), F.relu6(x), F.selu(x), F.silu(x), F.softmax(x, 1), F.softmin(x, 1), F.softplus(x), F.softshrink(x), F.softsign(x), F.tanhshrink(x), F.threshold(x, 0, 1), F.sigmoid(x), F.tanh(x)
@@ -193,7 +194,6 @@ torch.cov(x), x.cov()
 torch.corrcoef(x), x.corrcoef()
 torch.istft(torch.stft(v.repeat(8), 8, return_complex=True, window=torch.ones(8)), 8, window=torch.ones(8))
 torch.lobpcg(torch.eye(9) * 2, 2)[0].shape
-F.gaussian_nll_loss(x, y, u)
 """
 
 # Not called above, by reason.

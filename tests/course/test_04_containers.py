@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.utils.generic import ModelOutput
 
-from tests.support import one_graph, program, t
+from tests.support import Watch, one_graph, program, t
 
 X = t(3, 4)
 G = t(3, 4, grad=True)
@@ -318,6 +318,31 @@ def test_aliased_arguments_stay_aliased():
     one_graph(lambda x, a, b: (a.append(x), len(b), a is b, x + 1), X, items, items)
 
 
+
+def grown(x, log, window):
+    """What only grows at its end, and is read there."""
+    log.append(x.sum())
+    log += [x * 2]
+    log.extend((x.shape[0], "turn"))
+    window.append(x + 1)
+    return log[-3] + 1, log[-1] if log else None
+
+
+def test_what_only_grows_is_not_looked_into():
+    """A list that a program writes its history to has another length in every call."""
+    watch = Watch(grown)
+    for n in range(4):
+        watch(X, [X] * n, deque([X] * n, maxlen=3))
+    watch.pin(graphs=1, breaks=0, recompiles=0)
+
+
+@pytest.mark.parametrize("look", [
+    lambda x, log: (len(log), bool(log)), lambda x, log: (log[0], log[-1], log[-3]), lambda x, log: log[5:] + log,
+    lambda x, log: log.extend(log), lambda x, log: (log.append(log), log[-1] is log), lambda x, log: log.pop(0),
+    lambda x, log: log.extend(v for v in (1, x)), lambda x, log: log.insert(0, x), lambda x, log: log.clear(),
+])  # fmt: skip
+def test_what_grew_is_looked_into(look):
+    one_graph(lambda x, log: (log.append(x * 2), look(x, log), log.append(1), x + 1), X, [X, 1, [2]])
 
 
 def model_output():

@@ -289,7 +289,26 @@ def one_of_them(module):
         next(module.parameters())[0, 0] += 1.0
 
 
-@pytest.mark.parametrize("change", [sgd, load, new_data, through_data, statistics, one_of_them], ids=lambda f: f.__name__)
+def masked(module):
+    """What a mask leaves as it was lies where one would look first: in the middle, and at the end."""
+    for p in module.parameters():
+        flat = p.data.view(-1)
+        mask = torch.arange(flat.numel()) % 3 > 0
+        mask[flat.numel() // 2 - 4 : flat.numel() // 2 + 4] = mask[-4:] = True
+        flat.mul_(mask + 0.5 * ~mask)
+
+
+def single_elements(module):
+    """Of what is small, through numpy."""
+    for b in module.buffers():
+        if b.is_floating_point():
+            b.numpy()[1] += 0.5
+
+
+CHANGES = [sgd, load, new_data, through_data, statistics, one_of_them, masked, single_elements]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_changed_weights_are_seen(change):
     net = nn.Sequential(block(4, 8, act=nn.ReLU()), nn.Flatten(), nn.Linear(8 * 16, 4))
     seen = checked(net, x := torch.randn(3, 4, 6, 6))
