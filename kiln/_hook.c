@@ -18,6 +18,12 @@ static PyMethodDef hook_methods[] = {
     {"hide", hook_hide, METH_VARARGS,
      "hide(code, how): keeps its frames out of tracebacks, as HIDDEN, INNER or GENERATED says."},
     {"then", hook_then, METH_O, "What a miss gives for the region to run on the arguments of the call."},
+    {"in_python", hook_in_python, METH_VARARGS, "in_python(function, family): the function, run with the frame hook on."},
+    {"family", hook_family, METH_NOARGS, "The family of the function that runs with the frame hook on, or None."},
+    {"later", (PyCFunction)(void (*)(void))hook_later, METH_FASTCALL,
+     "later(function, *values): a call that is left to whoever runs the region."},
+    {"driven", hook_driven, METH_O, "The result of the calls that a result leaves, made one after the other."},
+    {"let_go", hook_let_go, METH_NOARGS, "Drops what the caller holds of the arguments that this frame was given."},
     {"set_marker", hook_set_marker, METH_O, "Sets marker(region) -> end(), called around runs of regions; or None."},
     {"leave_alone", hook_leave_alone, METH_O, "Frames of this code object are left alone, with all that they call."},
     {"suspended", hook_suspended, METH_O,
@@ -57,7 +63,8 @@ PyMODINIT_FUNC PyInit__hook(void)
     if (module == NULL || PyModule_AddType(module, &Guards_Type) < 0 || PyModule_AddType(module, &Region_Type) < 0 ||
         PyModule_AddType(module, &Entry_Type) < 0)
         return NULL;
-    if (PyType_Ready(&Runner_Type) < 0 || watch_start() < 0 || exchange_start() < 0)
+    if (PyType_Ready(&Runner_Type) < 0 || PyType_Ready(&Tail_Type) < 0 || PyType_Ready(&InPython_Type) < 0 ||
+        watch_start() < 0 || exchange_start() < 0)
         return NULL;
     unbound = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
     if (unbound == NULL || PyModule_AddObjectRef(module, "UNBOUND", unbound) < 0)

@@ -32,6 +32,7 @@ static int entered_threads;
 static _PyFrameEvalFunction next_eval; /* what was set before */
 static __thread int depth;
 static __thread Frame *evaluating; /* while another evaluator, which may come back to this one, has it */
+static __thread PyObject *family; /* of the function that runs with the hook on: borrowed */
 static __thread PyObject *left_alone; /* the next frame of this function runs as it is */
 
 static void code_state_free(void *state)
@@ -153,7 +154,7 @@ static PyObject *Runner_run(Runner *self)
         Py_DECREF(slots[i]);
     PyMem_Free(slots);
     Py_DECREF(function);
-    return result;
+    return call_tails(result);
 }
 
 static PyNumberMethods Runner_number = {.nb_invert = (unaryfunc)Runner_run};
@@ -319,7 +320,7 @@ static PyObject *eval_frame(PyThreadState *tstate, Frame *frame, int throwflag)
     return evaluated(tstate, frame, throwflag);
 }
 
-static PyObject *hook_enter(PyObject *module, PyObject *unused)
+static void enter(void)
 {
     if (depth++ == 0 && entered_threads++ == 0) {
         PyInterpreterState *interpreter = PyInterpreterState_Get();
@@ -329,6 +330,20 @@ static PyObject *hook_enter(PyObject *module, PyObject *unused)
             _PyInterpreterState_SetEvalFrameFunc(interpreter, eval_frame);
         }
     }
+}
+
+static void leave(void)
+{
+    if (--depth == 0 && --entered_threads == 0) {
+        PyInterpreterState *interpreter = PyInterpreterState_Get();
+        if (_PyInterpreterState_GetEvalFrameFunc(interpreter) == eval_frame)
+            _PyInterpreterState_SetEvalFrameFunc(interpreter, next_eval);
+    }
+}
+
+static PyObject *hook_enter(PyObject *module, PyObject *unused)
+{
+    enter();
     Py_RETURN_NONE;
 }
 
@@ -338,13 +353,76 @@ static PyObject *hook_leave(PyObject *module, PyObject *unused)
         PyErr_SetString(PyExc_RuntimeError, "leave() without enter()");
         return NULL;
     }
-    if (--depth == 0 && --entered_threads == 0) {
-        PyInterpreterState *interpreter = PyInterpreterState_Get();
-        if (_PyInterpreterState_GetEvalFrameFunc(interpreter) == eval_frame)
-            _PyInterpreterState_SetEvalFrameFunc(interpreter, next_eval);
-    }
+    leave();
     Py_RETURN_NONE;
 }
+
+static PyObject *in_python_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    InPython *self = (InPython *)Py_NewRef(object);
+    PyObject *before = family;
+    family = self->family;
+    enter();
+    PyObject *result = PyObject_Vectorcall(self->function, args, nargsf, names);
+    leave();
+    family = before;
+    Py_DECREF(self);
+    return result;
+}
+
+static PyObject *hook_in_python(PyObject *module, PyObject *args)
+{
+    PyObject *function, *asked;
+    if (!PyArg_ParseTuple(args, "OO:in_python", &function, &asked))
+        return NULL;
+    InPython *made = PyObject_GC_New(InPython, &InPython_Type);
+    if (made == NULL)
+        return NULL;
+    made->vectorcall = in_python_vectorcall;
+    made->function = Py_NewRef(function);
+    made->family = Py_NewRef(asked);
+    PyObject_GC_Track(made);
+    return (PyObject *)made;
+}
+
+static PyObject *hook_family(PyObject *module, PyObject *unused)
+{
+    return Py_NewRef(family == NULL ? Py_None : family);
+}
+
+static int InPython_traverse(InPython *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->function);
+    Py_VISIT(self->family);
+    return 0;
+}
+
+static int InPython_clear(InPython *self)
+{
+    Py_CLEAR(self->function);
+    Py_CLEAR(self->family);
+    return 0;
+}
+
+static void InPython_dealloc(InPython *self)
+{
+    PyObject_GC_UnTrack(self);
+    InPython_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject InPython_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "kiln._hook.InPython",
+    .tp_basicsize = sizeof(InPython),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_vectorcall_offset = offsetof(InPython, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_doc = "A function that runs with the frame hook on.",
+    .tp_dealloc = (destructor)InPython_dealloc,
+    .tp_traverse = (traverseproc)InPython_traverse,
+    .tp_clear = (inquiry)InPython_clear,
+};
 
 static PyObject *hook_pause(PyObject *module, PyObject *unused)
 {

@@ -3,6 +3,7 @@
 #define KILN_HOOK_REGION_H
 
 #include "_hook_guards.h"
+#include "_hook_tail.h"
 
 typedef struct {
     PyObject_HEAD
@@ -278,7 +279,8 @@ static Entry *find_entry(Region *self, PyObject *const *argv, Py_ssize_t argc, i
     return NULL;
 }
 
-/* Runs the region on bound arguments; NULL without an error asks the caller to run the original. */
+/* Runs the region on bound arguments, up to where it leaves a call; NULL without an error asks the caller to run the
+   original. */
 static PyObject *region_run(Region *self, PyObject *const *argv, Py_ssize_t argc)
 {
     int error = 0;
@@ -291,6 +293,35 @@ static PyObject *region_run(Region *self, PyObject *const *argv, Py_ssize_t argc
     if (error || self->limit_hit)
         return NULL;
     return call_miss(self, argv, argc);
+}
+
+/* Makes the call that a tail is. */
+static PyObject *call_tail(Tail *tail)
+{
+    Py_ssize_t n = Py_SIZE(tail);
+    if (!Py_IS_TYPE(tail->target, &Region_Type))
+        return call_given(tail->target, tail->values, n);
+    Region *region = (Region *)tail->target;
+    PyObject *result = region->enabled ? region_run(region, tail->values, n) : NULL;
+    if (result == NULL && !PyErr_Occurred())
+        result = call_alone(region->function, tail->values, n, NULL);
+    return result;
+}
+
+/* Makes the calls that a result leaves one after the other, and gives the result of the last. */
+static PyObject *call_tails(PyObject *result)
+{
+    while (result != NULL && Py_IS_TYPE(result, &Tail_Type)) {
+        PyObject *tail = result;
+        result = call_tail((Tail *)tail);
+        Py_DECREF(tail);
+    }
+    return result;
+}
+
+static PyObject *hook_driven(PyObject *module, PyObject *result)
+{
+    return call_tails(Py_NewRef(result));
 }
 
 static PyObject *region_vectorcall(PyObject *object, PyObject *const *args, size_t nargsf, PyObject *names)
@@ -319,7 +350,7 @@ static PyObject *region_vectorcall(PyObject *object, PyObject *const *args, size
                 PyMem_Free(slots);
         }
         if (result != NULL || PyErr_Occurred())
-            return result;
+            return call_tails(result);
     }
     return call_alone(self->function, args, nargsf & ~PY_VECTORCALL_ARGUMENTS_OFFSET, names);
 }

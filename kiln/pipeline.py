@@ -269,7 +269,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         with records.timed("capture", name) as time, working(f"capturing {name}"):
             captured = capture(function, argv, compiler_for(asked, name),
                                lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
-                               lambda target: nested.in_python(target, family),
+                               lambda target: _hook.in_python(target, family),
                                getattr(asked.backend, "specialises", True),
                                seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
             if captured.graph is not None:

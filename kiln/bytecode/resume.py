@@ -36,24 +36,28 @@ VALUE, NULL, HANDLED, LASTI = Slot.VALUE, Slot.NULL, Slot.HANDLED, Slot.LASTI
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Where control leaves: `callable(*values of the stack, *locals)` is called and its result returned."""
+    """Where control leaves: what `callable(*given, *values of the stack, *locals)` gives is returned."""
 
     callable: Any
     stack: tuple[Slot, ...]
     locals: tuple[str, ...]
+    given: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A call in the place of an instruction whose operands are not on the stack: `callable(*names)`.
+    """A call in the place of an instruction whose operands are not on the stack: `callable(*given, *names)`.
 
-    The names are parameters behind the others. With mode "push" the result stands for what the instruction
-    pushes, with "drop" nothing is pushed, with "object" the parameter OBJECT, before the names, is.
+    The names are parameters behind the others; `through`, where it is given, is called with the result. With
+    mode "push" the result stands for what the instruction pushes, with "drop" nothing is pushed, with
+    "object" the parameter OBJECT, before the names, is.
     """
 
     callable: Any
     names: tuple[str, ...]
     mode: str
+    given: tuple[Any, ...] = ()
+    through: Any = None
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -121,11 +125,13 @@ def continue_code(
     locals: Sequence[str],
     epilogues: Sequence[Epilogue | None],
     replace: Replace | None = None,
+    first: Any = None,
 ) -> CodeType:
     """The code of a function that takes the same state, runs the instruction `index` and then leaves.
 
     The first epilogue is for the fall-through, the second for the jump; where one is None or missing,
     control goes on in `code`. An exception goes to the handlers of the instruction, and on from there.
+    Before all else `first` is called, where it is given.
     """
     decoded = _checked(code)
     index = _entry(decoded, index)
@@ -135,7 +141,7 @@ def continue_code(
     fall, jump = (*epilogues, None, None)[:2]
     taken = [name for e in (fall, jump) if e is not None for name in e.locals]
     builder = _Builder(code, stack, locals, index, _after(decoded, index, last, fall, jump), replace, taken)
-    builder.prologue()
+    builder.prologue(first)
     builder.step(last, fall, jump)
     builder.body.copy()
     return builder.finish()
@@ -217,11 +223,15 @@ class _Builder:
             )
         return known
 
-    def prologue(self) -> None:
+    def prologue(self, first: Any = None) -> None:
         """Build the stack up from the parameters, which are unbound on the way."""
         e = self.e
         self.body.at(self.index)
         e.raw("RESUME", 0)
+        if first is not None:
+            e.callee(first)
+            e.end_call(0)
+            e.pop()
         for name in self._missing_cells():
             make_cell(e, name)
         at = 0
@@ -281,10 +291,11 @@ class _Builder:
     def replaced(self, replace: Replace, index: int) -> int:
         """Emit the call in the place of the instruction `index`, under its handlers; gives its row."""
         e, start = self.e, len(self.e)
-        e.callee(replace.callable)
-        for name in replace.names:
-            e.take(name)
-        e.end_call(len(replace.names))
+        if replace.through is not None:
+            e.callee(replace.through)
+        self._call(replace.callable, replace.given, replace.names)
+        if replace.through is not None:
+            e.end_call(1)
         row = len(e) - 1
         if replace.mode != "push":
             e.pop()
@@ -314,11 +325,17 @@ class _Builder:
             else:
                 at -= 1
                 self._put_away(slot, self.names[at])
-        e.callee(epilogue.callable)
-        for name in (*self.names[:carried], *epilogue.locals):
-            e.take(name)
-        e.end_call(carried + len(epilogue.locals))
+        self._call(epilogue.callable, epilogue.given, (*self.names[:carried], *epilogue.locals))
         e.ret()
+
+    def _call(self, function: Any, given: Sequence[Any], names: Sequence[str]) -> None:
+        """Call with constants and with variables, which are unbound on the way."""
+        self.e.callee(function)
+        for value in given:
+            self.e.const(value)
+        for name in names:
+            self.e.take(name)
+        self.e.end_call(len(given) + len(names))
 
     def _put_away(self, slot: Slot, name: str) -> None:
         e = self.e

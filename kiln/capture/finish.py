@@ -259,14 +259,12 @@ class Finisher:
         entry = onward.function if reason.kind in QUIET else self.in_python(onward.function)
 
         def tail(r: Rebuilder) -> None:
-            r.e.callee(entry)
-            r.e.end_call(onward.push(r))
+            r.e.callee(_hook.later)
+            r.e.const(entry)
+            r.e.end_call(1 + onward.push(r))
 
         captured = self.finish(tail, reason)
-        captured.continued = tuple(resumption.codes)
-        if onward.tails:
-            captured.run = runtime.drive(captured.run)
-            captured.looped = True
+        captured.continued, captured.looped = tuple(resumption.codes), onward.again
         return captured
 
 

@@ -20,7 +20,7 @@ FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 # What compiles kernels does so while the program runs, too, by means (LLVM, Triton) that are Python code.
 STAGES = tuple([os.path.join(HERE, stage) + os.sep for stage in ("expand", "fuse", "generate", "launch")])
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
-current = threading.local()  # .family: whose options frames are captured with
+current = threading.local()  # .machine: the capture that runs native code
 
 
 def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
@@ -35,7 +35,7 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
         machine = getattr(current, "machine", None)
         if machine is not None:
             return interpreted(machine, function)
-        family = getattr(current, "family", None)
+        family = _hook.family()
         if family is None or not ours(function):
             return None
         return region_of(function, family)
@@ -53,22 +53,6 @@ def ours(function: types.FunctionType) -> bool:
         return False
     package = any(part in name for part in PACKAGES) and not name.startswith(FOREIGN[:2])
     return package or not name.startswith(FOREIGN)
-
-
-def in_python(target: Callable[..., Any], family: Any) -> Callable[..., Any]:
-    """The function, run with the frame hook on."""
-
-    def run(*args: Any) -> Any:
-        before = getattr(current, "family", None)
-        current.family = family
-        _hook.enter()
-        try:
-            return target(*args)
-        finally:
-            _hook.leave()
-            current.family = before
-
-    return run
 
 
 def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,7 +120,7 @@ def again(function: types.FunctionType, before: tuple[Any, ...]) -> Callable[...
 
 def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
     """A function that could not be captured, as it is, on bound arguments; its calls still may be."""
-    return in_python(lambda *argv: original(function, argv), family)
+    return _hook.in_python(lambda *argv: original(function, argv), family)
 
 
 def eager(function: types.FunctionType) -> Callable[..., Any]:

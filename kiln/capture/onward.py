@@ -10,7 +10,6 @@ handled what the instruction raised, its caller goes on with the result.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +47,7 @@ class Onward:
     push: Callable[[Rebuilder], int]  # pushes its arguments, gives their number
     rests: dict[int, types.FunctionType]  # by way out: what is left for the caller to go on with
     gives: bool  # whether the function may give what the frame returns
-    tails: bool  # whether it leaves calls to a driver
+    again: bool  # whether what goes on comes back to the break
 
 
 class Resumption:
@@ -73,7 +72,7 @@ class Resumption:
     def breaking(self, frame: Frame, ways: Ways, head: bool) -> Onward:
         rests: dict[int, types.FunctionType] = {}
         epilogues: list[Epilogue | None] = []
-        tails = False
+        loops = False
         for way, out in enumerate(ways):
             if out is None:
                 epilogues.append(None)
@@ -81,14 +80,14 @@ class Resumption:
             index, shape = out
             names, again = bound(frame, index), comes_back(frame, index)
             function = self.function(frame, index, shape, names)
-            rests[way], tails = function, tails or again
-            leave = self.region(function, again) if head else functools.partial(runtime.Rest, way)
-            epilogues.append(Epilogue(leave, shape, names))
+            rests[way], loops = function, loops or again
+            leave, given = (_hook.later, self.region(function)) if head else (runtime.Rest, way)
+            epilogues.append(Epilogue(leave, shape, names, (given,)))
         names = bound(frame, frame.index)
         target = self.in_python(frame, frame.before, names, epilogues)
         gives = head or None in epilogues or frame.code.handler(frame.index) is not None
         left = {} if head else rests
-        return Onward(target, lambda r: push_frame(r, frame, frame.before, names), left, gives, tails)
+        return Onward(target, lambda r: push_frame(r, frame, frame.before, names), left, gives, loops)
 
     def calling(self, frames: list[Frame], k: int, again: bool, head: bool) -> Onward:
         frame, inner, callee = frames[k], self.onward(frames, k + 1), frames[k + 1]
@@ -101,15 +100,15 @@ class Resumption:
         done, ways = None, None
         if inner.gives:
             index, result = landing(frame.code.code, frame.index + 1), () if mode == "drop" else (VALUE,)
-            done = self.region(self.function(frame, index, (*shape, *result), names), again)
+            done = self.region(self.function(frame, index, (*shape, *result), names))
         if head:
-            ways = {way: self.region(rest, again) for way, rest in rests.items()}
+            ways = {way: self.region(rest) for way, rest in rests.items()}
         depth = sum(slot not in (NULL, LASTI) for slot in shape)
-        leave = functools.partial(runtime.behind_call, depth, mode, done, ways)
         extra = (OBJECT,) if mode == "object" else ()
-        epilogue = Epilogue(leave, (*shape, VALUE), (*names, *extra))
-        call = runtime.drive(inner.function) if inner.tails else inner.function
-        replace = Replace(call, named(inner.function.__code__), "push")
+        given = depth, mode, done, ways
+        epilogue = Epilogue(runtime.behind_call, (*shape, VALUE), (*names, *extra), given)
+        call, parameters = inner.function, named(inner.function.__code__)
+        replace = Replace(_hook.later, parameters, "push", (call,), _hook.driven)
         target = self.in_python(frame, kept, (*names, *extra), [epilogue], replace)
 
         def push(r: Rebuilder) -> int:
@@ -126,7 +125,8 @@ class Resumption:
         replace: Replace | None = None,
     ) -> types.FunctionType:  # fmt: skip
         """What runs the frame's instruction, or the call in its place, and leaves."""
-        built = continue_code(frame.code.code, frame.index, slots(kept), names, epilogues, replace)
+        state = slots(kept), names
+        built = continue_code(frame.code.code, frame.index, *state, epilogues, replace, _hook.let_go)
         _hook.skip(built)
         _hook.hide(built, _hook.GENERATED)
         self.codes.insert(0, built)
@@ -146,13 +146,13 @@ class Resumption:
             known.__qualname__, known.__module__ = frame.function.__qualname__, frame.function.__module__
         return known
 
-    def region(self, function: types.FunctionType, again: bool) -> Any:
-        """The region of a function that goes on; its call is left to a driver where it comes back."""
+    def region(self, function: types.FunctionType) -> Any:
+        """The region of a function that goes on."""
         region = function if self.stopped else self.cache.get(("region", id(function)))
         if region is None:
             _hook.skip(function.__code__)
             region = self.cache["region", id(function)] = self.resume(function)
-        return functools.partial(runtime.Tail, region) if again else region
+        return region
 
     def origin(self, code: types.CodeType, index: int) -> tuple[types.CodeType, int]:
         """The user's function and the instruction behind a place in a resume function, so that paths join."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kiln import _hook
 from kiln.base import log
 from kiln.base.places import places_of
 from kiln.base.tracebacks import add_lines
@@ -55,7 +56,10 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict
         raise error  # native code that leaves a with block counts on a traceback
     except BaseException:
         error.__context__ = None
-    return error
+    try:
+        return error
+    finally:
+        del error  # which holds this frame, and through it those that called it
 
 
 def chain_error(
@@ -272,41 +276,11 @@ def behind_call(depth: int, mode: str, done: Any, ways: dict[int, Any] | None, *
     result, own = args[depth], (*args[:depth], *args[depth + 1 :])
     if type(result) is Rest:
         values = (*own, *result.values)
-        return Rest(result.way, *values) if ways is None else ways[result.way](*values)
+        return Rest(result.way, *values) if ways is None else _hook.later(ways[result.way], *values)
     if mode == "object":
         own, result = own[:-1], own[-1]
-    return done(*own) if mode == "drop" else done(*own[:depth], result, *own[depth:])
-
-
-class Tail:
-    """A call left to the driver of a loop, so that the iterations do not nest."""
-
-    __slots__ = ("args", "region")
-
-    def __init__(self, region: Any, *args: Any) -> None:
-        self.region, self.args = region, args
-
-
-def drive(run: Any) -> Any:
-    """The function, with the calls that it leaves made one after the other."""
-
-    def driven(*argv: Any) -> Any:
-        result = run(*argv)
-        while type(result) is Tail:
-            result = advance(result.region, result.args)
-        return result
-
-    driven.once = run  # type: ignore[attr-defined]
-    return driven
-
-
-def advance(region: Any, argv: tuple[Any, ...]) -> Any:
-    """One call of a region; a Tail where its entry leaves one."""
-    if region.enabled and not region.limit_hit:
-        for entry in region.entries:
-            if entry.guards.check(argv):
-                return getattr(entry.run, "once", entry.run)(*argv)
-    return region(*argv)
+    here = () if mode == "drop" else (result,)
+    return _hook.later(done, *own[:depth], *here, *own[depth:])
 
 
 def advanced(function: Any) -> Any:

@@ -66,3 +66,124 @@ def test_eight_threads_compile_and_call():
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def lives(program, *args):
+    """When the tensors die that a program makes with `made`, among the moments that it passes."""
+    seen = []
+
+    @kiln.disable
+    def made(name, value):
+        value = value + 0
+        weakref.finalize(value, seen.append, f"{name} is gone")
+        return value
+
+    @kiln.disable
+    def passes(moment, value=None):
+        seen.append(moment)
+
+    program(made, passes, *args)
+    return seen
+
+
+def dies_as_in_eager(program):
+    """The calls of a program compiled: what dies between two moments is the same."""
+
+    def between(seen):
+        parts, part = [], set()
+        for event in seen:
+            if event.endswith("gone"):
+                part.add(event)
+            else:
+                parts += [part, event]
+                part = set()
+        return [*parts, part]
+
+    compiled, x = kiln.compile(program, backend="eager"), torch.randn(4)
+    lives(compiled, x)
+    for _ in range(2):
+        assert between(lives(compiled, x)) == between(lives(program, x))
+
+
+def straight(made, passes, x):
+    a = made("a", x)
+    b = made("b", a * 2)
+    passes("first", a)
+    c = made("c", a + b)
+    del a, b
+    passes("second")
+    d = c.sin()
+    c = None
+    passes("third")
+    return d
+
+
+def test_what_is_handed_on_after_a_break_dies_with_its_variable():
+    dies_as_in_eager(straight)
+
+
+def within(made, passes, a):
+    b = made("b", a.cos())
+    passes("inner")
+    del a
+    c = made("c", b + 1)
+    del b
+    passes("inner again")
+    return c * 2
+
+
+def nested(made, passes, x):
+    c = within(made, passes, made("a", x))
+    passes("outer")
+    c = made("d", c + 1)
+    passes("outer again")
+    return c + 1
+
+
+def test_what_is_handed_on_within_inlined_calls_dies_with_its_variable():
+    dies_as_in_eager(nested)
+
+
+def turns(made, passes, x):
+    total = made("total", x)
+    for i in range(3):
+        x = made(f"x{i}", x + 1)
+        passes(f"turn {i}")
+        total = made(f"total{i}", total + x)
+        passes(f"end {i}")
+    return total * 2
+
+
+def test_what_a_loop_hands_on_dies_with_its_variable():
+    dies_as_in_eager(turns)
+
+
+def handled(made, passes, x):
+    a = made("a", x)
+    try:
+        passes("tried")
+        b = made("b", a * 2)
+        del a
+        passes("computed")
+        raise ValueError
+    except ValueError:
+        passes("handled")
+        c = b + 1
+        del b
+    passes("left")
+    return c
+
+
+def test_what_goes_through_handlers_dies_with_its_variable():
+    dies_as_in_eager(handled)
+
+
+def test_what_the_breaking_call_does_not_need_is_gone_while_it_runs():
+    def program(made, passes, x):
+        a = made("a", x)
+        b = a * 2
+        del a
+        passes("now", b)
+        return b + 1
+
+    dies_as_in_eager(program)
