@@ -99,6 +99,8 @@ def _add(matcher: Matcher, chain: Chain, node: Node) -> bool:
     open = chain.open or chain.loops
     if chain.anchor.op is not aten.convolution.default or not open or node.kwargs.get("alpha", 1) != 1:
         return False
+    if chain.anchor.args[6]:  # oneDNN's call of a transposed convolution has no room for it
+        return False
     other = b if a is chain.last else a
     if type(other) is not Node or other is chain.last or not isinstance(other.spec, TensorSpec):
         return False

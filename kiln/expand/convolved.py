@@ -15,7 +15,7 @@ import torch
 
 from kiln.base.graph import Node, TensorSpec, mapped
 from kiln.expand.chains import Chain
-from kiln.expand.onednn import POINT, Window
+from kiln.expand.onednn import Window
 from kiln.expand.pools import Window as Pooling
 from kiln.expand.relayout import Relayout, call
 from kiln.ops.layout import channels_last, contiguous
@@ -56,7 +56,7 @@ def wide_vectors() -> bool:
 
 def of_one_place(weight: Node, window: Window) -> bool:
     """Whether a convolution looks at one place alone."""
-    return window == POINT and set(weight.spec.shape[2:]) == {1}
+    return window.is_point and set(weight.spec.shape[2:]) == {1}
 
 
 def is_product(node: Node, window: Window) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -37,36 +38,50 @@ def available() -> bool:
 def packed_convolution(weight: torch.Tensor, *window_and_size: Any) -> torch.Tensor:
     """The weight in the order that oneDNN wants for inputs of this size, as an opaque tensor."""
     opaque = aten.to_mkldnn.default(weight.contiguous())
-    packed: torch.Tensor = aten.mkldnn_reorder_conv2d_weight.default(opaque, *window_and_size)
+    volumes = weight.dim() == 5
+    reorder = aten.mkldnn_reorder_conv3d_weight if volumes else aten.mkldnn_reorder_conv2d_weight
+    packed: torch.Tensor = reorder.default(opaque, *window_and_size)
+    return packed
+
+
+def packed_transposed(weight: torch.Tensor, *window_and_size: Any) -> torch.Tensor:
+    """The weight of a transposed convolution, outputs first, in the order that oneDNN wants."""
+    plain = weight.transpose(0, 1).contiguous()
+    reorder = torch.ops.mkldnn._reorder_convolution_transpose_weight.default
+    packed: torch.Tensor = reorder(plain, *window_and_size)
     return packed
 
 
 def packed_linear(weight: torch.Tensor, rows: int | None) -> torch.Tensor:
     """The weight of a linear layer, outputs first, in the order that oneDNN wants for so many rows."""
-    plain = weight.reshape(weight.shape[:2]).contiguous()
+    plain = weight.flatten(1).contiguous()
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(plain, rows)
     return packed
 
 
 #: Functions of ours that only compute.
-PACKS = frozenset({packed_convolution, packed_linear})
+PACKS = frozenset({packed_convolution, packed_transposed, packed_linear})
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How a convolution walks over its input."""
+    """How a convolution walks over its input; over its output, which has places `more`, if transposed."""
 
     padding: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    more: tuple[int, ...] | None = None
 
     def arguments(self) -> tuple[Any, ...]:
-        return list(self.padding), list(self.stride), list(self.dilation), self.groups
+        around = [list(self.padding)] if self.more is None else [list(self.padding), list(self.more)]
+        return *around, list(self.stride), list(self.dilation), self.groups
 
-
-#: The window of a convolution that looks at one place alone, if its kernel does.
-POINT = Window((0, 0), (1, 1), (1, 1), 1)
+    @property
+    def is_point(self) -> bool:
+        """Whether a convolution looks at one place alone, if its kernel does."""
+        steps = {*self.stride, *self.dilation, self.groups}
+        return self.more is None and not any(self.padding) and steps == {1}
 
 
 def convolution(
@@ -79,17 +94,24 @@ def convolution(
     epilogue: Epilogue = NONE,
     other: Node | None = None,
 ) -> Node:
-    """A convolution with a packed weight, `other` added before the epilogue; `x` is channels-last."""
+    """A convolution with a packed weight, `other` added before the epilogue; `x` is channels-last.
+
+    Weights are given outputs first. It has the places of `like`; one dimension less is one of a single place.
+    """
     spec: TensorSpec = x.spec
     kernel: TensorSpec = weight.spec
-    size = like.spec.shape
+    count, outputs, *places = like.spec.shape
+    size = (count, outputs, *[1] * (len(spec.shape) - 2 - len(places)), *places)
     assert suggests_channels_last(spec.shape, spec.stride), "a packed convolution reads channels-last"
     given = [n if type(n) is int else int(n.hint) for n in spec.shape]
-    packed = graph.call(packed_convolution, (weight, *window.arguments(), given), spec=kernel, like=like)
+    pack = packed_convolution if window.more is None else packed_transposed
+    packed = graph.call(pack, (weight, *window.arguments(), given), spec=kernel, like=like)
     made = TensorSpec(size, channels_last(size), spec.dtype, spec.device)
     if other is None:
         args = (x, packed, bias, *window.arguments(), *epilogue.arguments())
-        return graph.call(torch.ops.mkldnn._convolution_pointwise.default, args, spec=made, like=like)
+        ops = torch.ops.mkldnn
+        op = ops._convolution_pointwise if window.more is None else ops._convolution_transpose_pointwise
+        return graph.call(op.default, args, spec=made, like=like)
     name: str | None = None if epilogue == NONE else epilogue.name
     rest = ("add", 1.0, name, list(epilogue.numbers), epilogue.algorithm or None)
     args = (x, other, packed, bias, *window.arguments(), *rest)
@@ -114,7 +136,8 @@ def linear(
     outputs = weight.spec.shape[0]
     rows: Any = prod(before)
     known = rows if type(rows) is int else None
-    packed = graph.call(packed_linear, (weight, known), spec=weight.spec, like=like)
+    matrix = replace(weight.spec, shape=(outputs, inputs), stride=(inputs, 1), offset=0)
+    packed = graph.call(packed_linear, (weight, known), spec=matrix, like=like)
     stride = tuple([s // inputs * outputs for s in spec.stride[:-1]])
     made = TensorSpec((*before, outputs), (*stride, 1), spec.dtype, spec.device)
     if other is None:

@@ -22,6 +22,7 @@ from kiln.expand.convolved import (
     product,
     row,
     wide_vectors,
+    windows_of,
 )
 from kiln.expand.onednn import NONE, PACKS, Window, available, convolution, linear
 from kiln.expand.pools import pooling, pools
@@ -33,6 +34,8 @@ from kiln.ops.table import aten
 ROWS = 2
 #: Elements of a weight from which on: the packed call takes up to 30 µs to set up, a plain product 4.
 WEIGHT = 1 << 17
+#: Elements of a weight from which on windows over rows are copied.
+LONG = 1 << 19
 
 
 def packed(graph: Graph, known: Collection[Node]) -> Graph:
@@ -78,28 +81,38 @@ PURE = PACKS | LOOPED | {normalised}
 
 
 class Convolution:
-    """Convolutions over images: channels-last from one to the next."""
+    """Convolutions over rows, images and volumes: channels-last from one to the next."""
 
     @staticmethod
     def fits(node: Node, known: Collection[Node]) -> bool:
-        x, weight, bias, _, _, _, transposed, _, _ = node.args
-        if transposed or weight not in known or x in known or bias is not None and bias not in known:
+        x, weight, bias, *how, transposed, more, groups = node.args
+        if weight not in known or x in known or bias is not None and bias not in known:
             return False
         spec: TensorSpec = x.spec
-        numbers = (*spec.shape, *weight.spec.shape, *node.args[3], *node.args[4], *node.args[5])
-        if len(spec.shape) != 4 or not is_plain(x, weight, bias) or not all(type(n) is int for n in numbers):
+        numbers = (*spec.shape, *weight.spec.shape, *[n for part in (*how, more) for n in part])
+        if not 3 <= len(spec.shape) <= 5 or not all(type(n) is int for n in numbers):
             return False
-        return suggests_channels_last(spec.shape, channels_last(spec.shape))
+        if not is_plain(x, weight, bias) or transposed and groups != 1:
+            return False
+        shape = with_rows(spec.shape)
+        return suggests_channels_last(shape, channels_last(shape))
 
     @staticmethod
     def window(node: Node) -> Window:
-        stride, padding, dilation = (tuple(n * 2 if len(n) == 1 else n) for n in node.args[3:6])
-        return Window(padding, stride, dilation, node.args[8])
+        rank = len(node.spec.shape) - 2
+        *steps, transposed, more, groups = node.args[3:]
+        stride, padding, dilation, beyond = (
+            (*[one] * (rank == 1), *(n * rank if len(n) == 1 else n))
+            for n, one in zip((*steps, more), (1, 0, 1, 0), strict=True)
+        )
+        return Window(padding, stride, dilation, groups, beyond if transposed else None)
 
     @staticmethod
     def in_loops(node: Node) -> bool:
         """Whether loops do a convolution."""
         window = Convolution.window(node)
+        if window.more is not None or len(node.spec.shape) != 4:
+            return False
         return wide_vectors() and (is_product(node, window) or is_of_channels(node, window))
 
     @staticmethod
@@ -108,39 +121,90 @@ class Convolution:
         window = Convolution.window(chain.anchor)
 
         def make(new: Relayout) -> Node:
-            value = new.values[x]
-            w, b = with_norm(new, chain, new.value(weight), new.value(bias))
+            filters = new.value(weight)
+            if window.more is not None:
+                filters = turned(new, filters, [1, 0, *range(2, len(weight.spec.shape))], chain.anchor)
+            w, b = with_norm(new, chain, filters, new.value(bias))
             if chain.loops and is_product(chain.anchor, window):
-                return product(new, chain, value, w, b, window)
-            source = new.with_strides(value, channels_last(value.spec.shape))
+                return product(new, chain, new.values[x], w, b, window)
+            source, w = beside(new, chain, new.values[x]), raised(new, w, chain.anchor)
             if chain.loops:
                 return of_channels(new, chain, source, w, b, window)
-            other = None
-            if chain.other is not None:
-                other = new.values[chain.other]
-                other = new.with_strides(other, channels_last(other.spec.shape))
-            if of_one_place(weight, window) and (other is None or chain.epilogue == NONE):
-                return at_each_place(new, chain, source, w, b, other)
-            return convolution(new.graph, chain.last, source, w, b, window, chain.epilogue, other)
+            other = None if chain.other is None else beside(new, chain, new.values[chain.other])
+            rows = of_one_place(w, window) or is_long(chain.anchor)
+            if rows and (other is None or chain.epilogue == NONE):
+                made = at_each_place(new, chain, source, w, b, window, other)
+            else:
+                made = convolution(new.graph, chain.last, source, w, b, window, chain.epilogue, other)
+            if made.spec.shape == chain.last.spec.shape:
+                return made
+            spec = without_rows(made.spec)
+            return new.graph.call(aten.squeeze.dim, (made, 2), spec=spec, like=chain.last)
 
         return make
 
 
+def with_rows(shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The size of rows as that of images one high; of others the same."""
+    return shape if len(shape) > 3 else (*shape[:2], 1, *shape[2:])
+
+
+def without_rows(spec: TensorSpec) -> TensorSpec:
+    """The type of images one high as that of rows."""
+    shape, stride = ((*part[:2], *part[3:]) for part in (spec.shape, spec.stride))
+    return replace(spec, shape=shape, stride=stride)
+
+
+def raised(new: Relayout, node: Node, like: Node) -> Node:
+    """Rows as images one high; others as they are."""
+    if len(node.spec.shape) > 3:
+        return node
+    count, channels, step = node.spec.stride
+    stride = (count, channels, step * node.spec.shape[2], step)
+    spec = replace(node.spec, shape=with_rows(node.spec.shape), stride=stride)
+    return new.graph.call(aten.unsqueeze.default, (node, 2), spec=spec, like=like)
+
+
+def beside(new: Relayout, chain: Chain, node: Node) -> Node:
+    """A value with its channels side by side, rows as images."""
+    spec = node.spec
+    wanted = channels_last(with_rows(spec.shape))
+    kept = wanted if len(spec.shape) > 3 else (*wanted[:2], *wanted[3:])
+    return raised(new, new.with_strides(node, kept), chain.anchor)
+
+
+def turned(new: Relayout, node: Node, order: list[int], like: Node) -> Node:
+    """A view with its dimensions in another order."""
+    shape, stride = (tuple([part[d] for d in order]) for part in (node.spec.shape, node.spec.stride))
+    there = replace(node.spec, shape=shape, stride=stride)
+    return new.graph.call(aten.permute.default, (node, order), spec=there, like=like)
+
+
+def is_long(node: Node) -> bool:
+    """Whether a convolution over rows has a weight so large that a product over copied windows is faster."""
+    weight, transposed, groups = node.args[1], node.args[6], node.args[8]
+    plain = not transposed and groups == 1 and len(weight.spec.shape) == 3
+    return plain and prod(weight.spec.shape) >= LONG
+
+
 def at_each_place(
-    new: Relayout, chain: Chain, x: Node, weight: Node, bias: Node | None, other: Node | None
+    new: Relayout, chain: Chain, x: Node, weight: Node, bias: Node | None, window: Window, other: Node | None
 ) -> Node:
-    """A convolution of one place: a linear layer over the channels, which takes less to set up."""
-
-    def turned(node: Node, order: list[int]) -> Node:
-        spec = node.spec
-        shape, stride = (tuple([part[d] for d in order]) for part in (spec.shape, spec.stride))
-        there = replace(spec, shape=shape, stride=stride)
-        return new.graph.call(aten.permute.default, (node, order), spec=there, like=chain.last)
-
-    rows, added = (None if node is None else turned(node, [0, 2, 3, 1]) for node in (x, other))
-    assert rows is not None
+    """A convolution as a linear layer over what each place sees; of one place it takes less to set up."""
+    rank = len(x.spec.shape)
+    last = [0, *range(2, rank), 1]
+    if of_one_place(weight, window):
+        rows = turned(new, x, last, chain.last)
+    else:
+        new.recording.stands_at(chain.last)
+        with new.recording:
+            seen = windows_of(new.fake(x), window, weight.spec.shape[2:]).permute(0, 1, 2, 4, 5, 3)
+            copied = aten.clone.default(seen, memory_format=torch.contiguous_format)  # windows overlap
+            rows = new.recording.node(copied.view(*seen.shape[:3], -1))
+        weight = turned(new, weight, last, chain.last)
+    added = None if other is None else turned(new, other, last, chain.last)
     made = linear(new.graph, chain.last, rows, weight, bias, chain.epilogue, added)
-    return turned(made, [0, 3, 1, 2])
+    return turned(new, made, [0, rank - 1, *range(1, rank - 1)], chain.last)
 
 
 @dataclass(frozen=True, slots=True)

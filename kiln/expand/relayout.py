@@ -24,20 +24,22 @@ Maker: TypeAlias = "Callable[[Relayout], Node]"
 #: Ops that take a tensor in any layout as well as in the one that was traced. Elementwise ones that torch
 #: calls so do, too.
 FOLLOW = frozenset({
-    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_batch_norm_with_update_functional",
-    "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-    "_native_batch_norm_legit_no_training", "_prelu_kernel", "_prelu_kernel_backward", "_softmax",
-    "_to_copy", "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin", "avg_pool2d",
-    "avg_pool2d_backward", "batch_norm_backward", "cat", "clone", "constant_pad_nd", "convolution", "copy",
+    "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d",
+    "_batch_norm_with_update_functional", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "_prelu_kernel", "_prelu_kernel_backward", "_softmax", "_to_copy",
+    "_unsafe_view", "alias", "amax", "amin", "argmax", "argmin", "avg_pool2d", "avg_pool2d_backward",
+    "avg_pool3d", "batch_norm_backward", "cat", "clone", "constant_pad_nd", "convolution", "copy",
     "cudnn_batch_norm_backward", "detach", "elu_backward", "expand", "full_like", "getitem",
     "hardshrink_backward", "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward",
-    "leaky_relu_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "mean",
-    "mish_backward", "native_batch_norm", "native_batch_norm_backward", "native_group_norm",
-    "native_layer_norm", "ones_like", "permute", "reflection_pad2d", "replication_pad2d", "select", "slice",
+    "leaky_relu_backward", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+    "max_pool3d_with_indices", "mean", "mish_backward", "native_batch_norm", "native_batch_norm_backward",
+    "native_group_norm", "native_layer_norm", "ones_like", "permute", "reflection_pad1d", "reflection_pad2d",
+    "reflection_pad3d", "replication_pad1d", "replication_pad2d", "replication_pad3d", "select", "slice",
     "softplus_backward", "softshrink_backward", "split", "split_with_sizes", "squeeze", "stack", "sum", "t",
     "transpose", "unbind", "unsqueeze", "upsample_bicubic2d", "upsample_bilinear2d",
-    "upsample_bilinear2d_backward", "upsample_nearest2d", "upsample_nearest2d_backward", "var", "var_mean",
-    "view", "zeros_like",
+    "upsample_bilinear2d_backward", "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest2d_backward", "upsample_nearest3d", "upsample_trilinear3d", "var", "var_mean", "view",
+    "zeros_like",
 })  # fmt: skip
 
 

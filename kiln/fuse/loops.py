@@ -14,6 +14,7 @@ from kiln.fuse.lower import HALVES
 from kiln.fuse.products import convolution_backward
 from kiln.fuse.running import RUNNING
 from kiln.fuse.taps import TAPS
+from kiln.fuse.volumes import convolution
 from kiln.fuse.windows import avg_pool, max_pool, max_pool_backward
 from kiln.ops.expansions.norms import (
     batch_norm,
@@ -139,6 +140,7 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices.default: max_pool,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
     aten.avg_pool2d.default: avg_pool,
+    aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
     aten.index_add.default: _eager,  # faster than an index_put that adds, with the same sums
     **RUNNING,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kiln.fuse import volumes
 from kiln.ops.table import aten
 
 #: Places of a kernel that loops go through, at most.
@@ -21,6 +22,10 @@ def convolution_backward(
     dilation: Any, transposed: bool, output_padding: Any, groups: int, mask: list[bool],
 ) -> Any:  # fmt: skip
     """The gradients of convolutions that are something simpler; others stay calls of eager's kernel."""
+    if x.dim() == 5:
+        return volumes.convolution_backward(
+            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+        )  # fmt: skip
     if transposed is not False or x.dtype not in (torch.float32, torch.float64) or x.dim() != 4:
         return NotImplemented
     if not all(type(n) is int for n in (*x.shape, *grad.shape)) or x.device.type != "cpu" or 0 in grad.shape:

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from kiln.base.expressions import SUM
+from kiln.base.expressions import SUM, poly_of
 from kiln.base.symbols import Expr, Symbol
-from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Term
+from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term
 
 
-def form(nest: Nest) -> Any:
-    """A nest but for the names of its buffers and loops; the nest itself where it has sizes that vary."""
+def form(nest: Nest) -> tuple[Any, tuple[int, ...]]:
+    """A nest but for the names of its buffers and loops, and for where in its buffers, as used, it begins.
+
+    That is given beside it. Where it has sizes that vary it is the nest itself, and begins at 0.
+    """
+    found = starts(nest)
     try:
-        return _Form().of(nest)
+        return _Form(found).of(nest), tuple([found[buffer] for buffer in nest.used()])
     except KeyError:  # a symbol that is not of a loop
-        return nest
+        return nest, (0,) * len(nest.used())
+
+
+def starts(nest: Nest) -> dict[Buffer, int]:
+    """For each buffer the least number that is added to the places of all that is read or stored there."""
+    found: dict[Buffer, int] = {}
+    for part in (*nest.terms(), *nest.stores):
+        if isinstance(part, (Load, Store)):
+            start = poly_of(part.index).get((), 0)
+            found[part.buffer] = min(found.get(part.buffer, start), start)
+    return found
 
 
 class _Form:
     """Numbers in place of terms, buffers and variables, in order of first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, starts: dict[Buffer, int]) -> None:
+        self.starts = starts
         self.numbers: dict[int, int] = {}
         self.buffers: dict[Buffer, int] = {}
         self.known: dict[Expr, Any] = {}
@@ -35,8 +50,7 @@ class _Form:
             made.append(self.term(term))
             self.numbers[id(term)] = len(self.numbers)
         stores = [
-            (self.buffer(s.buffer), self.index(s.index), self.numbers[id(s.value)], s.phase, s.kept, s.adds)
-            for s in nest.stores
+            (*self.place(s), self.numbers[id(s.value)], s.phase, s.kept, s.adds) for s in nest.stores
         ]
         return tuple(axes), part, nest.ordered, nest.several, tuple(made), tuple(stores)
 
@@ -55,11 +69,15 @@ class _Form:
         ])  # fmt: skip
         if isinstance(term, Load):
             valid = term.valid and numbers[id(term.valid)]
-            return self.buffer(term.buffer), self.index(term.index), term.dtype, valid, places
+            return *self.place(term), term.dtype, valid, places
         return self.index(term.index), places, term.dtype
 
-    def buffer(self, buffer: Buffer) -> tuple[int, Any]:
-        return self.buffers.setdefault(buffer, len(self.buffers)), buffer.dtype
+    def place(self, part: Load | Store) -> tuple[Any, ...]:
+        """A buffer by its number, and a place in it from where its places begin."""
+        buffer, sums = part.buffer, poly_of(part.index)
+        ahead = sums.get((), 0) - self.starts[buffer]
+        turns = tuple([(factor, *map(self.index, m)) for m, factor in sums.items() if m])
+        return self.buffers.setdefault(buffer, len(self.buffers)), buffer.dtype, ahead, turns
 
     def variable(self, symbol: Symbol) -> tuple[Any, ...]:
         """A variable, from here on known by its number."""

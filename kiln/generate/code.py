@@ -21,6 +21,7 @@ from kiln.generate.blocks import blocked
 from kiln.generate.cpu import Code, Making, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
 from kiln.generate.llvm import I64, PTR, Module
+from kiln.generate.scalar import TYPES
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.values import NAME
 
@@ -70,7 +71,7 @@ def generate(
     revise: Revise = lambda text: text,
     schedules: Schedules = MappingProxyType({}),
 ) -> list[Compiled]:
-    """Machine code for kernels, in their order; what differs in names alone shares it."""
+    """Machine code for kernels, in their order; what differs in names and where it begins alone shares it."""
     if not kernels:
         return []
     started = perf_counter()
@@ -161,19 +162,21 @@ class Writer:
         self.nests: dict[str, str] = {}
         self.entries: dict[str, str] = {}
         self.declared: dict[str, str] = {}
-        self.written: dict[Any, list[Piece]] = {}
-        self.forms: dict[Nest, Any] = {}
+        self.written: dict[Any, tuple[list[Piece], tuple[int, ...]]] = {}
+        self.forms: dict[Nest, tuple[Any, tuple[int, ...]]] = {}
 
-    def nest(self, nest: Nest, alone: bool, schedule: Schedule) -> list[Piece]:
-        """The functions of a nest: alike, of any length."""
+    def nest(self, nest: Nest, alone: bool, schedule: Schedule) -> tuple[list[Piece], list[int]]:
+        """The functions of a nest, alike, of any length; and by how much its buffers begin after theirs."""
         like = nest.like or nest
         if like not in self.forms:
             self.forms[like] = form(like)
-        key = self.forms[like], alone, schedule
+        found, begins = self.forms[like]
+        key = found, alone, schedule
         if key not in self.written:
             used, parts = nest.used(), blocked(nest, self.width >> schedule.narrower)
-            self.written[key] = [self.piece(used, part, alone, schedule) for part in parts]
-        return self.written[key]
+            self.written[key] = [self.piece(used, part, alone, schedule) for part in parts], begins
+        pieces, first = self.written[key]
+        return pieces, [mine - its for mine, its in zip(begins, first, strict=True)]
 
     def piece(self, used: list[Buffer], nest: Nest, alone: bool, schedule: Schedule) -> Piece:
         """One function: its name, the places of its buffers among those used, its sizes and its tasks."""
@@ -220,20 +223,24 @@ class Entries:
         fn = module.function(ENTRY, [*pointers, ("begin", I64), ("end", I64)])
         first, last = fn.parameters["begin"], fn.parameters["end"]
 
-        def size(value: Any) -> Any:
-            if not isinstance(value, Expr):
-                return fn.constant(value, I64)
+        def listed(value: Any) -> Any:
             place = self.sizes.setdefault(value, len(self.sizes))
             return fn.load(fn.at(fn.parameters["sizes"], place, I64), I64)
 
+        def size(value: Any) -> Any:
+            return listed(value) if isinstance(value, Expr) else fn.constant(value, I64)
+
+        def pointer(buffer: Buffer, ahead: int) -> Any:
+            base = fn.load(fn.at(fn.parameters["buffers"], self.buffers[buffer], I64), PTR)
+            return fn.at(base, listed(ahead), TYPES[buffer.dtype]) if ahead else base
+
         total: Any = 0
-        pieces = [
-            (nest.used(), piece) for nest in nests
-            for piece in self.writer.nest(nest, len(nests) == 1, self.schedule)
-        ]  # fmt: skip
-        for used, (body, places, sizes, tasks) in pieces:
-            buffers = [self.buffers[used[place]] for place in places]
-            given = [fn.load(fn.at(fn.parameters["buffers"], place, I64), PTR) for place in buffers]
+        pieces: list[tuple[list[Buffer], list[int], Piece]] = []
+        for nest in nests:
+            made, ahead = self.writer.nest(nest, len(nests) == 1, self.schedule)
+            pieces += [(nest.used(), ahead, piece) for piece in made]
+        for used, ahead, (body, places, sizes, tasks) in pieces:
+            given = [pointer(used[place], ahead[place]) for place in places]
             given += map(size, sizes)
             low, high = first, last
             if len(pieces) > 1:

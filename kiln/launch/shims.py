@@ -45,6 +45,9 @@ def _packed_layers() -> dict[Any, Shim]:
     return {
         mkldnn._convolution_pointwise.default: Shim("aoti_torch_cpu_mkldnn__convolution_pointwise"),
         mkldnn._convolution_pointwise.binary: Shim("aoti_torch_cpu_mkldnn__convolution_pointwise_binary"),
+        mkldnn._convolution_transpose_pointwise.default: Shim(
+            "aoti_torch_cpu_mkldnn__convolution_transpose_pointwise"
+        ),
         mkldnn._linear_pointwise.default: Shim("aoti_torch_cpu__linear_pointwise"),
         mkldnn._linear_pointwise.binary: Shim("aoti_torch_cpu__linear_pointwise_binary"),
     }

@@ -55,7 +55,7 @@ def test_small_weights_stay_as_they_are(monkeypatch):
     assert checked(nn.Linear(512, 512), torch.randn(8, 512)).calls() == ["_linear_pointwise"]
 
 
-VIEWS = {"permute", "view", "t", "getitem", "transpose", "slice"}
+VIEWS = {"permute", "view", "t", "getitem", "transpose", "slice", "squeeze", "unsqueeze", "unfold"}
 
 
 def checked(module, *inputs, **options):
@@ -194,14 +194,62 @@ def test_windows_and_layouts(conv, form):
     assert "convolution" not in seen.calls()
 
 
-@pytest.mark.parametrize(("layer", "shape"), [
-    (nn.Conv1d(4, 8, 3), (2, 4, 9)), (nn.Conv3d(2, 4, 3), (1, 2, 5, 5, 5)),
-    (nn.ConvTranspose2d(4, 8, 3), (2, 4, 5, 5)),
-], ids=["1d", "3d", "transposed"])  # fmt: skip
-def test_other_convolutions_are_eagers(layer, shape):
-    with torch.no_grad():
-        x = torch.randn(shape)
-        assert torch.equal(kiln.compile(layer, fullgraph=True)(x), layer(x))
+CONVS = {1: (nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d), 2: (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d),
+         3: (nn.Conv3d, nn.ConvTranspose3d, nn.BatchNorm3d)}  # fmt: skip
+
+
+@pytest.mark.parametrize("conv", [
+    {}, dict(stride=2, padding=1), dict(padding=2, dilation=2), dict(groups=4), dict(groups=8), dict(k=1), dict(bias=False),
+], ids=repr)  # fmt: skip
+@pytest.mark.parametrize("dims", [1, 3])
+def test_rows_and_volumes(dims, conv):
+    conv = dict(conv)
+    layer, _, norm = CONVS[dims]
+    net = nn.Sequential(
+        layer(8, 16, conv.pop("k", 3), **conv), lively(norm(16)), nn.SiLU(), layer(16, 8, 1), nn.ReLU()
+    )
+    seen = checked(net, torch.randn(2, 8, *[9] * dims))
+    assert not {"convolution", "native_batch_norm", "silu"} & set(seen.calls())
+    assert seen.calls().count("clone") <= 2
+
+
+@pytest.mark.parametrize("conv", [{}, dict(stride=2, padding=1, output_padding=1), dict(dilation=2)], ids=repr)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions(dims, conv):
+    _, layer, norm = CONVS[dims]
+    net = nn.Sequential(layer(8, 12, 3, **conv), lively(norm(12)), nn.Tanh(), layer(12, 8, 2, 2, bias=False))
+    seen = checked(net, torch.randn(2, 8, *[6] * dims))
+    assert seen.calls().count("_convolution_transpose_pointwise") == 2
+    assert not {"convolution", "native_batch_norm", "tanh"} & set(seen.calls())
+    layer = layer(8, 12, 3, groups=2)
+    assert "convolution" in checked(nn.Sequential(layer, nn.Linear(8, 2)), torch.randn(2, 8, *[6] * dims)).calls()
+
+
+class Added(nn.Module):
+    """What is added to a convolution over rows, and to a transposed one."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.back = nn.Conv1d(8, 8, 3, padding=1), nn.ConvTranspose1d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = torch.relu(x + self.rows(x))
+        return torch.cat([y, self.back(y) + y], 1).softmax(1)
+
+
+def test_sums_over_rows():
+    seen = checked(Added(), torch.randn(2, 8, 12))
+    assert seen.calls().count("add") == 1, "a transposed convolution's call has no room for it"
+
+
+@pytest.mark.parametrize("conv", [dict(stride=2), dict(padding=1), dict(padding=2, dilation=2)], ids=repr)
+def test_large_weights_over_rows_are_products_of_windows(monkeypatch, conv):
+    monkeypatch.setattr(packed, "LONG", 192)
+    net = nn.Sequential(nn.Conv1d(8, 16, 3, **conv), nn.GELU(), nn.Conv1d(16, 4, 2), nn.BatchNorm1d(4))
+    seen = checked(net, torch.randn(2, 8, 20))
+    assert seen.calls().count("_linear_pointwise") == 1
+    assert seen.calls().count("_convolution_pointwise") == 1
+    assert "gelu" not in seen.calls()
 
 
 class Joined(nn.Module):

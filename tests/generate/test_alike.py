@@ -2,6 +2,8 @@
 
 import torch
 
+import kiln
+from kiln.base import records
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axes_for
 from kiln.fuse.nest import Apply, Buffer, Const, Fold, Kernel, Load, Nest, Store
@@ -48,7 +50,7 @@ def test_sizes_that_vary_belong_to_one_nest():
     scope = Scope()
     rows = scope.symbol(5, "x.size(0)")
     nests = [scaled(shape=(rows, 8), scope=scope) for _ in range(2)]
-    assert [form(nest) for nest in nests] == nests
+    assert [form(nest) for nest in nests] == [(nest, (0, 0)) for nest in nests]
 
 
 def test_what_is_alike_is_written_once(monkeypatch):
@@ -56,6 +58,34 @@ def test_what_is_alike_is_written_once(monkeypatch):
     monkeypatch.setattr(code, "Emitter", lambda nest, *how, make=code.Emitter: written.append(nest) or make(nest, *how))
     made = code.generate([Kernel(f"k{i}", ((scaled(factor),),)) for i, factor in enumerate((2.0, 2.0, 5.0))])
     assert len(written) == 2 and made[0].names == made[1].names != made[2].names
+
+
+def test_where_it_begins_does_not_count():
+    def shifted(ahead, apart):
+        """The sum of a row and of one further on, stored further on."""
+        (axis,) = axes_for(Scope(), (16,))
+        x, i = Buffer("x", F32), axis.variable
+        value = Apply("add", (Load(x, i + ahead, F32), Load(x, i + (ahead + apart), F32)), F32)
+        return Nest((axis,), [Store(Buffer("y", F32), i + 2 * ahead, value, 0, False)])
+
+    assert form(shifted(0, 16)) == (form(shifted(8, 16))[0], (0, 0))
+    assert form(shifted(8, 16))[1] == (8, 16)
+    assert form(shifted(8, 16))[0] != form(shifted(8, 32))[0]
+
+
+def test_steps_over_one_tensor_share_their_code():
+    def steps(x, w):
+        h = torch.zeros_like(x[0])
+        for t in range(x.shape[0]):
+            h = torch.tanh(x[t] + h @ w)
+        return h, x.flip(0) + 1
+
+    x, w = torch.randn(12, 5, 7), torch.randn(7, 7)
+    with records.collect() as found:
+        got = kiln.compile(steps, fullgraph=True)(x, w)
+    torch.testing.assert_close(got, steps(x, w))
+    (made,) = found.codes
+    assert made.kernels >= 12 and made.distinct <= 5
 
 
 def test_stores_that_are_added_are_seen():
