@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -54,9 +57,38 @@ def packed_transposed(weight: torch.Tensor, *window_and_size: Any) -> torch.Tens
 
 def packed_linear(weight: torch.Tensor, rows: int | None) -> torch.Tensor:
     """The weight of a linear layer, outputs first, in the order that oneDNN wants for so many rows."""
-    plain = weight.flatten(1).contiguous()
+    plain = laid_out(weight.flatten(1))
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(plain, rows)
     return packed
+
+
+class Scratch(threading.local):
+    """Where weights that are packed one after another are laid out, each in the place of the one before."""
+
+    memory: torch.Tensor | None = None
+
+
+scratch = Scratch()
+
+
+@contextmanager
+def packing() -> Iterator[None]:
+    """Several weights are packed: memory that is new to the process takes longer than what is written to it."""
+    scratch.memory = torch.empty(0)
+    try:
+        yield
+    finally:
+        scratch.memory = None
+
+
+def laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """A weight row by row; valid until the next one is, while several are packed."""
+    memory = scratch.memory
+    if memory is None or weight.is_contiguous():
+        return weight.contiguous()
+    if memory.dtype is not weight.dtype or memory.numel() < weight.numel():
+        memory = scratch.memory = weight.new_empty(weight.numel())
+    return memory[: weight.numel()].view(weight.shape).copy_(weight)
 
 
 #: Functions of ours that only compute.

@@ -20,6 +20,7 @@ from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, Own, argument
 from kiln.base.options import Settings
 from kiln.expand.freeze import Frozen, can_watch, freeze
+from kiln.expand.onednn import packing
 from kiln.expand.packed import PURE
 from kiln.launch.cache import disk
 from kiln.launch.layers import more_held, repeated
@@ -165,7 +166,7 @@ class Held:
         with self.lock:
             if self.state[0] != now:
                 self.state = -1, ()  # what was computed before goes before new memory is taken
-                with torch.inference_mode(False), torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad(), packing():
                     self.state = now, tuple(self.once(list(self.tensors)))
             return self.state
 
