@@ -598,11 +598,14 @@ class World:
         shadow.appended.extend(items)
         return True
 
-    def length(self, container: Any) -> int | None:
-        """The length of an unfilled shadow, guarded alone."""
+    def length(self, container: Any) -> Any:
+        """The length of an unfilled shadow, guarded alone; a number like others once it has varied."""
         shadow = self.unfilled(container)
         if shadow is None or shadow.written or type(shadow.real) not in (list, *DICTS):
             return None
+        if str(shadow.source) in self.unstable:
+            count = self.outside(len(shadow.real), Derived(shadow.source, len, "length"))
+            return count + len(shadow.appended)
         self.guard(Length(shadow.source, len(shadow.real)))
         return len(shadow.real) + len(shadow.appended)
 
@@ -612,7 +615,7 @@ class World:
         if shadow is not None and shadow.changed():
             return True
         n = self.length(container)
-        return None if n is None else n > 0
+        return None if n is None else bool(n > 0)
 
     def contains(self, container: Any, key: Any) -> bool | None:
         """Membership in an unfilled dict shadow, guarded alone."""

@@ -336,6 +336,21 @@ def test_what_only_grows_is_not_looked_into():
     watch.pin(graphs=1, breaks=0, recompiles=0)
 
 
+def test_a_length_that_varies_is_a_number():
+    """A program that asks how long its history is, and no more."""
+
+    def bounded(x, log):
+        if log:
+            x = x + 1
+        log.append(x.sum())
+        return x * len(log) if len(log) < 9 else x
+
+    watch = Watch(bounded)
+    for n in (0, 1, 2, 3, 4, 7, 8, 9, 2):
+        watch(X, [1.5] * n)
+    watch.pin(graphs=4, breaks=0, recompiles=3)  # none, one, more, and beyond the bound
+
+
 @pytest.mark.parametrize("look", [
     lambda x, log: (len(log), bool(log)), lambda x, log: (log[0], log[-1], log[-3]), lambda x, log: log[5:] + log,
     lambda x, log: log.extend(log), lambda x, log: (log.append(log), log[-1] is log), lambda x, log: log.pop(0),
