@@ -1,9 +1,9 @@
 """Stores past the caches that wait for the next row: memory is read and written at once then.
 
 A softmax reads a row, computes, and writes. Where the results of a row are written while the next one is read
-and computed, the processor waits for neither. What a row leaves is kept on the stack until then: what was
-folded, the variables of the loops, and its exponentials, if they are kept at all: each is read just before
-that of the next row takes its place.
+and computed, the processor waits for neither. What a row leaves is kept on the stack until then: its
+exponentials, each of which is read just before that of the next row takes its place, their sum, and the
+variables of the loops.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kiln.fuse.nest import Axis, Fold, Load, Store, Term
+from kiln.fuse.nest import Axis, Fold, Store
 from kiln.generate.llvm import F32, I64, Value
 from kiln.generate.values import Values
 
 #: The phase whose stores wait.
 LAST = 2
-#: Elements of rows whose stores do not wait where no exponentials are kept: the nearest caches hold them.
-LONGEST_NEAR = 1 << 14
 
 
 class Late(Values):
@@ -33,39 +31,32 @@ class Late(Values):
     first_line: Callable[[Store, Value], Value]
     keep_costly: Callable[[int], None]
     over_powers: Callable[[], tuple[Fold, Fold] | None]
-    online: Callable[[], tuple[Fold, Fold] | None]
-    read_alone: Callable[[Term], Load | None]
-    row_length: Callable[[], int]
     phase: Callable[[list[Fold], list[Store]], None]
     vectors_at_once: Callable[[list[Fold], list[Store]], int]
     uneven: Store | None
 
     def begin_late(self) -> None:
-        """Find the stores that wait: all there are, after the largest of a row and the sum of its powers."""
+        """Find the stores that wait: all there are, of the shares of a row's exponentials."""
         stores = [s for s in self.nest.stores if not s.kept]
         if not self.streams or not stores or any(s.phase != LAST for s in stores):
             return
         self.keep_costly(LAST)
         found = self.over_powers()
-        if found is None and self.row_length() > LONGEST_NEAR:
-            pair = self.online()
-            found = pair if pair is not None and self.read_alone(pair[0].value) is not None else None
         if found is None or self.nest.folds() != list(found):
             return
-        self.late, self.before = tuple(stores), found
+        self.late, self.total = tuple(stores), found[1]
         self.left = [self.fn.at_entry(f"alloca {kind}") for kind in self._kinds()]
         self.fn.store(self.fn.constant(0, I64), self.left[0])
 
     def _kinds(self) -> list[Any]:
-        """The types of what a row leaves: that it was there, the variables of its loops, what was folded."""
-        return [I64, *[I64 for _ in self.outer()], F32, F32]
+        """The types of what a row leaves: that it was there, its sum, the variables of its loops."""
+        return [I64, F32, *[I64 for _ in self.outer()]]
 
     def leave_row(self) -> None:
         """Keep what the stores of this row need."""
         variables = [self.variables[a.variable] for a in self.outer()]
-        known = [self.known(fold) for fold in self.before]  # the largest may not be asked for
-        folded = [self.fn.constant(0.0, F32) if value is None else value for value in known]
-        for value, address in zip([self.fn.constant(1, I64), *variables, *folded], self.left, strict=True):
+        found = [self.fn.constant(1, I64), self.value(self.total), *variables]
+        for value, address in zip(found, self.left, strict=True):
             self.fn.store(value, address)
 
     def take_row(self) -> Value:
@@ -78,11 +69,10 @@ class Late(Values):
     def row_before(self) -> Iterator[None]:
         """What is emitted here is for the row before."""
         axes = [a.variable for a in self.outer()]
-        variables, folded = self.taken[: len(axes)], self.taken[len(axes) :]
+        total, *variables = self.taken
         now, here = (self.layers, self.indices, self.now), [self.variables.get(a) for a in axes]
         self.variables.update(zip(axes, variables, strict=True))
-        known = dict(zip(map(id, self.before), folded, strict=True))
-        self.layers, self.indices, self.now = [known], [{}], LAST
+        self.layers, self.indices, self.now = [{id(self.total): total}], [{}], LAST
         yield
         self.layers, self.indices, self.now = now
         self.variables.update({a: v for a, v in zip(axes, here, strict=True) if v is not None})

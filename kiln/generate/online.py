@@ -19,6 +19,7 @@ from kiln.fuse.nest import Fold, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512, functions
 from kiln.generate.lanes import across_lanes, first_lane
+from kiln.generate.late import Late
 from kiln.generate.llvm import F32, I1, I32, I64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
 from kiln.generate.softmax import LOWEST, forgetful, guarded, pair, shares
@@ -39,8 +40,10 @@ ABOVE, FAR = 45.0, 1024.0
 _sum, _top = FOLDS["sum"][2], FOLDS["top"][2]
 
 
-class Online(Words):
+class Online(Words, Late):
     """Emits such pairs for rows in vectors whose lanes can be left out."""
+
+    fetch_next: Callable[[], None]
 
     def online(self) -> tuple[Fold, Fold] | None:
         """The pair of folds that goes in one pass, if the nest has one."""

@@ -17,9 +17,9 @@ from kiln.fuse.pairs import tree
 from kiln.generate import avx512, shorts
 from kiln.generate.functions import absolute
 from kiln.generate.lanes import across_lanes, first_lane, lanes, shuffled
-from kiln.generate.late import Late
 from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma
 from kiln.generate.scalar import FOLDS
+from kiln.generate.values import Values
 
 #: Bytes of a register.
 LINE = 64
@@ -34,14 +34,13 @@ ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
 
 
-class Words(Late):
+class Words(Values):
     """Emits such folds."""
 
     in_words = False
     """Whether functions of one number may be computed in words."""
 
     varies: Callable[[Term], bool]
-    fetch_next: Callable[[], None]
 
     def pairs(self, value: Term) -> list[Load]:
         """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
@@ -147,15 +146,6 @@ class Words(Late):
         read = fn.call(name, kind, address, align, live, other.splat(kind.width))
         return read, [live] if parts == 1 else [shuffled(live, range(k, kind.width, 2)) for k in range(2)]
 
-    def fetch_row(self, place: Value, count: int) -> None:
-        """Ask for so many elements of the next row."""
-        assert self.vector is not None
-        self.push()
-        self.variables[self.vector.variable], outside, self.lanes = place, self.lanes, count
-        self.fetch_next()
-        self.lanes = outside
-        self.pop()
-
     def by_words(self, read: Load, loose: bool) -> list[Value]:
         """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-22 or 2^-13.
 
@@ -186,18 +176,9 @@ class Words(Late):
             return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests]
 
         held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
-        block, begin = VECTORS * width, low
-
-        def beside(start: Value, i: Value, held: list[Value]) -> list[Value]:
-            self.store_late(start + i, block)
-            self.fetch_row(i, block)
-            return some(block // step, None, i, held)
-
-        if self.late:
-            start, begin = self.store_edges(end, block)
-            held = fn.loop(low, begin, block, held, partial(beside, start))
+        block = VECTORS * width
         whole = low + (end - low) / block * block
-        held = fn.loop(begin, whole, block, held, partial(some, block // step, None))
+        held = fn.loop(low, whole, block, held, partial(some, block // step, None))
         *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
         positive, negative = map(_reduced, bounds, BOUNDS)
 

@@ -13,7 +13,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Apply
 from kiln.fuse.program import fuse
 from kiln.fuse.steps import Launch
-from kiln.generate import cpu, late, streams
+from kiln.generate import cpu, streams
 from kiln.generate.kernel import Emitter
 from kiln.generate.pieces import borders
 from kiln.generate.softmax import forgetful, pair
@@ -465,10 +465,6 @@ def test_rows_of_a_softmax_are_stored_while_the_next_is_read(length, dtype, monk
     for function in (lambda a, b: F.softmax(a, -1), weighed):
         assert stored_beside(function, x, other)
         check(function, x, other, kernels=1, rtol=1e-5 if dtype is torch.float32 else 1e-2)
-    monkeypatch.setattr(late, "LONGEST_NEAR", length - 1)
-    check(lambda a: F.log_softmax(a, -1), x, kernels=1, rtol=1e-5 if dtype is torch.float32 else 1e-2)
-    alone = length > 1024 and dtype is not torch.float16
-    assert stored_beside(lambda a: F.log_softmax(a, -1), x) == alone, "numbers as they lie in memory"
     ends = Emitter(nest_of(lambda a: F.softmax(a, -1).amax(-1), x), 16)
     assert not ends.late and "!nontemporal" not in ends.fn.text(), "what is folded does not wait"
 
