@@ -361,16 +361,20 @@ def substituted(
     """
     replaced: dict[Node, Any] = {}
     nodes: list[Node] = []
-    unread = set(graph.nodes) - graph.read()
+    unread: set[Node] = set()
     for node in graph.nodes:
-        if not replaced.keys().isdisjoint(node.inputs()):
+        if replaced and not replaced.keys().isdisjoint(node.inputs()):
             node.args, node.kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)
         found = instead(node)
         if found is None:
             nodes.append(node)
-        else:
-            nodes += found[0]
-            replaced[node] = found[1]
+            continue
+        if not replaced:
+            unread = set(graph.nodes) - graph.read()
+        nodes += found[0]
+        replaced[node] = found[1]
+    if not replaced:
+        return graph
     graph.nodes = nodes
     graph.outputs = retarget(graph.outputs, replaced)
     # What was read by nobody was called for what it does.

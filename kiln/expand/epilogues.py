@@ -29,16 +29,17 @@ DIGITS = 1e-6  # to which numbers are alike
 
 def with_epilogues(graph: Graph) -> Graph:
     """The graph of primitives, changed in place: products with a bias take the activation after them."""
-    users = graph.users()
-    shown = set(nodes_in(graph.outputs))
+    anchors = [node for node in graph.nodes if node.op is aten.addmm.default and fits(node)]
+    if not anchors:
+        return graph
+    users, shown = graph.users(), set(nodes_in(graph.outputs))
     ends: dict[Node, Node] = {}
     products: dict[Node, bool] = {}
-    for node in graph.nodes:
-        if node.op is aten.addmm.default and fits(node):
-            found = next(activations(node, users, shown), None)
-            if found is not None:
-                products[node], seen, end = found
-                ends[end] = seen
+    for node in anchors:
+        found = next(activations(node, users, shown), None)
+        if found is not None:
+            products[node], seen, end = found
+            ends[end] = seen
 
     def instead(node: Node) -> tuple[list[Node], Node] | None:
         if node in products:

@@ -73,7 +73,7 @@ scratch = Scratch()
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """Several weights are packed: memory new to the process takes longer than what is written to it."""
+    """Several weights are packed meanwhile: memory new to the process takes longer than writing to it."""
     scratch.memory = torch.empty(0)
     try:
         yield

@@ -47,8 +47,10 @@ def by_onednn(graph: Graph) -> Graph:
 
 def summed_up(graph: Graph) -> Graph:
     """The graph of primitives, changed in place: a product is added to a sum of products by its own call."""
-    users, shown = graph.users(), set(nodes_in(graph.outputs))
     places = {node: i for i, node in enumerate(graph.nodes) if node.op is aten.mm.default}
+    if len(places) < 2:
+        return graph
+    users, shown = graph.users(), set(nodes_in(graph.outputs))
     later: dict[Node, Node] = {}  # for a sum, the product that is made last
     given: dict[Node, Node] = {}  # for such a product, what it is added to
     for node in graph.nodes:

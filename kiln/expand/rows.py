@@ -28,11 +28,11 @@ FOLDS: dict[Any, int] = {
 
 def along_rows(graph: Graph) -> Graph:
     """The graph with values that are read several times, and folded by rows, in the order of these rows."""
-    users, shown = graph.users(), set(nodes_in(graph.outputs))
     found: dict[Node, None] = {}
     for node in graph.nodes:
         if node.op in FOLDS and folds_last(node) and lies_across(node.args[0]):
             found.update(dict.fromkeys(sources(node.args[0])))
+    users, shown = graph.users() if found else {}, set(nodes_in(graph.outputs))
     made = {node: partial(turned, node) for node in found if len(users[node]) > 1 and node not in shown}
     return Relayout(graph, made, ()).run() if made else graph
 

@@ -21,8 +21,9 @@ WIDE = (torch.float32, torch.float64)
 
 def in_steps(graph: Graph) -> Graph:
     """The graph, changed in place, with log-softmax in steps where gradients are computed from its result."""
-    later = {read for node in graph.nodes if node.backward for read in node.inputs()}
-    chosen = {node for node in graph.nodes if is_log_softmax(node) and node in later}
+    chosen = set(filter(is_log_softmax, graph.nodes))
+    if chosen:
+        chosen &= {read for node in graph.nodes if node.backward for read in node.inputs()}
     if not chosen:
         return graph
     shown = {*graph.inputs, *map(base, nodes_in(graph.outputs))}

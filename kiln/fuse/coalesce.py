@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeAlias
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in
 from kiln.fuse.axes import Misfit, coordinates, refined
@@ -29,6 +30,9 @@ TURNED = 1 << 16
 #: How often each factor of a product of matrices is used, at least.
 MANY = 7
 
+Users: TypeAlias = dict[Node, list[Node]]
+"""For each node of a graph, in order, those that read it."""
+
 
 class Coalescing(Groups):
     """Groups that grow: with the groups that read each value."""
@@ -39,11 +43,11 @@ class Coalescing(Groups):
         super().__init__(graph, exact, anew)
         self.largest, self.runs = largest, runs
         self.reading: defaultdict[Node, set[int]] = defaultdict(set)
-        self.summing = partial_sums(graph)
-        self.read_whole |= self.summing | {self.root(node) for node in factors(graph)}
-        self.turned = set(turned(graph)) if anew else set[Node]()
+        self.summing = partial_sums(graph, self.users)
+        self.read_whole |= self.summing | {self.root(node) for node in factors(self.users)}
+        self.turned = set(turned(self.users)) if anew else set[Node]()
         self.read_whole |= self.turned
-        self.read_whole |= {self.root(node) for node in seen_in_windows(graph)} if anew else set()
+        self.read_whole |= {self.root(node) for node in seen_in_windows(self.users)} if anew else set()
 
     # Nodes into groups
 
@@ -207,33 +211,30 @@ class Coalescing(Groups):
                     todo.append(user)
 
 
-def factors(graph: Graph) -> Iterator[Node]:
+def factors(users: Users) -> Iterator[Node]:
     """What is multiplied to be summed up, each of it many times: loops that do that make nothing else."""
-    users = graph.users()
-    for node in graph.nodes:
+    for node in users:
         if name_of(node.op) == "mul" and [name_of(user.op) for user in users[node]] == ["sum"]:
             given = [arg for arg in node.args if type(arg) is Node]
             if len(given) == 2 and all(elements(one) * MANY <= elements(node) for one in given):
                 yield from given
 
 
-def turned(graph: Graph) -> Iterator[Node]:
+def turned(users: Users) -> Iterator[Node]:
     """Copies that lie along rows of what lies across them, and are read again and again.
 
     On a GPU blocks turn squares; loops that fold rows would read each of them here and there.
     """
-    users = graph.users()
-    for node in graph.nodes:
+    for node in users:
         if name_of(node.op) == "clone" and len(users[node]) > 1 and elements(node) >= TURNED:
             stride, before = node.spec.stride, node.args[0].spec.stride
             if stride and stride[-1] == 1 and type(before[-1]) is int and before[-1] > 1:
                 yield node
 
 
-def seen_in_windows(graph: Graph) -> Iterator[Node]:
+def seen_in_windows(users: Users) -> Iterator[Node]:
     """What is summed up times windows of something, and that: each element of it is read many times."""
-    users = graph.users()
-    for node in graph.nodes:
+    for node in users:
         if name_of(node.op) == "mul" and [name_of(user.op) for user in users[node]] == ["sum"]:
             found = [before(arg) for arg in node.args if type(arg) is Node]
             if len(found) == 2 and any(windows for _, windows in found):
@@ -249,12 +250,12 @@ def before(node: Node) -> tuple[Node, bool]:
     return node, windows
 
 
-def partial_sums(graph: Graph) -> set[Node]:
+def partial_sums(graph: Graph, users: Users) -> set[Node]:
     """The sums of what calls give that a backward pass adds to until they leave it: gradients of a weight.
 
     Each is made as soon as it can be: all that is added would be in memory at once otherwise.
     """
-    leaving, users = set(nodes_in(graph.outputs)), graph.users()
+    leaving = set(nodes_in(graph.outputs))
     sums: set[Node] = set()
     for node in reversed(graph.nodes):
         if node.backward and (node in leaving or node in sums) and name_of(node.op) == "add":

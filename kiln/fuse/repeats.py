@@ -34,7 +34,7 @@ WINDOW = 8
 def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]]) -> list[Step]:
     """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs."""
     found = blocks_of(graph)
-    if found is not None and found.adds_up(partial_sums(graph)):
+    if found is not None and found.adds_up(partial_sums(graph, graph.users())):
         found = None
     for fused in FUSED if found is not None else ():
         assert found is not None

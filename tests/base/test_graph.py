@@ -24,3 +24,14 @@ def test_an_argument_is_read_anew_after_a_replacement() -> None:
     assert argument(clamp, 1, "min").op is aten.relu.default
     substituted(graph, lambda node: ([], low) if node.op is aten.relu.default else None)
     assert argument(clamp, 1, "min") is low and argument(clamp, 2, "max") is None
+
+
+def test_what_nobody_needs_goes_where_something_is_replaced_alone() -> None:
+    graph = clamped()
+    low = graph.inputs[1]
+    unread = graph.call(aten.relu.default, (graph.call(aten.neg.default, (low,)),))
+    nodes = list(graph.nodes)
+    assert substituted(graph, lambda node: None) is graph and graph.nodes == nodes
+    (clamp,) = graph.outputs
+    substituted(graph, lambda node: ([], low) if node is clamp.args[1] else None)
+    assert graph.nodes == [clamp, *unread.inputs(), unread] and clamp.args[1] is low

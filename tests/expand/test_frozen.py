@@ -10,7 +10,7 @@ from torch import nn
 
 import kiln
 from kiln.base.graph import label
-from kiln.expand import packed
+from kiln.expand import onednn, packed
 from kiln.launch import held
 
 FREEZE = held.freeze
@@ -304,6 +304,35 @@ def test_a_weight_that_is_used_again_is_packed_once():
     packs = [label(node.op) for node in seen.frozen[-1].once.nodes]
     assert packs.count("packed_linear") == 2, "one for each number of rows"
     assert packs.count("packed_convolution") == packs.count("normalised") == 1
+
+
+class Tapered(nn.Module):
+    """Layers whose weights lie inputs first, of several sizes."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = [(24, 40), (40, 16), (16, 24)]
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(n, m) / 5) for n, m in sizes])
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = (x @ weight).tanh()
+        return x
+
+
+def test_weights_that_lie_inputs_first_are_laid_out_in_the_same_memory(monkeypatch):
+    laid_out, places = onednn.laid_out, []
+
+    def seen_at(weight):
+        made = laid_out(weight)
+        places.append(made.data_ptr())
+        return made
+
+    monkeypatch.setattr(onednn, "laid_out", seen_at)
+    seen = checked(Tapered(), torch.randn(8, 24))
+    assert seen.calls().count("_linear_pointwise") == 3
+    assert len(places) == 3 and len(set(places)) == 1
+    assert onednn.scratch.memory is None
 
 
 def sgd(module):
