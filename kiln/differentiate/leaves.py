@@ -16,7 +16,7 @@ from kiln.base.graph import Made, Node, TensorSpec
 from kiln.differentiate.functionalise import same_strides
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint, Primal
-from kiln.ops.layout import is_contiguous
+from kiln.ops.layout import is_contiguous, is_dense
 from kiln.ops.table import aten
 
 _will_run = torch._C._will_engine_execute_node  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ class Leaves:
             made = Made(graph, node)
             own = TensorSpec(spec.shape, primal.spec.stride, spec.dtype, spec.device)
             outputs[k] = made.call(aten.clone.default, own, node, memory_format=torch.contiguous_format)
-            after = graph.nodes.index(node) + 1
+            after = 0 if node in graph.inputs else graph.nodes.index(node) + 1
             graph.nodes[after:after] = made.nodes
             self.edges[k] = sum(isinstance(each.spec, TensorSpec) for each in joint.primals[:k])
         graph.outputs = tuple(outputs)
@@ -51,7 +51,7 @@ class Leaves:
 
 
 def _otherwise(primal: Primal, gradient: Any) -> bool:
-    """Whether a gradient, which a node computes, lies otherwise than its leaf, which is contiguous."""
+    """Whether a gradient has each element once, but lies otherwise than its leaf, which is contiguous."""
     if type(gradient) is not Node or not primal.leaf or not primal.requires_grad:
         return False
     own, spec = primal.spec, gradient.spec
@@ -59,7 +59,8 @@ def _otherwise(primal: Primal, gradient: Any) -> bool:
         return False
     if any(type(n) is not int for n in (*own.shape, *own.stride, *spec.stride)):
         return False
-    return own.shape == spec.shape and is_contiguous(own.shape, own.stride) and not same_strides(own, spec)
+    dense = own.shape == spec.shape and is_dense(spec.shape, spec.stride)
+    return dense and is_contiguous(own.shape, own.stride) and not same_strides(own, spec)
 
 
 def _steals(node: Any) -> bool:

@@ -62,3 +62,12 @@ def test_autograd_copies_no_gradient():
         events = seen.profiler.function_events
         copies[run] = sum(e.name == "aten::new_empty_strided" and "AccumulateGrad" in str(e.cpu_parent) for e in events)
     assert copies == {module: 2, compiled: 0}
+
+
+def test_a_gradient_that_is_given_lies_as_its_leaf():
+    x = torch.randn(3, 4, requires_grad=True)
+    compiled, given = kiln.compile(lambda x: x * 1.0 + 0.0, backend="aot_eager"), torch.randn(4, 3).t()
+    for _ in range(2):
+        x.grad = None
+        compiled(x).backward(given)
+        assert x.grad.stride() == (4, 1) and torch.equal(x.grad, given)
