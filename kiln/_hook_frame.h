@@ -145,7 +145,7 @@ static PyObject *Runner_run(Runner *self)
         slots[i] = Py_NewRef(FRAME_SLOTS(frame)[i]);
     if (self->region != NULL) {
         Region *region = (Region *)Py_NewRef(self->region);
-        result = region->enabled ? region_run(region, slots, n) : NULL;
+        result = region->enabled ? region_run(region, slots, n, true) : NULL;
         Py_DECREF(region);
     }
     if (result == NULL && !PyErr_Occurred())

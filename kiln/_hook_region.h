@@ -33,6 +33,7 @@ static PyTypeObject Entry_Type, Region_Type;
 static PyObject *call_alone(PyObject *function, PyObject *const *args, size_t nargsf, PyObject *names);
 static void forget_region(Region *region);
 static void clean_traceback(void);
+static PyObject *call_tails(PyObject *result);
 
 /* marker(region) is called before an entry runs and gives what is called after it; NULL while no profile is on. */
 static PyObject *marker;
@@ -192,13 +193,16 @@ static void keep_spare(Region *self, PyObject **slot)
     }
 }
 
-static PyObject *run_marked(Region *self, PyObject *run, PyObject *const *argv, Py_ssize_t argc)
+/* Runs an entry between the marks of a profile; the whole is what it does and the calls that it leaves. */
+static PyObject *run_marked(Region *self, PyObject *run, PyObject *const *argv, Py_ssize_t argc, bool whole)
 {
     PyObject *now = Py_NewRef(marker), *end = PyObject_CallOneArg(now, (PyObject *)self);
     Py_DECREF(now);
     if (end == NULL)
         return NULL;
     PyObject *result = PyObject_Vectorcall(run, argv, argc, NULL), *type, *value, *trace;
+    if (whole)
+        result = call_tails(result);
     PyErr_Fetch(&type, &value, &trace);
     Py_XDECREF(PyObject_CallNoArgs(end));
     Py_DECREF(end);
@@ -209,10 +213,10 @@ static PyObject *run_marked(Region *self, PyObject *run, PyObject *const *argv, 
     return result;
 }
 
-static PyObject *run_entry(Region *self, Entry *entry, PyObject *const *argv, Py_ssize_t argc)
+static PyObject *run_entry(Region *self, Entry *entry, PyObject *const *argv, Py_ssize_t argc, bool whole)
 {
     PyObject *run = Py_NewRef(entry->run);
-    PyObject *result = marker == NULL ? PyObject_Vectorcall(run, argv, argc, NULL) : run_marked(self, run, argv, argc);
+    PyObject *result = marker == NULL ? PyObject_Vectorcall(run, argv, argc, NULL) : run_marked(self, run, argv, argc, whole);
     Py_DECREF(run);
     if (result == NULL)
         clean_traceback();
@@ -221,7 +225,7 @@ static PyObject *run_entry(Region *self, Entry *entry, PyObject *const *argv, Py
 
 /* Compiles, and runs what the miss gave by then(); another answer is the result of the call itself. A debugger does
    not follow into the compiler. */
-static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc)
+static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc, bool whole)
 {
     PyObject *tuple = PyTuple_New(argc);
     if (tuple == NULL)
@@ -241,7 +245,7 @@ static PyObject *call_miss(Region *self, PyObject *const *argv, Py_ssize_t argc)
     Py_DECREF(tuple);
     if (result != NULL && Py_IS_TYPE(result, &Entry_Type)) {
         Entry *entry = (Entry *)result;
-        result = run_entry(self, entry, argv, argc);
+        result = run_entry(self, entry, argv, argc, whole);
         Py_DECREF(entry);
     }
     else if (result == NULL)
@@ -280,29 +284,33 @@ static Entry *find_entry(Region *self, PyObject *const *argv, Py_ssize_t argc, i
 }
 
 /* Runs the region on bound arguments, up to where it leaves a call; NULL without an error asks the caller to run the
-   original. */
-static PyObject *region_run(Region *self, PyObject *const *argv, Py_ssize_t argc)
+   original. The whole, with those calls, is what a profile shows of it. */
+static PyObject *region_run(Region *self, PyObject *const *argv, Py_ssize_t argc, bool whole)
 {
     int error = 0;
     Entry *entry = find_entry(self, argv, argc, &error);
     if (entry != NULL) {
-        PyObject *result = run_entry(self, entry, argv, argc);
+        PyObject *result = run_entry(self, entry, argv, argc, whole);
         Py_DECREF(entry);
         return result;
     }
     if (error || self->limit_hit)
         return NULL;
-    return call_miss(self, argv, argc);
+    return call_miss(self, argv, argc, whole);
 }
 
 /* Makes the call that a tail is. */
 static PyObject *call_tail(Tail *tail)
 {
     Py_ssize_t n = Py_SIZE(tail);
-    if (!Py_IS_TYPE(tail->target, &Region_Type))
-        return call_given(tail->target, tail->values, n);
+    if (!Py_IS_TYPE(tail->target, &Region_Type)) {
+        PyObject *result = call_given(tail->target, tail->values, n);
+        if (result == NULL)
+            clean_traceback();
+        return result;
+    }
     Region *region = (Region *)tail->target;
-    PyObject *result = region->enabled ? region_run(region, tail->values, n) : NULL;
+    PyObject *result = region->enabled ? region_run(region, tail->values, n, false) : NULL;
     if (result == NULL && !PyErr_Occurred())
         result = call_alone(region->function, tail->values, n, NULL);
     return result;
@@ -334,14 +342,14 @@ static PyObject *region_vectorcall(PyObject *object, PyObject *const *args, size
         PyCodeObject *code = code_of(self->function);
         int n = slot_count(code);
         if (names == NULL && nargs == n && n == code->co_argcount)
-            result = region_run(self, args, n);
+            result = region_run(self, args, n, true);
         else {
             PyObject *few[24], **slots = few;
             if (n > 24 && (slots = PyMem_Malloc(n * sizeof *slots)) == NULL)
                 return PyErr_NoMemory();
             memset(slots, 0, n * sizeof *slots);
             if (bind(self, function, args, nargs, names, slots))
-                result = region_run(self, slots, n);
+                result = region_run(self, slots, n, true);
             if (code->co_flags & CO_VARKEYWORDS)
                 keep_spare(self, &slots[n - 1]);
             for (int i = 0; i < n; i++)

@@ -714,7 +714,7 @@ def test_explain_shows_graphs_break_and_bytecode():
         "   ^^^^^^^^^^^",
     ):
         assert part in text
-    assert "return branch(__out" in told.bytecode() and "was " in told.beside()
+    assert "return later(branch, __out" in told.bytecode() and "was " in told.beside()
     assert repr(told).startswith("<Explanation: 2 graphs")
 
 

@@ -19,6 +19,7 @@ from kiln.differentiate.again import Replay
 from kiln.differentiate.finish import resolved
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Fresh, Joint, View
+from kiln.differentiate.leaves import Leaves
 from kiln.differentiate.prune import pruned, uses
 from kiln.differentiate.trial import Trial
 from kiln.ops.table import aten
@@ -48,6 +49,7 @@ def training(
     quiet = _quiet(joint)
     shown = [i for i in range(results) if i not in quiet]
     twice, aside = _unusual_results(joint, quiet)
+    leaves = Leaves(joint, halves)
     backward = Backward(halves, len(joint.tangents), compile_backward)
     begun = begin(compile_forward, halves.forward)
     values_of = symbol_values(joint)
@@ -100,12 +102,12 @@ def training(
                 plain.clear()
                 if free:
                     replay.forget(ctx)
-                return None, *backward.run(values, present)
+                return None, *leaves.settled(ctx, backward.run(values, present))
             found = tuple(backward.run(values, present))
             found = trial.settle(found, lambda: replay.gradients(ctx, present, plain, False))
             if free:
                 replay.forget(ctx)
-            return None, *found
+            return None, *leaves.settled(ctx, found)
 
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
