@@ -80,8 +80,7 @@ class Words(Values):
         ]  # fmt: skip
         for load in pairs:
             if id(load) not in known[0]:
-                both = _halves(self.fn.load(self.address(load, I16), I16.wide(2 * self.width)))
-                for half, layer in zip(both, known, strict=True):
+                for half, layer in zip(_halves(self.both(load, known)), known, strict=True):
                     layer[id(load)] = half
         for layer in known:
             self.push()
@@ -104,11 +103,18 @@ class Words(Values):
         short = None if given is None else shorts.fitted(given)
         if short is None:
             return self.rounded(term, pairs, self.even_and_odd)
-        word = self.fn.load(self.address(pairs[0], I16), I16.wide(2 * self.width))
+        word = self.both(pairs[0], self.even_and_odd)
         found, outside = shorts.computed(short, word)
+        known: Known = {~id(pairs[0]): word}, {}
         return self.fn.rarely(
-            outside, [found], lambda: [outside.where(self.rounded(term, pairs, ({}, {})), found)]
+            outside, [found], lambda: [outside.where(self.rounded(term, pairs, known), found)]
         )[0]
+
+    def both(self, load: Load, known: Known) -> Value:
+        """The words of even and odd places, read once: what is stored next may lie where they do."""
+        if (key := ~id(load)) not in known[0]:
+            known[0][key] = self.fn.load(self.address(load, I16), I16.wide(2 * self.width))
+        return known[0][key]
 
     def rounded(self, term: Term, pairs: list[Load], known: Known) -> Value:
         """A value that is computed of even and odd numbers, rounded."""

@@ -121,3 +121,16 @@ def test_processors_without_such_words_do_without(monkeypatch):
     fewer = host.features.replace("+avx512vbmi2", "-avx512vbmi2")
     monkeypatch.setattr("kiln.generate.kernel.host", lambda: cpu.Host(host.name, fewer, host.vector_bytes))
     assert "pmul.hr.sw" not in Emitter(nest_of(torch.tanh, rand(64).bfloat16()), 16).fn.text()
+
+
+@able
+def test_words_are_read_once_whatever_is_stored_first():
+    """The first result may lie where the numbers do: machine code may read again after it is stored."""
+
+    def two(a):
+        first = torch.sigmoid(a)
+        return first, torch.tanh(first) + 1, first.clamp(min=0.25)
+
+    x = every_number()
+    text = Emitter(nest_of(two, x), 16).fn.text()
+    assert "pmul.hr.sw" in text and text.count("load <32 x i16>") == 1
