@@ -80,7 +80,7 @@ class Words(Values):
         ]  # fmt: skip
         for load in pairs:
             if id(load) not in known[0]:
-                for half, layer in zip(_halves(self.both(load, known)), known, strict=True):
+                for half, layer in zip(_halves(self.words_at(load, known)), known, strict=True):
                     layer[id(load)] = half
         for layer in known:
             self.push()
@@ -103,14 +103,14 @@ class Words(Values):
         short = None if given is None else shorts.fitted(given)
         if short is None:
             return self.rounded(term, pairs, self.even_and_odd)
-        word = self.both(pairs[0], self.even_and_odd)
+        word = self.words_at(pairs[0], self.even_and_odd)
         found, outside = shorts.computed(short, word)
         known: Known = {~id(pairs[0]): word}, {}
         return self.fn.rarely(
             outside, [found], lambda: [outside.where(self.rounded(term, pairs, known), found)]
         )[0]
 
-    def both(self, load: Load, known: Known) -> Value:
+    def words_at(self, load: Load, known: Known) -> Value:
         """The words of even and odd places, read once: what is stored next may lie where they do."""
         if (key := ~id(load)) not in known[0]:
             known[0][key] = self.fn.load(self.address(load, I16), I16.wide(2 * self.width))
