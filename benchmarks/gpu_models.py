@@ -216,7 +216,7 @@ STAGES = {
     "capture": "kiln.pipeline:capture", "trace": "kiln.ahead:trace", "partition": "kiln.ahead:partition",
     "arrange": "kiln.compiler:arranged", "fuse": "kiln.launch.program:fused",
     "write": "kiln.launch.program:plan_on", "machine code": "kiln.launch.cuda:Loading.finish",
-    "libraries": "kiln.launch.libraries:wait", "plan": "kiln.launch.device:DevicePlanner.plan",
+    "plan": "kiln.launch.device:DevicePlanner.plan",
 }  # fmt: skip
 
 #: What threads do for each function.

@@ -37,7 +37,6 @@ from kiln.fuse.steps import Call
 from kiln.fuse.views import supported
 from kiln.generate.code import generate
 from kiln.generate.cpu import assembly
-from kiln.launch import libraries
 from kiln.launch.cache import disk
 from kiln.launch.device import plan_on
 from kiln.launch.few import Few, few_of
@@ -136,7 +135,6 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
 def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump, left: int = 0) -> Begun:
     """A graph whose tensors are on one device, which leaves so many bytes beside its own outputs."""
     kept = None
-    ready = libraries.begin(graph, device) if device.type == "cuda" else []
     if device.type == "cpu" and not is_watched(dump):
         found = None if settings.tunes else few_of(graph)
         if found is not None:
@@ -169,8 +167,6 @@ def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump,
         if type(outputs[i]) is Node and outputs.count(outputs[i]) == 1 and inputs[k] not in outputs
     }  # fmt: skip
     begun = link(program, device, settings, dump)
-    if ready:
-        begun = replace(begun, finish=partial(with_libraries, begun.finish, ready))
     if kept is not None:
         return replace(begun, finish=partial(kept.keep, begun.finish))
     if not records.listening() or dump is NOWHERE:
@@ -178,13 +174,6 @@ def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump,
     run = begun.finish()
     tell(program, graph, device, dump, run)
     return Begun(lambda: run)
-
-
-def with_libraries(finish: Callable[[], Run], ready: list[Any]) -> Run:
-    """A plan, when what it calls is ready."""
-    run = finish()
-    libraries.wait(ready)
-    return run
 
 
 def begin_few(few: Few, begun: Begun) -> Begun:

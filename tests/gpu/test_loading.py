@@ -1,16 +1,14 @@
 """Kernels are compiled by other threads, each once, also where several programs have it; no GPU is needed."""
 
 import threading
-from contextlib import nullcontext
 
 import pytest
 import torch
 
-from kiln.base.graph import Graph, TensorSpec
 from kiln.generate import device
 from kiln.generate.device import Function, generate
 from kiln.generate.nvptx import WAITS, Unsupported, reads_early
-from kiln.launch import cuda, libraries
+from kiln.launch import cuda
 
 from .emitted import kernels_of
 from .programs import FOLDS, POINTWISE
@@ -118,38 +116,3 @@ def test_nests_that_are_alike_are_written_once(name, monkeypatch):
         assert (one.function, one.blocks, one.threads) == (other.function, other.blocks, other.threads)
         assert one.given == device.given(emitter(one.nests[0])) and one.nests[0] is not other.nests[0]
         assert other.given == device.given(emitter(other.nests[0]))
-
-
-def test_libraries_are_called_ahead_by_other_threads_once(monkeypatch):
-    graph, where = Graph(), torch.device("cuda:0")
-    x = graph.input("x", TensorSpec((8, 8), (8, 1), torch.bfloat16, where))
-    image = graph.input("image", TensorSpec((1, 8, 4, 4), (128, 16, 4, 1), torch.float32, where))
-    for _ in range(2):
-        graph.call(torch.ops.aten.mm.default, (x, x), spec=x.spec)
-        graph.call(torch.ops.aten.convolution.default, (image,), spec=image.spec)
-    graph.call(torch.ops.aten.exp.default, (x,), spec=x.spec)
-    called = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: nullcontext())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: called.append((dtype, threading.current_thread())))
-    monkeypatch.setattr(libraries, "_begun", {})
-    named = {name: lambda make, n=name: make(n) for name in libraries.AHEAD}
-    for name, call in named.items():
-        call.__name__ = name
-    monkeypatch.setattr(libraries, "CALLS", {op: named[call.__name__] for op, call in libraries.CALLS.items()})
-    capturing = [True]
-    assert not libraries.begin(graph, where) and not libraries._begun
-    capturing.clear()
-    for _ in range(2):
-        begun = libraries.begin(graph, where)
-        assert len(begun) == 2
-        libraries.wait(begun)
-    assert sorted(str(dtype) for dtype, _ in called) == ["torch.bfloat16", "torch.float32"]
-    assert threading.main_thread() not in {thread for _, thread in called}
-
-
-def test_calls_of_libraries_ahead_are_ones_that_torch_knows():
-    for call in set(libraries.CALLS.values()):
-        call(lambda *size: torch.zeros(size))
