@@ -464,8 +464,6 @@ class Mode(TorchDispatchMode):
         _pop(None)
 
 
-
-
 class FakeMode(Mode):
     """While it is entered, every aten call gives fakes: factories too, and calls on real tensors.
 
@@ -496,11 +494,14 @@ class FakeMode(Mode):
 
 
 def note_memory(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note of new fakes whose memory they lie in: that of an argument, or their own."""
+    """Note of new fakes whose memory they lie in: that of an argument, or their own.
+
+    Of what a composite op gives its parts have noted it: `to` may give a view or a copy.
+    """
     for place, part in enumerate(out if len(func._schema.returns) > 1 else (out,)):
         base = None if func in LIFTED else base_of(func, args, kwargs, place)
         for fake in tensors_in(part):
-            if type(fake) is FakeTensor and fake is not base:
+            if type(fake) is FakeTensor and fake is not base and not hasattr(fake, "own"):
                 fake.own = base is None
                 fake.root = memory_of(base) if isinstance(base, Tensor) else None
 

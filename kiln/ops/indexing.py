@@ -103,7 +103,9 @@ def _sort(x: Tensor, *given: Any, stable: Any = None, dim: int = -1, descending:
 
 @rule(aten.repeat_interleave.Tensor)
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Any:
-    if output_size is None or repeats.dim() != 1 or repeats.dtype not in (torch.int64, torch.int32):
+    if repeats.dim() != 1 or repeats.dtype not in (torch.int64, torch.int32):
+        raise Mismatch("repeats are a vector of integers")
+    if output_size is None:
         return NotImplemented
     return make((output_size,), None, repeats.dtype, repeats.device)
 

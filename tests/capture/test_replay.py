@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from kiln.base import records
 from kiln.capture import runtime
 from tests.support import kiln, pin, same_as_eager, t
 
@@ -173,3 +174,29 @@ def test_a_handler_sees_what_meta_kernels_let_pass(f, dynamic):
 
     mine, eager = ((g(x := torch.zeros(2, 3), torch.ones(1), log := []), x, log) for g in (kiln.compile(program, dynamic=dynamic), program))
     assert str(mine) == str(eager)
+
+
+def into_a_copy(x):
+    return x.add_(x.to(torch.int64))
+
+
+def beside_a_view_and_a_copy(x, y):
+    x[:, ...] += x.bool().long()
+    y[:1].add_(y.double().reshape(-1, 1)[1:2])
+    return x, y, torch.broadcast_tensors(x, y)[1].mul_(x.reshape(1, 1))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_conversions_that_copy_have_memory_of_their_own(mode, dynamic):
+    """In inference mode such ops arrive whole, and what they declare is that they may give a view."""
+    def seen(compiled):
+        def program(x, y):
+            return into_a_copy(x), beside_a_view_and_a_copy(x, y)
+
+        with mode(), records.collect() as log:
+            x, y = torch.ones(1, 1, dtype=torch.int8), torch.arange(3.0).reshape(3, 1)
+            return str(compiled(program)(x, y)), str((x, y)), log
+
+    mine, eager = seen(lambda f: kiln.compile(f, dynamic=dynamic)), seen(lambda f: f)
+    assert mine[:2] == eager[:2] and not mine[2].breaks and len(mine[2].graphs) == 1

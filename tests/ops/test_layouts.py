@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kiln.base.errors import Break
 from kiln.ops import rules  # noqa: F401
 from kiln.ops.fake import FakeMode, fake_like, make
 from kiln.ops.table import RULES, aten
@@ -132,7 +133,22 @@ SCALAR = [
 def test_unary(func: Any) -> None:
     r = Random(0)
     for _ in range(40):
-        check(func, (tensor(r, shape(r), r.choice(DTYPES)),))
+        x = tensor(r, shape(r), r.choice(DTYPES))
+        # How long this one's result is follows from contents, where it is not said.
+        check(func, (x,), **({"output_size": int(x.sum().real)} if func is aten.repeat_interleave.Tensor else {}))
+
+
+@pytest.mark.parametrize("size", [(3, 0, 1), (2, 2), ()], ids=str)
+def test_repeats_that_eager_refuses(size: tuple[int, ...]) -> None:
+    """Though how long the result would be is not known."""
+    check(aten.repeat_interleave.Tensor, (torch.ones(size, dtype=torch.int32),))
+
+
+@pytest.mark.parametrize("size", [(3,), (0,)], ids=str)
+def test_repeats_whose_sum_is_not_known(size: tuple[int, ...]) -> None:
+    fake = fake_like(torch.ones(size, dtype=torch.int32))
+    with pytest.raises(Break, match="needs the values"), FakeMode():
+        aten.repeat_interleave.Tensor(fake)
 
 
 @pytest.mark.parametrize("func", BINARY, ids=str)
