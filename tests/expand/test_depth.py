@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import kiln
 from kiln.expand import channels
 from kiln.fuse import neighbours
+from kiln.fuse.neighbours import results_at_once
 from kiln.fuse.program import Fusing, fuse
 from kiln.fuse.split import GRIDS
 from kiln.fuse.steps import Call
@@ -170,25 +171,52 @@ class Block(nn.Module):
         return self.layers(x)
 
 
-def test_what_is_seen_is_read_from_memory_and_nothing_wide_is_kept(monkeypatch):
-    programs = []
+@pytest.fixture
+def programs(monkeypatch):
+    """What graphs become."""
+    found = []
 
     def noted(graph, exact=False, fusing=Fusing(GRIDS)):
-        programs.append(fuse(graph, exact, fusing))
-        return programs[-1]
+        found.append(fuse(graph, exact, fusing))
+        return found[-1]
 
     monkeypatch.setattr(program, "fuse", noted)
+    return found
+
+
+def nests_in(programs):
+    return [nest for made in programs for kernel in made.kernels for nest in kernel.nests]
+
+
+def convolved(nests):
+    """Those that are convolutions, as they are written."""
+    return [made for nest in nests if (made := results_at_once(nest)).several]
+
+
+def test_what_is_seen_is_read_from_memory_and_nothing_wide_is_kept(programs):
     torch.manual_seed(0)
     model, x = Block().to(HALF), torch.randn(4, 8, 16, 16).to(HALF)
     kiln.reset()
+    compiled = kiln.compile(model, fullgraph=True)
     with pretended(), kiln.config.patch(strict=True):
-        kiln.compile(model, fullgraph=True)(x).float().square().sum().backward()
-    nests = [nest for made in programs for kernel in made.kernels for nest in kernel.nests]
-    convolved = [nest for nest in nests if nest.several]
-    assert [len(nest.buffers()[0]) for nest in convolved] == [3, 2]  # the image, the filters, a bias
+        with torch.no_grad():  # nobody else keeps the image
+            compiled(x)
+        compiled(x).float().square().sum().backward()
+    nests = nests_in(programs)
+    assert [len(nest.buffers()[0]) for nest in convolved(nests)] == [3, 3, 2]  # the image, the filters, a bias
     assert [len(nest.buffers()[0]) for nest in nests if len(nest.folds()) == 9] == [2]
     wide = [s for nest in nests for s in nest.stores if s.buffer.dtype is torch.float32 and not s.kept]
     assert not wide
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("fewest", "loops"), [(1, 2), (channels.FEWEST, 0)])
+def test_a_single_one_is_a_loop_where_it_is_enough(fewest, loops, bias, programs, monkeypatch):
+    monkeypatch.setattr(channels, "FEWEST", fewest)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 64, 5, 1, 2, groups=64, bias=bias).to(HALF)
+    compared(nn.Sequential(conv, nn.ReLU()), torch.randn(2, 64, 9, 9).to(HALF).to(memory_format=torch.channels_last))
+    assert len(convolved(nests_in(programs))) == loops  # the image's and its gradient's
 
 
 def test_gradients_that_a_program_asks_for_itself():
