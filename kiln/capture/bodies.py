@@ -143,11 +143,22 @@ def name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
 
 
-def examples(value: Any, select: Callable[[FakeTensor, Any], Any], dims: Any = None) -> Any:
-    """The nest with a new tensor for each one, as the function inside a transform sees it."""
+def examples(value: Any, dims: Any = None) -> Any:
+    """The nest with a new tensor for each one, as the function inside a transform sees it.
+
+    `dims` are the dimensions of which it sees one slice, for each leaf.
+    """
     leaves, shape = pytree.tree_flatten(value)
     where = [None] * len(leaves) if dims is None else dims
-    made = [
-        fake_like(select(v, d)) if type(v) is FakeTensor else v for v, d in zip(leaves, where, strict=True)
-    ]
+    pairs = zip(leaves, where, strict=True)
+    made = [fake_like(sliced(v.detach(), d)) if type(v) is FakeTensor else v for v, d in pairs]
     return pytree.tree_unflatten(made, shape)
+
+
+def sliced(value: Any, dim: int | None) -> Any:
+    """One slice of a value along a dimension, which may have none; all of it where none is given."""
+    if dim is None:
+        return value
+    if value.shape[dim] != 0:
+        return value.select(dim, 0)
+    return value.new_empty([n for i, n in enumerate(value.shape) if i != dim % value.dim()])

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from kiln.capture.bodies import capture_body, examples
 from kiln.capture.calls import BY_CODE, Args, Kwargs, handles
 from kiln.capture.frame import Machine
-from kiln.capture.transforms import call_vmap, cells_of, sliced
+from kiln.capture.transforms import call_vmap, cells_of
 from kiln.ops.reductions import differentiable
 
 #: Numbers at which polynomials of few terms are equal if they are the same.
@@ -48,7 +48,7 @@ def factor_of(m: Machine, combine: Any, leaves: Any) -> int | None:
     if x.shape != y.shape or x.shape[0] < 2:
         return None
     inner = functools.partial(combine.func, **{**combine.keywords, "combine_fn": cells_of(m, mapped)["func"]})
-    body = capture_body(m, inner, examples((x, y, x, y), sliced, [0] * 4), {})
+    body = capture_body(m, inner, examples((x, y, x, y), [0] * 4), {})
     a, b, c, d = NUMBERS
     pairs: list[tuple[int, ...]] = [(a, b), (c, d), (a * c, c * b + d)]
     for place in (0, 1):

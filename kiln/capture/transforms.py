@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,21 @@ MAKERS = tuple(getattr(torch.func, name) for name in ("vmap", "grad", "grad_and_
 
 
 class Transform:
-    """A node's function: a transform of a captured function, applied to tensors."""
+    """A node's function: something applied to captured functions, called with tensors.
 
-    def __init__(self, name: str, body: Function, apply: Callable[..., Any]) -> None:
-        self.body, self.apply = body, apply
+    While capturing `shape` stands for it where it is given: it says which shapes come out.
+    """
+
+    def __init__(
+        self, name: str, apply: Callable[..., Any], *bodies: Function, shape: Callable[..., Any] | None = None
+    ) -> None:
+        self.run, self.apply, self.bodies = shape or apply, apply, bodies
         self.__name__ = self.__qualname__ = name
         self.__module__ = "captured.func"
 
-    def __call__(self, graph: Any, free: Any, args: Any, kwargs: Any) -> Any:
-        return self.apply(self.body.over(graph, free))(*args, **kwargs)
+    def __call__(self, graphs: Any, free: Any, args: Any, kwargs: Any) -> Any:
+        given = zip(self.bodies, graphs, free, strict=True)
+        return self.run(*[body.over(graph, around) for body, graph, around in given])(*args, **kwargs)
 
 
 def cells_of(m: Machine, function: Any) -> dict[str, Any]:
@@ -40,11 +47,10 @@ def cells_of(m: Machine, function: Any) -> dict[str, Any]:
 def call_transformed(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """A function that a transform other than vmap has made: its function sees tensors of the same shapes."""
     given = cells_of(m, function)
-    for value in (*args, *kwargs.values()):
-        m.world.touch_deep(value)
-    body = capture_body(m, given["func"], *examples((args, kwargs), lambda v, d: v.detach()))
-    again = rebuilt(function, given)
-    return record(m, Transform(function.__code__.co_qualname.partition(".")[0], body, again), args, kwargs)
+    m.world.touch_deep([args, kwargs])
+    body = capture_body(m, given["func"], *examples((args, kwargs)))
+    name = function.__code__.co_qualname.partition(".")[0]
+    return record(m, Transform(name, rebuilt(function, given), body), args, kwargs)
 
 
 def rebuilt(function: Any, given: dict[str, Any]) -> Callable[..., Any]:
@@ -57,24 +63,15 @@ def rebuilt(function: Any, given: dict[str, Any]) -> Callable[..., Any]:
 def call_vmap(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     """A function made by vmap: its function sees one slice of each argument."""
     given = cells_of(m, function)
-    for value in (*args, *kwargs.values()):
-        m.world.touch_deep(value)
-    dims = flat_dims(m, given["in_dims"], args)
-    inner = examples(args, sliced, dims), examples(kwargs, sliced, [0] * len(pytree.tree_leaves(kwargs)))
+    m.world.touch_deep([args, kwargs])
+    dims = flat_dims(given["in_dims"], args)
+    inner = examples(args, dims), examples(kwargs, [0] * len(pytree.tree_leaves(kwargs)))
     body = capture_body(m, given["func"], *inner)
     settings = {k: given[k] for k in ("in_dims", "out_dims", "randomness", "chunk_size") if k in given}
-    return record(m, Transform("vmap", body, lambda f: torch.func.vmap(f, **settings)), args, kwargs)
+    return record(m, Transform("vmap", lambda f: torch.func.vmap(f, **settings), body), args, kwargs)
 
 
-def sliced(value: Any, dim: int | None) -> Any:
-    """One slice of a value along a dimension, which may have none."""
-    value = value.detach()
-    if dim is None or value.shape[dim] != 0:
-        return value if dim is None else value.select(dim, 0)
-    return value.new_empty([n for i, n in enumerate(value.shape) if i != dim % value.dim()])
-
-
-def flat_dims(m: Machine, dims: Any, args: Args) -> list[int | None]:
+def flat_dims(dims: Any, args: Args) -> list[int | None]:
     """The dimension of every leaf of the arguments; vmap itself says what is wrong with them."""
     shape = pytree.tree_flatten(args)[1]
     flat = pytree._broadcast_to_and_flatten(tuple(dims) if isinstance(dims, list) else dims, shape)
@@ -88,11 +85,17 @@ def flat_dims(m: Machine, dims: Any, args: Args) -> list[int | None]:
     return flat  # type: ignore[no-any-return]
 
 
-def record(m: Machine, node: Transform, args: Args, kwargs: Kwargs) -> Any:
-    body = node.body
-    out = m.torch_call(node, (body.graph, tuple(body.free), args, kwargs), {})
-    leaves = pytree.tree_leaves(out)
-    if not all(type(v) is FakeTensor or isinstance(v, PLAIN) for v in leaves):
+def recorded(m: Machine, node: Transform, args: Any, kwargs: Any = {}) -> Any:  # noqa: B006
+    """What a call of the node gives, which it is from then on."""
+    graphs, free = zip(*[(body.graph, tuple(body.free)) for body in node.bodies], strict=True)
+    out = m.torch_call(node, (graphs, free, args, kwargs), {})
+    node.run = node.apply
+    return out
+
+
+def record(m: Machine, node: Transform, args: Args, kwargs: Kwargs = {}) -> Any:  # noqa: B006
+    out = recorded(m, node, args, kwargs)
+    if not all(type(v) is FakeTensor or isinstance(v, PLAIN) for v in pytree.tree_leaves(out)):
         raise Break("transform", f"torch.func.{node.__name__} gives more than tensors", HINT)
     return out
 
@@ -101,17 +104,11 @@ def record(m: Machine, node: Transform, args: Args, kwargs: Kwargs) -> Any:
 def jvp(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The function and its derivative along tangents."""
     function, primals, tangents, *rest = args
-    for value in args[1:]:
-        m.world.touch_deep(value)
+    m.world.touch_deep(args[1:])
     if type(primals) is not tuple or type(tangents) is not tuple or rest:
         raise Break("transform", "torch.func.jvp takes tuples of tensors", HINT)
-    body = capture_body(m, function, examples(primals, lambda v, d: v.detach()), {})
-    settings = dict(kwargs)
-
-    def apply(f: Any) -> Callable[..., Any]:
-        return lambda primals, tangents: torch.func.jvp(f, primals, tangents, **settings)
-
-    return record(m, Transform("jvp", body, apply), (primals, tangents), {})
+    body, settings = capture_body(m, function, examples(primals), {}), dict(kwargs)
+    return record(m, Transform("jvp", lambda f: partial(torch.func.jvp, f, **settings), body), args[1:])
 
 
 class Pullback:
@@ -139,30 +136,13 @@ def vjp(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What the function gives, and a function of the graph that takes cotangents of it."""
     function, *primals = args
     m.world.touch_deep(primals)
-    body = capture_body(m, function, examples(tuple(primals), lambda v, d: v.detach()), {})
-    settings = dict(kwargs)
-    node = Transform("vjp", body, lambda f: lambda *primals: torch.func.vjp(f, *primals, **settings))
-    out, function, *aux = m.torch_call(node, (body.graph, tuple(body.free), tuple(primals), {}), {})
+    body, settings = capture_body(m, function, examples(tuple(primals)), {}), dict(kwargs)
+    node = Transform("vjp", lambda f: partial(torch.func.vjp, f, **settings), body)
+    out, function, *aux = recorded(m, node, tuple(primals))
     back = Pullback(function)
     m.recorder.hold(1, back)
     m.steps[id(back)] = m.safe_step()
     return (out, back, *aux)
-
-
-class Cond:
-    """A node's function: one of two captured functions runs, as the condition says."""
-
-    __name__ = __qualname__ = "cond"
-    __module__ = "captured.func"
-
-    def __init__(self, yes: Function, no: Function) -> None:
-        self.yes, self.no = yes, no
-        self.shaping = True  # while capturing the shapes of one arm, which are those of the other, will do
-
-    def __call__(self, condition: Any, graphs: Any, free: Any, operands: Any) -> Any:
-        chosen = 0 if self.shaping or bool(condition) else 1
-        arm = (self.yes, self.no)[chosen]
-        return arm.over(graphs[chosen], free[chosen])(*operands)
 
 
 @handles(torch.cond, torch.ops.higher_order.cond)
@@ -176,37 +156,19 @@ def cond(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch_deep(operands)
     if type(condition) is not FakeTensor:
         return call(m, given["true_fn" if m.truth(condition) else "false_fn"], tuple(operands), {})
-    arms = [capture_body(m, given[name], examples(tuple(operands), lambda v, d: v.detach()), {})
-            for name in ("true_fn", "false_fn")]  # fmt: skip
+    arms = [capture_body(m, given[name], examples(tuple(operands)), {}) for name in ("true_fn", "false_fn")]
     yes, no = arms
     if yes.shape != no.shape or facts(yes) != facts(no):
         why = f"{name_of(given['true_fn'])} and {name_of(given['false_fn'])} give different kinds of results"
         raise Break("transform", why, "let both functions return tensors of the same shapes and dtypes")
-    node = Cond(yes, no)
-    graphs, free = (yes.graph, no.graph), (tuple(yes.free), tuple(no.free))
-    out = m.torch_call(node, (condition, graphs, free, tuple(operands)), {})
-    node.shaping = False
-    return out
 
+    def choose(yes: Any, no: Any) -> Callable[..., Any]:
+        return lambda condition, operands: (yes if bool(condition) else no)(*operands)
 
-class While:
-    """A node's function: a captured function runs on its own results while another gives a true value."""
+    def first(yes: Any, no: Any) -> Callable[..., Any]:
+        return lambda condition, operands: yes(*operands)
 
-    __name__ = __qualname__ = "while_loop"
-    __module__ = "captured.func"
-
-    def __init__(self, test: Function, body: Function) -> None:
-        self.test, self.body = test, body
-        self.shaping = True  # while capturing one round says what shapes there are
-
-    def __call__(self, graphs: Any, free: Any, carried: Any) -> Any:
-        test, body = (f.over(*given) for f, *given in zip((self.test, self.body), graphs, free, strict=True))
-        if self.shaping:
-            return tuple(pytree.tree_leaves(body(*carried)))
-        carried = tuple([value.clone() for value in carried])
-        while test(*carried):
-            carried = tuple(pytree.tree_leaves(body(*carried)))
-        return carried
+    return recorded(m, Transform("cond", choose, *arms, shape=first), (condition, tuple(operands)))
 
 
 @handles(torch.ops.higher_order.while_loop)
@@ -216,15 +178,24 @@ def while_loop(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch_deep(carried)
     if any(type(value) is not FakeTensor for value in carried) or any(args[3:]) or kwargs:
         raise Break("transform", "while_loop carries more than tensors", HINT)
-    bodies = [capture_body(m, f, examples(tuple(carried), lambda v, d: v.detach()), {}) for f in (test, step)]
+    bodies = [capture_body(m, f, examples(tuple(carried)), {}) for f in (test, step)]
     if facts(bodies[1]) != [*((tuple(t.shape), t.dtype, t.device) for t in carried), []]:
         why = f"{name_of(step)} gives tensors of other shapes or dtypes than it takes"
         raise Break("transform", why, "let the body return what it is given")
-    node = While(*bodies)
-    graphs, free = tuple(f.graph for f in bodies), tuple(tuple(f.free) for f in bodies)
-    out = m.torch_call(node, (graphs, free, tuple(carried)), {})
-    node.shaping = False
-    return out
+
+    def once(test: Any, step: Any) -> Callable[..., Any]:
+        return lambda *carried: tuple(pytree.tree_leaves(step(*carried)))
+
+    def repeat(test: Any, step: Any) -> Callable[..., Any]:
+        def run(*carried: Any) -> Any:
+            carried = tuple([value.clone() for value in carried])
+            while test(*carried):
+                carried = once(test, step)(*carried)
+            return carried
+
+        return run
+
+    return recorded(m, Transform("while_loop", repeat, *bodies, shape=once), tuple(carried))
 
 
 @handles(torch.ops.higher_order.map_impl)
@@ -232,13 +203,12 @@ def map_rows(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The function on each row of some tensors."""
     function, rows, given = args
     m.world.touch_deep([rows, given])
-    example = (*rows_of(rows), *examples(tuple(given), lambda v, d: v.detach()))
-    body = capture_body(m, function, example, {})
+    body = capture_body(m, function, (*rows_of(rows), *examples(tuple(given))), {})
 
     def apply(f: Any) -> Callable[..., Any]:
         return lambda rows, given: stacked([f(*row, *given) for row in zip(*rows, strict=True)])
 
-    return record(m, Transform("map", body, apply), (tuple(rows), tuple(given)), {})
+    return record(m, Transform("map", apply, body), (tuple(rows), tuple(given)))
 
 
 @handles(torch.ops.higher_order.scan)
@@ -246,8 +216,7 @@ def scan_rows(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The function on each row of some tensors and what it gave to carry on from the row before."""
     function, first, rows = args[:3]
     m.world.touch_deep([first, rows])
-    example = (*examples(tuple(first), lambda v, d: v.detach()), *rows_of(rows))
-    body = capture_body(m, function, example, {})
+    body = capture_body(m, function, (*examples(tuple(first)), *rows_of(rows)), {})
 
     def apply(f: Any) -> Callable[..., Any]:
         def run(carried: Any, rows: Any) -> Any:
@@ -259,12 +228,12 @@ def scan_rows(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
         return run
 
-    return record(m, Transform("scan", body, apply), (tuple(first), tuple(rows)), {})
+    return record(m, Transform("scan", apply, body), (tuple(first), tuple(rows)))
 
 
 def rows_of(tensors: Any) -> Any:
     """The first row of each tensor, as an example."""
-    return examples(tuple(tensors), sliced, [0] * len(tensors))
+    return examples(tuple(tensors), [0] * len(tensors))
 
 
 def stacked(results: list[Any]) -> Any:
