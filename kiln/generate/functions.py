@@ -169,7 +169,7 @@ def log_by_polynomial(x: Value, more: Value | None = None) -> Value:
     y = fma(n, LN2_LOW_32, polynomial(f, _LOG_32) * square * f)
     y = y if more is None else y + more
     y = fma(n, LN2_HIGH_32, fma(square, -0.5, y) + f)
-    return _log_edges(x, y)
+    return log_edges(x, y)
 
 
 def log1p_by_polynomial(x: Value) -> Value:
@@ -178,7 +178,8 @@ def log1p_by_polynomial(x: Value) -> Value:
     return u.compare("eq", 1.0).where(x, log_by_polynomial(u, (x - (u - 1.0)) / u))
 
 
-def _log_edges(x: Value, y: Value) -> Value:
+def log_edges(x: Value, y: Value) -> Value:
+    """The logarithm y of x, or what it is of zero, of an infinity and of what has none."""
     y = x.compare("eq", 0.0).where(-math.inf, y)
     y = x.compare("eq", math.inf).where(math.inf, y)
     return (x >= 0.0).where(y, math.nan)
@@ -196,9 +197,10 @@ def _exp_64(x: Value) -> Value:
     return (fma(polynomial(r, _EXP_64), r * r, r) + 1.0) * power
 
 
-def _expm1_64(x: Value) -> Value:
-    near = fma(polynomial(x, _EXP_64), x * x, x)
-    return with_sign((absolute(x) < 0.34).where(near, _exp_64(x) - 1.0), x)
+def expm1_64(x: Value, exp: Callable[[Value], Value] = _exp_64, terms: Sequence[float] = _EXP_64) -> Value:
+    """e^x - 1, by an exponential and a polynomial of as many digits."""
+    near = fma(polynomial(x, terms), x * x, x)
+    return with_sign((absolute(x) < 0.34).where(near, exp(x) - 1.0), x)
 
 
 def _log_64(x: Value) -> Value:
@@ -209,7 +211,7 @@ def _log_64(x: Value) -> Value:
     z = s * s
     n = e.to(F64)
     y = fma(polynomial(z, _LOG_64) * z, s, s * 2.0)
-    return _log_edges(x, fma(n, LN2_HIGH_64, fma(n, LN2_LOW_64, y)))
+    return log_edges(x, fma(n, LN2_HIGH_64, fma(n, LN2_LOW_64, y)))
 
 
 def _log1p_64(x: Value) -> Value:
@@ -217,40 +219,51 @@ def _log1p_64(x: Value) -> Value:
     return (absolute(x) < 2.0**-14).where(near, _log_64(x + 1.0))
 
 
-def _sine_and_cosine(x: Value) -> tuple[Value, Value, Value]:
-    """sin and cos of x reduced to |r| <= pi/4, and the quadrant."""
+def turned_64(x: Value) -> tuple[Value, Value]:
+    """x without multiples of pi / 2, and how many there were, in the low bits."""
     rounded = fma(x, 2 / math.pi, ROUNDER_64)
     n = rounded - ROUNDER_64
-    r = fma(n, -HALF_PI_LOW, fma(n, -HALF_PI_HIGH, x))
+    return fma(n, -HALF_PI_LOW, fma(n, -HALF_PI_HIGH, x)), rounded.bits(I64)
+
+
+def sine_and_cosine(
+    r: Value, sine: Sequence[float] = _SIN, cosine: Sequence[float] = _COS
+) -> tuple[Value, Value]:
+    """The sine and cosine of |r| <= pi / 4, to as many digits as the polynomials have."""
     z = r * r
-    sine = fma(polynomial(z, _SIN) * z, r, r)
-    cosine = fma(polynomial(z, _COS), z * z, fma(z, -0.5, 1.0))
-    return sine, cosine, rounded.bits(I64)
+    return fma(polynomial(z, sine) * z, r, r), fma(polynomial(z, cosine), z * z, fma(z, -0.5, 1.0))
 
 
-def _quadrant(sine: Value, cosine: Value, quadrant: Value) -> Value:
+def in_quadrant(sine: Value, cosine: Value, quadrant: Value) -> Value:
+    """The sine of an angle that is so many quarters of a turn further."""
     value = (quadrant & 1).to_mask().where(cosine, sine)
     return (quadrant & 2).to_mask().where(-value, value)
 
 
-def _zero_kept(x: Value, y: Value) -> Value:
+def tangent(sine: Value, cosine: Value, quadrant: Value) -> Value:
+    """The tangent of such an angle."""
+    odd = (quadrant & 1).to_mask()
+    return odd.where(-cosine, sine) / odd.where(sine, cosine)
+
+
+def zero_kept(x: Value, y: Value) -> Value:
     """y, or x itself where it is a zero, whose sign the arithmetic loses."""
     return x.compare("eq", 0.0).where(x, y)
 
 
 def _sin_64(x: Value) -> Value:
-    return _zero_kept(x, _quadrant(*_sine_and_cosine(x)))
+    r, quadrant = turned_64(x)
+    return zero_kept(x, in_quadrant(*sine_and_cosine(r), quadrant))
 
 
 def _cos_64(x: Value) -> Value:
-    sine, cosine, quadrant = _sine_and_cosine(x)
-    return _quadrant(sine, cosine, quadrant + 1)
+    r, quadrant = turned_64(x)
+    return in_quadrant(*sine_and_cosine(r), quadrant + 1)
 
 
 def _tan_64(x: Value) -> Value:
-    sine, cosine, quadrant = _sine_and_cosine(x)
-    odd = (quadrant & 1).to_mask()
-    return _zero_kept(x, odd.where(-cosine, sine) / odd.where(sine, cosine))
+    r, quadrant = turned_64(x)
+    return zero_kept(x, tangent(*sine_and_cosine(r), quadrant))
 
 
 def _near_zero(x: Value, terms: Sequence[float]) -> Value:
@@ -304,7 +317,7 @@ def acos_64(x: Value, terms: Sequence[float] = _ASIN) -> Value:
 
 
 def _sinh_64(x: Value) -> Value:
-    e = _expm1_64(absolute(x))
+    e = expm1_64(absolute(x))
     return with_sign((e + e / (e + 1.0)) * 0.5, x)
 
 
@@ -472,7 +485,7 @@ def _library(name: str) -> Callable[..., Value]:
 
 _SINGLE: dict[str, Callable[..., Value]] = {
     "exp": _exp_32, "exp2": _exp2_32, "log": log_by_polynomial, "tanh": _tanh_32, "erf": erf,
-    "expm1": _widened(_expm1_64), "log1p": log1p_by_polynomial,
+    "expm1": _widened(expm1_64), "log1p": log1p_by_polynomial,
     "log2": log2_by_doubles,
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
     "sin": _sine(False, _sin_64, "sin"), "cos": _sine(True, _cos_64, "cos"),

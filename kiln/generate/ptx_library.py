@@ -10,21 +10,31 @@ import math
 from collections.abc import Callable, Iterable
 
 from kiln.generate.functions import (
+    LN2,
+    LN2_HIGH_64,
+    LN2_LOW_64,
+    ROUNDER_64,
     absolute,
     acos_64,
     asin_64,
+    at_least,
+    at_most,
     atan2_64,
     atan_64,
+    expm1_64,
+    in_quadrant,
     is_nan,
+    log_edges,
     polynomial,
+    sine_and_cosine,
+    tangent,
+    turned_64,
+    with_edges_of_pow,
     with_sign,
+    zero_kept,
 )
 from kiln.generate.llvm import F64, I64, PTR, U64, Module, Type, Value, fma
-from kiln.generate.ptx_powers import erf, pow
 
-LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
-HALF_PI = (1.5707963267948966, 6.123233995736766e-17)
-ROUNDER = 1.5 * 2.0**52
 U128 = Type("i128", signed=False)
 TABLE = "kiln_two_over_pi"
 
@@ -42,58 +52,59 @@ _ASIN = (0.16666666666666666, 0.07500000000000118, 0.044642857142551895, 0.03038
          0.02237215744350722, 0.017352816540325496, 0.01396378001220357, 0.011566459612121669,
          0.009621842970100282, 0.009319560794767446, 0.0030448799094556773, 0.019554513336123378,
          -0.01924167174674304, 0.02961201126495512)  # fmt: skip
-
-
-def _power(x: Value, n: Value) -> Value:
-    """x 2^n in two steps; n is whole."""
-    half = n >> 1
-    for part in (half, n - half):
-        x = x * ((part + 1023) << 52).bits(F64)
-    return x
+# erf(x) / x on 0 <= x^2 <= 1
+_ERF = (1.1283791670955126, -0.37612638903183754, 0.1128379167095512, -0.02686617064512984,
+        0.0052239776254232985, -0.000854832702193483, 0.00012055332902888736, -1.4925647567519332e-05,
+        1.6462045441468418e-06, -1.6364642158167616e-07, 1.4792401209404813e-08, -1.216456005728345e-09,
+        8.709045129053106e-11, -4.230945824295338e-12)  # fmt: skip
+# erfc(x) e^(x^2) (x + 2) by 1 / (x + 2) on 1 <= x <= 6.1
+_ERFC = (0.5641896842346473, 1.1283705651275502, 1.9750057670158723, 2.8125361873292554,
+         2.8227550866289217, -2.057245899469926, 9.398757126100092, -133.81992098541832,
+         667.0450203361081, -2811.4457843638843, 9353.359935101478, -21747.758730795693,
+         33958.68538296832, -34313.225584487256, 20471.420159643363, -5518.741823737343)  # fmt: skip
 
 
 def _exp_of(r: Value, rounded: Value) -> Value:
-    return _power(fma(polynomial(r, _EXP), r * r, r) + 1.0, rounded.bits(I64) - 0x4338000000000000)
-
-
-def _bounded(x: Value, low: float, high: float) -> Value:
-    x = (x > high).where(high, x)
-    return (x < low).where(low, x)
+    """e^r 2^n, n in the low bits of `rounded`, in two steps."""
+    value, n = fma(polynomial(r, _EXP), r * r, r) + 1.0, rounded.bits(I64) - 0x4338000000000000
+    half = n >> 1
+    for part in (half, n - half):
+        value = value * ((part + 1023) << 52).bits(F64)
+    return value
 
 
 def exp(x: Value) -> Value:
-    x = _bounded(x, -746.0, 710.0)
-    rounded = fma(x, 1 / math.log(2), ROUNDER)
-    n = rounded - ROUNDER
-    return _exp_of(fma(n, -LN2_LOW, fma(n, -LN2_HIGH, x)), rounded)
+    x = at_least(at_most(x, 710.0), -746.0)
+    rounded = fma(x, 1 / LN2, ROUNDER_64)
+    n = rounded - ROUNDER_64
+    return _exp_of(fma(n, -LN2_LOW_64, fma(n, -LN2_HIGH_64, x)), rounded)
 
 
 def exp2(x: Value) -> Value:
-    x = _bounded(x, -1076.0, 1025.0)
-    rounded = x + ROUNDER
-    return _exp_of((x - (rounded - ROUNDER)) * math.log(2), rounded)
+    x = at_least(at_most(x, 1025.0), -1076.0)
+    rounded = x + ROUNDER_64
+    return _exp_of((x - (rounded - ROUNDER_64)) * LN2, rounded)
 
 
 def expm1(x: Value) -> Value:
-    near = fma(polynomial(x, _EXP), x * x, x)
-    return with_sign((absolute(x) < 0.34).where(near, exp(x) - 1.0), x)
+    return expm1_64(x, exp, _EXP)
+
+
+def _parts(x: Value) -> tuple[Value, Value]:
+    """n and f with x = 2^n (1 + f), 1 + f near 1."""
+    tiny = x < 2.0**-1022
+    bits = tiny.where(x * 2.0**54, x).bits(I64)
+    e = (bits - 0x3FE6A09E667F3BCD) >> 52
+    return e.to(F64) - tiny.where(x.like(54.0), 0.0), (bits - (e << 52)).bits(F64) - 1.0
 
 
 def log(x: Value) -> Value:
-    tiny = x < 2.0**-1022
-    scaled = tiny.where(x * 2.0**54, x)
-    bits = scaled.bits(I64)
-    e = (bits - 0x3FE6A09E667F3BCD) >> 52
-    f = (bits - (e << 52)).bits(F64) - 1.0
+    n, f = _parts(x)
     s = f / (f + 2.0)
     z = s * s
-    n = e.to(F64) - tiny.where(x.like(54.0), 0.0)
     half = f * f * 0.5
     rest = s * (half + polynomial(z, _LOG) * z)
-    y = fma(n, LN2_HIGH, f - (half - fma(n, LN2_LOW, rest)))
-    y = x.compare("eq", 0.0).where(-math.inf, y)
-    y = x.compare("eq", math.inf).where(math.inf, y)
-    return (x >= 0.0).where(y, math.nan)
+    return log_edges(x, fma(n, LN2_HIGH_64, f - (half - fma(n, LN2_LOW_64, rest))))
 
 
 def log1p(x: Value) -> Value:
@@ -104,8 +115,44 @@ def log1p(x: Value) -> Value:
 
 
 def tanh(x: Value) -> Value:
-    e = expm1(_bounded(absolute(x), 0.0, 30.0) * 2.0)
+    e = expm1(at_most(absolute(x), 30.0) * 2.0)
     return with_sign(is_nan(x).where(x, e / (e + 2.0)), x)
+
+
+def erf(x: Value) -> Value:
+    a = absolute(x)
+    near = polynomial(x * x, _ERF) * x
+    b = (a > 6.1).where(6.1, a)
+    t = 1.0 / (b + 2.0)
+    far = with_sign(1.0 - polynomial(t, _ERFC) * t * exp(-(b * b)), x)
+    return is_nan(x).where(x, (a < 1.0).where(near, far))
+
+
+def _log_in_two(a: Value) -> tuple[Value, Value]:
+    """The logarithm of a positive finite number as a sum of two, to more digits than one has."""
+    n, f = _parts(a)
+    below = f + 2.0
+    s = f / below
+    lost = fma(-s, below, f) + s * -(f - (below - 2.0))
+    low = lost / below
+    z = s * s
+    rest = fma(polynomial(z, _LOG) * z, s, fma(n, LN2_LOW_64, low * 2.0))
+    base, part = n * LN2_HIGH_64, s * 2.0
+    high = base + part
+    # `base` is 0 or the larger one, and exact.
+    less = n.compare("eq", 0.0).where(a.like(0.0), part - (high - base))
+    total = high + (less + rest)
+    return total, (high - total) + (less + rest)
+
+
+def pow(x: Value, y: Value) -> Value:
+    a = absolute(x)
+    high, low = _log_in_two(a)
+    product = y * high
+    lost = fma(y, high, -product) + y * low
+    power = exp(product)
+    finite = (a > 0.0) & (a < math.inf) & (absolute(product) < 700.0)
+    return with_edges_of_pow(x, y, finite.where(fma(power, lost, power), exp(y * log(a))))
 
 
 # Angles
@@ -154,51 +201,35 @@ def _product(a: Value, b: Value) -> tuple[Value, Value]:
     return whole.to(U64), (whole >> 64).to(U64)
 
 
-def _reduced(x: Value) -> tuple[Value, Value]:
-    """|x| without multiples of pi / 2, and how many there were."""
+def _reduced(x: Value) -> tuple[Value, Value, Value]:
+    """The sine and cosine of what is left of |x| without multiples of pi / 2, and how many there were."""
     size = absolute(x)
-    rounded = fma(size, 2 / math.pi, ROUNDER)
-    n = rounded - ROUNDER
-    r = fma(n, -HALF_PI[1], fma(n, -HALF_PI[0], size))
+    near, turns = turned_64(size)
     rest, quadrant = _large(x)
     small = size < 2.0**20
-    return small.where(r, rest), small.where(rounded.bits(I64), quadrant)
-
-
-def _sine(r: Value) -> Value:
-    z = r * r
-    return fma(polynomial(z, _SIN) * z, r, r)
-
-
-def _cosine(r: Value) -> Value:
-    z = r * r
-    return fma(polynomial(z, _COS), z * z, fma(z, -0.5, 1.0))
-
-
-def _turned(r: Value, quadrant: Value) -> Value:
-    value = (quadrant & 1).to_mask().where(_cosine(r), _sine(r))
-    return (quadrant & 2).to_mask().where(-value, value)
+    return *sine_and_cosine(small.where(near, rest), _SIN, _COS), small.where(turns, quadrant)
 
 
 def _finite(x: Value, y: Value) -> Value:
     return (absolute(x) < math.inf).where(y, math.nan)
 
 
+def _odd(x: Value, y: Value) -> Value:
+    """What a function gives for x by what it gives for |x|, with the opposite sign for a negative one."""
+    return _finite(x, zero_kept(x, (x < 0.0).where(-y, y)))
+
+
 def sin(x: Value) -> Value:
-    y = _turned(*_reduced(x))
-    return _finite(x, x.compare("eq", 0.0).where(x, (x < 0.0).where(-y, y)))
+    return _odd(x, in_quadrant(*_reduced(x)))
 
 
 def cos(x: Value) -> Value:
-    r, quadrant = _reduced(x)
-    return _finite(x, _turned(r, quadrant + 1))
+    sine, cosine, quadrant = _reduced(x)
+    return _finite(x, in_quadrant(sine, cosine, quadrant + 1))
 
 
 def tan(x: Value) -> Value:
-    r, quadrant = _reduced(x)
-    odd = (quadrant & 1).to_mask()
-    y = odd.where(-_cosine(r), _sine(r)) / odd.where(_sine(r), _cosine(r))
-    return _finite(x, x.compare("eq", 0.0).where(x, (x < 0.0).where(-y, y)))
+    return _odd(x, tangent(*_reduced(x)))
 
 
 def fmod(x: Value, y: Value) -> Value:
@@ -225,10 +256,10 @@ def fmod(x: Value, y: Value) -> Value:
 
 LIBRARY: dict[str, Callable[..., Value]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "tanh": tanh, "sin": sin,
-    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / math.log(2)),
+    "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / LN2),
     "atan": lambda x: atan_64(x, _ATAN), "asin": lambda x: asin_64(x, _ASIN),
     "acos": lambda x: acos_64(x, _ASIN), "atan2": lambda y, x: atan2_64(y, x, _ATAN),
-    "erf": lambda x: erf(x, exp), "pow": lambda x, y: pow(x, y, exp, log),
+    "erf": erf, "pow": pow,
 }  # fmt: skip
 
 
