@@ -19,7 +19,7 @@ from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.costs import COSTLY
-from kiln.fuse.merge import merged, rewritten
+from kiln.fuse.merge import merged, rewritten, substituted
 from kiln.fuse.nest import (
     Apply,
     Axis,
@@ -31,12 +31,12 @@ from kiln.fuse.nest import (
     Place,
     Store,
     Term,
+    changed,
     children,
     rebuilt,
     terms,
 )
-from kiln.fuse.peel import substituted
-from kiln.fuse.split import along_memory, replaced
+from kiln.fuse.split import along_memory
 
 #: Elements that are read at once at most, and of rows that are worth it at least.
 STEP, LONG = 8, 1024
@@ -55,8 +55,7 @@ def apart(nest: Nest, scope: Scope) -> list[Nest]:
         return [nest]
     read: dict[int, Term] = {id(s.value): Load(s.buffer, s.index, s.buffer.dtype) for s in inside}
     others = [s for s in nest.stores if s not in inside]
-    values = replaced([s.value for s in others], read)
-    rest = [replace(store, value=value) for store, value in zip(others, values, strict=True)]
+    rest = changed(others, read)
     if is_costly(rest):
         return [nest]
     each = replace(nest, axes=unfolded((*nest.reduced, *nest.kept)), stores=inside)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from kiln.base.arithmetic import without_quotients
-from kiln.base.expressions import FLOORDIV, from_poly
+from kiln.base.arithmetic import maximum, minimum, without_quotients
+from kiln.base.expressions import FLOORDIV, OPERATORS, SUM, from_poly
 from kiln.base.symbols import Expr, Scope, Symbol
 from kiln.fuse.axes import axis
 from kiln.fuse.nest import Axis, Buffer, Load, Nest, Place, Store, Term, rebuilt, terms
@@ -64,40 +64,38 @@ def runs_on(index: Any, outer: Axis, inner: Axis) -> bool:
             return False
     if not by_outer and not by_inner:
         return True
-    return bool(_total(index.scope, by_outer) == _total(index.scope, by_inner) * inner.size)
-
-
-def _total(scope: Scope, poly: dict[Any, int]) -> Any:
-    """The factor that a loop variable has in an index."""
-    result: Any = 0
-    for monomial, factor in poly.items():
-        part: Any = factor
-        for atom in monomial:
-            part = part * atom
-        result = result + part
-    return result
+    scope = index.scope
+    return bool(from_poly(scope, by_outer) == from_poly(scope, by_inner) * inner.size)
 
 
 def with_one(nest: Nest, place: int, scope: Scope) -> Nest:
     """The nest with two neighbouring loops as one."""
     outer, inner = nest.axes[place : place + 2]
     joined = replace(axis(scope, outer.size * inner.size, inner.variable.name), reduced=inner.reduced)
-
-    def moved(index: Any) -> Any:
-        if not isinstance(index, Expr):
-            return index
-        result: Any = 0
-        for monomial, factor in index.poly.items():
-            if outer.variable in monomial:
-                continue
-            part: Any = factor
-            for atom in monomial:
-                part = part * (joined.variable if atom is inner.variable else atom)
-            result = result + part
-        return result
-
-    stores = rewritten(nest.stores, moved)
+    moves: dict[Any, Any] = {outer.variable: 0, inner.variable: joined.variable}
+    stores = rewritten(nest.stores, lambda index: substituted(index, moves))
     return replace(nest, axes=(*nest.axes[:place], joined, *nest.axes[place + 2 :]), stores=stores)
+
+
+def substituted(index: Any, moves: dict[Any, Any]) -> Any:
+    """An index with other expressions in the place of loop variables."""
+    if not isinstance(index, Expr) or not index.symbols() & moves.keys():
+        return index
+    if isinstance(index, Symbol):
+        return moves[index]
+    if index.op is not SUM:
+        return FUNCTIONS[index.op](*[substituted(arg, moves) for arg in index.args])
+    total: Any = 0
+    for monomial, factor in index.poly.items():
+        part: Any = factor
+        for atom in monomial:
+            part = part * (moves.get(atom, atom) if type(atom) is Symbol else substituted(atom, moves))
+        total = total + part
+    return total
+
+
+#: What an index may be made of.
+FUNCTIONS: dict[str, Callable[..., Any]] = {**OPERATORS, "min": minimum, "max": maximum}
 
 
 def rewritten(

@@ -16,9 +16,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from kiln.fuse.merge import rewritten
+from kiln.fuse.merge import rewritten, substituted
 from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, terms
-from kiln.fuse.peel import substituted
 from kiln.fuse.split import Cuts, axis_to_cut, replaced
 
 FLOAT, DOUBLE = torch.float32, torch.float64

@@ -16,8 +16,22 @@ from typing import Any
 from kiln.base.expressions import MOD
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
-from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, children, rebuilt, terms
-from kiln.fuse.peel import KNOWN, decided, in_line, substituted
+from kiln.fuse.merge import substituted
+from kiln.fuse.nest import (
+    Apply,
+    Axis,
+    Const,
+    Load,
+    Nest,
+    Place,
+    Store,
+    Term,
+    changed,
+    children,
+    rebuilt,
+    terms,
+)
+from kiln.fuse.peel import KNOWN, decided, in_line
 from kiln.fuse.rolled import WIDE, rolled
 from kiln.fuse.split import SUMS, along_memory, products_of
 
@@ -187,10 +201,7 @@ def added(nest: Nest, line: Axis, many: int, scope: Scope) -> Nest:
         for turn in turns[1:]:
             total = Apply("addcmul", (total, *children(turn)), turn.dtype)
         made[id(fold)] = replace(fold, value=total)
-    for term in nest.terms():
-        if id(term) not in made:
-            made[id(term)] = rebuilt(term, made)
-    return replace(nest, axes=axes, stores=[replace(s, value=made[id(s.value)]) for s in nest.stores])
+    return replace(nest, axes=axes, stores=changed(nest.stores, made))
 
 
 # Terms at other places

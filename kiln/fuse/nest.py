@@ -7,7 +7,7 @@ same loops once more, over the same row. The target chooses vectors, threads and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field, replace
 from typing import Any, TypeAlias, TypeGuard
 
@@ -264,6 +264,34 @@ def rebuilt(term: Term, made: Mapping[int, Term]) -> Term:
         valid = None if term.valid is None else made[id(term.valid)]
         return Load(term.buffer, term.index, term.dtype, valid, places)
     return term
+
+
+def changed(
+    stores: Iterable[Store], known: Mapping[int, Term], change: Callable[[Term], Term] = lambda term: term
+) -> list[Store]:
+    """The stores with some terms known, by their ids, and others changed after what they are made of."""
+    made, stores = dict(known), list(stores)
+    for term in terms([store.value for store in stores]):
+        if id(term) not in made:
+            made[id(term)] = change(rebuilt(term, made))
+    return [replace(store, value=made[id(store.value)]) for store in stores]
+
+
+def read_again(
+    stores: Iterable[Store], home: Iterable[Store], keeps: Callable[[Store], bool]
+) -> dict[int, Term] | None:
+    """What stands for reads of what other stores store, by their ids: the values themselves.
+
+    None where one lies elsewhere, or its memory does not keep all of it.
+    """
+    stored = {store.buffer: store for store in home}
+    known: dict[int, Term] = {}
+    for term in terms([store.value for store in stores]):
+        if isinstance(term, Load) and (store := stored.get(term.buffer)) is not None:
+            if term.index != store.index or term.valid is not None or not keeps(store):
+                return None
+            known[id(term)] = store.value
+    return known
 
 
 def terms(roots: Iterator[Term] | list[Term]) -> list[Term]:

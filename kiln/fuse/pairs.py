@@ -16,10 +16,9 @@ import torch
 from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axis
-from kiln.fuse.merge import rewritten
-from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, terms
-from kiln.fuse.peel import substituted
-from kiln.fuse.split import Cuts, Split, pair_of, replaced, results
+from kiln.fuse.merge import rewritten, substituted
+from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term, changed, read_again, terms
+from kiln.fuse.split import Cuts, Split, pair_of, results
 
 #: Bytes of a part at least and at most: so many are under way to a block. Parts of all rows at most.
 SHORTEST, LONGEST, MOST = 24 << 10, 43 << 10, 1 << 13
@@ -104,8 +103,7 @@ class Pairs:
         for term in terms(s.value for s in ends):  # at a place that is data: read while the parts are
             if isinstance(term, Load) and term.places and not any(isinstance(t, Fold) for t in terms([term])):
                 known[id(term)] = self.of_parts(term, 1)[0]
-        values = replaced([s.value for s in ends], known)
-        final = [replace(s, value=v, phase=0, kept=False) for s, v in zip(ends, values, strict=True)]
+        final = [replace(s, phase=0, kept=False) for s in changed(ends, known)]
         return Split([self.first(), Nest(self.nest.kept, final)], self.scratch)
 
     def first(self) -> Nest:
@@ -150,16 +148,8 @@ def with_fold(rows: Split, nest: Nest, scope: Scope, name: str, cuts: Cuts) -> S
     if inner or row.size != down.size or row.low != 0 or down.low != 0:
         return None
     moved = rewritten(last.stores, lambda index: substituted(index, {row.variable: down.variable}))
-    made = {s.buffer: s for s in moved}
-    known: dict[int, Term] = {}
-    for term in nest.terms():
-        if isinstance(term, Load) and term.buffer in made:
-            store = made[term.buffer]
-            if term.index != store.index or term.valid is not None or term.dtype.itemsize < 4:
-                return None
-            known[id(term)] = store.value
+    known = read_again(nest.stores, moved, lambda store: store.buffer.dtype.itemsize >= 4)
     if not known or {*nest.buffers()[1]} & {*last.used()}:
         return None
-    values = replaced([s.value for s in nest.stores], known)
-    folded = [replace(s, value=v) for s, v in zip(nest.stores, values, strict=True)]
+    folded = changed(nest.stores, known)
     return Split([cut.nests[0], Nest(nest.axes, [*moved, *folded])], {**rows.scratch, **cut.scratch})

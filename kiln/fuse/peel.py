@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kiln.base.arithmetic import maximum, minimum
-from kiln.base.expressions import FLOORDIV, OPERATORS, SUM
-from kiln.base.symbols import Expr, Scope, Symbol
+from kiln.base.expressions import FLOORDIV
+from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
-from kiln.fuse.merge import merged, rewritten
-from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Store, Term, rebuilt, terms
+from kiln.fuse.merge import merged, rewritten, substituted
+from kiln.fuse.nest import Apply, Axis, Const, Load, Nest, Place, Term, changed
 
 #: Elements from which on a nest is worth several.
 WORTH = 1 << 13
@@ -35,9 +34,6 @@ LINE = 16
 ZEROS: dict[torch.dtype, Any] = {
     **dict.fromkeys((torch.float32, torch.float64, torch.float16, torch.bfloat16), 0.0), torch.bool: False,
 }  # fmt: skip
-
-#: What an index may be made of.
-FUNCTIONS: dict[str, Callable[..., Any]] = {**OPERATORS, "min": minimum, "max": maximum}
 
 KNOWN = {value: Const(value, torch.bool) for value in (False, True)}
 
@@ -123,7 +119,7 @@ def part_of(
         low, high = bounds[a]
         if high <= turn or low >= turn:
             known[key] = KNOWN[before if high <= turn else not before]
-    stores = simplified(nest.stores, known)
+    stores = changed(nest.stores, known, decided)
     axes: list[Axis] = []
     moves: dict[Any, Any] = {}
     for a, (low, high) in bounds.items():
@@ -134,34 +130,7 @@ def part_of(
         else:
             axes.append(axis(scope, high - low, a.variable.name))
             moves[a.variable] = axes[-1].variable + low
-
     return Nest(tuple(axes), rewritten(stores, lambda index: substituted(index, moves)))
-
-
-def substituted(index: Any, moves: dict[Any, Any]) -> Any:
-    """An index with other expressions in the place of loop variables."""
-    if not isinstance(index, Expr) or not index.symbols() & moves.keys():
-        return index
-    if isinstance(index, Symbol):
-        return moves[index]
-    if index.op is not SUM:
-        return FUNCTIONS[index.op](*[substituted(arg, moves) for arg in index.args])
-    total: Any = 0
-    for monomial, factor in index.poly.items():
-        part: Any = factor
-        for atom in monomial:
-            part = part * substituted(atom, moves)
-        total = total + part
-    return total
-
-
-def simplified(stores: list[Store], known: dict[int, Term]) -> list[Store]:
-    """The stores with known comparisons, and what follows of them."""
-    made = dict(known)
-    for term in terms(store.value for store in stores):
-        if id(term) not in made:
-            made[id(term)] = decided(rebuilt(term, made))
-    return [replace(s, value=made[id(s.value)]) for s in stores]
 
 
 def decided(term: Term) -> Term:

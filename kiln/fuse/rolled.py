@@ -16,7 +16,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
-from kiln.fuse.nest import Apply, Axis, Const, Fold, Load, Nest, Place, Term, rebuilt
+from kiln.fuse.nest import Apply, Axis, Const, Fold, Load, Nest, Place, Term, changed
 
 #: Products of one result from which on rows are a loop.
 WIDE = 20
@@ -48,10 +48,7 @@ def rolled(nest: Nest, scope: Scope, holds: Holds) -> Nest:
             if made is not None:
                 fold, loop = made
                 total = fold if before is None else Apply("add", (fold, before), fold.dtype)
-                known: dict[int, Term] = {}
-                for term in nest.terms():
-                    known[id(term)] = total if term is top else rebuilt(term, known)
-                stores = [replace(s, value=known[id(s.value)]) for s in nest.stores]
+                stores = changed(nest.stores, {id(top): total})
                 return replace(nest, stores=stores, rolled=loop, like=None)
         return nest
     return nest

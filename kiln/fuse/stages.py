@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kiln.fuse.merge import rewritten
+from kiln.fuse.merge import rewritten, substituted
 from kiln.fuse.nest import Buffer, Kernel, Nest
-from kiln.fuse.peel import substituted
 
 #: What is so much smaller than what it depends on, or than what depends on it, needs no kernel of its own.
 SMALLER = 8

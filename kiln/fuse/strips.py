@@ -14,10 +14,22 @@ import torch
 from kiln.base.graph import TensorSpec
 from kiln.base.symbols import Scope
 from kiln.fuse.axes import axis
-from kiln.fuse.merge import rewritten
-from kiln.fuse.nest import Axis, Buffer, Fold, Load, Nest, Part, Store, Term, children, terms
-from kiln.fuse.peel import substituted
-from kiln.fuse.split import Cuts, Split, replaced
+from kiln.fuse.merge import rewritten, substituted
+from kiln.fuse.nest import (
+    Axis,
+    Buffer,
+    Fold,
+    Load,
+    Nest,
+    Part,
+    Store,
+    Term,
+    changed,
+    children,
+    read_again,
+    terms,
+)
+from kiln.fuse.split import Cuts, Split
 
 #: Rows of a strip at least and at most, and strips that are enough.
 SHORTEST, LONGEST, ENOUGH = 16, 64, 64
@@ -39,10 +51,10 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -
         return None
     moves = {down.variable: row.variable, along.variable: column.variable}
     moved = rewritten(columns.stores, lambda index: substituted(index, moves))
-    values = _with_what_is_stored(home, [s.value for s in moved])
-    if values is None:
+    known = read_again(moved, home.stores, lambda s: s.buffer.dtype is torch.float32 and not s.adds)
+    if known is None:
         return None
-    stores = [replace(s, value=v) for s, v in zip(moved, values, strict=True)]
+    stores = changed(moved, known)
     folds = [t for t in terms([s.value for s in stores if s.kept]) if isinstance(t, Fold) and t.parts]
     folds = [f for f in folds if f not in home.folds()]
     last = max((s.phase for s in home.stores if not s.kept), default=0)
@@ -61,9 +73,7 @@ def with_sums(rows: Split, columns: Nest, scope: Scope, name: str, cuts: Cuts) -
         totals[id(original)] = replace(original, value=value)
     plain = [replace(s, phase=max(_phase(s.value), last)) for s in stores if not s.kept]
     ends = [s for s in columns.stores if s.kept]
-    sums = replaced([s.value for s in ends], totals)
-    final = [replace(s, value=v) for s, v in zip(ends, sums, strict=True)]
-    joined = Nest(home.axes, [*added, *home.stores, *plain], part)
+    joined, final = Nest(home.axes, [*added, *home.stores, *plain], part), changed(ends, totals)
     return Split([joined, *rows.nests[1:], Nest((along, again), final)], {**rows.scratch, **scratch})
 
 
@@ -110,20 +120,6 @@ def _large(nest: Nest) -> set[Buffer]:
     variables = {a.variable for a in nest.axes}
     loads = [t for t in nest.terms() if isinstance(t, Load)]
     return {t.buffer for t in loads if hasattr(t.index, "symbols") and variables <= t.index.symbols()}
-
-
-def _with_what_is_stored(home: Nest, values: list[Term]) -> list[Term] | None:
-    """Values that read what a nest stores with that itself; None where it lies elsewhere."""
-    stored = {s.buffer: s for s in home.stores}
-    known: dict[int, Term] = {}
-    for term in terms(values):
-        if isinstance(term, Load) and (store := stored.get(term.buffer)) is not None:
-            if term.index != store.index or term.valid is not None or store.adds:
-                return None
-            if store.buffer.dtype != torch.float32:
-                return None
-            known[id(term)] = store.value
-    return replaced(values, known)
 
 
 def _phase(term: Term) -> int:
