@@ -125,6 +125,10 @@ def compiled(
 
     A graph that cannot be differentiated ahead of time runs as it is, with one line in the log.
     """
+    again = partial(
+        compiled, forward=forward, backward=backward, inference=inference, parted=parted, level=level,
+        random=random, held=held, tries=tries, dump=dump, arrange=arrange,
+    )  # fmt: skip
     try:
         refuse_effects(module)
         refuse_hooks(module)
@@ -145,18 +149,12 @@ def compiled(
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        again = partial(
-            compiled, forward=forward, backward=backward, inference=inference, parted=parted, level=level,
-            random=random, held=held, tries=tries, dump=dump, arrange=arrange, short=short,
-        )  # fmt: skip
-        return _in_parts(module, error, again) or _as_captured(module, error)
+        return _in_parts(module, error, partial(again, short=short)) or _as_captured(module, error)
     ahead = forward if halves else inference
     try:
         return callable_for(module, joint, halves, ahead, Unseen(backward), held, tries)
     except Uneven:
-        return compiled(
-            module, examples, forward, backward, inference, parted, level, random, held, tries, dump, arrange
-        )
+        return again(module, examples)
 
 
 class Unseen:

@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -34,6 +34,8 @@ class TensorSpec:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}[{', '.join(map(str, self.shape))}]"
 
+
+T = TypeVar("T")
 
 Spec: TypeAlias = Any
 """A TensorSpec; a tuple or list of specs for an op of several results; the type of a number; None."""
@@ -87,14 +89,19 @@ def expressions_in(value: Any) -> list[Expr]:
     return [*gathered(Expr, value), *gathered(Symbol, value)]
 
 
+def reached(roots: Iterable[T], onward: Callable[[T], Iterable[T]]) -> dict[T, None]:
+    """The roots and all that they lead to, once each, each after one that leads to it."""
+    found, todo = dict[T, None](), list(roots)
+    while todo:
+        if (one := todo.pop()) not in found:
+            found[one] = None
+            todo += onward(one)
+    return found
+
+
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
     """The nodes and all that they are made of."""
-    found, todo = set[Node](), list(nodes)
-    while todo:
-        if (node := todo.pop()) not in found:
-            found.add(node)
-            todo += node.inputs()
-    return found
+    return set(reached(nodes, Node.inputs))
 
 
 def argument(call: Any, place: int, name: str, default: Any = None) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.graph import CONSTANT, Graph, Node, call_key, nodes_in, retarget, substituted
+from kiln.base.graph import CONSTANT, Graph, Node, call_key, nodes_in, reached, retarget, substituted
 from kiln.ops.aliases import shows
 from kiln.ops.meta import Facts
 from kiln.ops.table import aten
@@ -35,13 +35,9 @@ def merged(graph: Graph) -> Graph:
 
     Outputs, and what other code may write to, stay apart, each in memory of its own.
     """
-    apart, todo = set[Node](), nodes_in(graph.outputs)
-    todo += [read for node in graph.nodes if WRITES[node.op] for read in node.inputs()]
-    while todo:
-        node = todo.pop()
-        if node not in apart:
-            apart.add(node)
-            todo += node.inputs() if SHOWS[node.op] else ()
+    written = [read for node in graph.nodes if WRITES[node.op] for read in node.inputs()]
+    given = (*nodes_in(graph.outputs), *written)
+    apart = reached(given, lambda node: node.inputs() if SHOWS[node.op] else ())
     seen: dict[Any, Node] = {}
     same: dict[Node, Node] = {}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, MOD, hinted
+from kiln.base.graph import reached
 from kiln.base.symbols import Expr, Symbol
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Term, children
 from kiln.fuse.split import pair_of, sums_of_products
@@ -380,17 +380,10 @@ def key_of(load: Load) -> tuple[Any, ...]:
     return load.buffer, load.index, load.dtype
 
 
-def loads_before_folds(root: Term) -> Iterator[Load]:
+def loads_before_folds(root: Term) -> list[Load]:
     """The loads of a term that are not inside of folds."""
-    todo, seen = [root], set[int]()
-    while todo:
-        term = todo.pop()
-        if id(term) in seen or isinstance(term, Fold):
-            continue
-        seen.add(id(term))
-        if isinstance(term, Load):
-            yield term
-        todo += children(term)
+    found = reached([root], lambda term: () if isinstance(term, Fold) else children(term))
+    return [term for term in found if isinstance(term, Load)]
 
 
 def largest_and_sum(nest: Nest) -> tuple[Fold, Fold] | None:

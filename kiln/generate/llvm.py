@@ -81,7 +81,7 @@ def _scalar_literal(value: Number, type: Type) -> str:
         return str(int(value))
     number = float(value)
     if type.kind == "f32":
-        number = _rounded(number, "f")
+        number = rounded(number)
     elif type.kind == "f16":
         return f"0xH{struct.unpack('<H', struct.pack('<e', number))[0]:04X}"
     elif type.kind == "bf16":
@@ -91,18 +91,14 @@ def _scalar_literal(value: Number, type: Type) -> str:
 
 def rounded(number: float) -> float:
     """The f32 nearest to a number."""
-    return _rounded(number, "f")
-
-
-def _rounded(number: float, code: str) -> float:
     try:
-        return float(struct.unpack(code, struct.pack(code, number))[0])
+        return float(struct.unpack("f", struct.pack("f", number))[0])
     except OverflowError:
         return float("inf") if number > 0 else float("-inf")
 
 
 def _bf16_bits(number: float) -> int:
-    bits = int(struct.unpack("<I", struct.pack("<f", _rounded(number, "f")))[0])
+    bits = int(struct.unpack("<I", struct.pack("<f", rounded(number)))[0])
     if number != number:
         return 0x7FC0
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -122,6 +118,11 @@ def _operator(float_op: str, signed: str, unsigned: str = "") -> Operator:
         return self.fn.emit(f"{op} {left.type} {left.text}, {right.text}", left.type)
 
     return emit
+
+
+def _swapped(operator: Operator) -> Operator:
+    """The same with a number on the left."""
+    return lambda self, other: operator(self.like(other), self)
 
 
 def _comparison(relation: str) -> Operator:
@@ -176,17 +177,8 @@ class Value:
     __lshift__ = _operator("shl", "shl")
     __rshift__ = _operator("ashr", "ashr", "lshr")
 
-    def __radd__(self, other: Number) -> Value:
-        return self.like(other) + self
-
-    def __rsub__(self, other: Number) -> Value:
-        return self.like(other) - self
-
-    def __rmul__(self, other: Number) -> Value:
-        return self.like(other) * self
-
-    def __rtruediv__(self, other: Number) -> Value:
-        return self.like(other) / self
+    __radd__, __rsub__ = _swapped(__add__), _swapped(__sub__)
+    __rmul__, __rtruediv__ = _swapped(__mul__), _swapped(__truediv__)
 
     def __neg__(self) -> Value:
         if self.type.is_float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -45,10 +46,6 @@ def _extreme(name: str) -> Scalar:
     return lambda a, b: b.intrinsic(name, a, flags="nsz ")  # what is new is asked for NaN: folds wait less
 
 
-def _relu(x: Value) -> Value:
-    return (x < 0).where(x.like(0), x)
-
-
 def _sign(x: Value) -> Value:
     positive, negative = (x > 0).where(x.like(1), 0), (x < 0).where(x.like(1), 0)
     return positive - negative
@@ -61,15 +58,11 @@ def _abs(x: Value) -> Value:
 
 
 def _remainder(a: Value, b: Value) -> Value:
-    rest = _fmod(a, b)
+    rest = SCALARS["fmod"](a, b)
     if not a.type.is_float and not a.type.signed:
         return rest
     other_side = rest.compare("ne", 0) & ((rest < 0) ^ (b < 0))
     return other_side.where(rest + b, rest)
-
-
-def _fmod(a: Value, b: Value) -> Value:
-    return functions.apply("fmod", a, b) if a.type.is_float else _rest(a, b)
 
 
 def _div_floor(a: Value, b: Value) -> Value:
@@ -88,10 +81,6 @@ def _div_floor(a: Value, b: Value) -> Value:
         return quotient
     rest = a - quotient * b
     return (rest.compare("ne", 0) & ((rest < 0) ^ (b < 0))).where(quotient - 1, quotient)
-
-
-def _div_trunc(a: Value, b: Value) -> Value:
-    return (a / b).intrinsic("trunc") if a.type.is_float else _quotient(a, b)
 
 
 def _pow(a: Value, b: Value) -> Value:
@@ -169,12 +158,9 @@ def _uniform(word: int) -> Scalar:
     return draw
 
 
-def _math(name: str) -> Scalar:
-    return lambda *args: functions.apply(name, *args)
-
-
-def _compare(relation: str) -> Scalar:
-    return lambda a, b: a.compare(relation, b)
+def _whole(name: str) -> Scalar:
+    """A number rounded in this way; integers stay."""
+    return _either(lambda x: x.intrinsic(name), lambda x: x)
 
 
 #: A primitive's name to what it is on values of its operands' type; comparisons give masks.
@@ -187,28 +173,26 @@ SCALARS: dict[str, Scalar] = {
     "rsqrt": lambda x: 1.0 / functions.square_root(x),
     "sigmoid": functions.sigmoid,
     "exp_below": functions.exp_below,
-    **{name: _math(name) for name in (
+    **{name: partial(functions.apply, name) for name in (
         "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "tanh",
         "erf", "atan2")},
-    "floor": _either(lambda x: x.intrinsic("floor"), lambda x: x),
-    "ceil": _either(lambda x: x.intrinsic("ceil"), lambda x: x),
-    "round": _either(functions.round_even, lambda x: x),
-    "trunc": _either(lambda x: x.intrinsic("trunc"), lambda x: x),
-    "relu": _relu,
-    "isnan": _either(functions.is_nan, lambda x: x.compare("ne", x)),
+    **{name: _whole(name) for name in ("floor", "ceil", "trunc")},
+    "round": _whole("roundeven"),
+    "relu": lambda x: (x < 0).where(x.like(0), x),
+    "isnan": functions.is_nan,
     "bitwise_not": lambda x: ~x,
     "add": lambda a, b: a | b if a.type.kind == "i1" else a + b,
     "sub": lambda a, b: a - b,
     "mul": lambda a, b: a & b if a.type.kind == "i1" else a * b,
     "div": lambda a, b: a / b,
     "div_floor": _div_floor,
-    "div_trunc": _div_trunc,
+    "div_trunc": _either(lambda a, b: (a / b).intrinsic("trunc"), _quotient),
     "pow": _pow,
-    "fmod": _fmod,
+    "fmod": _either(partial(functions.apply, "fmod"), _rest),
     "remainder": _remainder,
     "maximum": maximum,
     "minimum": minimum,
-    **{relation: _compare(relation) for relation in ("eq", "ne", "lt", "le", "gt", "ge")},
+    **{name: lambda a, b, name=name: a.compare(name, b) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     "bitwise_and": lambda a, b: a & b,
     "bitwise_or": lambda a, b: a | b,
     "bitwise_xor": lambda a, b: a ^ b,

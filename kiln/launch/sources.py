@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kiln.base.graph import CONSTANT, INPUT, Node, label
+from kiln.base.graph import CONSTANT, INPUT, Node, label, reached
 from kiln.base.places import places_of
 from kiln.base.tracebacks import add_lines
 from kiln.fuse.steps import Launch
@@ -55,14 +55,9 @@ def _described(source: Launch) -> tuple[str, str]:
 
 def computed_in(launch: Launch) -> list[Node]:
     """The nodes between what a kernel reads and what it writes, those that are read first."""
-    seen: set[Any] = set(launch.reads.values())
-    todo, found = list(launch.writes.values()), list[Node]()
-    while todo:
-        node = todo.pop()
-        if node in seen or node.op is INPUT or node.op is CONSTANT:
-            continue
-        seen.add(node)
-        found.append(node)
-        todo += node.inputs()
-    found.reverse()
-    return found
+    read = set(launch.reads.values())
+
+    def made(nodes: Iterable[Node]) -> list[Node]:
+        return [n for n in nodes if n not in read and n.op is not INPUT and n.op is not CONSTANT]
+
+    return list(reached(made(launch.writes.values()), lambda node: made(node.inputs())))[::-1]
