@@ -54,7 +54,7 @@ def value_of(recorder: Recorder, node: Node, known: dict[Node, Any]) -> Any:
     if node in known:
         return known[node]
     if node.op in ("placeholder", "get_attr"):
-        real = recorder.real_of(node)
+        real = recorder.outside(node)
         if type(real) is torch.Tensor and (real.is_floating_point() or real.is_complex()):
             raise Unforeseen
         if isinstance(real, torch.Tensor) and real.numel() > LARGEST:

@@ -160,7 +160,7 @@ class Recorder:
         self._start: Node = self.graph._root
         self.exchanged: dict[int, int] = {}  # how often tensors had been written that were given other data
         self._kept = 0
-        self._busy = False
+        self.asking = False  # whether torch is at work on fakes
         self._regions: list[int] = []
         self._erased: list[int] = []  # how many nodes were left when one was taken back
         self.region_count = 0
@@ -385,13 +385,13 @@ class Recorder:
 
     def _on_fakes(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function that calls torch gives on fakes; nothing of it is recorded."""
-        outer, self._busy = self._busy, True
+        outer, self.asking = self.asking, True
         _push_dispatch(self.dispatch)
         try:
             return function(*args)
         finally:
             _pop_dispatch(None)
-            self._busy = outer
+            self.asking = outer
 
     def rows(self, fake: FakeTensor) -> tuple[FakeTensor, ...]:
         """The items of a tensor without gradient: views, each of them one node once it is used."""
@@ -506,10 +506,6 @@ class Recorder:
         """Whether a node of the graph gives this object."""
         return id(value) in self._results
 
-    def real_of(self, node: Node) -> Any:
-        """What an input or an attribute of the graph is in this call."""
-        return self._inputs[node].real if node.op == "placeholder" else self._attrs[node.target]
-
     def called(self, func: Any) -> bool:
         """Whether a call of `func` has been recorded."""
         return any(node.target is func for node in self._nodes)
@@ -533,11 +529,6 @@ class Recorder:
         holds = make(tensor.shape, None, torch.bool, tensor.device)
         self.bind(holds, self._added(self._call(torch.ge, (tensor, 2)), holds))
         self.note(torch._assert_async, (holds,))
-
-    @property
-    def asking(self) -> bool:
-        """Whether torch is at work on fakes."""
-        return self._busy
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -680,7 +671,7 @@ class RecorderMode(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        if self.recorder._busy:
+        if self.recorder.asking:
             return func(*args, **(kwargs or {}))
         return self.recorder.call(func, args, kwargs)
 

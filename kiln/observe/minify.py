@@ -64,19 +64,14 @@ def minify(
     if given.kind == "eager":
         raise KilnError(f"nothing to reduce: the program fails in eager, too: {given.detail}")
     target = Path("kiln_report.py" if path is None else path)
-    found = None
-    for program in captured(f, args, compile):
-        outcome = fate(program, arguments)
-        if outcome.kind not in ("same", "eager"):
-            found = program, outcome
-            break
+    fates = ((program, fate(program, arguments)) for program in captured(f, args, compile))
+    found = next((one for one in fates if one[1].kind not in ("same", "eager")), None)
     if found is None:
         text, calls, of, outcome = whole(f, args, arguments), 0, 0, given
     else:
-        reducer = Reducer(found[1], arguments)
-        small = reducer.reduce(found[0])
-        text, calls, of = scripted(small, arguments), len(small.calls), len(found[0].calls)
-        outcome = found[1]
+        program, outcome = found
+        small = Reducer(outcome, arguments).reduce(program)
+        text, calls, of = scripted(small, arguments), len(small.calls), len(program.calls)
     target.write_text(f'"""{outcome.kind}: {plain(outcome.detail)}"""\n\n{text}')
     return Minified(text, target, outcome, calls, of, fails(target))
 

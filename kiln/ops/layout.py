@@ -28,12 +28,7 @@ class Mismatch(Exception):
 @remembered
 def contiguous(size: Size) -> Size:
     """The strides of a contiguous tensor of this size."""
-    strides = [1] * len(size)
-    step = 1
-    for i in range(len(size) - 1, -1, -1):
-        strides[i] = step
-        step *= size[i] or 1
-    return tuple(strides)
+    return _dense(range(len(size) - 1, -1, -1), [n or 1 for n in size])
 
 
 @remembered
@@ -44,12 +39,7 @@ def row_major(size: Size, stride: Size) -> bool:
 
 def channels_last(size: Size) -> Size:
     """The strides of a channels-last tensor of this size, which has four or five dimensions."""
-    strides = [1] * len(size)
-    step = 1
-    for d in CHANNELS_LAST_ORDER[len(size)]:
-        strides[d] = step
-        step *= size[d]
-    return tuple(strides)
+    return _dense(CHANNELS_LAST_ORDER[len(size)], size)
 
 
 def fits(size: Size, stride: Size, order: Sequence[int]) -> bool:
@@ -173,7 +163,7 @@ def _ordered(shape: Size, operands: Sequence[Size]) -> list[int]:
     return perm
 
 
-def _dense(perm: list[int], extents: Sequence[int]) -> Size:
+def _dense(perm: Sequence[int], extents: Sequence[int]) -> Size:
     """The strides of a tensor without gaps whose dimensions follow each other in this order."""
     strides = [0] * len(perm)
     step = 1
