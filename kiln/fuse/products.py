@@ -17,11 +17,15 @@ WIDEST = 11
 LARGE = 1 << 19
 
 
-def convolution_backward(*given: Any) -> Any:
+def convolution_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, stride: Any, padding: Any,
+    dilation: Any, transposed: bool, output_padding: Any, groups: int, mask: list[bool],
+) -> Any:  # fmt: skip
     """The gradients of convolutions that are something simpler; others stay calls of eager's kernel."""
-    grad, x, weight, _, stride, padding, dilation, transposed, _, groups, mask = given
     if x.dim() == 5:
-        return volumes.convolution_backward(*given)
+        return volumes.convolution_backward(
+            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+        )  # fmt: skip
     if transposed is not False or x.dtype not in (torch.float32, torch.float64) or x.dim() != 4:
         return NotImplemented
     if not all(type(n) is int for n in (*x.shape, *grad.shape)) or x.device.type != "cpu" or 0 in grad.shape:
@@ -39,7 +43,11 @@ def convolution_backward(*given: Any) -> Any:
     if not image and not filters:
         return NotImplemented
     left = [mask[0] and not image, mask[1] and not filters, mask[2] and not filters]
-    others = aten.convolution_backward(*given[:-1], left) if any(left) else (None, None, None)
+    others = (None, None, None)
+    if any(left):
+        others = aten.convolution_backward(
+            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, left
+        )  # fmt: skip
     return (
         _of_one_channel(grad, x, weight, stride[0], padding) if image else others[0],
         _filters(grad, x, weight, stride[0], padding) if filters else others[1],

@@ -16,6 +16,7 @@ from kiln.generate.registers import in_registers, inverse, looked_up
 
 Tables: TypeAlias = "tuple[tuple[float, ...], ...]"
 """The coefficients of 1, x, x^2, … for each piece."""
+Scalar: TypeAlias = "Callable[[Value], Value]"
 
 LANES, DOUBLES = registers.LANES, 8
 ROOT_TWO = math.sqrt(2)
@@ -175,33 +176,38 @@ def _soft() -> Tables:
     return tuple(zip(*pieces, strict=True))
 
 
+def _or(narrow: Scalar) -> Callable[[Scalar], Scalar]:
+    """A function of values that fill whole registers; `narrow` stands for it where they do not."""
+
+    def declared(function: Scalar) -> Scalar:
+        return lambda x: (narrow if x.type.width % LANES else function)(x)
+
+    return declared
+
+
+@_or(lambda x: functions.exp_by_polynomial(functions.at_most(x, 89.0)))
 def exp(x: Value) -> Value:
     """The exponential of f32."""
-    if x.type.width % LANES:
-        return functions.exp_by_polynomial(functions.at_most(x, 89.0))
     power, r, n = _reduced(functions.at_most(x, 89.0), _POWERS, ROUNDER)
     return scaled(_near(power, r, _EXP), n)
 
 
+@_or(functions.exp_by_polynomial)
 def exp_below(x: Value) -> Value:
     """The exponential of f32 up to 88: powers of two are floats."""
-    if x.type.width % LANES:
-        return functions.exp_by_polynomial(x)
     power, r, n = _reduced(x, _POWERS, ROUNDER)
     return _near(scaled(power, n), r, _EXP)
 
 
+@_or(functools.partial(functions.apply, "exp"))
 def exp_loose(x: Value) -> Value:
     """The exponential to 2^-13."""
-    if x.type.width % LANES:
-        return functions.apply("exp", x)
     return avx512_powers.power_of_two(x * (1 / functions.LN2))
 
 
+@_or(functions.exp_by_polynomial)
 def exp_below_loose(x: Value) -> Value:
     """The same up to 88; of 0 it is 1."""
-    if x.type.width % LANES:
-        return functions.exp_by_polynomial(x)
     power, r, n = _reduced(x, _FRACTIONS, ROUNDER_NEAR)
     power = scaled(power, n)
     return fma(power, r, power)
@@ -226,17 +232,9 @@ def _reduced(x: Value, table: tuple[float, ...], rounder: float) -> tuple[Value,
     return looked_up(table, rounded.bits(I32)), r, n
 
 
-def sigmoid_loose(x: Value) -> Value:
-    """To 2^-13."""
-    if x.type.width % LANES:
-        return functions.sigmoid(x)
-    return share_loose(x * (-1 / functions.LN2))
-
-
+@_or(lambda x: 1.0 / (functions.apply("exp2", x) + 1.0))
 def share_loose(x: Value) -> Value:
     """1 / (1 + 2^x), to 2^-13."""
-    if x.type.width % LANES:
-        return 1.0 / (functions.apply("exp2", x) + 1.0)
     return inverse(avx512_powers.power_of_two(x) + 1.0)
 
 
@@ -264,10 +262,9 @@ def log_loose(x: Value) -> Value:
     return fma(n, functions.LN2, functions.polynomial(f, (1.0, *_LOG_LOOSE)) * f)
 
 
+@_or(functions.log2_by_doubles)
 def log2(x: Value) -> Value:
     """The logarithm of f32 to base 2; what is left of the largest part is added at last."""
-    if x.type.width % LANES:
-        return functions.log2_by_doubles(x)
     n, f = _exponent_and_rest(x)
     square, (high, low) = f * f, avx512_powers.LOG2E
     part = f * high
@@ -276,18 +273,16 @@ def log2(x: Value) -> Value:
     return (n + part) + rest
 
 
+@_or(functions.log2_by_doubles)
 def log2_loose(x: Value) -> Value:
     """To 2^-13."""
-    if x.type.width % LANES:
-        return functions.log2_by_doubles(x)
     n, f = _exponent_and_rest(x)
     return fma(functions.polynomial(f, [c / functions.LN2 for c in (1.0, *_LOG_LOOSE)]), f, n)
 
 
+@_or(functions.log1p_by_polynomial)
 def log1p(x: Value) -> Value:
     """log(1 + x), made good for what the sum loses."""
-    if x.type.width % LANES:
-        return functions.log1p_by_polynomial(x)
     u = x + 1.0
     inside = (u.bits(U32) - 1) < 0x4E800000  # more than 0, and 2^30 at most
     near = inverse(u)
@@ -306,26 +301,6 @@ def _exponent_and_rest(x: Value) -> tuple[Value, Value]:
     """n and f, of -1/4 up to 1/2, with x = 2^n (1 + f); -inf and 0 for zeros, inf and 0 for inf, else NaN."""
     m, n = registers.mantissa(x, _AROUND_ONE), registers.exponent(x)
     return (m < 1.0).where(n + 1.0, n), m - 1.0
-
-
-def tanh_loose(x: Value) -> Value:
-    """To 2^-14."""
-    return _in_cubics(x, *_odd("tanh")) if x.type.width % LANES == 0 else functions.apply("tanh", x)
-
-
-def erf_loose(x: Value) -> Value:
-    """To 2^-14."""
-    return _in_cubics(x, *_odd("erf")) if x.type.width % LANES == 0 else functions.erf(x)
-
-
-def inverse_root_loose(x: Value) -> Value:
-    """To 2^-14."""
-    return 1.0 / functions.square_root(x) if x.type.width % LANES else registers.inverse_root(x)
-
-
-def inverse_loose(x: Value) -> Value:
-    """To 2^-14, of what is neither tiny nor huge."""
-    return 1.0 / x if x.type.width % LANES else inverse(x)
 
 
 def powers_near(whole: Value, loose: bool) -> tuple[Value, ...]:
@@ -417,15 +392,9 @@ def add_64(a: Value, b: Value) -> Value:
     return in_registers(lambda a, b: a.fn.call(name, wide, a, one, b, nearest), a, b)
 
 
-def erf(x: Value) -> Value:
-    """To two units in the last place."""
-    return area(x * ROOT_TWO) * 2.0 if x.type.width % LANES == 0 else functions.erf(x)
-
-
+@_or(lambda x: functions.erf(x * (1 / ROOT_TWO)) * 0.5)
 def area(x: Value) -> Value:
     """Below the normal curve, from 0 to x: half of what `erf` says of x / sqrt(2)."""
-    if x.type.width % LANES:
-        return functions.erf(x * (1 / ROOT_TWO)) * 0.5
     return _in_pieces(x, 5.8, AREA_STEP, _AREA)
 
 
@@ -434,10 +403,9 @@ def gelu(x: Value) -> Value:
     return x * (area(x) + 0.5)
 
 
+@_or(gelu)
 def gelu_loose(x: Value) -> Value:
     """x, or 0 for less, less |x| times the area from |x| on, to 2^-10; 0 below -5.8, where eager's is."""
-    if x.type.width % LANES:
-        return gelu(x)
     below = functions.at_most(x, _TAIL_END)
     u = fma(registers.bounded(below, _TAIL_END, _POSITIVE), _TAIL_SCALE, 1.0)
     places = fma(u, u, functions.ROUNDER_32).bits(I32)
@@ -450,11 +418,6 @@ def gelu_slope(x: Value) -> Value:
         bell = functions.apply("exp", x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
         return area(x) + 0.5 + x * bell
     return fma(x, 0.0, 0.5) + _in_pieces(x, 6.2, SLOPE_STEP, _SLOPE)
-
-
-def gelu_slope_loose(x: Value) -> Value:
-    """To 2^-19 of 1."""
-    return fma(x, 0.0, 0.5) + _in_cubics(x, *_odd("slope")) if x.type.width % LANES == 0 else gelu_slope(x)
 
 
 def silu_slope_loose(g: Value, x: Value) -> Value:
@@ -529,16 +492,23 @@ def to_bf16(low: Value, high: Value) -> Value:
 #: By name, what stands in place of the functions of `kiln.generate.functions`; loose ones where results are
 #: rounded to types of two bytes.
 OWN: dict[str, Callable[..., Value]] = {
-    "scaled": scaled, "exp": exp, "exp_below": exp_below, "log": log, "log1p": log1p, "erf": erf,
+    "scaled": scaled, "exp": exp, "exp_below": exp_below, "log": log, "log1p": log1p,
+    # To two units in the last place.
+    "erf": _or(functions.erf)(lambda x: area(x * ROOT_TWO) * 2.0),
     "expm1": functions.expm1_by_polynomial,
     "gelu": gelu, "gelu_slope": gelu_slope, "add_64": add_64,
     "loose exp": exp_loose, "loose exp_below": exp_below_loose, "loose log": log_loose,
-    "loose log1p": log1p_loose, "loose sigmoid": sigmoid_loose, "loose tanh": tanh_loose,
-    "loose gelu": gelu_loose, "loose gelu_slope": gelu_slope_loose, "loose silu_slope": silu_slope_loose,
+    "loose log1p": log1p_loose, "loose gelu": gelu_loose, "loose silu_slope": silu_slope_loose,
     "loose gelu_by_tanh_slope": gelu_by_tanh_slope_loose, "loose share": share_loose,
     "pow": avx512_powers.pow, "loose pow": avx512_powers.pow_loose,
-    "log2": log2, "loose log2": log2_loose, "loose erf": erf_loose, "loose rsqrt": inverse_root_loose,
-    "loose inverse": inverse_loose, "soft": soft,
+    "log2": log2, "loose log2": log2_loose, "soft": soft,
+    # To 2^-13; to 2^-14 the others, the slope to 2^-19 of 1; the inverse of what is neither tiny nor huge.
+    "loose sigmoid": _or(functions.sigmoid)(lambda x: share_loose(x * (-1 / functions.LN2))),
+    "loose tanh": _or(functools.partial(functions.apply, "tanh"))(lambda x: _in_cubics(x, *_odd("tanh"))),
+    "loose erf": _or(functions.erf)(lambda x: _in_cubics(x, *_odd("erf"))),
+    "loose rsqrt": _or(lambda x: 1.0 / functions.square_root(x))(registers.inverse_root),
+    "loose inverse": _or(lambda x: 1.0 / x)(inverse),
+    "loose gelu_slope": _or(gelu_slope)(lambda x: fma(x, 0.0, 0.5) + _in_cubics(x, *_odd("slope"))),
     "loose sin": functions.sine_loose(False, "sin"), "loose cos": functions.sine_loose(True, "cos"),
 }  # fmt: skip
 #: What stands in their place where there are results of eleven places.
