@@ -124,7 +124,7 @@ def reshaped(coords: Coords, shape: Sequence[Any], source: Sequence[Any]) -> Coo
         i, j = i + 1, j + 1
         # Extents that are equal in another form are so at the end, at the latest.
         while left != right and (i < len(shape) or j < len(source)):
-            if j >= len(source) or i < len(shape) and _smaller(left, right):
+            if j >= len(source) or i < len(shape) and hinted(left) < hinted(right):
                 left = left * shape[i]
                 i += 1
             else:
@@ -141,11 +141,6 @@ def reshaped(coords: Coords, shape: Sequence[Any], source: Sequence[Any]) -> Coo
                 result[k] = flat % source[k]
                 flat = flat // source[k]
     return tuple(result)
-
-
-def _smaller(a: Any, b: Any) -> bool:
-    """Whether one extent is smaller, by what the sizes were when traced."""
-    return bool(getattr(a, "hint", a) < getattr(b, "hint", b))
 
 
 @view("diagonal")

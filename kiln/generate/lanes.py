@@ -50,14 +50,14 @@ def varying(found: list[Term], variables: Set[Expr]) -> set[int]:
     return ids
 
 
-def aligned(values: list[Value], op: str) -> list[Value]:
+def aligned(values: list[Value]) -> list[Value]:
     """Operands of one width."""
     width = max(v.type.width for v in values)
     return [v if v.type.width == width else v.splat(width) for v in values]
 
 
 def first_lane(value: Value) -> Value:
-    return value.fn.emit(f"extractelement {value.type} {value.text}, i64 0", value.type.scalar)
+    return lanes(value, 0, 1)
 
 
 def with_first_lane(value: Value, first: Value) -> Value:
@@ -78,11 +78,9 @@ def combined(folds: list[Fold], left: list[Value], right: list[Value]) -> list[V
     return results
 
 
-def across_lanes(
-    values: list[Value], combine: Callable[..., list[Value]], width: int = 1
-) -> list[Value]:
+def across_lanes(values: list[Value], combine: Callable[..., list[Value]]) -> list[Value]:
     """The lanes of vectors folded into fewer, at last into scalars, halves with halves."""
-    while values and values[0].type.width > width:
+    while values and values[0].type.width > 1:
         half = values[0].type.width // 2
         values = combine(*[[lanes(value, start, half) for value in values] for start in (0, half)])
     return values

@@ -355,7 +355,7 @@ class GridEmitter(Online):
     def with_products(self, total: Value, products: list[tuple[Term, ...]]) -> Value:
         """What was summed up so far, and some products, each added by one instruction."""
         for pair in products:
-            total = fma(*aligned([*[self.value(factor) for factor in pair], total], ""))
+            total = fma(*aligned([*[self.value(factor) for factor in pair], total]))
         return total
 
     def held_turns(self, carried: list[Value], body: Callable[..., list[Value]]) -> list[Value]:

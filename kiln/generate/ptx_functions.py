@@ -62,10 +62,6 @@ def exp_of_small(x: Value) -> Value:
     return _instructions(_SMALL_EXP2, x * math.log2(math.e))
 
 
-def exp2(x: Value) -> Value:
-    return _instructions(_EXP2, x)
-
-
 def over(a: float, b: Value) -> Value:
     """a / b for b that is not subnormal, to two units in the last place; what is subnormal becomes 0."""
     return _instructions(_QUOTIENT, b) * a
@@ -104,17 +100,9 @@ def tanh_and_one(x: Value, power: Power = exp) -> Value:
     return over(2.0, power(x * -2.0) + 1.0)
 
 
-def maximum(a: Value, b: Value) -> Value:
-    return a.intrinsic("maximum", b)
-
-
-def minimum(a: Value, b: Value) -> Value:
-    return a.intrinsic("minimum", b)
-
-
 OWN: dict[str, Callable[..., Value]] = {
-    "exp": exp, "exp2": exp2, "sigmoid": sigmoid, "tanh": tanh, "erf": erf, "maximum": maximum,
-    "minimum": minimum,
+    "exp": exp, "exp2": partial(_instructions, _EXP2), "sigmoid": sigmoid, "tanh": tanh, "erf": erf,
+    "maximum": lambda a, b: a.intrinsic("maximum", b), "minimum": lambda a, b: a.intrinsic("minimum", b),
 }  # fmt: skip
 #: Functions with 1 added.
 AND_ONE: dict[str, Callable[[Value], Value]] = {"erf": erf_and_one, "tanh": tanh_and_one}

@@ -182,7 +182,7 @@ class Values(Reads):
                 return self.value(self.chosen(term))
             loose = id(term) in self.loose
             if (form := another(term, self.module.own, loose)) is not None:
-                return form[1](*aligned([self.value(part) for part in form[0]], term.op))
+                return form[1](*aligned([self.value(part) for part in form[0]]))
             given = [self.value(a) for a in term.args]
             if term.op in DIVISIONS and not given[1].type.is_float:
                 given[1] = self.nonzero(given[1])
@@ -190,10 +190,10 @@ class Values(Reads):
                 return convert(given[0], term.dtype)
             found = bounded(term, given, loose)
             if found is None and loose and (own := self.module.own.get(f"loose {term.op}")) is not None:
-                found = own(*aligned(given, term.op))
+                found = own(*aligned(given))
             if found is None and term.op in ("eq", "ne"):
                 found = self.at_lane(term, given)
-            return SCALARS[term.op](*aligned(given, term.op)) if found is None else found
+            return SCALARS[term.op](*aligned(given)) if found is None else found
         raise AssertionError(f"a fold is computed before it is read: {term.kind}")
 
     def at_lane(self, term: Apply, given: list[Value]) -> Value | None:
@@ -301,7 +301,7 @@ class Values(Reads):
             here, there = (self.moved(choice, seen) for choice in term.args[1:])
             if here is None or there is None:
                 return None
-            return SCALARS["where"](*aligned([self.value(term.args[0]), here, there], "where"))
+            return SCALARS["where"](*aligned([self.value(term.args[0]), here, there]))
         if isinstance(term, Const) and not isinstance(term.value, Expr):
             number = torch.tensor(term.value, dtype=torch.bfloat16)
             return self.fn.constant(number.view(torch.int16).item(), I16)
