@@ -60,7 +60,7 @@ def callable_for(
                     for own in joint.layers]  # fmt: skip
             forward = compile_held(joint.graph, _held(joint, attributes), owns)
         if getattr(forward, "pure", False) and gives_results(joint) and not joint.apart:
-            return _direct(forward, joint, primals)
+            return _direct(forward, primals)
         run = _inference(joint, forward)
     else:
         trial = Trial(joint.graph) if tries else None
@@ -103,7 +103,7 @@ def _overwrites(joint: Joint, trains: bool) -> dict[int, int]:
     }  # fmt: skip
 
 
-def _direct(forward: Callable[..., Any], joint: Joint, primals: Pick) -> Callable[..., Any]:
+def _direct(forward: Callable[..., Any], primals: Pick) -> Callable[..., Any]:
     """Native code that gives the outputs of the captured graph: nothing stands between it and the caller."""
     if primals is _as_given:
         return forward

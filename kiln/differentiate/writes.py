@@ -215,13 +215,13 @@ def twin_of(op: Any) -> Any:
         for overload in packet.overloads() if packet is not None else ():
             found = getattr(packet, overload)
             extra = _extra(found._schema, wanted)
-            fits = len(found._schema.returns) == _returns(schema, outs)
+            fits = len(found._schema.returns) == _returns(schema)
             if extra is not None and fits and (best is None or extra < best[0]):
                 best = extra, found
     return best[1] if best is not None else None
 
 
-def _returns(schema: Any, outs: set[str]) -> int:
+def _returns(schema: Any) -> int:
     """How many results a functional twin has."""
     fresh = sum(r.alias_info is None for r in schema.returns)
     writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
