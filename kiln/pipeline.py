@@ -39,11 +39,19 @@ LOCK = threading.RLock()
 
 
 @dataclass(eq=False)
-class Family:
-    """What the regions of one compile call share: the options and the resume functions."""
+class Between:
+    """What runs between the graphs of one compile call: how it is compiled, regions and resume functions."""
 
     options: Compile
     resumes: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Family:
+    """What the regions of a function share that a compile call leads to, with their resume functions."""
+
+    options: Compile
+    between: Between
     raising: Break | None = None  # where the latest capture saw the program raise
     first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
     resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
@@ -52,11 +60,16 @@ class Family:
     settings: Any = field(default_factory=lambda: options.config.now)  # those in force when it was made
 
 
+def family_of(asked: Compile) -> Family:
+    """What the regions of a compile call share."""
+    return Family(asked, Between(replace(asked, fullgraph=False)))
+
+
 class Kept:
     """What the regions of one function share that come of equal compile calls; it leads to a copy of it."""
 
     def __init__(self, function: types.FunctionType, asked: Compile) -> None:
-        self.function, self.family, self.entries = function, Family(asked), list[Any]()
+        self.function, self.family, self.entries = function, family_of(asked), list[Any]()
         KEPT.add(self)
 
     def lend(self, region: Any) -> None:
@@ -105,16 +118,14 @@ class Entry:
 ATTRIBUTE_LOOKUP = frozenset({"__getattribute__", "__getattr__"})
 
 
-def frame_region(function: types.FunctionType, family: Family) -> Any:
+def frame_region(function: types.FunctionType, between: Between) -> Any:
     """The region of a function that code outside any graph calls while a compiled region runs."""
     if function.__code__.co_name in ATTRIBUTE_LOOKUP:
         return None
     key = ("frame", function.__code__)
-    known = family.resumes.get(key)
+    known = between.resumes.get(key)
     if known is None:
-        known = family.resumes[key] = make_region(
-            function, Family(replace(family.options, fullgraph=False), family.resumes)
-        )
+        known = between.resumes[key] = make_region(function, Family(between.options, between))
     return known if known.function is function else None
 
 
@@ -135,7 +146,7 @@ class BackendRaised(Exception):
 def region(function: types.FunctionType, asked: Compile, kept: Kept | None = None) -> Any:
     """A callable that runs the function captured and compiled, with what other such have captured."""
     if kept is None:
-        return make_region(function, Family(asked))
+        return make_region(function, family_of(asked))
     return registered(function, lambda region, argv: miss(region, argv, kept.family, kept))
 
 
@@ -161,7 +172,7 @@ def module_region(function: types.FunctionType, module: torch.nn.Module, asked: 
         if other is not None and other is not module and fits and free and modules.alike(module, other):
             family.modules += 1
             return known
-    made = make_region(function, family := Family(asked))
+    made = make_region(function, family := family_of(asked))
     COMPILED[made] = ref(module), family
     return made
 
@@ -268,8 +279,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     try:
         with records.timed("capture", name) as time, working(f"capturing {name}"):
             captured = capture(function, argv, compiler_for(asked, name),
-                               lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
-                               lambda target: _hook.in_python(target, family),
+                               lambda f: resumed_region(f, family), family.between.resumes,
+                               asked.fullgraph, unstable,
+                               lambda target: _hook.in_python(target, family.between),
                                getattr(asked.backend, "specialises", True),
                                seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
             if captured.graph is not None:
@@ -359,7 +371,7 @@ def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
     at = why.at or telling.defined(region.function)
     records.emit(records.BreakRecord(why.kind, at, why.why, why.hint, name))
     _hook.skip(region.function.__code__)
-    region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry(GuardSet()))
+    region.add(GuardSet().build(), nested.unchanged(region.function, family.between), Entry(GuardSet()))
     return region.entries[0].run
 
 

@@ -20,9 +20,11 @@ from kiln.base.errors import Break, Bug
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import mapped
 from kiln.base.source import Derived, Source
+from kiln.base.symbols import LIMIT
 from kiln.capture import nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
+from kiln.capture.frame import Unfit
 from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
@@ -322,6 +324,8 @@ class Recorder:
         known = self._numbers.get(symbol)
         if known is None:
             number, example = self._symbols[symbol], wrap(symbol)
+            if type(number.owner) is not FakeTensor and symbol.high > LIMIT:
+                raise Unfit  # no graph computes with an int that no machine word holds
             if number.what == "value":
                 known = self._placeholder(number.owner, symbol.hint, example)
             else:
