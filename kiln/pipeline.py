@@ -29,9 +29,9 @@ from kiln.capture.module import CapturedModule
 from kiln.capture.nested import hide
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
-from kiln.capture.world import rooted
+from kiln.capture.world import TEXTS, rooted
 from kiln.check.failures import failure
-from kiln.check.guards import Guard, Is
+from kiln.check.guards import Equals, Guard, Is
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
 
@@ -107,6 +107,11 @@ class Entry:
     @property
     def guards(self) -> tuple[Guard, ...]:
         return self.found.guards
+
+    @property
+    def texts(self) -> list[Guard]:
+        """The guards on texts that the program may only have kept."""
+        return [g for g in self.guards if type(g) is Equals and type(g.value) in TEXTS]
 
     def place(self, guard: Guard) -> Place | None:
         """Where the program asked for a guard."""
@@ -265,6 +270,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     first_failing = [found[0] for _, found in failing if found]
     often = Counter(guard.about() for guard in first_failing)
     unstable = frozenset(g.about() for g in first_failing if often[g.about()] >= g.patience)
+    unstable |= {g.about() for entry in entries for g in entry.info.texts if not g.holds(argv)}
     if family.modules > 1:
         names = function.__code__.co_varnames
         given = {name: v for name, v in zip(names, argv, strict=False) if isinstance(v, torch.nn.Module)}
