@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import types
 from collections import Counter
-from dataclasses import field, replace
+from dataclasses import replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.autograd import forward_ad
@@ -29,72 +29,12 @@ from kiln.capture.module import CapturedModule
 from kiln.capture.nested import hide
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
-from kiln.capture.world import TEXTS, rooted
+from kiln.capture.world import TEXTS
 from kiln.check.failures import failure
-from kiln.check.guards import Equals, Guard, Is
+from kiln.check.guards import Equals, Guard
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
-
-LOCK = threading.RLock()
-
-
-@dataclass(eq=False)
-class Between:
-    """What runs between the graphs of one compile call: how it is compiled, regions and resume functions."""
-
-    options: Compile
-    resumes: dict[Any, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Family:
-    """What the regions of a function share that a compile call leads to, with their resume functions."""
-
-    options: Compile
-    between: Between
-    raising: Break | None = None  # where the latest capture saw the program raise
-    first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
-    resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
-    causes: WeakKeyDictionary[Any, Counter[str]] = field(default_factory=WeakKeyDictionary)  # of recompiles
-    modules: int = 1  # how many are called through the region
-    settings: Any = field(default_factory=lambda: options.config.now)  # those in force when it was made
-
-
-def family_of(asked: Compile) -> Family:
-    """What the regions of a compile call share."""
-    return Family(asked, Between(replace(asked, fullgraph=False)))
-
-
-class Kept:
-    """What the regions of one function share that come of equal compile calls; it leads to a copy of it."""
-
-    def __init__(self, function: types.FunctionType, asked: Compile) -> None:
-        self.function, self.family, self.entries = function, family_of(asked), list[Any]()
-        KEPT.add(self)
-
-    def lend(self, region: Any) -> None:
-        """Give a region the entries that it lacks."""
-        with LOCK:
-            own = {id(entry.info) for entry in region.entries}
-            for entry in self.entries:
-                if id(entry.info) not in own:
-                    region.add(entry.guards, entry.run, entry.info)
-
-    def keep(self, region: Any) -> None:
-        """Keep the entries of a region but those that keep something alive that was given to it."""
-        with LOCK:
-            self.entries = [entry for entry in region.entries if not holds(entry.info.found)]
-
-
-def holds(found: GuardSet) -> bool:
-    """Whether an entry leads to its function, which is left alone, or to a module or tensor of a call."""
-    guards, held = found.direct(), (torch.nn.Module, torch.Tensor)
-    return not guards or any(
-        type(guard) is Is and isinstance(guard.value, held) and not rooted(guard.source) for guard in guards
-    )
-
-
-KEPT: WeakSet[Kept] = WeakSet()
+from kiln.shared import KEPT, LOCK, Alike, Between, Family, Kept, family_of
 
 
 @dataclass(eq=False, slots=True)
@@ -215,14 +155,16 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family, kept: Kept | None =
     function = region.function
     if kept is not None and kept.function.__code__ is not function.__code__:
         kept = None  # it has got other code
+    if kept is not None and kept.alike is not None and kept.alike.count > 1 and not region.entries:
+        return _hook.then(given_to_caller(region, kept.alike))
+    lent = kept is not None and kept.lend(region)
     if kept is not None:
         function = kept.function
-        kept.lend(region)
     refused = None
     _hook.pause()
     try:
         run = find_run(region, function, argv, family)
-        if kept is not None:
+        if kept is not None and lent:
             kept.keep(region)
     except BackendRaised as error:
         refused = error.error
@@ -237,6 +179,15 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family, kept: Kept | None =
     if refused is not None:  # out here, where no error of ours is its context
         raise refused
     return _hook.then(nested.eager(function) if run is None else run)
+
+
+def given_to_caller(region: Any, alike: Alike) -> Any:
+    """How a function runs that is one of many alike: from now on, whatever it is called with."""
+    kept = alike.kept
+    caller = registered(kept.function, lambda inner, argv: miss(inner, argv, kept.family, kept))
+    run = functools.partial(caller, region.function)
+    region.add(GuardSet().build(), run, Entry(GuardSet()))
+    return run
 
 
 def find_run(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
