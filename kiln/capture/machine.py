@@ -289,8 +289,10 @@ class Machine:
             return result
         except Break as e:
             self.world.looked = True
-            if e.kind == "data-dependent" and self.numbers:
-                found = masks.selected(self, function, args, kwargs)
+            if e.kind == "data-dependent":
+                found = masks.placed(self, function, args, kwargs)
+                if found is MISSING and self.numbers:
+                    found = masks.selected(self, function, args, kwargs)
                 if found is not MISSING:
                     return found
             if e.kind == "data-dependent" and e.at is None:

@@ -1,4 +1,8 @@
-"""Masks and repeats where nothing may break: results are as long as a number says that the graph reads."""
+"""Indices of tensors that are tensors themselves.
+
+A place, a tensor of one number, says no more than which item it is: the graph has it as it is.
+Masks and repeats have results as long as a number says; where nothing may break, the graph reads that number.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,30 @@ import torch
 from kiln.capture.frame import Machine
 from kiln.check.guards import MISSING
 from kiln.ops.fake import FakeTensor
+from kiln.ops.layout import is_place
 
 
 def selected(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
     """What a call gives whose size depends on numbers; MISSING where another call needs values."""
     rule = RULES.get(function)
     return MISSING if rule is None else rule(m, *args, **kwargs)
+
+
+def placed(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
+    """An item of a tensor that is read or written at places in tensors; MISSING where it is another call."""
+    if function not in ITEMS or len(args) < 2 or type(args[0]) is not FakeTensor:
+        return MISSING
+    x, key, *value = args
+    parts = key if type(key) is tuple else (key,)
+    if not any(map(is_place, parts)) or any(type(n) is int and n == 0 for n in x.shape):
+        return MISSING
+    shown = x, tuple([0 if is_place(part) else part for part in parts]), *value
+    found = m.native(m.recorder.call, function, args, kwargs, shown)
+    (x if value else found).value = None  # what is known is that of the first place
+    return found
+
+
+ITEMS = frozenset({operator.getitem, operator.setitem, torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 
 def places(m: Machine, mask: FakeTensor) -> Any:

@@ -368,20 +368,26 @@ class Recorder:
 
     # Calls
 
-    def call(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        """What `func` gives on these arguments, recorded as one node when tensors come out or are written."""
+    def call(
+        self, func: Any, args: Args = (), kwargs: Kwargs | None = None, shown: Args | None = None
+    ) -> Any:
+        """What `func` gives on these arguments, recorded as one node when tensors come out or are written.
+
+        Where it cannot tell for fakes, what it gives on those `shown` is like it.
+        """
         kwargs = kwargs or {}
         owner = getattr(func, "__self__", None)
         if isinstance(owner, torch.Tensor):
             func, args = getattr(torch.Tensor, func.__name__), (owner, *args)
         self._refuse(func, args)
         args, kwargs = mapped(args, self._faked), mapped(kwargs, self._faked)
+        shown = args if shown is None else mapped(shown, self._faked)
         writes = self.dispatch.writes
         LITERALS.read.clear()
         if self.around is None:
-            result = self._on_fakes(run, func, args, kwargs)
+            result = self._on_fakes(run, func, shown, kwargs)
         else:
-            result = self._on_fakes(self.around, run, func, args, kwargs)
+            result = self._on_fakes(self.around, run, func, shown, kwargs)
         if LITERALS.read:  # tensors whose numbers torch has taken: the graph does with these
             taken = {id(fake): fake.value.item() for fake in LITERALS.read if fake.value is not None}
             args, kwargs = mapped((args, kwargs), lambda v: taken.get(id(v), v))
