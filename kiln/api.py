@@ -86,7 +86,7 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
         case FunctionType():
             return _shared(model, asked)
         case MethodType(__func__=FunctionType() as method) if not isinstance(model.__self__, torch.nn.Module):
-            return MethodType(_shared(method, asked), model.__self__)
+            return MethodType(_shared(method, asked, asked.setting("cache_limit") // 2), model.__self__)
         case MethodType():
             return MethodType(_region(model.__func__, asked, model.__self__), model.__self__)
         case staticmethod() | classmethod():
@@ -104,8 +104,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
     return _region(_python_function(model), asked)
 
 
-def _shared(function: FunctionType, asked: Compile) -> Any:
-    """The region of a function: one for all compile calls that ask for the same."""
+def _shared(function: FunctionType, asked: Compile, most: int | None = None) -> Any:
+    """The region of a function: one for all compile calls that ask for the same, or with `most` entries."""
     if marks.of(function):
         return pipeline.region(function, asked)
     named = function.__globals__.get(function.__qualname__) is function
@@ -130,7 +130,8 @@ def _shared(function: FunctionType, asked: Compile) -> Any:
         if named:
             made: Any = pipeline.region(function, asked)
         else:
-            made = Kept(_alike(function), asked, alike=None if by_code else _one_of(function, asked, key[1:]))
+            alike = None if by_code else _one_of(function, asked, key[1:])
+            made = Kept(_alike(function), asked, most, alike)
         known = regions.setdefault(key, made)
     return known if named else pipeline.region(function, asked, known)
 

@@ -236,3 +236,16 @@ def test_methods_of_objects_that_are_made_again_and_again():
             return x * self.by
 
     assert run(lambda i: Scale(i).apply, ONCE) == 1
+
+
+def test_methods_of_objects_that_differ_have_graphs_of_their_own():
+    class Scale:
+        def __init__(self, by):
+            self.by = f"{by}"
+
+        def apply(self, x):
+            return x * int(self.by)
+
+    assert run(lambda i: Scale(i).apply, ONCE, times=12) == 12
+    kinds = [type(f"Scale{i}", (Scale,), {}) for i in range(12)]
+    assert run(lambda i: kinds[i](i).apply, ONCE, times=12) == 12
