@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kiln.base import records
-from tests.support import EAGER, How, kiln, one_graph, same_as_eager, t
+from tests.support import EAGER, How, Watch, kiln, one_graph, same_as_eager, t
 
 X = t(4, 5, 6)
 G = t(4, 5, 6, grad=True)
@@ -109,6 +109,26 @@ def test_other_places_need_no_other_graph():
     f = READS["in a loop"]
     for places in (I, torch.tensor([5, 1, 2, 3])):
         one_graph(f, G, places)
+
+
+BOUNDS = {
+    "up to": lambda x, i: torch.stack([x[b, : i[b] + 1].sum(0) for b in range(4)]),
+    "from": lambda x, i: x[i[0] :].sum((0, 1)),
+    "mean": lambda x, i: x[:, : i[1]].mean(1),
+    "negative": lambda x, i: x[:, : i[1] - 5].sum(1),
+    "beyond": lambda x, i: x[:, : i[1] + 9].sum(1),
+    "narrow": lambda x, i: x.repeat(1, 60, 1)[:, : i.to(torch.int8)[1] - 4].sum(1),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_slices_up_to_a_number_in_a_tensor_in_full_graphs(bound):
+    watch = Watch(BOUNDS[bound], fullgraph=True)
+    for lengths in ([2, 3, 2, 4], [3, 4, 1, 3], [2, 2, 3, 3]):
+        watch(X, torch.tensor(lengths))
+    assert EAGER or len(watch.backend.modules) == 1
+    for lengths in ([0, 1, 0, 0], [0, 0, 0, 0], [2, 3, 2, 4]):  # sizes of 0 and 1 run in Python
+        watch(X, torch.tensor(lengths))
 
 
 class LastOfEach(nn.Module):
