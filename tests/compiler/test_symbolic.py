@@ -112,7 +112,6 @@ LOOPS: dict[str, Case] = {
     "max pool": (lambda x: F.max_pool2d(x, 3, 2, 1), lambda n: (randn(2, 3, n + 2, n + 3),)),
     "max pool without borders": (lambda x: F.max_pool2d(x, 2) * 2, lambda n: (randn(n, 3, 6, n + 3),)),
     "mean pool": (lambda x: F.avg_pool2d(x, 2, padding=1), lambda n: (randn(n, 3, n + 2, 5),)),
-    "mean of parts": (lambda x: F.adaptive_avg_pool2d(x, (3, 5)) * 2, lambda n: (randn(n, 3, 9, 10),)),
     "rows of a table": (lambda x: F.embedding((x * 3).long().clamp(0, 4), randn(5, 20)).sum(1), lambda n: (randn(n, 6),)),
     "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), lambda n: (randn(n, 3, n, n + 1),)),
     "group norm": (lambda x: F.group_norm(x, 2), lambda n: (randn(2, 4, n, n + 1),)),
