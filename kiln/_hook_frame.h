@@ -23,6 +23,7 @@ typedef struct {
     int alone; /* what runs while its frames do is left alone, too */
     enum { SHOWN, HIDDEN, INNER, GENERATED } shown; /* in tracebacks; see hook_hide */
     PyObject *region; /* a weak reference to the region that ran last */
+    PyObject *asked; /* the family that it was asked for, which it keeps alive: borrowed */
 } CodeState;
 
 static PyTypeObject Runner_Type;
@@ -239,6 +240,7 @@ static Region *ask_callback(PyObject *function, CodeState *state, Frame *frame)
         if (weak == NULL)
             PyErr_Clear();
         Py_XSETREF(state->region, weak);
+        state->asked = family;
         Py_DECREF(callback);
         return (Region *)answer;
     }
@@ -253,7 +255,7 @@ static Region *region_of_frame(PyObject *function, CodeState *state, Frame *fram
 {
     if (state->region != NULL) {
         PyObject *known = weakref_target(state->region);
-        if (known != NULL && ((Region *)known)->function == function)
+        if (known != NULL && ((Region *)known)->function == function && state->asked == family)
             return (Region *)known;
         Py_XDECREF(known);
     }

@@ -32,6 +32,7 @@ from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.partition import partition
 from kiln.differentiate.parts import Make, in_parts
+from kiln.differentiate.places import has_places
 from kiln.differentiate.run import HeldCompiler, callable_for
 from kiln.differentiate.trace import trace
 from kiln.differentiate.training import Compiler, Run
@@ -253,7 +254,7 @@ def has_own_backward(node: fx.Node) -> bool:
 def looks_at_numbers(node: fx.Node) -> bool:
     """Whether a call, or its backward, may look at numbers in tensors, or checks one that was read."""
     checks = isinstance(node.target, Named) and "example_value" not in node.meta
-    reads = node.op == "call_method" and node.target == "item"
+    reads = node.op == "call_method" and node.target == "item" or has_places(node)
     return checks or reads or has_own_backward(node) or is_hook(node)
 
 

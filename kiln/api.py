@@ -21,6 +21,7 @@ from kiln.base.options import config as config
 from kiln.observe.explain import Captured, Explanation
 from kiln.observe.minify import Minified
 from kiln.observe.minify import minify as reduced
+from kiln.shared import Alike, Kept, outline
 
 register_backend = backends.register_backend
 list_backends = backends.list_backends
@@ -84,6 +85,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
             return _shared(outer, asked)
         case FunctionType():
             return _shared(model, asked)
+        case MethodType(__func__=FunctionType() as method) if not isinstance(model.__self__, torch.nn.Module):
+            return MethodType(_shared(method, asked, asked.setting("cache_limit") // 2), model.__self__)
         case MethodType():
             return MethodType(_region(model.__func__, asked, model.__self__), model.__self__)
         case staticmethod() | classmethod():
@@ -101,8 +104,8 @@ def _compiled(model: Any, asked: Compile, again: Callable[[Any], Any]) -> Any:
     return _region(_python_function(model), asked)
 
 
-def _shared(function: FunctionType, asked: Compile) -> Any:
-    """The region of a function: one for all compile calls that ask for the same."""
+def _shared(function: FunctionType, asked: Compile, most: int | None = None) -> Any:
+    """The region of a function: one for all compile calls that ask for the same, or with `most` entries."""
     if marks.of(function):
         return pipeline.region(function, asked)
     named = function.__globals__.get(function.__qualname__) is function
@@ -124,9 +127,29 @@ def _shared(function: FunctionType, asked: Compile) -> Any:
     if known is None:
         if by_code and len(regions) >= MOST:
             regions.pop(next(iter(regions)), None)
-        made = pipeline.region(function, asked) if named else pipeline.Kept(_alike(function), asked)
+        if named:
+            made: Any = pipeline.region(function, asked)
+        else:
+            alike = None if by_code else _one_of(function, asked, key[1:])
+            made = Kept(_alike(function), asked, most, alike)
         known = regions.setdefault(key, made)
     return known if named else pipeline.region(function, asked, known)
+
+
+def _one_of(function: FunctionType, asked: Compile, how: tuple[Any, ...]) -> Alike | None:
+    """What a function shares with others that are made again and again and close over other objects."""
+    kinds = outline(function)
+    if kinds is None or not function.__closure__:
+        return None
+    key = ("alike", id(function.__globals__), kinds, *how)
+    groups = UNNAMED.setdefault(function.__code__, {})
+    if key not in groups:
+        if len(groups) >= MOST:
+            groups.pop(next(iter(groups)), None)
+        groups.setdefault(key, Alike(function.__code__, asked))
+    found: Alike = groups[key]
+    found.count += 1
+    return found
 
 
 REGIONS = "__kiln_regions__"

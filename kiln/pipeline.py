@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 import types
 from collections import Counter
-from dataclasses import field, replace
+from dataclasses import replace
 from importlib._bootstrap import _find_and_load  # type: ignore[attr-defined]
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.autograd import forward_ad
@@ -29,59 +29,12 @@ from kiln.capture.module import CapturedModule
 from kiln.capture.nested import hide
 from kiln.capture.run import capture
 from kiln.capture.varying import Dynamic
-from kiln.capture.world import rooted
+from kiln.capture.world import TEXTS
 from kiln.check.failures import failure
-from kiln.check.guards import Guard, Is
+from kiln.check.guards import Equals, Guard
 from kiln.check.shapes import varying
 from kiln.check.tree import GuardSet
-
-LOCK = threading.RLock()
-
-
-@dataclass(eq=False)
-class Family:
-    """What the regions of one compile call share: the options and the resume functions."""
-
-    options: Compile
-    resumes: dict[Any, Any] = field(default_factory=dict)
-    raising: Break | None = None  # where the latest capture saw the program raise
-    first: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)  # guards of first calls
-    resumed: WeakSet[Any] = field(default_factory=WeakSet)  # the regions that go on after breaks
-    causes: WeakKeyDictionary[Any, Counter[str]] = field(default_factory=WeakKeyDictionary)  # of recompiles
-    modules: int = 1  # how many are called through the region
-    settings: Any = field(default_factory=lambda: options.config.now)  # those in force when it was made
-
-
-class Kept:
-    """What the regions of one function share that come of equal compile calls; it leads to a copy of it."""
-
-    def __init__(self, function: types.FunctionType, asked: Compile) -> None:
-        self.function, self.family, self.entries = function, Family(asked), list[Any]()
-        KEPT.add(self)
-
-    def lend(self, region: Any) -> None:
-        """Give a region the entries that it lacks."""
-        with LOCK:
-            own = {id(entry.info) for entry in region.entries}
-            for entry in self.entries:
-                if id(entry.info) not in own:
-                    region.add(entry.guards, entry.run, entry.info)
-
-    def keep(self, region: Any) -> None:
-        """Keep the entries of a region but those that keep something alive that was given to it."""
-        with LOCK:
-            self.entries = [entry for entry in region.entries if not holds(entry.info.found)]
-
-
-def holds(found: GuardSet) -> bool:
-    """Whether an entry leads to its function, which is left alone, or to a module or tensor of a call."""
-    guards, held = found.direct(), (torch.nn.Module, torch.Tensor)
-    return not guards or any(
-        type(guard) is Is and isinstance(guard.value, held) and not rooted(guard.source) for guard in guards
-    )
-
-
-KEPT: WeakSet[Kept] = WeakSet()
+from kiln.shared import KEPT, LOCK, Alike, Between, Family, Kept, family_of
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +48,11 @@ class Entry:
     def guards(self) -> tuple[Guard, ...]:
         return self.found.guards
 
+    @property
+    def texts(self) -> list[Guard]:
+        """The guards on texts that the program may only have kept."""
+        return [g for g in self.guards if type(g) is Equals and type(g.value) in TEXTS]
+
     def place(self, guard: Guard) -> Place | None:
         """Where the program asked for a guard."""
         at = self.found.place(guard)
@@ -105,16 +63,14 @@ class Entry:
 ATTRIBUTE_LOOKUP = frozenset({"__getattribute__", "__getattr__"})
 
 
-def frame_region(function: types.FunctionType, family: Family) -> Any:
+def frame_region(function: types.FunctionType, between: Between) -> Any:
     """The region of a function that code outside any graph calls while a compiled region runs."""
     if function.__code__.co_name in ATTRIBUTE_LOOKUP:
         return None
     key = ("frame", function.__code__)
-    known = family.resumes.get(key)
+    known = between.resumes.get(key)
     if known is None:
-        known = family.resumes[key] = make_region(
-            function, Family(replace(family.options, fullgraph=False), family.resumes)
-        )
+        known = between.resumes[key] = make_region(function, Family(between.options, between))
     return known if known.function is function else None
 
 
@@ -135,7 +91,7 @@ class BackendRaised(Exception):
 def region(function: types.FunctionType, asked: Compile, kept: Kept | None = None) -> Any:
     """A callable that runs the function captured and compiled, with what other such have captured."""
     if kept is None:
-        return make_region(function, Family(asked))
+        return make_region(function, family_of(asked))
     return registered(function, lambda region, argv: miss(region, argv, kept.family, kept))
 
 
@@ -161,7 +117,7 @@ def module_region(function: types.FunctionType, module: torch.nn.Module, asked: 
         if other is not None and other is not module and fits and free and modules.alike(module, other):
             family.modules += 1
             return known
-    made = make_region(function, family := Family(asked))
+    made = make_region(function, family := family_of(asked))
     COMPILED[made] = ref(module), family
     return made
 
@@ -199,14 +155,16 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family, kept: Kept | None =
     function = region.function
     if kept is not None and kept.function.__code__ is not function.__code__:
         kept = None  # it has got other code
+    if kept is not None and kept.alike is not None and kept.alike.count > 1 and not region.entries:
+        return _hook.then(given_to_caller(region, kept.alike))
+    lent = kept is not None and kept.lend(region)
     if kept is not None:
         function = kept.function
-        kept.lend(region)
     refused = None
     _hook.pause()
     try:
         run = find_run(region, function, argv, family)
-        if kept is not None:
+        if kept is not None and lent:
             kept.keep(region)
     except BackendRaised as error:
         refused = error.error
@@ -221,6 +179,15 @@ def miss(region: Any, argv: tuple[Any, ...], family: Family, kept: Kept | None =
     if refused is not None:  # out here, where no error of ours is its context
         raise refused
     return _hook.then(nested.eager(function) if run is None else run)
+
+
+def given_to_caller(region: Any, alike: Alike) -> Any:
+    """How a function runs that is one of many alike: from now on, whatever it is called with."""
+    kept = alike.kept
+    caller = registered(kept.function, lambda inner, argv: miss(inner, argv, kept.family, kept))
+    run = functools.partial(caller, region.function)
+    region.add(GuardSet().build(), run, Entry(GuardSet()))
+    return run
 
 
 def find_run(region: Any, function: types.FunctionType, argv: tuple[Any, ...], family: Family) -> Any:
@@ -254,6 +221,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     first_failing = [found[0] for _, found in failing if found]
     often = Counter(guard.about() for guard in first_failing)
     unstable = frozenset(g.about() for g in first_failing if often[g.about()] >= g.patience)
+    unstable |= {g.about() for entry in entries for g in entry.info.texts if not g.holds(argv)}
     if family.modules > 1:
         names = function.__code__.co_varnames
         given = {name: v for name, v in zip(names, argv, strict=False) if isinstance(v, torch.nn.Module)}
@@ -268,8 +236,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     try:
         with records.timed("capture", name) as time, working(f"capturing {name}"):
             captured = capture(function, argv, compiler_for(asked, name),
-                               lambda f: resumed_region(f, family), family.resumes, asked.fullgraph, unstable,
-                               lambda target: _hook.in_python(target, family),
+                               lambda f: resumed_region(f, family), family.between.resumes,
+                               asked.fullgraph, unstable,
+                               lambda target: _hook.in_python(target, family.between),
                                getattr(asked.backend, "specialises", True),
                                seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
             if captured.graph is not None:
@@ -359,7 +328,7 @@ def skip(region: Any, name: str, error: Skip, family: Family) -> Any:
     at = why.at or telling.defined(region.function)
     records.emit(records.BreakRecord(why.kind, at, why.why, why.hint, name))
     _hook.skip(region.function.__code__)
-    region.add(GuardSet().build(), nested.unchanged(region.function, family), Entry(GuardSet()))
+    region.add(GuardSet().build(), nested.unchanged(region.function, family.between), Entry(GuardSet()))
     return region.entries[0].run
 
 

@@ -200,3 +200,36 @@ def test_a_function_that_closes_over_others_is_captured_for_itself():
         return kiln.compile(lambda y: (y * by).sin(), backend="eager")(x)
 
     assert [step(X, by).equal((X * by).sin()) for by in (2.0, 3.0)] == [True, True]
+
+
+def tripled(x):
+    return x * 3
+
+
+def test_functions_between_graphs_are_compiled_as_the_call_asks_that_leads_to_them():
+    seen = []
+
+    def backend_of(name):
+        def backend(graph, inputs):
+            def run(*args):
+                seen.append(name)
+                return graph.forward(*args)
+
+            return run
+
+        return backend
+
+    def compiled(name):
+        def f(x):
+            return aside(x.sin()).cos()
+
+        @kiln.disable(recursive=False)
+        def aside(x):
+            return tripled(x)
+
+        return kiln.compile(f, backend=backend_of(name))
+
+    made = [compiled("one"), compiled("two")]
+    for f in (*made, *made):
+        torch.testing.assert_close(f(X), (X.sin() * 3).cos())
+    assert seen == ["one"] * 3 + ["two"] * 3 + ["one"] * 3 + ["two"] * 3

@@ -50,9 +50,10 @@ class _Lines(tuple[Any, ...]):
     function: Callable[[], FunctionType | None]
 
     def __getitem__(self, at: Any) -> Any:
-        if at == 2 and (function := self.function()) is not None:
-            return [f"{line}\n" for line in statements(function.__code__)]
-        return super().__getitem__(at)
+        item = super().__getitem__(at)
+        if at == 2 and not item and (function := self.function()) is not None:
+            item += [f"{line}\n" for line in statements(function.__code__)]
+        return item
 
 
 def statements(code: CodeType) -> list[str]:

@@ -10,14 +10,17 @@ import random
 import sys
 from typing import Any
 
+import torch
+
 from kiln.base.errors import Break
+from kiln.base.expressions import Expr
 from kiln.base.source import Arg, Const, Source
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles, native
 from kiln.capture.frame import Machine, Restart
 from kiln.capture.recorder import Recorder
 from kiln.capture.varying import Draw
 from kiln.capture.world import nested
-from kiln.ops.symint import wrap
+from kiln.ops.symint import expr_of, wrap
 
 LARGEST = 1 << 62
 #: Where floats lie that a method gives: the least, the most, and whether that one can be.
@@ -32,7 +35,7 @@ def refusal(function: Any) -> Break:
     return Break("random-state", f"the number that {name} gives is needed", "draw it outside, and pass it in")
 
 
-def number(m: Machine, function: Any, owner: Source, args: Args, found: range | None) -> Any:
+def number(m: Machine, function: Any, owner: Source | None, args: Args, found: range | None) -> Any:
     """A number that the function gives; an int is one of `found`."""
     reason, step = refusal(function), m.frames[-1].step
     reason.at = m.frames[-1].place()
@@ -101,6 +104,25 @@ def seeding(function: Any) -> Any:
 
 for _function in (random.Random.seed, random.Random.setstate):
     handles(_function)(seeding(_function))
+
+
+@handles(torch.manual_seed)
+def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Torch's generators are seeded before the graph runs where it has drawn nothing yet, else by it."""
+    first = not m.whole and not m.recorder.dispatch.draws and type(m.recorder) is Recorder
+    if first and is_seed(*args, **kwargs):
+        number(m, torch.manual_seed, None, (*args, *kwargs.values()), None)
+    else:
+        m.recorder.note(torch.manual_seed, args, kwargs)
+        m.recorder.dispatch.draws.add(torch.device("cpu"))  # seeds that follow come after this one
+    return m.world.constant(torch.default_generator)
+
+
+def is_seed(seed: Any) -> bool:
+    """Whether torch takes the number for a seed, whatever it will be."""
+    expr = expr_of(seed) if type(seed) is torch.SymInt else seed
+    low, high = expr.scope.bounds(expr) if isinstance(expr, Expr) else (expr, expr)
+    return type(seed) in (int, torch.SymInt) and low >= -(1 << 63) and high < 1 << 64
 
 
 def declare_numpy() -> None:

@@ -74,6 +74,7 @@ class Machine:
         self.generators: dict[int, int] = {}  # id of a generator's frame -> the step that made it
         self.ended = False
         self.dropped: list[Generator] = []  # suspended generators that the program has let go
+        self.whole = False  # whether the graph stands for the program, and nothing may break
         self.numbers = False  # whether numbers of tensors are symbols of the graph
         self.places: dict[Any, Any] = {}  # masks by id and version, and where they are true
         #: How many blocks without the hooks of tensor subclasses the program has entered.
@@ -288,8 +289,10 @@ class Machine:
             return result
         except Break as e:
             self.world.looked = True
-            if e.kind == "data-dependent" and self.numbers:
-                found = masks.selected(self, function, args, kwargs)
+            if e.kind == "data-dependent":
+                found = masks.placed(self, function, args, kwargs)
+                if found is MISSING and self.numbers:
+                    found = masks.selected(self, function, args, kwargs)
                 if found is not MISSING:
                     return found
             if e.kind == "data-dependent" and e.at is None:

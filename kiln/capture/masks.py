@@ -1,4 +1,8 @@
-"""Masks and repeats where nothing may break: results are as long as a number says that the graph reads."""
+"""Indices of tensors that are tensors themselves.
+
+A place, a tensor of one number, says no more than which item it is: the graph has it as it is.
+Masks and repeats have results as long as a number says; where nothing may break, the graph reads that number.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,35 @@ from typing import Any
 
 import torch
 
+from kiln.base.conditions import ge, le
 from kiln.capture.frame import Machine
 from kiln.check.guards import MISSING
 from kiln.ops.fake import FakeTensor
+from kiln.ops.layout import is_place
+from kiln.ops.symint import expr_of
 
 
 def selected(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
     """What a call gives whose size depends on numbers; MISSING where another call needs values."""
     rule = RULES.get(function)
     return MISSING if rule is None else rule(m, *args, **kwargs)
+
+
+def placed(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
+    """An item of a tensor that is read or written at places in tensors; MISSING where it is another call."""
+    if function not in ITEMS or len(args) < 2 or type(args[0]) is not FakeTensor:
+        return MISSING
+    x, key, *value = args
+    parts = key if type(key) is tuple else (key,)
+    if not any(map(is_place, parts)) or any(type(n) is int and n == 0 for n in x.shape):
+        return MISSING
+    shown = x, tuple([0 if is_place(part) else part for part in parts]), *value
+    found = m.native(m.recorder.call, function, args, kwargs, shown)
+    (x if value else found).value = None  # what is known is that of the first place
+    return found
+
+
+ITEMS = frozenset({operator.getitem, operator.setitem, torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 
 def places(m: Machine, mask: FakeTensor) -> Any:
@@ -41,9 +65,43 @@ def is_mask(part: Any) -> bool:
     return type(part) is FakeTensor and part.dtype is torch.bool and bool(part.dim())
 
 
+def is_bounded(part: Any) -> bool:
+    """Whether a part of an index is a slice up to, or from, a number in a tensor."""
+    return type(part) is slice and part.step is None and (is_place(part.start) or is_place(part.stop))
+
+
+def bounded(m: Machine, x: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The index with numbers that the graph reads for such bounds, each within its dimension."""
+    found, dim = [], 0
+    for part in parts:
+        if is_bounded(part) and dim < x.dim():
+            part = slice(*[bound_of(m, bound, x.shape[dim]) for bound in (part.start, part.stop)])
+        found.append(part)
+        dim += part.dim() if is_mask(part) else part is not None
+    return tuple(found)
+
+
+def bound_of(m: Machine, bound: Any, size: Any) -> Any:
+    """A bound of a slice of a dimension, counted from its front."""
+    if not is_place(bound):
+        return bound
+    bound = m.torch_call(torch.Tensor.long, (bound,), {})
+    below = m.torch_call(torch.lt, (bound, 0), {})
+    front = m.torch_call(torch.where, (below, m.torch_call(torch.add, (bound, size), {}), bound), {})
+    number = m.call(torch.Tensor.item, (m.torch_call(torch.clamp, (front, 0, size), {}),))
+    symbol = expr_of(number)
+    symbol.scope.learn(ge(symbol, 0))
+    symbol.scope.learn(le(symbol, expr_of(size)))
+    return number
+
+
 def spelled_out(m: Machine, x: Any, key: Any) -> Any:
     """An index of `x` with places for masks; MISSING where it has none, or they are not of its shape."""
     parts = key if type(key) is tuple else (key,)
+    if any(map(is_bounded, parts)) and not any(part is ... for part in parts):
+        parts = bounded(m, x, parts)
+        if not any(map(is_mask, parts)):
+            return parts
     if not any(map(is_mask, parts)) or any(part is ... or type(part) is bool for part in parts):
         return MISSING
     found: list[Any] = []

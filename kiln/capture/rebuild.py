@@ -198,10 +198,11 @@ class Rebuilder:
     def draw(self, draw: Draw) -> None:
         """Emit a call that gives a number, which a local variable then holds."""
         self.e.callee(draw.function)
-        self.source(draw.owner)
+        if draw.owner is not None:
+            self.source(draw.owner)
         for arg in draw.args:
-            self.e.const(arg)
-        self.e.end_call(1 + len(draw.args))
+            self.push(arg)
+        self.e.end_call((draw.owner is not None) + len(draw.args))
         self.e.store(draw.name)
 
     # ------------------------------------------------------------------ making

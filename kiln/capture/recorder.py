@@ -20,9 +20,11 @@ from kiln.base.errors import Break, Bug
 from kiln.base.expressions import Expr, Symbol
 from kiln.base.graph import mapped
 from kiln.base.source import Derived, Source
+from kiln.base.symbols import LIMIT
 from kiln.capture import nodes
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
+from kiln.capture.frame import Unfit
 from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
@@ -322,6 +324,8 @@ class Recorder:
         known = self._numbers.get(symbol)
         if known is None:
             number, example = self._symbols[symbol], wrap(symbol)
+            if type(number.owner) is not FakeTensor and symbol.high > LIMIT:
+                raise Unfit  # no graph computes with an int that no machine word holds
             if number.what == "value":
                 known = self._placeholder(number.owner, symbol.hint, example)
             else:
@@ -364,20 +368,26 @@ class Recorder:
 
     # Calls
 
-    def call(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        """What `func` gives on these arguments, recorded as one node when tensors come out or are written."""
+    def call(
+        self, func: Any, args: Args = (), kwargs: Kwargs | None = None, shown: Args | None = None
+    ) -> Any:
+        """What `func` gives on these arguments, recorded as one node when tensors come out or are written.
+
+        Where it cannot tell for fakes, what it gives on those `shown` is like it.
+        """
         kwargs = kwargs or {}
         owner = getattr(func, "__self__", None)
         if isinstance(owner, torch.Tensor):
             func, args = getattr(torch.Tensor, func.__name__), (owner, *args)
         self._refuse(func, args)
         args, kwargs = mapped(args, self._faked), mapped(kwargs, self._faked)
+        shown = args if shown is None else mapped(shown, self._faked)
         writes = self.dispatch.writes
         LITERALS.read.clear()
         if self.around is None:
-            result = self._on_fakes(run, func, args, kwargs)
+            result = self._on_fakes(run, func, shown, kwargs)
         else:
-            result = self._on_fakes(self.around, run, func, args, kwargs)
+            result = self._on_fakes(self.around, run, func, shown, kwargs)
         if LITERALS.read:  # tensors whose numbers torch has taken: the graph does with these
             taken = {id(fake): fake.value.item() for fake in LITERALS.read if fake.value is not None}
             args, kwargs = mapped((args, kwargs), lambda v: taken.get(id(v), v))

@@ -144,6 +144,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     varying.scope.place = machine.place
     varying.scope.assume = partial(open_numbers.assume_sizes, machine)
     machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
+    machine.whole = fullgraph
     machine.unforeseen = None if fullgraph or strict.now() else cache.setdefault("unforeseen", set())
     LITERALS.look = partial(flags.settled, machine)
     recorder.where = machine.where

@@ -61,19 +61,12 @@ def assertion(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         raise UserError(AssertionError(*args[1:]))
 
 
-def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """The graph seeds the generator where the program does."""
-    m.recorder.note(torch.manual_seed, args, kwargs)
-    return m.world.constant(torch.default_generator)
-
-
 declare({
     torch.Tensor.__iter__: lambda m, args, kwargs: m.iterate(args[0]),
     torch.is_tensor: lambda m, args, kwargs: isinstance(args[0], torch.Tensor),
     torch.is_storage: lambda m, args, kwargs: isinstance(args[0], (torch.UntypedStorage, torch.TypedStorage)),
     torch.overrides.is_tensor_like: is_like_tensor,
     torch._assert: assertion,
-    torch.manual_seed: manual_seed,
     torch.utils.hooks.BackwardHook.setup_input_hook: lambda m, args, kwargs: m.torch_call(
         runtime.watch_inputs, args, kwargs),
     torch.utils.hooks.BackwardHook.setup_output_hook: lambda m, args, kwargs: m.torch_call(
@@ -210,12 +203,44 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if plain and not torch.is_grad_enabled():
         return apply_inline(m, cls, tuple(rest), kwargs)
     before = torch.get_rng_state()
-    made = leaf(m, Named(cls.apply, cls.__name__, cls), tuple(rest), kwargs)
+    applied = Named(functools.partial(watched, m, cls), cls.__name__, cls)
+    made = leaf(m, applied, tuple(rest), kwargs)
+    applied.function = cls.apply
     if not torch.equal(before, torch.get_rng_state()):  # fakes draw nothing
         torch.set_rng_state(before)
         why = f"{cls.__name__} seeds the random generator"
         raise Break("random-state", why, "seed outside the compiled function")
     return made
+
+
+def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Apply an autograd function to fakes; where that changes an object capture begins again."""
+    held = contents(m, (*args, *kwargs.values()))
+    try:
+        return cls.apply(*args, **kwargs)
+    finally:
+        if contents(m, (*args, *kwargs.values())) != held:
+            why = f"{cls.__name__} changes an object that it is given"
+            raise Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
+
+
+def contents(m: Machine, values: Any) -> dict[int, Any]:
+    """The objects that the program has made, to any depth, by id: each with the ids of what it holds."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if id(value) in found or type(value) in UNCHANGED or m.source(value) is not None:
+            continue
+        parts = [*value] if isinstance(value, (list, tuple, set)) else []
+        parts += (*value, *value.values()) if isinstance(value, dict) else ()
+        parts += (value.__dict__,) if hasattr(value, "__dict__") else ()
+        found[id(value)] = value, [id(part) for part in parts]
+        left += parts
+    return found
+
+
+UNCHANGED = frozenset({*CONSTANTS, FakeTensor, type, types.ModuleType, types.FunctionType})
 
 
 def apply_inline(m: Machine, cls: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -15,6 +15,7 @@ from kiln.base.errors import Specialised
 from kiln.base.expressions import Expr, Symbol, function_of
 from kiln.base.source import Source
 from kiln.base.symbols import LIMIT, Record, Scope
+from kiln.capture.frame import Unfit
 from kiln.check import layout
 from kiln.check.shapes import Conditions, Extent, Follows, Free, Read, Stride, plan
 from kiln.ops.symint import wrap
@@ -29,6 +30,8 @@ class Dynamic:
 
 
 STATIC = Dynamic(False)
+#: No int that varies is greater than this one; those that no machine word holds are only handed on.
+WIDE = 1 << 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class Draw:
 
     name: str
     function: Callable[..., Any]
-    owner: Source  # the generator, which is the first argument
+    owner: Source | None  # the generator, if that is the first argument
     args: tuple[Any, ...]
 
 
@@ -74,8 +77,11 @@ class Varying:
         if known is None:
             if not varies and not self._varies(value, source, argument):
                 return None
-            symbol = self.scope.symbol(value, str(source), low=-LIMIT)
+            most = WIDE if type(value) is int and abs(value) > LIMIT else LIMIT
+            symbol = self.scope.symbol(value, str(source), low=-most, high=most)
             self.reads[symbol] = Read(source)
+            if most == WIDE:
+                self.scope.open[symbol] = Unfit()  # neither guards nor graphs compute with it
             known = self._numbers[source] = wrap(symbol, self.scope)
         return known
 
@@ -102,12 +108,13 @@ class Varying:
 
     def _varies(self, value: int | float, source: Source, argument: bool) -> bool:
         mode = self.dynamic.mode
-        if mode is False or type(value) is int and not -LIMIT <= value <= LIMIT:
+        if mode is False or type(value) is int and abs(value) > WIDE:
             return False
         if Read(source) in self.dynamic.reads:
             # A condition does not tell zeros of both signs apart.
             return type(value) is int or math.isfinite(value) and value != 0
-        return mode is True and argument and type(value) is int and value not in (0, 1)
+        word = type(value) is int and abs(value) <= LIMIT
+        return mode is True and argument and word and value not in (0, 1)
 
     def tensor(
         self, value: torch.Tensor, source: Source, argument: bool, marks: dict[int, Any] | None = None

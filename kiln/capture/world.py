@@ -234,8 +234,9 @@ class World:
 
     def number(self, number: Any, value: int | float, source: Source) -> Any:
         """A number that varies: symbolic, and an input of the graph where the graph needs it."""
-        self.guard(AnyNumber(source, type(value), value))
-        self.recorder.symbol(number.node.expr, "value", source)
+        symbol = number.node.expr
+        self.guard(AnyNumber(source, type(value), value, symbol.high))
+        self.recorder.symbol(symbol, "value", source)
         return number
 
     def again(self, value: Any, known: Source, source: Source) -> Any:

@@ -145,28 +145,32 @@ class ShapedMatch(TensorMatch):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnyNumber(Guard):
-    """A Python number of an exact type, whatever its value; an int is one that a machine word holds."""
+    """A Python number of an exact type, whatever its value; an int is no greater than `most`, nor less."""
 
     type: type
     seen: int | float
+    most: int = MOST
 
     def __str__(self) -> str:
         return f"{self.source} is any {self.type.__name__}"
 
     def test(self, value: Any) -> bool:
         number: Any = value
-        return type(value) is self.type and (self.type is float or -MOST <= number <= MOST)
+        return type(value) is self.type and (self.type is float or -self.most <= number <= self.most)
 
     def describe(self, value: Any) -> str:
         if type(value) is self.type:
-            return f" was {self.seen}, now {value}, which no machine word holds"
+            holder = "no machine word holds" if self.most == MOST else "is too great"
+            return f" was {self.seen}, now {value}, which {holder}"
         return f" was of type {show(self.type)}, now {show(type(value))}"
 
     def emit(self) -> tuple[int, Any]:
+        if self.most != MOST:
+            return _hook.CHECK_TEST, self.test
         return (_hook.CHECK_INT, None) if self.type is int else (_hook.CHECK_TYPE, self.type)
 
     def key(self) -> object:
-        return AnyNumber, self.source, self.type
+        return AnyNumber, self.source, self.type, self.most
 
 
 @dataclass(frozen=True, slots=True, eq=False)

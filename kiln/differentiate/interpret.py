@@ -14,7 +14,7 @@ from torch import fx
 from torch.nn import functional
 
 from kiln.base.errors import Break
-from kiln.differentiate import masks
+from kiln.differentiate import masks, places
 from kiln.ops.symint import SYMBOLIC
 
 
@@ -157,7 +157,9 @@ def interpret(
         entering(node)
         args = [argument(a, known) for a in node.args]
         kwargs = {k: argument(v, known) for k, v in node.kwargs.items()}
-        if kind == "call_function":
+        if kind == "call_function" and places.has_places(node):
+            known[node] = places.item(node, *args)
+        elif kind == "call_function":
             function = STAND_INS.get(node.target, node.target)
             known[node] = call(function, getattr(function, "__name__", ""), args, kwargs)
         elif kind == "call_method":

@@ -18,7 +18,7 @@ from kiln.expand.relayout import Relayout
 from kiln.ops.table import aten
 
 #: Places of a filter at most, those whose gradients loops sum up, and channels at once.
-PLACES, SUMS, STEP = 49, range(6, 10), 8
+PLACES, SUMS, STEP = 49, range(6, 10), 2
 
 
 def takes(node: Node, first: int) -> bool:

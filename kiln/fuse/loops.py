@@ -22,24 +22,21 @@ from kiln.ops.expansions.norms import (
     batch_norm_functional,
     group_norm,
     layer_norm,
-    statistics,
 )
 from kiln.ops.expansions.reductions import product
 from kiln.ops.table import aten
 
 
-def _spread_and_mean(x: torch.Tensor, dims: list[int], count: int, correction: Any) -> Any:
-    mean = aten.sum.dim_IntList(x, dims, True) / float(count)
+def _spread_and_mean(x: torch.Tensor, dims: list[int], count: Any, correction: Any) -> Any:
+    mean = aten.sum.dim_IntList(x, dims, True) / count
     centred = x - mean
-    spread = aten.sum.dim_IntList(centred * centred, dims, True) / float(max(count - correction, 0))
+    spread = aten.sum.dim_IntList(centred * centred, dims, True) / max(count - correction, 0)
     return spread, mean
 
 
 def _statistics(x: torch.Tensor, dims: list[int], eps: float) -> Any:
     """Those of norms, in the type of what is normalised: two passes over a row that stays in the cache."""
     count = math.prod([x.shape[d] for d in dims])
-    if type(count) is not int:
-        return statistics(x, dims, eps)
     spread, mean = _spread_and_mean(x, dims, count, 0)
     if count > 1:  # an infinity makes eager's running mean NaN
         mean = torch.where(torch.isnan(spread), spread, mean)
@@ -54,7 +51,7 @@ def _var_mean(
         return NotImplemented
     dims = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
     count = math.prod([x.shape[d] for d in dims])
-    if type(count) is not int or not count:
+    if not count:
         return NotImplemented
     here, dtype = x.device.type == "cpu", x.dtype
     exact = here and dtype is not torch.float16

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.expressions import FLOORDIV
+from kiln.base.expressions import FLOORDIV, hinted
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.merge import merged, rewritten, substituted
@@ -42,19 +42,15 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     """The nest, or nests that together do what it does, each with fewer conditions."""
     if nest.reduced or not nest.axes or nest.volume() < WORTH:
         return [nest]
-    if not all(type(a.size) is int and type(a.low) is int and not a.low for a in nest.axes):
+    if any(a.low != 0 for a in nest.axes):
         return [nest]
     used = nest.terms()
     if sum(isinstance(term, Load) for term in used) >= LOADS:
         return [nest]
     tests = {id(t): found for t in used if (found := turning(t, nest.axes)) is not None}
-    cuts: dict[Axis, list[int]] = {a: [0, a.size] for a in nest.axes}
-    for a, turn, _ in tests.values():
-        if 0 < turn < a.size and turn not in cuts[a]:
-            cuts[a].append(turn)
-    parts = {a: list(itertools.pairwise(sorted(places))) for a, places in cuts.items()}
+    parts = {a: between(a, {turn for b, turn, _ in tests.values() if a is b}) for a in nest.axes}
     inner = in_line(nest)
-    if any(high - low < LINE for low, high in parts[inner]):
+    if any(hinted(high - low) < LINE for low, high in parts[inner]):
         parts[inner] = [(0, inner.size)]
     count = math.prod(map(len, parts.values()))
     if count == 1 or count > MOST:
@@ -65,6 +61,21 @@ def peeled(nest: Nest, scope: Scope) -> list[Nest]:
     return [merged(part_of(nest, tests, region, scope), scope) for region in regions]
 
 
+def between(along: Axis, turns: set[Any]) -> list[tuple[Any, Any]]:
+    """The parts of a loop between these turns; one where it is not known in which order they come."""
+    inside = {turn for turn in turns if not at_most(turn, 0) and not at_most(along.size, turn)}
+    places = [0, *sorted(inside, key=hinted), along.size]
+    parts = list(itertools.pairwise(places))
+    return parts if all(itertools.starmap(at_most, parts)) else [(0, along.size)]
+
+
+def at_most(a: Any, b: Any) -> bool:
+    """Whether a number is known to be no more than another, whatever the sizes are."""
+    rest = b - a
+    least = rest.scope.bounds(rest)[0] if isinstance(rest, Expr) else rest
+    return bool(least >= 0)
+
+
 def in_line(nest: Nest) -> Axis:
     """The loop along which elements lie side by side where they are stored."""
     index = nest.stores[0].index
@@ -72,7 +83,7 @@ def in_line(nest: Nest) -> Axis:
     return next((a for a in reversed(nest.axes) if poly.get((a.variable,)) == 1), nest.axes[-1])
 
 
-def turning(term: Term, axes: Sequence[Axis]) -> tuple[Axis, int, bool] | None:
+def turning(term: Term, axes: Sequence[Axis]) -> tuple[Axis, Any, bool] | None:
     """For a comparison of one loop's place with a number: the loop, where it changes, what it is before."""
     if not isinstance(term, Apply) or term.op not in ("lt", "ge"):
         return None
@@ -82,20 +93,20 @@ def turning(term: Term, axes: Sequence[Axis]) -> tuple[Axis, int, bool] | None:
     past = left - right
     if not isinstance(past, Expr):
         return None
-    step = start = 0
-    repeats = 1
+    start: Any = past
+    step, repeats = 0, 1
     found: Axis | None = None
     for monomial, factor in past.poly.items():
-        if not monomial:
-            start = factor
+        if not any(a.variable in atom.symbols() for atom in monomial for a in axes):
             continue
         if len(monomial) > 1 or step or type(factor) is not int:
             return None
         atom, step = monomial[0], factor
+        start = start - atom * step
         if atom.op is FLOORDIV and type(atom.args[1]) is int:
             atom, repeats = atom.args
         found = next((a for a in axes if atom is a.variable), None)
-    if found is None or type(start) is not int:
+    if found is None or type(start) is not int and (abs(step) > 1 or repeats > 1):
         return None
     # `step * place + start < 0` holds up to a place, or from it on.
     turn = -(start // step) if step > 0 else start // -step + 1
@@ -110,15 +121,15 @@ def number(term: Term) -> Any:
 
 
 def part_of(
-    nest: Nest, tests: dict[int, tuple[Axis, int, bool]], region: tuple[tuple[int, int], ...], scope: Scope
+    nest: Nest, tests: dict[int, tuple[Axis, Any, bool]], region: tuple[tuple[Any, Any], ...], scope: Scope
 ) -> Nest:
     """The nest over one region, in which most comparisons are known."""
     bounds = dict(zip(nest.axes, region, strict=True))
     known: dict[int, Term] = {}
     for key, (a, turn, before) in tests.items():
         low, high = bounds[a]
-        if high <= turn or low >= turn:
-            known[key] = KNOWN[before if high <= turn else not before]
+        if at_most(high, turn) or at_most(turn, low):
+            known[key] = KNOWN[before if at_most(high, turn) else not before]
     stores = changed(nest.stores, known, decided)
     axes: list[Axis] = []
     moves: dict[Any, Any] = {}

@@ -323,15 +323,19 @@ def nearest_backward(exact: bool) -> Callable[..., Any]:
 
 def average_forward(x: torch.Tensor, sizes: Any) -> Any:
     """Means of windows that fill the result."""
-    if not _known(x.shape, sizes) or all(n == 1 for n in sizes):
+    if all(n == 1 for n in sizes) or 0 in x.shape:
         return adaptive_avg_pool(x, sizes)
+    if not _known(x.shape[-len(sizes) :], sizes):
+        return NotImplemented
     windows = [Windows.adaptive(n, m) for n, m in zip(x.shape[-len(sizes) :], sizes, strict=True)]
     return resampled(x, [w.sums(1 / w.counts) for w in windows])
 
 
 def average_backward(rank: int, grad: torch.Tensor, x: torch.Tensor) -> Any:
-    if not _known(x.shape, grad.shape) or all(n == 1 for n in grad.shape[-rank:]):
+    if all(n == 1 for n in grad.shape[-rank:]) or 0 in x.shape:
         return spread(grad, x, rank)
+    if not _known(x.shape[-rank:], grad.shape[-rank:]):
+        return NotImplemented
     sizes = zip(x.shape[-rank:], grad.shape[-rank:], strict=True)
     return _shared_out(grad, [Windows.adaptive(n, m) for n, m in sizes])
 
@@ -341,7 +345,7 @@ def pool_backward(
     count_include_pad: bool, divisor: Any,
 ) -> Any:  # fmt: skip
     sides = pair(kernel), pair(stride if stride else kernel), pair(padding)
-    if None in sides or not _known(x.shape, grad.shape):
+    if None in sides or 0 in x.shape or not _known(x.shape[-2:], grad.shape[-2:]):
         return NotImplemented
     given = zip(x.shape[-2:], grad.shape[-2:], *sides, strict=True)  # type: ignore[arg-type]
     return _shared_out(grad, [Windows.sliding(*numbers, count_include_pad) for numbers in given], divisor)

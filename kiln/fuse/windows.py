@@ -43,13 +43,16 @@ class Windows:
         any_type: bool = False,
     ) -> None:  # fmt: skip
         sides = [pair(kernel), pair(stride if stride else kernel), pair(padding), pair(dilation)]
-        self.known = x.dim() in (3, 4) and None not in sides and all(type(n) is int for n in x.shape)
+        self.known = x.dim() in (3, 4) and None not in sides
+        # Of sizes that vary the last window ends where it does by its floor.
+        self.fixed = all(type(n) is int for n in x.shape[-2:])
+        self.known = self.known and (self.fixed or not ceil)
         plain = x.dtype in (torch.float32, torch.float64) and x.is_contiguous()
         self.known = self.known and (plain or any_type and x.is_floating_point())
         self.known = self.known and 0 not in x.shape
         if not self.known:
             return
-        self.x = x
+        self.x, self.ceil = x, ceil
         self.kernel, self.stride, self.padding, self.dilation = (side for side in sides if side is not None)
         (size,) = pooled(x, self.kernel, self.stride, self.padding, self.dilation, ceil)
         self.out = size[-2:]
@@ -72,8 +75,11 @@ class Windows:
         """The elements of the windows as two last dimensions, with one number in the padding."""
         borders: list[int] = []
         for d in (1, 0):
-            needed = (self.out[d] - 1) * self.stride[d] + self.reach(d)
-            borders += [self.padding[d], max(needed - self.padding[d] - self.x.shape[d - 2], 0)]
+            after = self.padding[d]
+            if self.fixed:
+                needed = (self.out[d] - 1) * self.stride[d] + self.reach(d)
+                after = max(needed - self.padding[d] - self.x.shape[d - 2], 0)
+            borders += [self.padding[d], after]
         seen = aten.constant_pad_nd(self.x, borders, fill) if any(borders) else self.x
         for d in (0, 1):
             seen = aten.unfold(seen, self.x.dim() - 2 + d, self.reach(d), self.stride[d])
@@ -110,7 +116,7 @@ def max_pool_backward(
 ) -> Any:  # fmt: skip
     """For each place the gradients of the windows that chose it, added in eager's order."""
     windows = Windows(x, kernel, stride, padding, dilation, ceil_mode)
-    if not windows.known or not grad.is_contiguous() or not indices.is_contiguous():
+    if not (windows.known and windows.fixed and grad.is_contiguous() and indices.is_contiguous()):
         return NotImplemented
     around = [windows.around(d) for d in range(2)]
     most = ASKED if x.device.type == "cpu" else 1
@@ -163,7 +169,8 @@ def _counted(windows: Windows, dim: int, padded: bool) -> Any:
     """How many places of a window along a dimension count: one number, or one for each window."""
     size, padding, kernel = windows.x.shape[dim - 2], windows.padding[dim], windows.kernel[dim]
     border = padding if padded else 0
-    if (windows.out[dim] - 1) * windows.stride[dim] + kernel <= size + padding + border and border == padding:
+    last = (windows.out[dim] - 1) * windows.stride[dim] + kernel
+    if border == padding and (not windows.ceil or last <= size + padding + border):
         return kernel
     starts = windows.starts(dim)
     return (starts + kernel).clamp(max=size + border) - starts.clamp(min=-border)

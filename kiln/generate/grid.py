@@ -193,12 +193,13 @@ def all_along(nest: Nest, axis: Axis) -> bool:
     return all(i.poly.get((axis.variable,)) == 1 for i in own)
 
 
-def as_written(nest: Nest, vector: Axis | None, axes: list[Axis]) -> list[Axis]:
-    """Other axes than a short vector axis in the order in which results lie in memory."""
+def as_written(nest: Nest, axes: list[Axis]) -> list[Axis]:
+    """Other axes than the vector axis in the order in which results lie in memory, where that is known."""
     index = nest.stores[0].index
-    if nest.reduced or vector is None or extent(vector) >= SQUARE // 2 or not isinstance(index, Expr):
+    steps = [index.poly.get((axis.variable,), 0) if isinstance(index, Expr) else 0 for axis in axes]
+    if nest.reduced or not all(steps):
         return axes
-    return sorted(axes, key=lambda axis: -index.poly.get((axis.variable,), 0))
+    return [axis for _, axis in sorted(zip(steps, axes, strict=True), key=lambda pair: -pair[0])]
 
 
 def axis_across(nest: Nest, vector: Axis | None) -> Axis | None:

@@ -224,8 +224,8 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
             start: Any = left
             end: Any = right
             if not (isinstance(low, int) and isinstance(high, int)):
-                first, last = self.index(low), self.index(high)
-                start, end = (first > left).where(first, left), (last < right).where(last, right)
+                first, last, begin, stop = map(self.index, (low, high, left, right))
+                start, end = (first > begin).where(first, begin), (last < stop).where(last, stop)
             self.decided = decided(self.nest, axis, left, right)
             self.along(axis, start, end, [], self.row_of_lanes, factor=factor)
             self.decided = {}

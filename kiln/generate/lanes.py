@@ -18,6 +18,7 @@ from kiln.fuse.nest import (
     Term,
     children,
     is_affine,
+    terms,
 )
 from kiln.generate.llvm import Value
 from kiln.generate.scalar import FOLDS, PLACED
@@ -127,12 +128,13 @@ def vector_axis(nest: Nest, rank: int = 0, width: int = 16) -> Axis | None:
     if not able:
         return None
     computed = nest.terms()
-    accesses = [t.index for t in computed if isinstance(t, Load)]
-    accesses += [s.index for s in nest.stores]
+    loads = [t for t in computed if isinstance(t, Load)]
+    accesses = [t.index for t in loads if not t.places] + [s.index for s in nest.stores]
     functions = sum(isinstance(t, Apply) for t in computed)
 
     def cost(axis: Axis) -> float:
         taken = functions + sum(access_cost(index, axis) for index in accesses if isinstance(index, Expr))
+        taken += sum(_cost_at_places(load, axis) for load in loads if load.places)
         return taken / lanes_along(axis, width)
 
     able.reverse()
@@ -154,6 +156,14 @@ def access_cost(index: Expr, axis: Axis) -> int:
         return 0
     linear = index.poly.get((axis.variable,))
     return 1 if linear == 1 else 3 if linear in STRIDES else GATHER_COST
+
+
+def _cost_at_places(load: Load, axis: Axis) -> int:
+    """The same for places that are data: elements one by one where these differ along the axis."""
+    below = [t.index for t in terms(place.term for place in load.places) if isinstance(t, (Load, Place))]
+    if any(axis.variable in index.symbols() for index in below if isinstance(index, Expr)):
+        return GATHER_COST
+    return access_cost(load.index, axis)
 
 
 def symbols_of(nest: Nest) -> list[Expr]:

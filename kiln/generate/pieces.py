@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from kiln.fuse.nest import Apply, Axis, Load, Nest, Term, terms
-from kiln.fuse.peel import turning
+from kiln.fuse.peel import at_most, between, turning
 
 #: Pieces of one loop at most, and of one whose body has few terms: it is written once for each.
 MOST, MOST_OF_SHORT, SHORT = 4, 9, 64
@@ -14,12 +15,15 @@ FEW = 2
 ALL, ANY = ("bitwise_and", False), ("bitwise_or", True)
 
 
-def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
+def borders(nest: Nest, axis: Axis, shortest: int) -> list[Any]:
     """Where conditions on the variable of a loop change, in order; none where pieces were short or many."""
-    if type(axis.size) is not int or axis.low != 0:
+    if axis.low != 0:
         return []
     found = {turn[1] for term in _conditions(nest) if (turn := turning(term, (axis,))) is not None}
-    inside = sorted(b for b in found if 0 < b < axis.size)
+    if type(axis.size) is not int:
+        edges = [low for low, _ in between(axis, found)[1:]]
+        return edges if len(edges) < MOST else []
+    inside = sorted(b for b in found if type(b) is int and 0 < b < axis.size)
     edges = [0, *inside, axis.size]
     most = MOST_OF_SHORT if len(nest.terms()) <= SHORT else MOST
     if len(inside) < most and all(b - a >= shortest for a, b in pairwise(edges)):
@@ -33,15 +37,17 @@ def borders(nest: Nest, axis: Axis, shortest: int) -> list[int]:
     return inside if len(inside) < MOST and long_or_few else []
 
 
-def decided(nest: Nest, axis: Axis, low: int, high: int) -> dict[int, bool]:
+def decided(nest: Nest, axis: Axis, low: Any, high: Any) -> dict[int, bool]:
     """The conditions, by their ids, that hold or fail in all turns from `low` to `high`."""
     known: dict[int, bool] = {}
     for term in nest.terms():
         if not isinstance(term, Apply):
             continue
         turn = turning(term, (axis,))
-        if turn is not None and not low < turn[1] < high:
-            known[id(term)] = (high <= turn[1]) == turn[2]
+        if turn is not None and at_most(high, turn[1]):
+            known[id(term)] = turn[2]
+        elif turn is not None and at_most(turn[1], low):
+            known[id(term)] = not turn[2]
         for name, short in (ALL, ANY):
             if term.op == name:
                 given = [known.get(id(arg)) for arg in term.args]

@@ -68,7 +68,7 @@ class GridEmitter(Online):
     def number(self, major: Value, many: int, minor: Value) -> Value:
         """`major * many + minor` of 32 bits each as an index; in 32 bits where it is known to fit."""
         count = self.count()
-        if isinstance(count, int) and count * many >= 1 << 31:
+        if isinstance(count, int) and count + many >= 1 << 31:
             return self.unsigned(major).to(I64) * many + self.unsigned(minor).to(I64)
         return self.unsigned(major * many + minor).to(I64)
 
@@ -105,7 +105,7 @@ class GridEmitter(Online):
 
     def outer(self) -> list[Axis]:
         """The kept axes that do not run in the elements of a thread."""
-        return as_written(self.nest, self.vector, [a for a in self.nest.kept if a is not self.vector])
+        return as_written(self.nest, [a for a in self.nest.kept if a is not self.vector])
 
     # Without folds
 

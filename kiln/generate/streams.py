@@ -63,7 +63,7 @@ class Streams(Values):
         if vector is None or self.width * 4 != LINE or moved(nest) < last_cache():
             return []
         edges = borders(nest, vector, self.width)
-        if vector.low != 0 or any(edge % self.width for edge in edges):
+        if vector.low != 0 or any(type(edge) is not int or edge % self.width for edge in edges):
             return []
         rows = [s for s in nest.stores if not s.kept and not s.adds and in_rows(s, vector)]
         if even := [s for s in rows if self.in_lines(s, vector)]:

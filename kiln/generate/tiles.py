@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -65,13 +66,16 @@ def _crosses(load: Load, along: Axis, across: Axis) -> bool:
     """Whether elements of a load lie side by side along `across`, and far from each other along `along`."""
     if load.places or load.valid is not None or load.dtype is torch.bool:
         return False
-    variables = (along.variable, across.variable)
+    far = load.index.poly.get((along.variable,), 0)
     for monomial in load.index.poly:
-        if len(monomial) != 1 or monomial[0] not in variables:
-            if any(v in atom.symbols() for atom in monomial for v in variables):
-                return False
-    far, near = (load.index.poly.get((variable,)) for variable in variables)
-    return near == 1 and far is not None and abs(far) > 4
+        if monomial in ((along.variable,), (across.variable,)):
+            continue
+        steps = along.variable in monomial  # by a product of sizes
+        other = [atom for atom in monomial if atom is not along.variable]
+        if any(axis.variable in atom.symbols() for atom in other for axis in (along, across)):
+            return False
+        far = far or steps and hinted(math.prod(other))
+    return bool(load.index.poly.get((across.variable,)) == 1 and abs(far) > 4)
 
 
 def turned(rows: list[Value]) -> list[Value]:

@@ -267,3 +267,8 @@ def of_number(kind: type) -> torch.dtype:
         return torch.bool
     default = torch.get_default_dtype()
     return COMPLEX_OF[default] if kind is complex else default
+
+
+def is_place(part: Any) -> bool:
+    """Whether a part of an index is a tensor of which torch takes the number; of bytes it would be a mask."""
+    return isinstance(part, torch.Tensor) and not part.dim() and part.dtype in INTEGERS - {torch.uint8}

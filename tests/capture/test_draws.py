@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+import sys
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support import EAGER, How, Watch, kiln, one_graph, program, same_as_eager, t
+from tests.support import EAGER, Counting, How, Watch, kiln, one_graph, ops_of, program, same_as_eager, t
 
 X = t(3)
 GENERATOR = random.Random(5)
@@ -136,6 +137,111 @@ def seeds_count_in_the_order_of_the_program(x):
     b = GENERATOR.random()
     GENERATOR.setstate(random.Random(9).getstate())
     return x * a + b, GENERATOR.randint(1, 9)
+
+
+@program(t(8, grad=True))
+def test_torch_is_seeded_before_the_graph_runs(x):
+    torch.manual_seed(x.shape[0])
+    torch.manual_seed(seed=5)
+    return torch.dropout(x, 0.5, True) * torch.rand(8)
+
+
+def test_a_seed_of_before_the_graph_is_no_part_of_it():
+    r = one_graph(lambda x: (torch.manual_seed(5), torch.rand(3) * x)[1], X)
+    assert EAGER or torch.manual_seed not in [n.target for n in ops_of(r.modules[0])]
+
+
+def test_a_seed_after_numbers_were_drawn_is_a_part_of_the_graph():
+    def f(x):
+        torch.manual_seed(2)
+        y = torch.rand(3) * x
+        torch.manual_seed(5)
+        return torch.manual_seed(6), y, torch.rand(3)
+
+    r = one_graph(f, X)
+    assert EAGER or [n.args for n in ops_of(r.modules[0]) if n.target is torch.manual_seed] == [(5,), (6,)]
+
+
+def test_a_full_graph_seeds_by_itself():
+    def f(x):
+        torch.manual_seed(5)
+        return torch.rand(3) * x
+
+    if not EAGER:
+        graph = kiln.capture(f, X).graph_module
+        torch.manual_seed(1)
+        torch.testing.assert_close(graph(X)[0], f(X))
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, "a", 2.5], ids=["wide", "low", "text", "float"])
+def test_what_is_no_seed_raises(seed):
+    def f(x):
+        torch.manual_seed(seed)
+        return torch.rand(3) * x
+
+    same_as_eager(f, X)
+
+
+SEEDS = (2**63 + 5, 7, 2**64 - 3, 2**64 - 9, 2**63 - 1, 11, 2**63, -4)
+
+
+class Seeded(nn.Module):
+    def forward(self, x, drawn):
+        self.seed = int(drawn % sys.maxsize)
+        torch.manual_seed(self.seed)
+        return torch.dropout(x.sin(), 0.5, True), self.seed, drawn
+
+
+def test_seeds_that_no_machine_word_holds_have_one_graph():
+    watch = Watch(Seeded())
+    for seed in SEEDS:
+        out, told, drawn = watch(t(64), seed)
+        assert (told, drawn) == (seed % sys.maxsize, seed)
+    assert EAGER or (len(watch.backend.modules) <= 3 and not watch.breaks)
+
+
+def test_torchs_own_seeds_compile_no_graph_in_each_step():
+    class Layer(nn.Module):
+        def forward(self, x):
+            self.seed = int(torch.seed() % sys.maxsize)
+            torch.manual_seed(self.seed)
+            return torch.dropout(x, 0.5, True)
+
+    layers = nn.ModuleList([Layer() for _ in range(3)])
+
+    def f(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    backend, x = Counting(), torch.ones(64)
+    compiled = f if EAGER else kiln.compile(f, backend=backend)
+    for _ in range(8):
+        y, expected = compiled(x), x
+        before = len(backend.modules)
+        for layer in layers:
+            torch.manual_seed(layer.seed)
+            expected = torch.dropout(expected, 0.5, True)
+        torch.testing.assert_close(y, expected)
+    assert len(backend.modules) == before <= 6
+
+
+USES = {
+    "asked": lambda x, n: x if n > 2**63 + 4 else -x,
+    "rest": lambda x, n: x * (n % 3),
+    "float": lambda x, n: x * float(n),
+    "half": lambda x, n: x + (n,)[0] * 0.5,
+    "bits": lambda x, n: x + (n & 255) + n.bit_length(),
+    "text": lambda x, n: (x, str(n)),
+    "graph": lambda x, n: x.long() * n,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_numbers_that_no_machine_word_holds_are_looked_at(use):
+    watch = Watch(use)
+    for n in SEEDS:
+        watch(X, n)
 
 
 def test_an_op_that_fails_draws_once():

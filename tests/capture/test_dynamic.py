@@ -317,8 +317,8 @@ def test_numbers_in_dicts_and_attributes():
     assert len(seen.graphs) == 2
 
 
-def test_a_large_int_is_no_symbol():
-    vary(lambda x, n: (x + 1, n + 1), [(counted(3), n) for n in (5, 6, 2**70, 7, 2**63 - 1, -(2**63))], compiles=4)
+def test_large_ints_are_handed_on_by_one_entry():
+    vary(lambda x, n: (x + 1, n + 1), [(counted(3), n) for n in (5, 6, 2**70, 7, 2**63 - 1, -(2**63))], compiles=3)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
@@ -336,6 +336,7 @@ def test_learning_rates(kind, foreach):
             step()
         return weights
 
+    kiln.reset()  # methods of equal compile calls share what was captured
     with records.collect() as seen:
         got = train(True)
     torch.testing.assert_close(got, train(False))

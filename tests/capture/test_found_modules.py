@@ -267,6 +267,31 @@ def test_a_function_that_seeds_runs_in_python(cls, graphs):
     pin(same_as_eager(lambda x: cls.apply(x.sin()).cos(), G), graphs=graphs, breaks=1)
 
 
+class Kept:
+    def __init__(self):
+        self.seen = {"all": []}
+
+
+class Keeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        (kept.seen["all"] if isinstance(kept, Kept) else kept).extend((x * 3, 5))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+@pytest.mark.parametrize("make", [list, Kept], ids=["list", "object"])
+def test_a_function_that_changes_what_it_is_given_runs_in_python(make):
+    def f(x):
+        kept = make()
+        return Keeping.apply(x.sin(), kept).cos(), kept
+
+    pin(same_as_eager(f, G), graphs=3, breaks=1)
+
+
 @program(X, t(8, 3), graphs=2, breaks=1)
 def test_bounds_of_a_slice_that_are_tensors_leave_with_it(x, table):
     start = x.long().sum() - 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import Watch, t
+from tests.support import EAGER, Watch, t
 
 X = t(2, 3)
 NAMES = [f"n{i}" for i in range(4)]
@@ -92,3 +92,14 @@ def test_caught():
     for text in NAMES:
         watch(X, text)
     watch.pin(breaks=0)
+
+
+def test_texts_that_change_together_are_left_open_together():
+    def f(x, pairs):
+        kept = [patch for _, patch in pairs]
+        return x * 2, kept
+
+    watch = Watch(f)
+    for n in range(5):
+        watch(X, [(f"a{n}", f"b{n}"), (f"c{n}", f"d{n}"), ("same", f"e{n}")])
+    assert EAGER or len(watch.backend.modules) == 2

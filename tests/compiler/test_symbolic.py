@@ -14,6 +14,10 @@ from torch import nn
 
 import kiln
 from kiln.base import records
+from kiln.fuse.program import fuse
+from kiln.fuse.steps import Call
+from kiln.launch import program
+from kiln.ops.table import aten
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = (5, 2, 3, 4, 6, 7, 8, 9, 12, 15, 16, 17, 31, 32, 33, 64, 65, 100, 257, 1001)
@@ -101,6 +105,44 @@ def check(eager: Callable[..., Any], compiled: Callable[..., Any], given: tuple[
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, equal_nan=True)
             assert mine.stride() == theirs.stride() or not mine.numel()
+
+
+#: Loops where sizes vary: no kernel of eager's is called.
+LOOPS: dict[str, Case] = {
+    "max pool": (lambda x: F.max_pool2d(x, 3, 2, 1), lambda n: (randn(2, 3, n + 2, n + 3),)),
+    "max pool without borders": (lambda x: F.max_pool2d(x, 2) * 2, lambda n: (randn(n, 3, 6, n + 3),)),
+    "mean pool": (lambda x: F.avg_pool2d(x, 2, padding=1), lambda n: (randn(n, 3, n + 2, 5),)),
+    "rows of a table": (lambda i, w: F.embedding(i, w).sum(1), lambda n: (torch.arange(6 * n).view(n, 6) % 5, randn(5, 20))),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), lambda n: (randn(n, 3, n, n + 1),)),
+    "group norm": (lambda x: F.group_norm(x, 2), lambda n: (randn(2, 4, n, n + 1),)),
+    "variance": (lambda x: x.var((0, 2)) + x.std((0, 2), correction=0), lambda n: (randn(n, 3, n + 2),)),
+    "reflected": (lambda x: F.pad(x, (2, 1, 1, 2), mode="reflect"), lambda n: (randn(9, 40, n + 3, n + 4),)),
+    "borders": (lambda x: F.pad(x, (2, 1, 1, 0)) + 1, lambda n: (randn(9, 20, n + 3, n + 4),)),
+    "rolled": (lambda x: x.roll((1, 3), (-1, -2)) * 2, lambda n: (randn(9, 20, n + 3, n + 4),)),
+    "turned": (lambda x: x.transpose(1, 3).contiguous(), lambda n: (randn(2, 40, n + 3, n + 14),)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_where_sizes_vary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, make = LOOPS[name]
+    made: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(fuse(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(program, "fuse", noted)
+    monkeypatch.setattr(program, "keeping", lambda *_: None)
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True), torch.no_grad():
+        for n in (5, 2, 3, 4, 13, 16, 17, 31, 33, 64):
+            args = make(n)
+            torch.testing.assert_close(compiled(*args), function(*args), rtol=2e-5, atol=2e-5)
+    assert len(log.graphs) == len(made) == 1 and not log.fallbacks
+    calls = [s.node.op for s in made[0].steps if isinstance(s, Call) and not s.node.op.is_view]
+    assert [str(op) for op in calls if op is not aten.empty.memory_format] == []
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -80,6 +80,7 @@ FALLBACKS: dict[str, str] = {
 }
 
 if DEVICE == "cuda":
+    SOMETIMES["nn.functional.gaussian_nll_loss"] = {"branch-on-tensor"}  # graphs check values on CPUs alone
     margins = ("nn.functional.multi_margin_loss", "nn.functional.multilabel_margin_loss")
     FALLBACKS |= dict.fromkeys(margins, "the gradient has no kernel for tensors without data")
 

@@ -46,6 +46,7 @@ if DEVICE == "cuda":
     SOMETIMES |= {
         **dict.fromkeys(["nn.RNN", "nn.GRU", "nn.LSTM"], {"metadata-mutation"}),  # cuDNN has weights side by side
         **dict.fromkeys(["nn.GRUCell", "nn.CTCLoss"], {"no-meta-kernel"}),
+        "nn.GaussianNLLLoss": {"branch-on-tensor"},  # graphs check values on CPUs alone
     }
 
 #: Modules that eager differentiates in training mode alone, on GPUs.

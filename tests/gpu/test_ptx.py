@@ -342,6 +342,12 @@ def test_divisions_of_indices_are_of_32_bits():
     assert not count(r"(div|rem|mul\.hi)\.[su]64", text)
 
 
+def test_divisions_are_of_32_bits_where_elements_are_many():
+    rows = torch.empty(1024, 30528, dtype=HALF)  # products over padded rows
+    made = device_of(lambda a: a[:, :30522].clone(memory_format=torch.contiguous_format) + 1, rows)
+    assert not count(r"(div|rem|mul\.hi)\.[su]64", made.text) and count(r"mul\.hi\.u32", made.text) == 4
+
+
 def test_equal_nests_share_a_function():
     def f(a, b):
         return a.sum(0) * 2, b.sum(0) * 2

@@ -172,7 +172,7 @@ def _by_running(x: Tensor, weight: Some, bias: Some, mean: Tensor, var: Tensor, 
 def _by_batch(x: Tensor, weight: Some, bias: Some, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, the batch's mean, the reciprocal of its deviation, and its variance."""
     dims = [0, *range(2, x.dim())]
-    if x.device.type == "cpu" and widened(x).dtype is torch.float32 and type(extent(x, dims)) is int:
+    if x.device.type == "cpu" and widened(x).dtype is torch.float32:
         return _by_batch_as_eager(widened(x), weight, bias, eps, x.dtype)
     spread, middle = torch.var_mean(widened(x), dims, correction=0)
     scale = torch.rsqrt(spread + eps)
@@ -188,7 +188,7 @@ def _by_batch_as_eager(
     eager's in the last bit, so do the gradients in leading ones.
     """
     double, rank, dims = torch.float64, x.dim(), [0, *range(2, x.dim())]
-    count = float(extent(x, dims))
+    count = extent(x, dims)
     middle = (torch.sum(x.to(double), dims) / count).to(x.dtype)
     centred = x - _channels(middle, rank)
     spread = torch.sum((centred * centred).to(double), dims).to(x.dtype) / count
