@@ -31,6 +31,7 @@ from kiln.fuse.split import CORES, Cuts, Split, split
 from kiln.fuse.stages import SHORT, Batch
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.strips import with_sums
+from kiln.fuse.turns import in_turns
 from kiln.fuse.updates import updated
 from kiln.fuse.views import is_map, place_of
 
@@ -97,6 +98,8 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
         steps = fuse_repeats(graph, steps_of)
     if cuts.at_once:
         steps = small_first(steps, set(nodes_in(graph.outputs)))
+    else:
+        steps = in_turns(steps, graph.outputs)
     return Program(graph, with_views(graph, steps))
 
 

@@ -288,7 +288,7 @@ class Groups:
         return bytes_of(held) > max(2 * bytes_of(made), HELD)
 
     def waits_for(self, node: Node, made: Collection[Node], until: int) -> bool:
-        """Whether a value that is kept would be read last where others, made of it, are: all else is before."""
+        """Whether a value that is kept would be read last where others are made of it."""
         if node not in self.read_whole or node in self.outputs:
             return False
         others = [r for r in self.readers(node) if r not in made]
