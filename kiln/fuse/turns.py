@@ -87,7 +87,7 @@ def _same(first: Launch, second: Launch) -> dict[Buffer, Buffer]:
 def _launched(first: Launch, second: Launch, kernel: Kernel, others: dict[Buffer, Buffer]) -> Launch:
     """A launch of the kernel that does what both do."""
     reads, writes = kernel.buffers()
-    owners = {others.get(b, b): n for launch in (first, second) for b, n in launch.reads.items()}
+    owners = {**first.reads, **{others.get(b, b): n for b, n in second.reads.items()}}
     return Launch(kernel, {b: owners[b] for b in reads}, {b: second.writes[b] for b in writes}, {})
 
 
