@@ -270,20 +270,20 @@ class Groups:
         """Whether much that a value is made of would be in memory beside what much larger loops make."""
         if self.anew:
             return False
-        going, made = bytes_of(self.going(reads, home)), group.volume() * int(node.spec.dtype.itemsize)
+        going, made = bytes_of(self.going(reads, home.position)), group.volume() * int(node.spec.dtype.itemsize)
         return min(going, made) - bytes_of([node]) >= MUCH
 
-    def going(self, reads: Iterable[Node], home: Group) -> list[Node]:
-        """What of some values a group alone reads: it goes where that is made."""
+    def going(self, reads: Iterable[Node], home: int) -> list[Node]:
+        """What of some values the group at a place alone reads: it goes where that is made."""
         passing = [n for n in reads if n.op is not INPUT and n.op is not CONSTANT and n not in self.outputs]
-        return [n for n in passing if all(self.place.get(r) == home.position for r in self.readers(n))]
+        return [n for n in passing if all(self.place.get(r) == home for r in self.readers(n))]
 
     def holds(self, reads: Iterable[Node], home: Group, until: int, made: Collection[Node]) -> bool:
         """Whether making values of a group later, after eager's kernels, holds much more memory till then."""
         between = self.items[home.position + 1 : until]
         if self.anew or not any(isinstance(item, Node) for item in between):
             return False
-        held = self.going(reads, home)
+        held = self.going(reads, home.position)
         held += [n for n in home.members if self.waits_for(n, made, until)]
         return bytes_of(held) > max(2 * bytes_of(made), HELD)
 

@@ -385,6 +385,21 @@ def test_what_an_image_is_enlarged_by_way_of_takes_no_memory(factor, mode):
     assert mine <= eager + SCRATCH, (mine, eager)
 
 
+class Translating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Transformer(64, 4, 2, 2, 128, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x[:, :16] * 2)
+
+
+def test_sums_of_gradients_in_another_order_take_their_memory():
+    """What both decoder layers read of the encoder: its norms make much at once of the sum of two products."""
+    eager, mine = peaks(Translating(), torch.randn(2, 32, 64), True)
+    assert mine <= eager, (mine, eager)
+
+
 def test_a_sum_does_not_wait_for_calls_with_all_that_it_is_made_of():
     """The product goes before others: what is added to its one half is a quarter of what would be held."""
 
