@@ -20,17 +20,18 @@ from kiln.fuse.group import Fuser
 from kiln.fuse.merge import merged, rewritten
 from kiln.fuse.moments import in_one_pass
 from kiln.fuse.neighbours import sums_at_once
-from kiln.fuse.nest import Apply, Buffer, Kernel, Load, Nest, Store, Term, terms
+from kiln.fuse.nest import Buffer, Kernel, Load, Nest, Store, terms
 from kiln.fuse.ordered import Update, nests_of
 from kiln.fuse.pairs import copies, in_pairs, with_fold
 from kiln.fuse.parts import fuse_parts
 from kiln.fuse.peel import peeled
 from kiln.fuse.reading import Group, Groups
 from kiln.fuse.repeats import chain_of, fuse_repeats, nodes_of
-from kiln.fuse.split import CORES, Cuts, Split, replaced, split
+from kiln.fuse.split import CORES, Cuts, Split, split
 from kiln.fuse.stages import SHORT, Batch
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.strips import with_sums
+from kiln.fuse.sums import sums_first
 from kiln.fuse.turns import in_turns
 from kiln.fuse.updates import updated
 from kiln.fuse.views import is_map, place_of
@@ -41,8 +42,6 @@ FAR = 8
 FEWEST = 4
 #: Bytes of memory that are worth another order of steps.
 MUCH = 4 << 10
-#: Values that short loops make at once from which on they may go in two.
-CROWD = 4
 
 
 Uses: TypeAlias = tuple[list[Node], list[Node]]
@@ -214,40 +213,9 @@ class Finishing:
             nest = merged(self.cuts.ordered(self.nest(item)), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
-                for part in self.sums_first(nest, item.position):
+                for part in [nest] if self.cuts.at_once else sums_first(nest, groups, item.position):
                     self.finish(steps, part, f"k{item.position}")
         return self.launched(steps)
-
-    def sums_first(self, nest: Nest, position: int) -> list[Nest]:
-        """The nest after loops that make, of values that go, what its folds and others need.
-
-        Where short loops make much at once, and what later phases store lies in another order than these
-        values do, sums take the memory of one of them, and what comes then that of the others.
-        """
-        lasting = [s for s in nest.stores if not s.kept]
-        if self.cuts.at_once or not nest.folds() or nest.volume() > SHORT or len(lasting) < CROWD:
-            return [nest]
-        going = self.groups.going(map(self.owner, nest.buffers()[0]), position)
-
-        def frees(store: Store) -> bool:
-            """Whether several values go with what a store makes of them."""
-            value, node = store.value, self.owner(store.buffer)
-            if store.phase or not isinstance(value, Apply) or value.dtype != node.spec.dtype:
-                return False
-            read = [t for t in terms([value]) if isinstance(t, Load) and t.index == store.index]
-            left = {t.buffer for t in read if t.valid is None and self.owner(t.buffer) in going}
-            later = [s for s in lasting if s.phase and s.index == store.index]
-            return len(left) > 1 + len(later) and bytes_of([node]) >= MUCH
-
-        first = [store for store in lasting if frees(store)]
-        if not first:
-            return [nest]
-        known: dict[int, Term] = {id(s.value): Load(s.buffer, s.index, s.value.dtype) for s in first}
-        others = [s for s in nest.stores if s not in first]
-        values = replaced([s.value for s in others], known)
-        plain = Nest(tuple([replace(a, reduced=False) for a in nest.axes]), first)
-        rest = [replace(s, value=v) for s, v in zip(others, values, strict=True)]
-        return [merged(plain, self.groups.scope), replace(nest, stores=rest)]
 
     def finish(self, steps: list[Split | Call], nest: Nest, name: str) -> None:
         """Add the steps for a nest: the nest itself, parts of it, or more in a step before it."""

@@ -270,8 +270,8 @@ class Groups:
         """Whether much that a value is made of would be in memory beside what much larger loops make."""
         if self.anew:
             return False
-        going, made = bytes_of(self.going(reads, home.position)), group.volume() * int(node.spec.dtype.itemsize)
-        return min(going, made) - bytes_of([node]) >= MUCH
+        made = group.volume() * int(node.spec.dtype.itemsize)
+        return min(bytes_of(self.going(reads, home.position)), made) - bytes_of([node]) >= MUCH
 
     def going(self, reads: Iterable[Node], home: int) -> list[Node]:
         """What of some values the group at a place alone reads: it goes where that is made."""
