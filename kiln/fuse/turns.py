@@ -26,7 +26,7 @@ from kiln.fuse.steps import Call, Launch, Step
 #: Planes at least: they are the tasks.
 PLANES = 16
 #: Bytes of a plane at most, which lie on the stack.
-LONGEST = 1 << 17
+LONGEST = 1 << 19
 #: Bytes between two nests that are worth it.
 WORTH = 1 << 16
 

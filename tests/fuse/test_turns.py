@@ -54,7 +54,7 @@ def test_several_threads():
     [
         (enlarged, (1, 8, 64, 64)),  # few planes
         (enlarged, (1, 16, 8, 8)),  # little memory
-        (enlarged, (1, 16, 96, 96)),  # large planes
+        (enlarged, (1, 16, 200, 200)),  # large planes
         (lambda a: F.interpolate(a, size=(128, 16), mode="bilinear"), (1, 64, 32, 128)),  # it is made of more
     ],
 )
