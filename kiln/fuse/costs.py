@@ -5,7 +5,8 @@ anew, in each of them, what it is computed from is read and its functions run. L
 long as a function costs a cycle or so for a vector, so what counts is bytes, up to a number of functions:
 
   - what is much smaller than the loops that read it comes out of the cache either way: it is made anew up to
-    CHEAP functions, and saves a kernel;
+    CHEAP functions, and saves a kernel; but not where much that it is made of would be held beside what they
+    make;
   - what one node alone reads is made there up to SLIGHT functions: nothing is computed twice; but not after
     eager's kernels for which more than twice its bytes would be held;
   - what is read at SEVERAL places of its own loops, as neighbours are, is made for each up to CHEAP functions

@@ -43,6 +43,8 @@ def convolution_backward(
     if not image and not filters:
         return NotImplemented
     left = [mask[0] and not image, mask[1] and not filters, mask[2] and not filters]
+    # Before the gradient of the image is there: copies with borders lie beside all else.
+    found = _filters(grad, x, weight, stride[0], padding) if filters else None
     others = (None, None, None)
     if any(left):
         others = aten.convolution_backward(
@@ -50,7 +52,7 @@ def convolution_backward(
         )  # fmt: skip
     return (
         _of_one_channel(grad, x, weight, stride[0], padding) if image else others[0],
-        _filters(grad, x, weight, stride[0], padding) if filters else others[1],
+        found if filters else others[1],
         grad.sum([0, 2, 3]) if mask[2] and filters else others[2],
     )
 
@@ -71,6 +73,8 @@ def _of_one_place(
 
 def _spread(planes: torch.Tensor, places: Any, stride: Any, shape: Any) -> torch.Tensor:
     """An image with the elements of planes at every so many places, and zeros between them."""
+    if tuple(stride) == (1, 1):
+        return planes.view(shape)
     rows, columns = (n * step for n, step in zip(places, stride, strict=True))
     apart = planes.view([shape[1], places[0], 1, places[1], 1])
     whole = aten.constant_pad_nd(apart, [0, stride[1] - 1, 0, 0, 0, stride[0] - 1], 0.0)

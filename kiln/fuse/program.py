@@ -31,6 +31,8 @@ from kiln.fuse.split import CORES, Cuts, Split, split
 from kiln.fuse.stages import SHORT, Batch
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.strips import with_sums
+from kiln.fuse.sums import sums_first
+from kiln.fuse.turns import in_turns
 from kiln.fuse.updates import updated
 from kiln.fuse.views import is_map, place_of
 
@@ -97,6 +99,8 @@ def fuse(graph: Graph, exact: bool = False, fusing: Fusing = WAYS["usual"]) -> P
         steps = fuse_repeats(graph, steps_of)
     if cuts.at_once:
         steps = small_first(steps, set(nodes_in(graph.outputs)))
+    else:
+        steps = in_turns(steps, graph.outputs)
     return Program(graph, with_views(graph, steps))
 
 
@@ -209,7 +213,8 @@ class Finishing:
             nest = merged(self.cuts.ordered(self.nest(item)), groups.scope)
             if nest.stores:
                 steps += self.ready_views(map(self.owner, nest.buffers()[0]))
-                self.finish(steps, nest, f"k{item.position}")
+                for part in [nest] if self.cuts.at_once else sums_first(nest, groups, item.position):
+                    self.finish(steps, part, f"k{item.position}")
         return self.launched(steps)
 
     def finish(self, steps: list[Split | Call], nest: Nest, name: str) -> None:

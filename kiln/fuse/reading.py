@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import field
 from typing import Any
 
@@ -38,6 +38,8 @@ from kiln.ops.levels import name_of
 GATHERED = 40
 #: Turns of loops that take far longer than a launch, and of such that take no longer.
 LARGE, SHORT = 1 << 20, 1 << 15
+#: Bytes of memory that are worth another kernel before much larger loops.
+MUCH = 4 << 10
 #: Bytes of what a value is made of that are worth a kernel that makes it while they are there.
 HELD = 1 << 16
 #: Ops whose elements are those of other places of what they read.
@@ -258,17 +260,39 @@ class Groups:
             limit = CHEAP if much_smaller else SLIGHT if self.has_one_reader(node) else 0
             cost = self.cost(home, node) if limit else 1
             if cost <= limit and cost + self.made_for(group, home, node, depth) <= limit:
-                return much_smaller or not self.holds(self.read_by(home, node), home, group.position, [node])
+                reads = self.read_by(home, node)
+                if much_smaller:
+                    return not self.crowds(reads, home, node, group)
+                return not self.holds(reads, home, group.position, [node])
         return node not in self.outputs and (self.costs_no_traffic(home, node) or self.made_anew(home, node))
 
-    def holds(self, reads: Iterable[Node], home: Group, until: int, made: Iterable[Node]) -> bool:
+    def crowds(self, reads: Iterable[Node], home: Group, node: Node, group: Group) -> bool:
+        """Whether much that a value is made of would be in memory beside what much larger loops make."""
+        if self.anew:
+            return False
+        made = group.volume() * int(node.spec.dtype.itemsize)
+        return min(bytes_of(self.going(reads, home.position)), made) - bytes_of([node]) >= MUCH
+
+    def going(self, reads: Iterable[Node], home: int) -> list[Node]:
+        """What of some values the group at a place alone reads: it goes where that is made."""
+        passing = [n for n in reads if n.op is not INPUT and n.op is not CONSTANT and n not in self.outputs]
+        return [n for n in passing if all(self.place.get(r) == home for r in self.readers(n))]
+
+    def holds(self, reads: Iterable[Node], home: Group, until: int, made: Collection[Node]) -> bool:
         """Whether making values of a group later, after eager's kernels, holds much more memory till then."""
         between = self.items[home.position + 1 : until]
         if self.anew or not any(isinstance(item, Node) for item in between):
             return False
-        passing = [n for n in reads if n.op is not INPUT and n.op is not CONSTANT and n not in self.outputs]
-        held = [n for n in passing if all(self.place.get(r) == home.position for r in self.readers(n))]
+        held = self.going(reads, home.position)
+        held += [n for n in home.members if self.waits_for(n, made, until)]
         return bytes_of(held) > max(2 * bytes_of(made), HELD)
+
+    def waits_for(self, node: Node, made: Collection[Node], until: int) -> bool:
+        """Whether a value that is kept would be read last where others are made of it."""
+        if node not in self.read_whole or node in self.outputs:
+            return False
+        others = [r for r in self.readers(node) if r not in made]
+        return len(others) < len(self.readers(node)) and all(self.place.get(r, until) < until for r in others)
 
     def read_by(self, home: Group, node: Node) -> dict[Node, None]:
         """What is read from memory for a member's element."""

@@ -16,11 +16,12 @@ from kiln.base import records
 from kiln.base.dataclass import dataclass
 from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Buffer, Kernel, Nest
+from kiln.fuse.turns import InTurns, of_a_plane
 from kiln.generate.alike import form
 from kiln.generate.blocks import blocked
 from kiln.generate.cpu import Code, Making, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
-from kiln.generate.llvm import I64, PTR, Module
+from kiln.generate.llvm import I64, PTR, Function, Module, Value
 from kiln.generate.scalar import TYPES
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.values import NAME
@@ -234,6 +235,15 @@ class Entries:
             base = fn.load(fn.at(fn.parameters["buffers"], self.buffers[buffer], I64), PTR)
             return fn.at(base, listed(ahead), TYPES[buffer.dtype]) if ahead else base
 
+        def run(body: str, given: list[Any], low: Any, high: Any) -> None:
+            given = [*given, fn.parameters["status"], low, high]
+            fn.do(f"call void @{body}({', '.join(f'{g.type} {g.text}' for g in given)})")
+
+        if isinstance(self.kernel, InTurns):
+            self.in_turns(fn, self.kernel, pointer, run)
+            fn.do("ret void")
+            self.names.append(self.writer.entry(module))
+            return nests[0].axes[0].size
         total: Any = 0
         pieces: list[tuple[list[Buffer], list[int], Piece]] = []
         for nest in nests:
@@ -247,12 +257,33 @@ class Entries:
                 start, end = size(total), size(total + tasks)
                 low = (first > start).where(first, start) - start
                 high = (last < end).where(last, end) - start
-            given += [fn.parameters["status"], low, high]
-            fn.do(f"call void @{body}({', '.join(f'{g.type} {g.text}' for g in given)})")
+            run(body, given, low, high)
             total = total + tasks
         fn.do("ret void")
         self.names.append(self.writer.entry(module))
         return total
+
+    def in_turns(
+        self, fn: Function, kernel: InTurns, pointer: Callable[..., Any], run: Callable[..., None]
+    ) -> None:
+        """Write the loop over the turns of nests that follow each other in each of them."""
+        rooms = [(b, f"[{count} x {TYPES[b.dtype]}]") for b, count in kernel.held.items()]
+        held = {buffer: fn.at_entry(f"alloca {room}, align 64") for buffer, room in rooms}
+        inner = [of_a_plane(nest) for nest in kernel.nests]
+
+        def turn(i: Value, _: list[Value]) -> list[Value]:
+            for nest, moves in inner:
+                pieces, ahead = self.writer.nest(nest, True, self.schedule)
+                for body, places, _, tasks in pieces:
+                    given = []
+                    for buffer, more in [(nest.used()[place], ahead[place]) for place in places]:
+                        base = held.get(buffer) or pointer(buffer, more)
+                        move = 0 if buffer in held else moves[buffer]
+                        given.append(fn.at(base, i * move, TYPES[buffer.dtype]) if move else base)
+                    run(body, given, fn.constant(0, I64), fn.constant(tasks, I64))
+            return []
+
+        fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], turn)
 
 
 def of_any_length(nest: Nest) -> tuple[Nest, dict[Any, int]]:

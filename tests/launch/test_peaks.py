@@ -13,6 +13,7 @@ from kiln import _launch
 from kiln.base.options import config
 from kiln.fuse.nest import Apply, terms
 from kiln.fuse.program import WAYS
+from kiln.fuse.steps import Launch
 from kiln.launch.events import APART, SPARE
 from kiln.launch.program import fused
 from kiln.ops.record import recorded
@@ -375,6 +376,67 @@ def test_what_grows_at_the_end_is_laid_out_before():
     assert mine <= 1.25 * eager, (mine, eager)
 
 
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("factor", [2, 4])
+def test_what_an_image_is_enlarged_by_way_of_takes_no_memory(factor, mode):
+    """Rows are resampled a plane at a time, and never lie beside the result as a whole."""
+    module = nn.Sequential(nn.Conv2d(3, 21, 1), nn.Upsample(scale_factor=factor, mode=mode)).eval()
+    eager, mine = peaks(module, torch.randn(1, 3, 64, 64), False)
+    assert mine <= eager + SCRATCH, (mine, eager)
+
+
+def test_differences_of_products_in_another_order_take_their_memory():
+    """What norms make of a difference lies in another order than the products: it takes no memory of theirs."""
+
+    def normed(grad, v, w, x, y, mean, scale):
+        def of(value, one):
+            means = value.mean(-1, keepdim=True), (value * one).mean(-1, keepdim=True)
+            return ((value - means[0] - one * means[1]) * scale).contiguous()
+
+        first, second = (product.view(32, 2, 64).transpose(0, 1) for product in (grad @ v, grad @ w))
+        both, one, other = first - second, (x - mean) * scale, (y - mean) * scale
+        inner = of(both * v[0], one)
+        sums = [value.sum((0, 1)) for value in (both, both * one, inner, inner * other)]
+        return *sums, of(inner * w[0], other).view(64, 64) @ w
+
+    given = [torch.randn(64, 64) / 8 for _ in range(3)] + [torch.randn(2, 32, 64) for _ in range(2)]
+    plan = check(normed, *given, torch.randn(2, 32, 1), torch.rand(2, 32, 1))
+    kinds = [step[0] for step in plan.owner.steps]
+    assert (kinds.count("launch"), kinds.count("make")) == (1, 10), plan  # three of five values, sums and products
+
+
+def test_a_sum_does_not_wait_for_calls_with_all_that_it_is_made_of():
+    """The product goes before others: what is added to its one half is a quarter of what would be held."""
+
+    def halves(g, y, w, v):
+        both = g @ w
+        left = torch.where(y > 0, both[:, :128], 0.0)
+        return torch.relu(left @ v) @ v + (both[:, 128:] + left)
+
+    given = [torch.randn(128, n) / 8 for n in (64, 128)]
+    given += [torch.randn(64, 256) / 8, torch.randn(128, 128) / 8]
+    check(halves, *given)
+    steps = fused(recorded(halves, *given), config.now, WAYS["usual"]).steps
+    assert [len(step.writes) for step in steps if isinstance(step, Launch)] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_kernels_of_one_channel_come_before_the_image(stride):
+    """Copies of the image with borders lie beside it, and not beside its gradient."""
+    conv = nn.Conv2d(64, 64, 5, stride=stride, padding=2, groups=64, bias=False)
+    how = [stride, stride], [2, 2], [1, 1], False, [0, 0], 64, [True, True, False]
+    x, weight = torch.randn(1, 64, 8, 8), conv.weight.detach()
+    grad = torch.randn_like(conv(x))
+
+    def gradients(grad, x, weight):
+        return torch.ops.aten.convolution_backward(grad, x, weight, None, *how)[:2]
+
+    plan = check(gradients, grad, x, weight)
+    assert plan.owner.labels == ("convolution_backward",)
+    kinds = [step[0] for step in plan.owner.steps if step[0] in ("launch", "call")]
+    assert kinds[-1] == "call" and len(kinds) > 1, plan
+
+
 class Scanned(nn.Module):
     def forward(self, x):
         def step(left, right):
@@ -384,15 +446,15 @@ class Scanned(nn.Module):
 
 
 class Cells(nn.Module):
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.cell = nn.LSTMCell(64, 64)
+        self.cell = kind(64, 64)
 
     def forward(self, x):
         state, seen = None, []
         for step in x:
             state = self.cell(step, state)
-            seen.append(state[0])
+            seen.append(state[0] if isinstance(state, tuple) else state)
         return torch.stack(seen)
 
 
@@ -409,8 +471,9 @@ def test_a_recurrence_is_scanned_without_a_tree():
     assert 2 * mine <= eager
 
 
-def test_what_steps_of_a_cell_need_goes_before_they_are_joined():
-    eager, mine = peaks(Cells(), torch.randn(12, 4, 64), False)
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_what_steps_of_a_cell_need_goes_before_they_are_joined(kind):
+    eager, mine = peaks(Cells(kind), torch.randn(12, 4, 64), False)
     assert mine <= eager
 
 
