@@ -17,9 +17,8 @@ from kiln.base.graph import CONSTANT, Node, nodes_in
 from kiln.base.symbols import Expr
 from kiln.fuse.axes import axis
 from kiln.fuse.costs import bytes_of
-from kiln.fuse.merge import rewritten
+from kiln.fuse.merge import rewritten, substituted
 from kiln.fuse.nest import Axis, Buffer, Kernel, Load, Nest, Place, Store
-from kiln.fuse.peel import substituted
 from kiln.fuse.repeats import chain_of
 from kiln.fuse.steps import Call, Launch, Step
 
