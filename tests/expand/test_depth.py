@@ -80,13 +80,19 @@ def test_results_and_gradients(kernel, stride, padding, height, width, called):
     assert called.count(16) == (model[2].weight[0].numel() != 9)
 
 
+@pytest.mark.parametrize("many", [10, 12])
+def test_even_numbers_of_channels(many, called):
+    compared(net(many, 3, 1, 1), torch.randn(2, 8, 6, 6).to(HALF))
+    assert set(called) == {1}
+
+
 def test_of_float16(called):
     compared(net(24, 3, 1, 1, dtype=torch.float16), torch.randn(2, 8, 6, 6).half())
     assert set(called) == {1}
 
 
 @pytest.mark.parametrize(("many", "options", "calls"), [
-    (12, {}, {12}), (16, {"dilation": 2}, {16}), (16, {"kernel_size": 9, "padding": 4}, {16}),
+    (13, {}, {13}), (16, {"dilation": 2}, {16}), (16, {"kernel_size": 9, "padding": 4}, {16}),
     (16, {"stride": 3}, {16}), (16, {"stride": 2, "padding": 1}, {16}),
 ], ids=str)  # fmt: skip
 def test_others_are_calls(many, options, calls, called):
