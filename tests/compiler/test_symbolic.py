@@ -189,6 +189,24 @@ def test_models(model: nn.Module, shape: Callable[[int], tuple[int, ...]]) -> No
     assert len(log.graphs) <= 2 and not log.fallbacks
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_a_size_that_is_given(mode: str) -> None:
+    def function(x: torch.Tensor, n: int) -> torch.Tensor:
+        return F.interpolate(x, size=(n, n + 1), mode=mode) * 2
+
+    kiln.reset()
+    compiled = kiln.compile(function, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (16, 17, 5, 31):
+            runs = []
+            for f in (function, compiled):
+                x = randn(1, 3, 8, 8).requires_grad_()
+                out = f(x, n)
+                runs.append((out, *torch.autograd.grad(out.square().sum(), x)))
+            torch.testing.assert_close(runs[1], runs[0], rtol=2e-5, atol=2e-5)
+    assert len(log.graphs) == 2 and not log.fallbacks
+
+
 @pytest.mark.parametrize("function", [lambda x: F.interpolate(x, scale_factor=2) + 1, lambda x: F.max_pool1d(x, 2) * 2])
 def test_sizes_that_an_op_asks_for(function: Callable[..., Any]) -> None:
     """Torch's own composite asks for the numbers: each size is compiled, and right."""
