@@ -19,6 +19,7 @@ from kiln.capture import (
     copies,
     expected,
     function_modes,
+    functions,
     library_calls,
     masks,
     number_calls,
@@ -427,6 +428,6 @@ SAFE_ITERABLES: tuple[type, ...] = (
 
 
 __all__ = [
-    "Machine", "builtin_calls", "copies", "library_calls", "number_calls", "open_numbers", "optimizer_calls",
-    "scans", "torch_calls", "transforms",
+    "Machine", "builtin_calls", "copies", "functions", "library_calls", "number_calls", "open_numbers",
+    "optimizer_calls", "scans", "torch_calls", "transforms",
 ]  # fmt: skip

@@ -21,7 +21,6 @@ from kiln.base.errors import Break, Skip
 from kiln.base.graph import mapped
 from kiln.base.source import Const, Derived
 from kiln.capture import runtime, state, symbolic
-from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses
 from kiln.capture.frame import Machine, Recalled, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
@@ -193,92 +192,6 @@ class Named:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-
-@handles(torch.autograd.Function.apply.__func__)  # type: ignore[attr-defined]
-def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A custom autograd function: one node with forward and backward; inlined without differentiation."""
-    cls, *rest = args
-    plain = mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP
-    if plain and not torch.is_grad_enabled():
-        return apply_inline(m, cls, tuple(rest), kwargs)
-    before = torch.get_rng_state()
-    applied = Named(functools.partial(watched, m, cls), cls.__name__, cls)
-    made = leaf(m, applied, tuple(rest), kwargs)
-    applied.function = cls.apply
-    if not torch.equal(before, torch.get_rng_state()):  # fakes draw nothing
-        torch.set_rng_state(before)
-        why = f"{cls.__name__} seeds the random generator"
-        raise Break("random-state", why, "seed outside the compiled function")
-    return made
-
-
-def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Apply an autograd function to fakes; where that changes an object capture begins again."""
-    held = contents(m, (*args, *kwargs.values()))
-    try:
-        return cls.apply(*args, **kwargs)
-    finally:
-        if contents(m, (*args, *kwargs.values())) != held:
-            why = f"{cls.__name__} changes an object that it is given"
-            raise Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
-
-
-def contents(m: Machine, values: Any) -> dict[int, Any]:
-    """The objects that the program has made, to any depth, by id: each with the ids of what it holds."""
-    found: dict[int, Any] = {}
-    left = list(values)
-    while left:
-        value = left.pop()
-        if id(value) in found or type(value) in UNCHANGED or m.source(value) is not None:
-            continue
-        parts = [*value] if isinstance(value, (list, tuple, set)) else []
-        parts += (*value, *value.values()) if isinstance(value, dict) else ()
-        parts += (value.__dict__,) if hasattr(value, "__dict__") else ()
-        found[id(value)] = value, [id(part) for part in parts]
-        left += parts
-    return found
-
-
-UNCHANGED = frozenset({*CONSTANTS, FakeTensor, type, types.ModuleType, types.FunctionType})
-
-
-def apply_inline(m: Machine, cls: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Forward alone, with a context that nobody will read; an input that comes back comes back as a view."""
-    context = Context()
-    context.needs_input_grad = (False,) * len(args)
-    m.world.constant(Context)
-    out = m.call(m.getattr(cls, "forward"), (context, *args), kwargs)
-    changed = {id(value) for value in context.dirty}
-    given = {id(value) for value in args if type(value) is FakeTensor} - changed
-
-    def fresh(value: Any) -> Any:
-        return m.torch_call(torch.Tensor.view_as, (value, value), {}) if id(value) in given else value
-
-    return tuple([fresh(value) for value in out]) if type(out) is tuple else fresh(out)
-
-
-class Context:
-    """What forward of an autograd function is given when nothing will be differentiated."""
-
-    saved_tensors: tuple[Any, ...] = ()
-    needs_input_grad: tuple[bool, ...] = ()
-    dirty: tuple[Any, ...] = ()
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        self.saved_tensors = tensors
-
-    def mark_dirty(self, *tensors: Any) -> None:
-        self.dirty = tensors
-
-    def ignored(self, *args: Any) -> None:
-        """What matters for a backward alone."""
-
-    save_for_forward = mark_non_differentiable = set_materialize_grads = ignored
-
-
-NO_SETUP = mro_lookup(torch.autograd.Function, "setup_context")
-NO_VMAP = mro_lookup(torch.autograd.Function, "vmap")
 
 
 @handles(torch.utils.checkpoint.checkpoint)
