@@ -19,10 +19,13 @@ RAISED = frozenset({aten.unsqueeze.default, aten.view.default})
 
 def unstacked(graph: Graph) -> Graph:
     """The graph, changed in place, with numbers in the place of those read from a stack of them."""
-    outputs = set(nodes_in(graph.outputs))
+    shown = set(nodes_in(graph.outputs))  # results, and what they are views of: these are memory of their own
+    for node in reversed(graph.nodes):
+        if node in shown and getattr(node.op, "is_view", False):
+            shown.update(node.inputs())
 
     def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
-        found = element(node) if node.op is aten.select.int and node not in outputs else None
+        found = element(node) if node.op is aten.select.int and node not in shown else None
         return None if found is None else ((), found)
 
     if any(node.op is aten.select.int and element(node) is not None for node in graph.nodes):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import kiln
 from kiln.expand import stacks
 from kiln.expand.expand import expand
 from kiln.expand.stacks import joined_once, unstacked
@@ -78,3 +79,15 @@ def test_what_many_layers_join_is_joined_once(form, monkeypatch):
     for mine, theirs in zip(got, dense(*images), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
         assert mine.stride() == theirs.stride()
+
+
+def test_views_of_a_stack_that_are_returned_are_its_own():
+    def f(x):
+        first = torch.stack(x.unbind(-1), -1).select(0, 0)
+        return first.flatten(), first * 2
+
+    x = torch.arange(4.0)[::2]
+    got = kiln.compile(f, fullgraph=True)(x)
+    assert torch.equal(got[0], f(x)[0])
+    got[0].fill_(7)
+    assert x[0] == 0
