@@ -30,8 +30,7 @@ from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, 
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like, make
-from kiln.ops.lift import is_symbolic
-from kiln.ops.resampling import FORMS
+from kiln.ops.resampling import form_of
 from kiln.ops.symint import SYMBOLIC, expr_of, wrap
 
 _push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]
@@ -697,9 +696,8 @@ class RecorderMode(TorchFunctionMode):
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """What `func` gives; a factor that is a tensor without known contents does not change the shape of it."""
-    form = FORMS.get(func) if func.__hash__ is not None else None
     try:
-        return (func if form is None or not is_symbolic((args, kwargs)) else form)(*args, **kwargs)
+        return form_of(func, args, kwargs)(*args, **kwargs)
     except Break as e:
         tensors = {k: v for k, v in kwargs.items() if k in FACTORS and type(v) is FakeTensor}
         factors = {k: 1.0 if v.is_floating_point() else 1 for k, v in tensors.items()}

@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks, places
-from kiln.ops.lift import is_symbolic
-from kiln.ops.resampling import FORMS
+from kiln.ops.resampling import form_of
 from kiln.ops.symint import SYMBOLIC
 
 
@@ -100,9 +99,8 @@ def method_of(owner: Any, name: str) -> Callable[..., Any]:
 
 def call(function: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """What a function or method gives; a number that is given as a tensor, to be read, stays a tensor."""
-    form = FORMS.get(function) if function.__hash__ is not None else None
     try:
-        return (function if form is None or not is_symbolic((args, kwargs)) else form)(*args, **kwargs)
+        return form_of(function, args, kwargs)(*args, **kwargs)
     except Break as error:
         scaled = SCALED.get(name.removesuffix("_"))
         if error.kind != "data-dependent" or scaled is None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, nodes_in, substituted
+from kiln.base.graph import Graph, Made, Node, TensorSpec, argument, nodes_in, reached, substituted
+from kiln.expand.equals import SHOWS
 from kiln.ops.layout import followed
 from kiln.ops.levels import PIECES
 from kiln.ops.table import aten
@@ -19,10 +20,8 @@ RAISED = frozenset({aten.unsqueeze.default, aten.view.default})
 
 def unstacked(graph: Graph) -> Graph:
     """The graph, changed in place, with numbers in the place of those read from a stack of them."""
-    shown = set(nodes_in(graph.outputs))  # results, and what they are views of: these are memory of their own
-    for node in reversed(graph.nodes):
-        if node in shown and getattr(node.op, "is_view", False):
-            shown.update(node.inputs())
+    # Results, and what they are views of, are memory of their own.
+    shown = reached(nodes_in(graph.outputs), lambda node: node.inputs() if SHOWS[node.op] else ())
 
     def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
         found = element(node) if node.op is aten.select.int and node not in shown else None

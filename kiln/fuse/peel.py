@@ -128,8 +128,10 @@ def part_of(
     known: dict[int, Term] = {}
     for key, (a, turn, before) in tests.items():
         low, high = bounds[a]
-        if at_most(high, turn) or at_most(turn, low):
-            known[key] = KNOWN[before if at_most(high, turn) else not before]
+        if at_most(high, turn):
+            known[key] = KNOWN[before]
+        elif at_most(turn, low):
+            known[key] = KNOWN[not before]
     stores = changed(nest.stores, known, decided)
     axes: list[Axis] = []
     moves: dict[Any, Any] = {}

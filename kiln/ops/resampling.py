@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kiln.base.arithmetic import call, mul
+from kiln.ops.lift import is_symbolic
 from kiln.ops.symint import SYMBOLIC, expr_of, wrap
 from kiln.ops.table import aten
 
@@ -59,5 +60,11 @@ def scaled(n: Any, scale: float) -> Any:
     return wrap(call("math.trunc", mul(call("float", expr_of(n)), scale)))
 
 
-#: What stands for a function of torch while a shape is found out, where its arguments have symbolic sizes.
+#: What stands for a function of torch where its arguments have symbolic sizes.
 FORMS: dict[Any, Any] = {functional.interpolate: interpolate}
+
+
+def form_of(function: Any, *given: Any) -> Any:
+    """The function that takes these arguments, or what stands for it."""
+    form = FORMS.get(function) if function.__hash__ is not None else None
+    return function if form is None or not is_symbolic(given) else form
