@@ -60,7 +60,7 @@ class Fuser(Coalescing):
 
     def folded(self, node: Node) -> frozenset[int] | None:
         """The dimensions over which loops fold; None for what is no fold or is left to eager's kernel."""
-        if is_running(node) and (not self.runs or self.exact and name_of(node.op) == RECURRENCE):
+        if is_running(node) and (self.exact if name_of(node.op) == RECURRENCE else not self.runs):
             return None
         return folded_dims(node)
 

@@ -54,7 +54,8 @@ COSTLY = frozenset({"exp", "log", "tanh", "erf", "sigmoid", "exp2", "expm1", "lo
 class Grid:
     """The shape of a launch: `rows` rows or column groups a block, `team` threads on each.
 
-    Without reduced axes a thread is its own row, of `width` elements. `along`: the team shares a row along
+    Without reduced axes a thread is its own row, of `width` elements; where folds are running, it takes all
+    turns of its row in their order. `along`: the team shares a row along
     the vector axis, neighbouring threads on neighbouring elements; else it shares the turns of the reduced
     axes, and neighbouring threads are on neighbouring columns. `turns`: how often each thread takes elements
     of its row, where that is known and they are written out, else 0; then what they read stays in registers,
@@ -90,6 +91,8 @@ class Grid:
 
 def laid(nest: Nest, clusters: bool = True) -> Grid:
     """The grid for a nest, on a machine that has `clusters` of blocks or not."""
+    if in_order(nest):  # where rows are few, small blocks are spread over more processors
+        return Grid(None, 1, BLOCK if kept_extent(nest) >= BUSY else 2 * WARP)
     vector = axis_stored(nest, vector_axis(nest))
     width = width_for(nest, vector)
     if not nest.reduced:
@@ -125,6 +128,11 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
     while team * rows * width * sum(kind.bits // 8 for kind in parts) > STATIC:
         team //= 2
     return Grid(vector, width, rows, team)
+
+
+def in_order(nest: Nest) -> bool:
+    """Whether turns of the reduced axes need what those before them left."""
+    return any(fold.running for fold in nest.folds())
 
 
 def side_by_side(columns: int) -> int:
@@ -197,7 +205,7 @@ def as_written(nest: Nest, axes: list[Axis]) -> list[Axis]:
     """Other axes than the vector axis in the order in which results lie in memory, where that is known."""
     index = nest.stores[0].index
     steps = [index.poly.get((axis.variable,), 0) if isinstance(index, Expr) else 0 for axis in axes]
-    if nest.reduced or not all(steps):
+    if nest.reduced and not in_order(nest) or not all(steps):
         return axes
     return [axis for _, axis in sorted(zip(steps, axes, strict=True), key=lambda pair: -pair[0])]
 

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kiln.base.symbols import Expr
-from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, Term, terms
+from kiln.fuse.nest import Axis, Fold, Load, Nest, Store, Term, is_affine, terms
 from kiln.fuse.split import products_of
 from kiln.generate.functions import compute_type
 from kiln.generate.grid import (
@@ -16,6 +16,7 @@ from kiln.generate.grid import (
     WIDEST,
     as_written,
     has_weights,
+    in_order,
     largest_and_sum,
     loads_before_folds,
     reduced_extent,
@@ -39,6 +40,7 @@ class GridEmitter(Online):
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, aligned, clusters)
         self.turns: dict[int, tuple[dict[int, Value], dict[Any, Value]]] = {}
+        self.in_order = in_order(nest)  # whether each thread has a row of its own
         self.emit()
 
     # The frame
@@ -51,7 +53,7 @@ class GridEmitter(Online):
         extents = {symbol for size in sizes for symbol in size.symbols()}
         for symbol in extents & self.variables.keys():  # what is known to fit 32 bits is divided as such
             self.variables[symbol] = self.unsigned(self.variables[symbol].to(I32)).to(I64)
-        if self.nest.reduced:
+        if self.nest.reduced and not self.in_order:
             self.team()
         else:
             self.each()
@@ -80,7 +82,7 @@ class GridEmitter(Online):
         if grid.members > 1:
             return count * grid.members
         rows = grid.rows * grid.many
-        return (count + (rows - 1)) // rows if not self.nest.reduced or grid.along else count
+        return (count + (rows - 1)) // rows if not self.nest.reduced or grid.along or self.in_order else count
 
     def count(self) -> Any:
         """How many rows there are, or elements by the width; for column groups, blocks."""
@@ -129,7 +131,7 @@ class GridEmitter(Online):
     def task(self, task: Value) -> None:
         if self.vector is None:
             self.place(self.outer(), task)
-            self.store_all()
+            self.alone() if self.in_order else self.store_all()
         else:
             self.along_vector(self.vector, task)
 
@@ -262,6 +264,11 @@ class GridEmitter(Online):
         with self.only_if(active):
             self.row()
 
+    def alone(self) -> None:
+        """A thread on a row of its own."""
+        self.mine = self.fn.constant(0, I64)
+        self.row()
+
     def columns(self) -> Value | None:
         """Let the threads of a block be on neighbouring columns; whether this one is on one."""
         grid, vector = self.grid, self.vector
@@ -338,7 +345,10 @@ class GridEmitter(Online):
         products = None if grid.along else self.products
         outside = self.lanes
         self.lanes = grid.width
-        totals = self.held_turns(start, body) if self.held else self.several_turns(start, body)
+        if self.in_order:
+            totals = self.turns_in_order(start, folds, stores)
+        else:
+            totals = self.held_turns(start, body) if self.held else self.several_turns(start, body)
         self.lanes = outside
         if not folds:
             return
@@ -351,6 +361,47 @@ class GridEmitter(Online):
         for fold in folds:
             *_, result = [totals.pop(0) for _ in fold.parts]
             self.layers[-1][id(fold)] = result
+
+    def turns_in_order(self, carried: list[Value], folds: list[Fold], stores: list[Store]) -> list[Value]:
+        """All turns of a row, some at a time: what these read comes first, so that none waits for its own."""
+        values = [part for fold in folds for part in fold.parts] + [store.value for store in stores]
+        loads = [t for t in terms(values) if isinstance(t, Load) and not t.places]
+        loads = [t for t in loads if not any(isinstance(below, Fold) for below in terms([t]))]
+
+        def several(turns: list[Turn], carried: list[Value]) -> list[Value]:
+            read = []
+            for place, _ in turns:
+                self.push()
+                self.along_row(place)
+                for load in loads:
+                    self.value(load)
+                read.append((self.layers.pop(), self.indices.pop()))
+            for (place, _), (known, indices) in zip(turns, read, strict=True):
+                self.layers.append(known)
+                self.indices.append(indices)
+                self.along_row(place)
+                carried = self.advanced(folds, carried)
+                for store in stores:
+                    self.store(store)
+                self.pop()
+            return carried
+
+        return self.row_turns(carried, several, MORE)
+
+    def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
+        """What folds carry after a turn; values of running ones are known in it."""
+        results: list[Value] = []
+        for fold in folds:
+            held = carried[len(results) : len(results) + len(fold.parts)]
+            if is_affine(fold.value):
+                factor, value = [held[0].like(self.value(part)) for part in fold.value.args]
+                results.append(fma(factor, held[0], value))
+            else:
+                values = [c.like(self.value(part)) for c, part in zip(held, fold.parts, strict=True)]
+                results += combined([fold], held, values)
+            if fold.running:
+                self.layers[-1][id(fold)] = results[-1]
+        return results
 
     def with_products(self, total: Value, products: list[tuple[Term, ...]]) -> Value:
         """What was summed up so far, and some products, each added by one instruction."""

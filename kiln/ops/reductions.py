@@ -153,7 +153,8 @@ def _recurrence_saved(ctx: Any, inputs: Any, output: Tensor) -> None:
 
 name = "recurrence(Tensor x, int dim, Tensor factor) -> Tensor"
 library.define(name, tags=(torch.Tag.pt2_compliant_tag,))
-library.impl("recurrence", _recurrence, "CPU")
+for device in ("CPU", "CUDA"):
+    library.impl("recurrence", _recurrence, device)
 recurrence = torch.ops.kiln.recurrence.default
 RULES[recurrence] = lambda x, dim, factor: similar(x)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.associative_scan import associative_scan, wrap_combine_fn_flat
 
 from tests.support import EAGER, one_graph, t
 
@@ -40,6 +42,27 @@ def recurrences(result):
 def test_recurrences(combine, dim, reverse):
     x, y = (t(4, 9, 3).requires_grad_() for _ in range(2))
     assert recurrences(one_graph(scanned(combine, dim, reverse), x, y)) == (not EAGER)
+
+
+def elements(combine):
+    """The op of scans by functions of elements, as torch calls it on a GPU."""
+    spec = torch.utils._pytree.tree_structure((0, 0))
+    flat = partial(wrap_combine_fn_flat, combine_fn=combine, spec=spec, num_leaves=2)
+    return lambda x, y: tuple(torch.ops.higher_order.associative_scan(flat, (x, y), additional_inputs=()))
+
+
+@pytest.mark.parametrize("combine", [steps, turned, clamped])
+def test_scans_of_elements(combine):
+    expected = combine is not clamped and not EAGER
+    assert recurrences(one_graph(elements(combine), t(9, 4, 3), t(9, 4, 3))) == expected
+
+
+@pytest.mark.skipif(EAGER, reason="graphs are looked at")
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_recurrence_goes_along_the_dimension_of_memory(dim):
+    (graph,) = one_graph(scanned(steps, dim), t(4, 9, 3), t(4, 9, 3)).modules
+    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.kiln.recurrence.default)
+    assert node.args[1] == dim
 
 
 WEIGHT = t(3)

@@ -100,7 +100,20 @@ INTEGERS = {
     "argmax": (lambda a: (a.argmax(-1), a.argmin(0), a.argmax()), whole(10, 64, 96)),
 }
 
+def recurrence(x, factor):
+    """States of a linear model, and what is read of them."""
+    states = torch.ops.kiln.recurrence(x * 2, 1, factor)
+    return states + 1, states.sum(-1)
+
+
+def recurrence_backwards(x, factor):
+    return torch.ops.kiln.recurrence(x.flip(0), 0, factor.roll(-1, 0).flip(0)).flip(0)
+
+
 FOLDS = {
+    "recurrence": (recurrence, normal(3, 37, 16), positive(3, 37, 16)),
+    "recurrence of many columns": (recurrence_backwards, normal(50, 700), positive(50, 700)),
+    "recurrence along rows": (lambda x, f: torch.ops.kiln.recurrence(x, 1, f), normal(5, 7), positive(5, 7)),
     **{f"sum of {n}": (lambda a: a.sum(-1), normal(37, n)) for n in (1, 3, 8, 33, 64, 1000, 4096, 50257)},
     **{
         f"softmax of {n}": (lambda a: a.softmax(-1), normal(37, n))

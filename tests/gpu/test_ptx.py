@@ -314,6 +314,18 @@ def test_columns_are_folded_side_by_side():
     assert count(r"ld\.shared\.v4", text) and count(r"ld\.global\.nc\.v4", text)
 
 
+def test_a_thread_takes_the_turns_of_a_recurrence_in_order():
+    x, factor = torch.randn(2, 48, 21, 16), torch.rand(2, 48, 21, 16)
+    ((started,),) = device_of(lambda x, f: torch.ops.kiln.recurrence(x * 2, 2, f) + 1, x, factor).starts
+    assert started.threads * started.blocks == 2 * 48 * 16
+    assert started.function.text.count("call float @llvm.fma") == 8 + 21 % 8
+    varying = device_of(lambda x, f: torch.ops.kiln.recurrence(x, 1, f), x[0], factor[0], dynamic=True)
+    ((started,),) = varying.starts
+    assert started.function.text.count("call float @llvm.fma") == 8 + 1
+    before = started.function.text.split("store float", 1)[0]
+    assert before.count("= load float") == 2 * 8  # of all turns that are written out, before the first result
+
+
 def test_what_is_transposed_is_turned_in_shared_memory():
     made = device_of(lambda a: a.t().contiguous(), torch.randn(256, 512))
     assert made.starts[0][0].blocks == 8 * 16 and "ld.shared" in made.text and "bar.sync" in made.text
