@@ -121,7 +121,7 @@ def laid(nest: Nest, clusters: bool = True) -> Grid:
         blocks *= 2
     team = power_of_two(BLOCK // rows)  # BLOCK threads, or some more where rows are no power of two
     turned = reduced_extent(nest)
-    while team < LARGEST // rows and blocks * rows * team < BUSY // 2 and team * WARP // 2 <= turned:
+    while 2 * team * rows <= LARGEST and blocks * rows * team < BUSY // 2 and team * WARP // 2 <= turned:
         team *= 2
     team = max(min(team, power_of_two(turned) // 4), 1)
     parts = [compute_type(TYPES[part.dtype]) for fold in nest.folds() for part in fold.parts]

@@ -154,6 +154,13 @@ def test_all_threads_have_columns_where_these_are_no_power_of_two(columns, rows,
     assert (grid.width, grid.rows, grid.team) == (8, rows, team)
 
 
+@pytest.mark.parametrize("columns", [22, 26, 34, 38, 46, 114, 136, 152, 168, 228, 232, 1064])
+def test_blocks_have_at_most_1024_threads(columns):
+    for rows in (900, 36_864, 500_000):
+        grid = grid_of(lambda x: x.float().sum(0), torch.empty(rows, columns).to(HALF))
+        assert 128 <= grid.threads <= 1024, grid
+
+
 def test_rows_are_shared_where_processors_would_have_one_or_two():
     rows = {n: grid_of(lambda a: a.softmax(-1), torch.empty(n, 50304).to(HALF)) for n in (166, 256, 700)}
     assert [(g.members, g.team) for g in rows.values()] == [(8, 128), (1, 512), (1, 512)]
