@@ -34,8 +34,8 @@ def side_by_side(graph: Graph, records: bool = False) -> Graph:
     made: dict[Node, Any] = {node: partial(PATCHES[node.op], node) for node in found if takes_patches(node)}
     rest, covered = [node for node in found if node not in made], set[Node]()
     if len(rest) >= FEWEST and all(map(fits, rest)):
-        made |= {node: partial(MAKERS[node.op], node) for node in rest}
-        chains = activated.chains(graph, rest)
+        made |= {node: partial(MAKERS[node.op] if gains(node) else as_before, node) for node in rest}
+        chains = activated.chains(graph, [node for node in rest if gains(node)])
         if chains and (records or activated.are_large(chains)) and activated.can_fuse(rest[0].spec.device):
             for end, chain in chains.items():
                 made[end] = partial(fused, end, chain)
@@ -112,6 +112,17 @@ def fits(node: Node) -> bool:
     )  # fmt: skip
 
 
+def gains(node: Node) -> bool:
+    """Whether a convolution is as fast over channels side by side.
+
+    Of several groups the library takes those of one channel each, or of 4, 8, 16, … ; it goes through others
+    one by one, up to twenty times slower than over images as eager has them.
+    """
+    filters, groups = node.args[OPERANDS[node.op] - 1].spec, node.args[OPERANDS[node.op] + 6]
+    widths = {filters.shape[0] // groups, filters.shape[1]}
+    return groups == 1 or widths == {1} or all(n >= 4 and n & n - 1 == 0 for n in widths)
+
+
 def turned(spec: TensorSpec) -> TensorSpec:
     """The type of a tensor with its channels side by side; one of single places may lie in both ways."""
     _, channels, height, width = spec.shape
@@ -145,6 +156,11 @@ def convolution(node: Node, walk: Relayout) -> Node:
     if depth.takes(node, 0):
         return depth.convolution(node, walk, given, turned(node.spec))
     return walk.graph.call(node.op, tuple(given), dict(node.kwargs), spec=turned(node.spec), like=node)
+
+
+def as_before(node: Node, walk: Relayout) -> Node:
+    """The op itself, over images and filters as they were."""
+    return walk.copy(node, lambda leaf: walk.restored(walk.value(leaf), getattr(leaf, "spec", None)))
 
 
 def fused(end: Node, chain: activated.Chain, walk: Relayout) -> Node:

@@ -45,6 +45,24 @@ def test_few_convolutions_of_groups_or_other_dtypes_stay():
         assert channels.side_by_side(graph) is graph
 
 
+@pytest.mark.parametrize(("channels_in", "channels_out", "groups", "stay"), [(16, 32, 16, True), (16, 16, 8, True),
+                         (24, 24, 1, False), (24, 24, 2, True), (16, 16, 4, False), (16, 32, 4, False)])  # fmt: skip
+def test_groups_for_which_the_library_has_no_kernel_stay(channels_in, channels_out, groups, stay):
+    def f(x, a, b, c):
+        x = F.conv2d(F.conv2d(F.conv2d(x, a), b, padding=1, groups=groups), c)
+        return (x.float() ** 2).sum()
+
+    sizes = (2, 8, 6, 6), (channels_in, 8, 1, 1), (channels_out, channels_in // groups, 3, 3), (8, channels_out, 1, 1)
+    inputs = [torch.randn(n).to(HALF).requires_grad_() for n in sizes]
+    graph = channels.side_by_side(recorded(f, *inputs))
+    layers = [n for n in graph.nodes if n.op is torch.ops.aten.convolution.default]
+    assert [n.args[0].spec.stride[1] == 1 for n in layers] == [True, not stay, True]
+    compiled, grads = kiln.compile(f, fullgraph=True), []
+    for g in (f, compiled):
+        grads.append(torch.autograd.grad(g(*inputs), inputs))
+    torch.testing.assert_close(*grads, rtol=0.05, atol=0.5)
+
+
 def test_filters_of_one_channel_each_follow():
     def f(x, a, b, c):
         return F.conv2d(F.conv2d(F.conv2d(x, a), b, padding=1, groups=16), c)
