@@ -65,13 +65,17 @@ class Cuts:
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
         wanted = self.wanted if nest.kept else self.wanted * LINES
-        part, products = self.part, sums_of_products(nest) if self.at_once else None
-        if products is not None:  # threads have many sums, and few of them fit a processor
-            wanted, part = wanted * MORE, part // len(products)
+        if self.products(nest) > 1:  # threads have many sums, and few of them fit a processor
+            wanted *= MORE
         most = max(min(self.most, wanted // self.tasks(nest)), 1)
         few = nest.volume() // results(nest) // FEWEST
-        wanted = min(hinted(cut.size), most, nest.volume() // part, few)
+        wanted = min(hinted(cut.size), most, nest.volume() * self.products(nest) // self.part, few)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
+
+    def products(self, nest: Nest) -> int:
+        """The products that a turn adds up, where threads have several sums of them; else 1."""
+        sums = sums_of_products(nest) if self.at_once else None
+        return sum(map(len, sums)) if sums is not None else 1
 
     def tasks(self, nest: Nest) -> int:
         """How many tasks the target finds, with the innermost axis in vectors."""
@@ -177,7 +181,9 @@ def split(nest: Nest, scope: Scope, name: str, cuts: Cuts = CORES) -> Split:
 
 def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
-    if not nest.reduced or nest.volume() < 2 * cuts.part or cuts.tasks(nest) >= cuts.enough:
+    if not nest.reduced or cuts.tasks(nest) >= cuts.enough:
+        return None
+    if nest.volume() * cuts.products(nest) < 2 * cuts.part:
         return None
     if nest.volume() < 2 * FEWEST * results(nest):  # parts would leave nearly as much as there is
         return None
