@@ -54,6 +54,8 @@ class Cuts:
     """Whether loops may run in order, each turn with what the ones before it carry."""
     together: int = 0
     """Elements of a row that a task holds for several phases; tasks are enough where there are `few`."""
+    held: int = 0
+    """Bytes of all that is read along such a row, at most."""
     few: int = 16
     kept_first: bool = False
     """Whether the order of loops is free: those that are folded over stand together and join if they can."""
@@ -141,7 +143,7 @@ CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MA
 #: Hundreds of processors, each with thousands of threads.
 GRIDS = Cuts(
     part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=264, kept_first=True,
-    at_once=True, anew=32, together=1 << 17,
+    at_once=True, anew=32, together=1 << 17, held=8 * (98 << 10),
 )  # fmt: skip
 #: Parts at least, and the length of a loop that is cut at least.
 FEWEST = 8
@@ -187,7 +189,8 @@ def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
         return None
     if nest.volume() < 2 * FEWEST * results(nest):  # parts would leave nearly as much as there is
         return None
-    if cuts.tasks(nest) >= cuts.few and nest.volume() // cuts.tasks(nest) <= cuts.together:
+    row = nest.volume() // cuts.tasks(nest)
+    if cuts.tasks(nest) >= cuts.few and row <= cuts.together and row * along_rows(nest) <= cuts.held:
         again = any(f.phase > 0 for f in nest.folds()) or any(s.phase > 0 and not s.kept for s in nest.stores)
         if again and along_memory(nest).reduced:
             return None
@@ -197,6 +200,14 @@ def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
         return None
     longest = max(nest.reduced, key=lambda a: hinted(a.size))
     return next((a for a in nest.reduced if hinted(a.size) >= FEWEST), longest)
+
+
+def along_rows(nest: Nest) -> int:
+    """The bytes that a turn of the reduced axes reads of its own."""
+    folded = {axis.variable for axis in nest.reduced}
+    loads = [t for t in nest.terms() if isinstance(t, Load) and isinstance(t.index, Expr)]
+    own = {(t.buffer, t.index): t.dtype.itemsize for t in loads if folded <= t.index.symbols()}
+    return sum(own.values())
 
 
 class Splitting:

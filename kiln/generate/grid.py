@@ -372,7 +372,7 @@ def read_again(nest: Nest, part: int = 0) -> dict[tuple[Any, ...], Again]:
 
 
 def phases_of(nest: Nest) -> dict[tuple[Any, ...], set[int]]:
-    """For each load along a row the phases that read it."""
+    """For each load along a row, which has an element for each turn, the phases that read it."""
     phases: dict[tuple[Any, ...], set[int]] = {}
     roots = [(part, fold.phase) for fold in nest.folds() for part in fold.parts]
     roots += [(store.value, store.phase) for store in nest.stores if not store.kept]
@@ -380,7 +380,7 @@ def phases_of(nest: Nest) -> dict[tuple[Any, ...], set[int]]:
     for root, phase in roots:
         for load in loads_before_folds(root):
             if load.valid is None and not load.places and isinstance(load.index, Expr):
-                if along & load.index.symbols():
+                if along <= load.index.symbols():
                     phases.setdefault(key_of(load), set()).add(phase)
     return phases
 

@@ -225,6 +225,19 @@ def test_turns_that_are_written_out_cover_a_row(f, rows, clusters):
             assert grid.turns * grid.team * grid.members * grid.width >= columns
 
 
+def test_rows_are_held_without_what_is_one_for_many_of_their_elements():
+    def norm(x, y, w, b):
+        return F.group_norm(x + y * w.view(1, -1, 1, 1), 1, w, b)
+
+    def inputs(kind):
+        return [torch.empty(n).to(kind) for n in ((64, 64, 40, 40), (64, 64, 40, 40), (64,), (64,))]
+
+    grid = grid_of(norm, *inputs(HALF))
+    assert (grid.members, grid.shared) == (2, 2 * grid.part * 2)  # two tensors of two bytes
+    (kernel,) = kernels_of(norm, *inputs(torch.float32))  # of which a row is more than eight blocks hold
+    assert [len(nest.reduced) for nest in kernel.nests] == [2, 1, 0]
+
+
 def test_few_long_rows_are_folded_in_one_stage():
     """Neighbouring blocks share them, where the second fold needs the first."""
     x = torch.empty(64, 128256, dtype=HALF)
