@@ -316,20 +316,6 @@ for _function in (torch.as_tensor, torch.asarray):
     handles(_function)(functools.partial(literal_tensor, function=_function))
 
 
-def recurrent(function: Any) -> Any:
-    """How a recurrent network is captured: the kernel for packed sequences reads their lengths in memory."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if len(args) > 3 and isinstance(args[3], (list, tuple)):
-            raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
-        return leaf(m, function, args, kwargs)
-
-    return handler
-
-
-declare({f: recurrent(f) for f in (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)})
-
-
 def of_numbers(function: Any) -> Any:
     """How a function that takes two numbers as well as tensors is captured: of a tensor made of the first."""
 
