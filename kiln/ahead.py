@@ -26,6 +26,7 @@ from kiln.base.options import Backend, config, unknown
 from kiln.base.reports import fell_back
 from kiln.capture.nested import hide
 from kiln.capture.runtime import watch_gradient
+from kiln.capture.sequences import RECURRENT, of_packed
 from kiln.capture.torch_calls import Named
 from kiln.differentiate import finish, parts, results, run, training
 from kiln.differentiate.halves import Halves
@@ -236,7 +237,7 @@ def _in_parts(module: fx.GraphModule, error: Exception, make: Make) -> Callable[
     own = any(map(looks_at_numbers, module.graph.nodes))
     aside: Make = lambda *given: Unseen.aside(partial(make, *given))  # noqa: E731
     run = in_parts(module, aside, lambda n: looks_at_numbers(n) or is_switch(n)) if own else None
-    if run is not None:
+    if run is not None and error.kind != "data-dependent":
         name = str(module.meta.get("name", "")) or "a graph"
         log.warn_once(("parts", error.why), f"{name} is differentiated in parts: {error.kind}: {error.why}")
     return run
@@ -251,10 +252,16 @@ def has_own_backward(node: fx.Node) -> bool:
     return (custom or isinstance(op, Named)) and any(isinstance(v, Tensor) and v.requires_grad for v in made)
 
 
+#: What gives as much as the numbers in tensors say.
+SELECTING = (torch.nonzero, torch._pack_padded_sequence, torch._pad_packed_sequence)
+
+
 def looks_at_numbers(node: fx.Node) -> bool:
     """Whether a call, or its backward, may look at numbers in tensors, or checks one that was read."""
     checks = isinstance(node.target, Named) and "example_value" not in node.meta
-    reads = node.op == "call_method" and node.target == "item" or has_places(node)
+    item = node.op == "call_method" and node.target == "item"
+    packed = node.target in RECURRENT and of_packed(node.args)
+    reads = item or packed or node.target in SELECTING or has_places(node)
     return checks or reads or has_own_backward(node) or is_hook(node)
 
 

@@ -43,7 +43,7 @@ def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bo
     condition = value if truth else m.torch_call(torch.logical_not, (value,), {})
     m.recorder.note(torch._assert_async, (condition, *said))
     m.world.looked = True
-    m.expected.append(m.step)
+    m.expected.append((m.step, refusal()))
     return truth
 
 

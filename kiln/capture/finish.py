@@ -62,7 +62,7 @@ class Finisher:
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
         if self.m.expected and not self.replays():
-            raise Restart(self.m.expected[0], expected.refusal())
+            raise Restart(*self.m.expected[0])
         dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
         self.body(dry, tail)
         for fake, step in self.m.chosen:

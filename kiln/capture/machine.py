@@ -28,6 +28,7 @@ from kiln.capture import (
     optimizer_calls,
     purity,
     scans,
+    sequences,
     subclasses,
     symbolic,
     torch_calls,
@@ -78,6 +79,7 @@ class Machine:
         self.whole = False  # whether the graph stands for the program, and nothing may break
         self.numbers = False  # whether numbers of tensors are symbols of the graph
         self.places: dict[Any, Any] = {}  # masks by id and version, and where they are true
+        self.batches: dict[int, Any] = {}  # sizes of packed sequences by id, and how many they are
         #: How many blocks without the hooks of tensor subclasses the program has entered.
         self.aside = int(not torch._C._is_torch_function_enabled())
         self.muted = 0  # blocks around the program's warnings that it has entered
@@ -87,7 +89,9 @@ class Machine:
         #: The first iterator from outside that was moved on, and the step.
         self.advanced: tuple[Any, int] | None = None
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
-        self.expected: list[int] = []  # steps at which the graph checks that a branch goes as it did
+        #: Steps at which the graph checks that a branch goes as it did, and the breaks without that.
+        self.expected: list[tuple[int, Break]] = []
+        self.selecting = (-1, expected.refusal())  # the step, and the break, of a call that selects
         #: What checks of branches say that are taken to go as they do now; what those said that have failed,
         #: None where no branch is taken so.
         self.foreseen: set[str] = set()
@@ -272,14 +276,9 @@ class Machine:
 
     def torch_call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call that becomes one node of the graph."""
-        if self.modes and getattr(function, "__module__", None) == "_operator":
-            found = function_modes.intercept(self, function, args, kwargs, asked=True)
-            if found is not MISSING:
-                return found
-        if self.recorder.subclassed:
-            found = subclasses.intercept(self, function, args, kwargs)
-            if found is not MISSING:
-                return found
+        found = self.intercepted(function, args, kwargs)
+        if found is not MISSING:
+            return found
         if self.devices and function in _device_constructors() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.devices[-1]}
         try:
@@ -292,12 +291,13 @@ class Machine:
             self.world.looked = True
             if e.kind == "data-dependent":
                 found = masks.placed(self, function, args, kwargs)
-                if found is MISSING and self.numbers:
-                    found = masks.selected(self, function, args, kwargs)
                 if found is not MISSING:
                     return found
-            if e.kind == "data-dependent" and e.at is None:
-                e.why = f"{describe(function)}: {e.why}"
+                if e.at is None:
+                    e.why = f"{describe(function)}: {e.why}"
+                found = masks.selected(self, function, args, kwargs, e)
+                if found is not MISSING:
+                    return found
             raise
         except UserError as e:
             self.world.looked = True
@@ -306,6 +306,19 @@ class Machine:
             if e.error.args and isinstance(e.error.args[0], str) and "FakeTensor" in e.error.args[0]:
                 e.error.args = (e.error.args[0].replace("FakeTensor", "Tensor"), *e.error.args[1:])
             raise
+
+    def intercepted(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
+        """What others than the recorder make of a call: modes and classes of the program's, known masks."""
+        found = MISSING
+        if self.modes and getattr(function, "__module__", None) == "_operator":
+            found = function_modes.intercept(self, function, args, kwargs, asked=True)
+        if found is MISSING and self.recorder.subclassed:
+            found = subclasses.intercept(self, function, args, kwargs)
+        if found is MISSING and self.places:
+            found = masks.written(self, function, args)
+        if found is MISSING and self.batches:
+            found = sequences.first(self, function, args)
+        return found
 
     # ------------------------------------------------------------------ protocol helpers
 

@@ -1,11 +1,13 @@
 """Indices of tensors that are tensors themselves.
 
 A place, a tensor of one number, says no more than which item it is: the graph has it as it is.
-Masks and repeats have results as long as a number says; where nothing may break, the graph reads that number.
+Masks and repeats have results as long as a number says, which the graph reads. Where the program looks at it
+the graph breaks where it was read, unless nothing may break.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +15,39 @@ from typing import Any
 import torch
 
 from kiln.base.conditions import ge, le
-from kiln.capture.frame import Machine
+from kiln.base.errors import Break
+from kiln.base.symbols import LIMIT, Symbol
+from kiln.capture.frame import Machine, Restart
+from kiln.capture.recorder import Recorder
+from kiln.capture.torch_calls import Named
+from kiln.capture.varying import Item
 from kiln.check.guards import MISSING
-from kiln.ops.fake import FakeTensor
+from kiln.ops.fake import FakeTensor, make
 from kiln.ops.layout import is_place
-from kiln.ops.symint import expr_of
+from kiln.ops.symint import expr_of, wrap
 
 
-def selected(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
-    """What a call gives whose size depends on numbers; MISSING where another call needs values."""
+def selected(m: Machine, function: Any, args: Any, kwargs: Any, reason: Break) -> Any:
+    """What a call gives whose size depends on numbers; MISSING where another call needs values.
+
+    `reason` is that of the break without it.
+    """
     rule = RULES.get(function)
-    return MISSING if rule is None else rule(m, *args, **kwargs)
+    if rule is None or not m.numbers and not taken(m):
+        return MISSING
+    m.selecting = m.frames[-1].step, Break(reason.kind, reason.why, reason.hint, m.frames[-1].place())
+    return rule(m, *args, **kwargs)
+
+
+def taken(m: Machine) -> bool:
+    """Whether the call at hand is taken to give two items or more, as it was not to give fewer so far."""
+    plain = type(m.recorder) is Recorder and not m.recorder.subclassed
+    return plain and m.unforeseen is not None and text_of(m.place()) not in m.unforeseen
+
+
+def text_of(place: Any) -> str:
+    """What the check says when it fails."""
+    return f"fewer than two items are selected at {place.file}:{place.line}:{place.column}"
 
 
 def placed(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
@@ -43,14 +67,62 @@ def placed(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
 ITEMS = frozenset({operator.getitem, operator.setitem, torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 
+def opened(m: Machine, low: int = -LIMIT) -> Symbol:
+    """A number that only the graph has; where the program needs it, the graph breaks, if it may."""
+    needed = None if m.numbers else Restart(*m.selecting)
+    return m.world.varying.item(int, low, needed)
+
+
+def found_by(m: Machine, symbol: Symbol, what: str, *call: Any) -> Any:
+    """The number that a symbol stands for, an item or a size of a tensor, as this call gives it."""
+    step, reason = m.selecting
+    text = "" if m.numbers else text_of(reason.at)
+    m.world.varying.items[symbol] = Item(call, step, reason, text)
+    m.recorder.symbol(symbol, what, call[1])
+    return wrap(symbol)
+
+
+def expect_size(m: Machine, symbol: Symbol) -> None:
+    """Take a number that the graph reads to be a size of two or more.
+
+    The graph checks it; where it is not so the frame runs in Python, as after a branch that is expected.
+    """
+    item = m.world.varying.items[symbol]
+    said = item.text or "a size is less than two"
+    made = Named(functools.partial(unless, RuntimeError, said, "<="), "check", RuntimeError)
+    m.recorder.note(made, (wrap(2 - symbol),))
+    symbol.scope.learn(ge(symbol, 2))
+    m.foreseen.update({item.text} - {""})
+    m.expected.append((item.step, item.reason))
+
+
+HOLDS = {"==": operator.eq, "!=": operator.ne, "<=": operator.le}
+
+
+def unless(error: type[Exception], text: str, sign: str, value: Any) -> None:
+    """Raise where a number is not as told: equal to zero, unequal, or at most zero."""
+    if not HOLDS[sign](value, 0):
+        raise error(text)
+
+
+def number_of(m: Machine, tensor: FakeTensor) -> Any:
+    """The only number of a tensor, which the graph reads."""
+    return found_by(m, opened(m), "item", torch.Tensor.item, tensor)
+
+
 def places(m: Machine, mask: FakeTensor) -> Any:
     """Where a tensor is not zero, one row for each such element; the same one for a mask used again."""
     key = None if mask.is_inference() else (id(mask), mask._version)
     known = m.places.get(key)
     if known is None:
-        count = m.torch_call(torch.count_nonzero, (mask,), {})
-        size = m.call(torch.Tensor.item, (count,))
-        known = mask, m.torch_call(torch.nonzero_static, (mask,), {"size": size})
+        length = opened(m, low=2)
+        size = wrap(length), mask.dim()
+        found = m.recorder.record(
+            torch.nonzero, (mask,), lambda mask: make(size, (1, size[0]), torch.int64, mask.device)
+        )
+        found_by(m, length, "size", torch.Tensor.size, found, 0)
+        expect_size(m, length)
+        known = mask, found
         if key is not None:
             m.places[key] = known
     return known[1]
@@ -88,7 +160,7 @@ def bound_of(m: Machine, bound: Any, size: Any) -> Any:
     bound = m.torch_call(torch.Tensor.long, (bound,), {})
     below = m.torch_call(torch.lt, (bound, 0), {})
     front = m.torch_call(torch.where, (below, m.torch_call(torch.add, (bound, size), {}), bound), {})
-    number = m.call(torch.Tensor.item, (m.torch_call(torch.clamp, (front, 0, size), {}),))
+    number = number_of(m, m.torch_call(torch.clamp, (front, 0, size), {}))
     symbol = expr_of(number)
     symbol.scope.learn(ge(symbol, 0))
     symbol.scope.learn(le(symbol, expr_of(size)))
@@ -128,6 +200,18 @@ def write(m: Machine, x: Any, key: Any, value: Any) -> Any:
     return MISSING if index is MISSING else m.torch_call(operator.setitem, (x, index, value), {})
 
 
+def written(m: Machine, function: Any, args: Any) -> Any:
+    """A write of items of a tensor where a mask is true of which the places are known; else MISSING.
+
+    The gradient of what is written is as long as they are many.
+    """
+    if len(args) != 3 or RULES.get(function) is not write:
+        return MISSING
+    _, mask, value = args
+    known = is_mask(mask) and not mask.is_inference() and (id(mask), mask._version) in m.places
+    return write(m, *args) if known and type(value) is FakeTensor and value.dim() else MISSING
+
+
 def nonzero(m: Machine, x: Any, *, as_tuple: bool = False) -> Any:
     return columns(m, x) if as_tuple and x.dim() else MISSING if as_tuple else places(m, x)
 
@@ -147,7 +231,7 @@ def repeat_interleave(
     times = x if repeats is None else repeats
     if output_size is not None or type(times) is not FakeTensor or not times.dim():
         return MISSING
-    size = m.call(torch.Tensor.item, (m.torch_call(torch.sum, (times,), {}),))
+    size = number_of(m, m.torch_call(torch.sum, (times,), {}))
     given = (x,) if repeats is None else (x, repeats, dim)
     return m.torch_call(torch.repeat_interleave, given, {"output_size": size})
 

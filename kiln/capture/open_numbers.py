@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ import torch
 from kiln.base.conditions import ge
 from kiln.base.errors import Break
 from kiln.base.expressions import Condition
-from kiln.capture import attributes
+from kiln.capture import attributes, masks
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.torch_calls import Named
+from kiln.capture.varying import Item
 from kiln.ops.fake import FakeTensor
 from kiln.ops.symint import wrap
 
@@ -41,29 +41,22 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
     kept = m.torch_call(torch.clone, (m.torch_call(torch.Tensor.detach, (tensor,), {}),), {})
     kind = kind_of(tensor)
     if m.numbers and kind in (int, float):
-        symbol = m.world.varying.item(kept, kind)
+        symbol = m.world.varying.item(kind)
+        m.world.varying.items[symbol] = Item((torch.Tensor.item, kept), m.frames[-1].step, reason)
         m.recorder.symbol(symbol, "item", kept)
         return wrap(symbol)
     return OpenNumber(kind, kept, m.frames[-1].step, reason)
 
 
 def assume_sizes(m: Machine, question: Condition) -> bool | None:
-    """What torch asks of a size that the graph reads: taken to be two or more, as sizes are that vary.
-
-    The graph checks it; where it is not so the frame runs in Python, as after a branch that is expected.
-    """
+    """What torch asks of a size that the graph reads: taken to be two or more, as sizes are that vary."""
     scope, items = m.world.varying.scope, m.world.varying.items
     symbols = scope.open.keys() & question.symbols()
-    if not m.recorder.asking or not symbols <= items.keys():
+    if not m.recorder.asking or not symbols <= items.keys() or any(s.real for s in symbols):
         return None
-    tensors = [items[symbol] for symbol in symbols]
-    if any(s.real for s in symbols) or any(t.device.type != "cpu" for t in tensors):
-        return None
-    for symbol, tensor in zip(symbols, tensors, strict=True):
+    for symbol in symbols:
         if scope.known(ge(symbol, 2)) is None:
-            m.recorder.expect_size(tensor)
-            scope.learn(ge(symbol, 2))
-            m.expected.append(m.step)
+            masks.expect_size(m, symbol)
     return scope.known(question)
 
 
@@ -88,11 +81,11 @@ def check(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What the program says of numbers: known from then on, and checked where the graph has them."""
     error, holds, message = args
     told = holds.node.expr if type(holds) is torch.SymBool else None
-    if told is None or told.op not in HOLDS:
+    if told is None or told.op not in masks.HOLDS:
         if not m.truth(holds):
             raise UserError(error(check_text(m, message)))
         return
-    made = Named(functools.partial(unless, error, check_text(m, message), told.op), "check", error)
+    made = Named(functools.partial(masks.unless, error, check_text(m, message), told.op), "check", error)
     m.recorder.note(made, (wrap(told.args[0]),))
     told.scope.learn(told)
 
@@ -101,15 +94,6 @@ def check_text(m: Machine, message: Any) -> str:
     """What torch says where such a condition does not hold."""
     text = "Expected cond to be True, but got False. (Could this error message be improved? If so, please "
     return f"{text}report an enhancement request to PyTorch.)" if message is None else str(m.call(message))
-
-
-HOLDS = {"==": operator.eq, "!=": operator.ne, "<=": operator.le}
-
-
-def unless(error: type[Exception], text: str, sign: str, value: Any) -> None:
-    """Raise where a number is not as told: equal to zero, unequal, or at most zero."""
-    if not HOLDS[sign](value, 0):
-        raise error(text)
 
 
 def kind_of(tensor: FakeTensor) -> type:

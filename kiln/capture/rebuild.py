@@ -177,7 +177,7 @@ class Rebuilder:
             self.e.callee(quiet(symbols, str(expr)))
         for symbol in symbols:
             if symbol in varying.items:
-                self.call(torch.Tensor.item, varying.items[symbol])
+                self.call(*varying.items[symbol].call)
             elif symbol in varying.draws:
                 self.e.load(varying.draws[symbol].name)
             else:

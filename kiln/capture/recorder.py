@@ -29,7 +29,7 @@ from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
-from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like, make
+from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
 from kiln.ops.resampling import form_of
 from kiln.ops.symint import SYMBOLIC, expr_of, wrap
 
@@ -533,11 +533,10 @@ class Recorder:
         """Record that the graph calls `func` here, without calling it now."""
         self._added(self._call(func, args, kwargs))
 
-    def expect_size(self, tensor: FakeTensor) -> None:
-        """Record that the graph raises where the number in a tensor is no size of two or more."""
-        holds = make(tensor.shape, None, torch.bool, tensor.device)
-        self.bind(holds, self._added(self._call(torch.ge, (tensor, 2)), holds))
-        self.note(torch._assert_async, (holds,))
+    def record(self, func: Any, args: Args, gives: Callable[..., Any]) -> Any:
+        """Record a call that cannot run on fakes, of which `gives` makes what it gives."""
+        args = mapped(args, self._faked)
+        return self._record(func, args, {}, self._on_fakes(gives, *args), wrote=False)
 
     @contextmanager
     def region(self) -> Iterator[None]:

@@ -25,7 +25,6 @@ from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, ha
 from kiln.capture.frame import Machine, Recalled, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
 from kiln.check.guards import Custom
-from kiln.ops.cudnn_rnn import MODES, differentiable
 from kiln.ops.fake import LITERALS, FakeTensor
 from kiln.ops.layout import of_number
 
@@ -315,45 +314,6 @@ def zeroed(value: Any) -> Any:
 
 for _function in (torch.as_tensor, torch.asarray):
     handles(_function)(functools.partial(literal_tensor, function=_function))
-
-
-def recurrent(function: Any) -> Any:
-    """How a recurrent network is captured: the kernel for packed sequences reads their lengths in memory."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if len(args) > 3 and isinstance(args[3], (list, tuple)):
-            raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
-        if len(args) == 9 and not kwargs and is_by_cudnn(m.world.touch_deep(args)):
-            return by_cudnn(m, *args)
-        return leaf(m, function, args, kwargs)
-
-    def by_cudnn(
-        m: Machine, x: Any, state: Any, weights: Any, _: bool, layers: int, drop: float, train: bool,
-        two_way: bool, batch_first: bool,
-    ) -> Any:  # fmt: skip
-        several = function is torch.lstm
-        first, cell = state if several else (state, None)
-        kind = MODES[function], first.shape[-1], layers, batch_first, train, two_way
-        found = m.torch_call(differentiable(), (x, list(weights), first, cell, *kind), {})
-        return tuple(found[: 2 + several])
-
-    return handler
-
-
-def is_by_cudnn(args: Args) -> bool:
-    """Whether cuDNN runs a recurrent network, which drops nothing and has no projection, as eager does."""
-    x, state, weights, biases, layers, drop, train, two_way, _ = args
-    states = [state] if type(state) is FakeTensor else [*state]
-    tensors = [x, *states, *weights]
-    if not all(type(t) is FakeTensor and t.device.type == "cuda" and t.dtype == x.dtype for t in tensors):
-        return False
-    if not torch.backends.cudnn.enabled or torch.is_autocast_enabled("cuda") or drop and train:
-        return False
-    each = len(weights) == layers * (1 + two_way) * (4 if biases else 2)
-    return each and x.dim() == 3 and all(type(n) is int and n > 0 for t in tensors for n in t.shape)
-
-
-declare({f: recurrent(f) for f in (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)})
 
 
 def of_numbers(function: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
-from kiln.base.errors import Specialised
+from kiln.base.errors import Break, Specialised
 from kiln.base.expressions import Expr, Symbol, function_of
 from kiln.base.source import Source
 from kiln.base.symbols import LIMIT, Record, Scope
@@ -55,6 +55,19 @@ class Draw:
     args: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A number that the graph reads from a tensor: by which call, and where the program asks for it.
+
+    `reason` is that of the break without it, `text` what a check says that it is a size of two or more.
+    """
+
+    call: tuple[Any, ...]
+    step: int
+    reason: Break
+    text: str = ""
+
+
 class Varying:
     """The symbols of one capture."""
 
@@ -62,7 +75,7 @@ class Varying:
         self.dynamic = dynamic
         self.scope = Scope(place)
         self.reads: dict[Symbol, Read] = {}
-        self.items: dict[Symbol, Any] = {}  # of numbers that the graph reads: the tensor of one element
+        self.items: dict[Symbol, Item] = {}  # numbers that the graph reads
         self.draws: dict[Symbol, Draw] = {}  # in the order of the program
         #: Of floats that are drawn: the least, the most, and whether that one can be.
         self.spans: dict[Any, tuple[float, float, bool]] = {}
@@ -85,12 +98,11 @@ class Varying:
             known = self._numbers[source] = wrap(symbol, self.scope)
         return known
 
-    def item(self, tensor: Any, kind: type) -> Symbol:
-        """The number of a tensor of the graph, of which no more is known than its type."""
+    def item(self, kind: type, low: int = -LIMIT, needed: Exception | None = None) -> Symbol:
+        """A number that the graph reads, of which no more is known than its type and what is the least."""
         hint: int | float = 3 if kind is int else 0.5
-        symbol = self.scope.symbol(hint, "a number of a tensor", low=-LIMIT)
-        self.items[symbol] = tensor
-        self.scope.open[symbol] = None
+        symbol = self.scope.symbol(hint, "a number of a tensor", low=low)
+        self.scope.open[symbol] = needed
         return symbol
 
     def drawn(self, draw: Draw, low: int | None, high: int | None, needed: Exception | None) -> Symbol:

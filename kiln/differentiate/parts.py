@@ -13,6 +13,7 @@ from torch import fx
 from kiln.differentiate.interpret import argument
 from kiln.ops.lift import is_symbolic
 
+NUMBERS = (torch.SymInt, torch.SymFloat)
 Make = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -71,6 +72,8 @@ def in_parts(
             continue
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example_value"), torch.Tensor):
             place[node] = place.get(source, now)  # an item of a tuple stays with it
+        elif isinstance(node.meta.get("example_value"), NUMBERS) and not opaque(node):
+            place[node] = now  # Python computes with numbers
         else:
             now += now % 2 != opaque(node)
             place[node] = now
@@ -79,8 +82,9 @@ def in_parts(
         Part(module, list(nodes), as_it_is if number % 2 else make)
         for number, nodes in groupby(ordered, place.__getitem__)
     ]
-    kinds = (torch.Tensor, torch.SymInt, torch.SymFloat)
-    if len(parts) == 1 or not all(isinstance(v, kinds) for part in parts for v in part.crossing()):
+    kinds = (torch.Tensor, *NUMBERS)
+    whole = len(parts) == 1 and parts[0].make is make
+    if whole or not all(isinstance(v, kinds) for part in parts for v in part.crossing()):
         return None
     inputs, result = module.graph.find_nodes(op="placeholder"), module.graph.output_node().args[0]
     held = {node: getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}

@@ -227,11 +227,8 @@ class Backward:
                     found = self._built[present] = self._build(present)
         run, inputs = found
         if inputs is not None:
-            every = [None] * len(self.graph.inputs)
-            every[: self.saved] = values[: self.saved]
-            places = (self.saved + k for k in range(self.tangents) if present >> k & 1)
-            for place, value in zip(places, values[self.saved :], strict=True):
-                every[place] = value
+            places = [self.saved + k for k in range(self.tangents) if present >> k & 1]
+            every = placed(values, [*range(self.saved), *places], [None] * len(self.graph.inputs))
             values[:] = [every[i] for i in inputs]
             del every
         return run(values)
@@ -337,13 +334,22 @@ class Saving:
         return values
 
     def release(self, ctx: Any, present: int) -> bool:
-        """Let go of what these gradients needed before the backward pass ends; whether none is left."""
+        """Let go of what these gradients needed before the backward pass ends; whether none is left.
+
+        With it goes what only results need whose gradients are not to be had any more without it.
+        """
         nodes = self._nodes(ctx, present)
         for node, _ in nodes:
             node.maybe_clear_saved_tensors()
-        if not self.groups or self.shared:
+        if not self.groups:
             return bool(nodes)
-        ctx.left &= ~present
+        lost = self.everything if self.shared else present
+        for mask, _ in self.groups:
+            lost |= mask if mask & present else 0
+        ctx.left &= ~lost
+        for (mask, _), held in zip(self.groups, ctx.beside, strict=True):
+            if not mask & (ctx.left | present):
+                held.grad_fn.maybe_clear_saved_tensors()
         return not ctx.left
 
 

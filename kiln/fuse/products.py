@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kiln.fuse import volumes
+from kiln.fuse import turns, volumes
 from kiln.ops.table import aten
 
 #: Places of a kernel that loops go through, at most.
@@ -43,13 +43,18 @@ def convolution_backward(
     if not image and not filters:
         return NotImplemented
     left = [mask[0] and not image, mask[1] and not filters, mask[2] and not filters]
-    # Before the gradient of the image is there: copies with borders lie beside all else.
-    found = _filters(grad, x, weight, stride[0], padding) if filters else None
-    others = (None, None, None)
-    if any(left):
-        others = aten.convolution_backward(
+
+    def rest() -> Any:
+        return aten.convolution_backward(
             grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, left
         )  # fmt: skip
+
+    # Eager's kernel needs more memory than loops in turns; other copies with borders lie beside all else.
+    first = filters and any(left) and _in_turns(grad, weight, stride[0])
+    others = rest() if first else (None, None, None)
+    found = _filters(grad, x, weight, stride[0], padding) if filters else None
+    if any(left) and not first:
+        others = rest()
     return (
         _of_one_channel(grad, x, weight, stride[0], padding) if image else others[0],
         found if filters else others[1],
@@ -122,19 +127,30 @@ def _filters(
     own.
     """
     count, channels, *places = grad.shape
-    rows, columns = (-(-n // step) for n in weight.shape[2:])
-    high, wide = places[0] + rows - 1, places[1] + columns - 1
+    (rows, columns), (high, wide) = _turns(grad, weight, step)
     below, right = (n * step - padding[d] - x.shape[d + 2] for d, n in enumerate((high, wide)))
     image = aten.constant_pad_nd(x, [padding[1], right, padding[0], below], 0.0)
-    image = image.view([count, channels, high, step, wide, step]).permute([0, 1, 3, 5, 2, 4]).contiguous()
+    image = image.view([count, channels, high, step, wide, step]).permute([1, 0, 3, 5, 2, 4]).contiguous()
     length = places[0] * wide - (columns - 1)
-    given = aten.constant_pad_nd(grad, [0, columns - 1], 0.0).contiguous()
-    given = given.view([count, channels, 1, 1, 1, -1])[..., :length]
+    given = aten.constant_pad_nd(grad, [0, columns - 1], 0.0).permute([1, 0, 2, 3]).contiguous()
+    given = given.view([channels, count, 1, 1, 1, -1])[..., :length]
     inside = aten.constant_pad_nd(grad.new_ones(places), [0, columns - 1], 0.0).view([-1])[:length] > 0
-    shape, strides = [count, channels, step, step, rows, length], [*image.stride()[:4], wide, 1]
+    shape, strides = [channels, count, step, step, rows, length], [*image.stride()[:4], wide, 1]
     sums = [
-        torch.where(inside, aten.as_strided(image, shape, strides, place) * given, 0.0).sum([0, 5])
+        torch.where(inside, aten.as_strided(image, shape, strides, place) * given, 0.0).sum([1, 5])
         for place in range(columns)
     ]
     whole = torch.stack(sums, -1).permute([0, 3, 1, 4, 2]).reshape([channels, 1, rows * step, columns * step])
     return whole[:, :, : weight.shape[2], : weight.shape[3]].contiguous()
+
+
+def _turns(grad: torch.Tensor, weight: torch.Tensor, step: int) -> tuple[list[int], list[int]]:
+    """Rows and columns of a class of a kernel's places, and those of an image with borders."""
+    sizes = [-(-n // step) for n in weight.shape[2:]]
+    return sizes, [n + size - 1 for n, size in zip(grad.shape[2:], sizes, strict=True)]
+
+
+def _in_turns(grad: torch.Tensor, weight: torch.Tensor, step: int) -> bool:
+    """Whether images with borders lie on the stack, those of a channel at a time."""
+    high, wide = _turns(grad, weight, step)[1]
+    return turns.fits(grad.shape[1], grad.shape[0] * high * wide * (step**2 + 1) * grad.dtype.itemsize)

@@ -1,7 +1,7 @@
 """Loops that follow each other plane by plane: what one makes for the other alone, a task holds meanwhile.
 
-Resampling goes along rows and then across them. Of what comes between, a plane is there at a time, near the
-processor, and none of it takes memory beside the result.
+Resampling goes along rows and then across them; images with borders are made to be summed up. Of what comes
+between, a plane is there at a time, near the processor, and none of it takes memory beside the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORTH = 1 << 16
 class InTurns(Kernel):
     """Nests of one stage that follow each other in each turn of the first loop, which is the same of all.
 
-    `held` is what a task has for itself, and how many elements: the first makes it, and the second reads it.
+    `held` is what a task has for itself, and how many elements: the last reads it, and those before make it.
     """
 
     held: Mapping[Buffer, int]
@@ -44,30 +44,31 @@ class InTurns(Kernel):
         return reads, [b for b in writes if b not in self.held]
 
 
+def fits(planes: int, size: int) -> bool:
+    """Whether so many planes of so many bytes are for the stack."""
+    return planes >= PLANES and size <= LONGEST and planes * size >= WORTH
+
+
 def in_turns(steps: list[Step], outputs: Any) -> list[Step]:
-    """The steps with pairs of launches as one where the second alone reads what the first makes."""
+    """The steps with pairs of launches as one where the second alone reads what loops of the first make."""
     used = Counter(n for step in steps for n in set(_read(step)))
     kept = {n for out in nodes_in(outputs) for n in chain_of(out)}
     made: list[Step] = []
-    known: dict[Any, Kernel | None] = {}
-
-    def worth(first: Launch, second: Launch) -> bool:
-        """Whether memory is saved: what the first is made of is there as long as what the second makes."""
-        between, read = first.writes.values(), set(second.reads.values())
-        if first.scratch or second.scratch or any(n not in read or used[n] > 1 or n in kept for n in between):
-            return False
-        longer = [n for n in first.reads.values() if used[n] == 1 and n.op is not CONSTANT]
-        return max(bytes_of(longer), WORTH) <= bytes_of(between)
-
+    known: dict[Any, tuple[Kernel, Kernel | None] | None] = {}
     for step in steps:
         before = made[-1] if made else None
-        if isinstance(step, Launch) and isinstance(before, Launch) and worth(before, step):
+        if isinstance(step, Launch) and isinstance(before, Launch):
+            read = set(step.reads.values())
+            own = {b: n for b, n in before.writes.items() if n in read and used[n] == 1 and n not in kept}
+            going = {b: n for b, n in before.reads.items() if used[n] == 1 and n.op is not CONSTANT}
             others = _same(before, step)
-            key = before.kernel, step.kernel, *others.items()
+            key = before.kernel, step.kernel, (*own, 0, *going), *others.items()
             if key not in known:
-                known[key] = _paired(before, step, others)
-            if (kernel := known[key]) is not None:
-                made[-1] = _launched(before, step, kernel, others)
+                known[key] = _paired(before, step, own, going, others)
+            if (found := known[key]) is not None:
+                kernel, rest = found
+                made[-1:] = [_launched(before, before, rest, {})] if rest is not None else []
+                made.append(_launched(before, step, kernel, others))
                 continue
         made.append(step)
     return made
@@ -84,38 +85,55 @@ def _same(first: Launch, second: Launch) -> dict[Buffer, Buffer]:
 
 
 def _launched(first: Launch, second: Launch, kernel: Kernel, others: dict[Buffer, Buffer]) -> Launch:
-    """A launch of the kernel that does what both do."""
+    """A launch of a kernel of what two do."""
     reads, writes = kernel.buffers()
-    owners = {**first.reads, **{others.get(b, b): n for b, n in second.reads.items()}}
+    owners = {**first.writes, **first.reads, **{others.get(b, b): n for b, n in second.reads.items()}}
     return Launch(kernel, {b: owners[b] for b in reads}, {b: second.writes[b] for b in writes}, {})
 
 
-def _paired(first: Launch, second: Launch, others: dict[Buffer, Buffer]) -> Kernel | None:
-    """The kernel of two launches in turns, with the first's buffers for some of the second's."""
-    own = [b for b in (*second.reads, *second.writes) if b not in others]
-    if any(b in first.reads or b in first.writes for b in own):  # equal blocks share buffers
+def _paired(
+    first: Launch, second: Launch, own: dict[Buffer, Node], going: dict[Buffer, Node],
+    others: dict[Buffer, Buffer],
+) -> tuple[Kernel, Kernel | None] | None:  # fmt: skip
+    """The kernel of two launches in turns, and one of what the first does besides, if that saves memory.
+
+    The second alone reads the buffers of the first's `own`, and others of the first's for some of its; what
+    is `going` would be there as long as what the second makes.
+    """
+    beside = [b for b in (*second.reads, *second.writes) if b not in others]
+    if any(b in first.reads or b in first.writes for b in beside):  # equal blocks share buffers
         return None
-    nests = [launch.kernel.nests for launch in (first, second)]
-    if any(len(listed) != 1 or not _plain(listed[0]) for listed in nests):
+    kernels = first.kernel, second.kernel
+    if first.scratch or second.scratch or any(type(k) is not Kernel or len(k.stages) != 1 for k in kernels):
         return None
-    ((maker,), (reader,)) = nests
+    if len(second.kernel.nests) != 1 or not _plain(second.kernel.nests[0]) or bytes_of(own.values()) < WORTH:
+        return None
+    (reader,) = second.kernel.nests
     reader = Nest(reader.axes, rewritten(reader.stores, lambda index: index, others))
     plane = reader.axes[0]
-    held = {b: _plane(reader, plane, b) for b in first.writes}
-    room = sum([size * b.dtype.itemsize for b, size in held.items()])
-    if not all(held.values()) or room > LONGEST or plane.size < PLANES:
+    if plane.reduced or plane.size < PLANES or _moves(reader, plane) is None:
         return None
-    before = _by_plane(maker, plane, held)
-    if before is None or any(_moves(nest, plane) is None for nest in (before, reader)):
+    held = {b: _plane(reader, plane, b) for b in own}
+    makers = {n: _by_plane(n, plane, held) for n in first.kernel.nests if all(map(held.get, n.buffers()[1]))}
+    taken = [n for n, made in makers.items() if made is not None and _moves(made, plane) is not None]
+    reads, writes = Kernel("", (tuple(taken),)).buffers()
+    room = sum([held[b] * b.dtype.itemsize for b in writes])
+    longer = bytes_of([going[b] for b in reads if b in going])
+    if room > LONGEST or max(longer, WORTH) > bytes_of([own[b] for b in writes]):
         return None
-    return InTurns(second.kernel.name, ((before, reader),), held)
+    nests = [made for n, made in makers.items() if made is not None and n in taken]
+    rest = tuple([n for n in first.kernel.nests if n not in taken])
+    if any(b in writes for n in rest for b in n.buffers()[1]):
+        return None
+    paired = InTurns(second.kernel.name, ((*nests, reader),), {b: held[b] for b in writes})
+    return paired, Kernel(first.kernel.name, (rest,)) if rest else None
 
 
 def _plain(nest: Nest) -> bool:
-    """Whether a nest makes each of its results in a turn of its own, as many as are known."""
-    known = all(type(a.size) is int and a.low == 0 and not a.reduced for a in nest.axes)
+    """Whether the results of a nest are made in its own turns, as many as are known."""
+    known = all(type(a.size) is int and a.low == 0 for a in nest.axes)
     usual = not (nest.part or nest.ordered or nest.several or nest.rolled)
-    return known and usual and bool(nest.axes) and not any(s.kept or s.adds for s in nest.stores)
+    return known and usual and bool(nest.axes) and not any(s.adds for s in nest.stores)
 
 
 def _plane(nest: Nest, plane: Axis, buffer: Buffer) -> int:
@@ -154,6 +172,8 @@ def _last(index: Any, plane: Axis, most: dict[Any, int]) -> float:
 
 def _by_plane(nest: Nest, plane: Axis, sizes: dict[Buffer, int]) -> Nest | None:
     """The nest with a loop over planes of these sizes, of what it stores, as its first."""
+    if not _plain(nest) or nest.reduced:
+        return None
     outer, *inner = nest.axes
     rows, most = outer.size // plane.size, {a.variable: a.size - 1 for a in inner}
     if rows * plane.size != outer.size or rows == 1 and not inner:

@@ -278,8 +278,9 @@ class Entries:
                     given = []
                     for buffer, more in [(nest.used()[place], ahead[place]) for place in places]:
                         base = held.get(buffer) or pointer(buffer, more)
-                        move = 0 if buffer in held else moves[buffer]
-                        given.append(fn.at(base, i * move, TYPES[buffer.dtype]) if move else base)
+                        # Alike nests have one function: what they hold may begin elsewhere, too.
+                        move: Any = more if buffer in held else moves[buffer] and i * moves[buffer]
+                        given.append(fn.at(base, move, TYPES[buffer.dtype]) if move else base)
                     run(body, given, fn.constant(0, I64), fn.constant(tasks, I64))
             return []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kiln.base import records
 from tests.same import Same
 from tests.support import EAGER, Counting, kiln
 
@@ -61,6 +62,86 @@ def test_one_graph(name, backend):
             runs.append((found, given.grad))
         torch.testing.assert_close(*runs, equal_nan=True)
     assert len(counting.modules) == 1
+
+
+def given(share, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(12, 16), torch.randn(12, 16) > share
+
+
+def both_ways(program, compiled, x, mask):
+    """The program in eager and compiled: results, strides, gradients, and what was written."""
+    runs = []
+    for call in (program, compiled):
+        mine = x.clone().requires_grad_()
+        found = call(mine, mask)
+        parts = [part for part in (found if isinstance(found, tuple) else (found,)) if part.requires_grad]
+        torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
+        runs.append((found, mine.grad, found[0].stride() if isinstance(found, tuple) else found.stride()))
+    torch.testing.assert_close(*runs, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_graph_where_breaks_are_allowed(name, backend):
+    """What was selected is taken to be two items or more; where it is not, the graph breaks from then on."""
+    program, counting = PROGRAMS[name], Counting(backend)
+    compiled = kiln.compile(program, backend=counting)
+    for seed, share in enumerate((0.0, 0.5, -0.5)):
+        both_ways(program, compiled, *given(share, seed))
+    assert len(counting.modules) == 1
+    for share in (9.0, 0.0, -9.0, 9.0, 0.5):  # none, some, all
+        both_ways(program, compiled, *given(share))
+    x, mask = given(9.0)
+    mask[0, 0] = True
+    both_ways(program, compiled, x, mask)
+
+
+def test_a_break_where_the_program_looks_at_how_much_was_selected():
+    def program(x, mask):
+        y = x[mask]
+        return y * 2 if len(y) > 20 else y * 3
+
+    counting = Counting("kiln")
+    compiled = kiln.compile(program, backend=counting)
+    for share in (0.0, 0.5, -0.5, 9.0):
+        both_ways(program, compiled, *given(share))
+    assert "nonzero" not in "".join(module.code for module in counting.modules)
+
+
+def test_whether_anything_was_selected_is_taken_to_be_so():
+    def program(x, mask):
+        y = x[mask]
+        return x.sum() * 0 if y.shape[0] == 0 else y.mean()
+
+    counting = Counting("kiln")
+    compiled = kiln.compile(program, backend=counting)
+    for seed, share in enumerate((0.0, 0.5, -0.5)):
+        both_ways(program, compiled, *given(share, seed))
+    assert len(counting.modules) == 1
+    both_ways(program, compiled, *given(9.0))
+
+
+def test_a_break_where_the_graph_writes_what_lasts():
+    """It could not run again in Python, should too little be selected."""
+    norms = [torch.nn.BatchNorm1d(16) for _ in range(2)]
+    programs = [lambda x, mask, norm=norm: norm(x[mask[:, 0]]) for norm in norms]
+    counting = Counting("kiln")
+    compiled = kiln.compile(programs[1], backend=counting)
+    for share in (0.0, 0.5, -0.5):
+        both_ways(programs[0], compiled, *given(share))
+    torch.testing.assert_close(*[norm.running_mean for norm in norms])
+    assert "nonzero" not in "".join(module.code for module in counting.modules)
+
+
+@pytest.mark.parametrize("name", ["loss", "both sides"])
+def test_both_directions_are_compiled_after_what_is_selected(name):
+    """Python computes with how much it is: that is no plan; what is written has a gradient as long."""
+    x, mask = given(0.0)
+    with records.collect() as seen:
+        both_ways(PROGRAMS[name], kiln.compile(PROGRAMS[name]), x, mask)
+    assert (len(seen.graphs), len(seen.breaks), len(seen.fallbacks)) == (1, 0, 0)
+    assert len(seen.plans) == {"loss": 2, "both sides": 5}[name]
 
 
 @pytest.mark.parametrize("key", ["mask[:3]", "(slice(None), mask[:, 0])", "(None, mask[:, :2])"])

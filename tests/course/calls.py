@@ -149,6 +149,18 @@ F.fractional_max_pool2d(img, 2, output_size=2), F.fractional_max_pool2d_with_ind
 torch.rand(2, generator=torch.Generator().manual_seed(3)), torch.randn(2, generator=torch.Generator().manual_seed(4))
 """
 
+# How much comes out depends on the values: the graph reads that number.
+SELECTED = """
+torch.nonzero(x)
+x.nonzero(as_tuple=True)
+torch.argwhere(x)
+torch.where(k)
+torch.masked_select(x, k)
+x[k]
+torch.repeat_interleave(j)
+x.repeat_interleave(j, 0)
+"""
+
 # The result, or its shape, depends on the values: the graph ends there and goes on after it.
 DATA_DEPENDENT = """
 x.long().sum().item() + 1
@@ -158,21 +170,13 @@ bool(k.any())
 complex(x.sum())
 x.tolist()
 x.numpy().tolist()
-torch.nonzero(x)
-x.nonzero(as_tuple=True)
-torch.argwhere(x)
-torch.where(k)
 torch.unique(i)
 i.unique(return_counts=True)
 torch.unique_consecutive(i)
-torch.masked_select(x, k)
-x[k]
 torch.equal(x, y)
 torch.allclose(x, y)
 torch.is_nonzero(x.sum())
 torch.bincount(j)
-torch.repeat_interleave(j)
-x.repeat_interleave(j, 0)
 F.one_hot(j)
 1 if x.sum() > 0 else 2
 [5, 6, 7][j[0]]

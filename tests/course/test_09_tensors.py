@@ -67,8 +67,8 @@ def test_mask_assignment(x, mask):
     return y
 
 
-@program(X, MASK, graphs=2, breaks=1)
-def test_mask_read_breaks(x, mask):
+@program(X, MASK)
+def test_mask_read(x, mask):
     y = x * 2
     z = y[mask]
     return z + 1

@@ -20,6 +20,7 @@ from tests.course.calls import (
     METHODS,
     RANDOM,
     REMOVED,
+    SELECTED,
     TENSORS,
     TORCH,
     UNARY,
@@ -111,12 +112,22 @@ def test_gradients(text):
     one_graph(f, *[x.clone().requires_grad_() for x in tensors])
 
 
-@pytest.mark.parametrize("text", rows(DATA_DEPENDENT))
-def test_data_dependent_calls_break(text):
+def between(text):
+    """What a program does with a call between two others."""
     names = ["x", "y", "i", "j", "k", "v"]
     scope = dict(SCOPE)
     exec(f"def f({', '.join(names)}):\n  before = x * 2\n  r = {text}\n  return before + 1, r", scope)
-    pin(same_as_eager(scope["f"], *[TENSORS[n] for n in names]), graphs=2, breaks=1)
+    return same_as_eager(scope["f"], *[TENSORS[n] for n in names])
+
+
+@pytest.mark.parametrize("text", rows(SELECTED))
+def test_calls_that_select(text):
+    pin(between(text), graphs=1)
+
+
+@pytest.mark.parametrize("text", rows(DATA_DEPENDENT))
+def test_data_dependent_calls_break(text):
+    pin(between(text), graphs=2, breaks=1)
 
 
 @pytest.mark.parametrize("text", rows(LOOKS_INSIDE))
@@ -130,7 +141,7 @@ def test_the_table_is_complete():
     wanted = {n for n in dir(torch) if n[0] != "_" and callable(getattr(torch, n)) and getattr(torch, n) in overridable}
     wanted |= {n for n in dir(F) if n[0] != "_" and callable(getattr(F, n)) and getattr(F, n) in overridable}
     wanted |= {n for n in dir(torch.Tensor) if n[0] != "_"}
-    text = " ".join((TORCH, FUNCTIONAL, METHODS, RANDOM, DATA_DEPENDENT, LOOKS_INSIDE))
+    text = " ".join((TORCH, FUNCTIONAL, METHODS, RANDOM, DATA_DEPENDENT, SELECTED, LOOKS_INSIDE))
     called = set(re.findall(r"\.(\w+)", text)) | {name for _, name in families(UNARY) + families(BINARY)}
     called |= {c.removesuffix("(").split(".")[-1] for args, name in families(UNARY) + families(BINARY)
                for c in re.findall(r"\.\w+_\(", " ".join(spelled(args, name)))}  # fmt: skip

@@ -37,8 +37,8 @@ UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 BREAKS: dict[str, set[str]] = {
     # the result is a Python value, or its shape depends on values
     **dict.fromkeys(
-        ["allclose", "argwhere", "equal", "linalg.lstsq", "linalg.lstsq.grad_oriented", "masked_select", "nonzero",
-         "unique", "unique_consecutive"], {"data-dependent"}),
+        ["allclose", "equal", "linalg.lstsq", "linalg.lstsq.grad_oriented", "unique", "unique_consecutive"],
+        {"data-dependent"}),
     # the implementation looks at values: how long each target is, where to cut
     **dict.fromkeys(["narrow", "nn.functional.ctc_loss", "tensor_split"], {"data-dependent"}),
     # the memory of an argument is exchanged
@@ -70,6 +70,7 @@ NO_GRAPH = {"broadcast_shapes"}
 SOMETIMES = {
     "__getitem__": {"data-dependent"},  # by a mask
     "cov": {"data-dependent"},  # whether weights are negative is asked of their values
+    "nonzero": {"data-dependent"},  # of a number
     "repeat_interleave": {"data-dependent"},  # repeats given as a tensor
 }
 

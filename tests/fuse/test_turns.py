@@ -77,3 +77,19 @@ def test_what_leaves_or_is_read_again_is_stored():
         assert turns(lambda a, how=how: twice(a, **how), x)[1] == 0
         check(lambda a, how=how: twice(a, **how), x)
     check(twice, x)
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 14, 14), (3, 64, 9, 11), (1, 480, 8, 8)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_images_with_borders_are_made_and_summed_up_channel_by_channel(shape, stride):
+    """Several loops make what a fold reads; borders above and below are alike; a mask is of no channel."""
+    channels = shape[1]
+    how = [stride, stride], [2, 2], [1, 1], False, [0, 0], channels, [False, True, False]
+    x, weight = rand(*shape), rand(channels, 1, 5, 5)
+    grad = torch.randn_like(F.conv2d(x, weight, None, stride, 2, 1, channels))
+
+    def filters(grad, x, weight):
+        return torch.ops.aten.convolution_backward(grad, x, weight, None, *how)[1]
+
+    assert turns(filters, grad, x, weight) == (3, 1)
+    check(filters, grad, x, weight, rtol=1e-4, atol=1e-4)
