@@ -117,7 +117,7 @@ def depends_on() -> str:
     """What machine code depends on beside its text: the code generator and the processor."""
     known = host()
     version = ".".join(map(str, llvm.llvm_version_info))
-    levels = f"levels {SIMPLIFIED} after few, {LEVEL}, 0 where brief"
+    levels = f"levels {SIMPLIFIED} after few, {LEVEL}, 0 where brief, static"
     return f"llvmlite {llvmlite.__version__}, LLVM {version}, {known.name}, {known.features}, {levels}"
 
 
@@ -340,6 +340,7 @@ def _loaded(code: bytes) -> Code:
 
 def _machine(level: int = LEVEL) -> Any:
     known = host()
+    # Object files that are loaded together have no table of addresses in common, which others would ask for.
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=known.name, features=known.features, opt=level, reloc="pic", codemodel="jitdefault", jit=True
+        cpu=known.name, features=known.features, opt=level, reloc="static", codemodel="jitdefault", jit=True
     )

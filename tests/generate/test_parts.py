@@ -49,6 +49,20 @@ def test_functions_call_each_other_across_parts(count, head):
     assert {name: called(made, name) for name in VALUES} == VALUES and made.address("entry9") == 0
 
 
+def test_parts_have_constants_of_their_own():
+    def nest(name, first):
+        row = ", ".join(f"float {first + i}.0" for i in range(16))
+        body = f"%x = load <16 x float>, ptr %p, align 4\n%y = fadd <16 x float> %x, <{row}>\nstore <16 x float> %y, ptr %p, align 4"
+        return f"define void @{name}(ptr %p) noinline {{\n{body}\nret void\n}}\n"
+
+    entry = f"define void @entry0(ptr %p) {BRIEF} {{\ncall void @nest0(ptr %p)\ncall void @nest1(ptr %p)\nret void\n}}\n"
+    parts = cpu.parts_of("".join([nest("nest0", 100), nest("nest1", 2000), entry]), 2)
+    made = cpu.load(cpu.joined(list(map(cpu.object_file, parts))))
+    row = (ctypes.c_float * 16)(*range(16))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address("entry0"))(ctypes.addressof(row))
+    assert len(parts) == 3 and list(row) == [2100 + 3 * i for i in range(16)]
+
+
 def test_a_thread_asks_few_times_for_the_lock_of_python(monkeypatch):
     asked = []
     call = ffi._lib_fn_wrapper.__call__
