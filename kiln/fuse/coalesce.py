@@ -65,15 +65,16 @@ class Coalescing(Groups):
         before = group.axes
         if len(group.members) >= LONGEST or is_of_neighbours(node):
             return False
-        if dims and not self.turned.isdisjoint(group.members) or group.folds and node in self.turned:
-            return False
-        for member in group.members:
-            if is_of_neighbours(member) and (dims or not lies_as(node, member) or not self.narrows(node)):
-                return False
         if not related and not any(
             self.place[n] == group.position or n in group.reads for n in map(self.root, node.inputs())
         ):
             return False
+        turned = self.turned
+        if turned and (dims and not turned.isdisjoint(group.members) or node in turned and group.folds):
+            return False
+        for first in group.members[:1]:  # others do not join a group
+            if is_of_neighbours(first) and (dims or not lies_as(node, first) or not self.narrows(node)):
+                return False
         axes = self.axes_with(group.axes, shape, dims)
         if axes is None:
             return False

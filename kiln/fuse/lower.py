@@ -43,6 +43,9 @@ CONDITIONS: dict[str, Callable[[Node], bool]] = {}
 """Which nodes of an op are lowered, where not all are."""
 
 
+NONE: frozenset[int] = frozenset()
+
+
 class Terms:
     """Makes terms; equal ones are one object, so that what is computed once is computed once."""
 
@@ -151,12 +154,13 @@ class Terms:
         known = self._phases.get(id(term))
         if known is None:
             if isinstance(term, Fold):
-                known, runs = term.ready, frozenset({term.phase} if term.running else ())
+                known, runs = term.ready, frozenset({term.phase}) if term.running else NONE
             else:
-                below = children(term)
-                known = max(map(self.phase, below), default=0)
-                runs = frozenset[int]().union(*[self._runs[id(child)] for child in below])
-                if any(phase != known for phase in runs):
+                known, runs = 0, NONE
+                for child in children(term):
+                    known = max(known, self.phase(child))
+                    runs |= self._runs[id(child)]
+                if runs and any(phase != known for phase in runs):
                     raise Misfit  # what runs along the loops is not there in later ones
             self._phases[id(term)], self._runs[id(term)] = known, runs
         return known

@@ -94,6 +94,7 @@ class Groups:
         self.made_of: dict[Node, set[Node] | None] = {}  # what is read where values are made anew
         self.roots: dict[Node, Node] = {}
         self.users = graph.users()
+        self._readers: dict[Node, list[Node]] = {}
         self.outputs = {self.root(node) for node in nodes_in(graph.outputs)}
 
     def new_terms(self) -> Terms:
@@ -382,9 +383,11 @@ class Groups:
 
     def readers(self, node: Node) -> list[Node]:
         """The nodes that read a node, through views too; the views themselves do not count."""
-        found: list[Node] = []
-        for user in self.users[node]:
-            found += self.readers(user) if is_map(user) else [user]
+        found = self._readers.get(node)
+        if found is None:
+            found = self._readers[node] = []
+            for user in self.users[node]:
+                found += self.readers(user) if is_map(user) else [user]
         return found
 
     def cost(self, group: Group, node: Node) -> int:

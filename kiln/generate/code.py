@@ -21,7 +21,7 @@ from kiln.generate.alike import form
 from kiln.generate.blocks import blocked
 from kiln.generate.cpu import Code, Making, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
-from kiln.generate.llvm import I64, PTR, Function, Module, Value
+from kiln.generate.llvm import BRIEF, I64, PTR, Function, Module, Value
 from kiln.generate.scalar import TYPES
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.values import NAME
@@ -222,6 +222,7 @@ class Entries:
         module = Module()
         pointers = [("buffers", PTR), ("sizes", PTR), ("status", PTR)]
         fn = module.function(ENTRY, [*pointers, ("begin", I64), ("end", I64)])
+        fn.attributes = BRIEF
         first, last = fn.parameters["begin"], fn.parameters["end"]
 
         def listed(value: Any) -> Any:

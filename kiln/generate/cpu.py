@@ -17,7 +17,7 @@ import llvmlite.binding as llvm
 from llvmlite.binding import ffi
 
 from kiln.base.dataclass import dataclass
-from kiln.generate.llvm import THOROUGH
+from kiln.generate.llvm import BRIEF, THOROUGH
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +94,12 @@ def conversions() -> Code:
 class Code:
     """Machine code in memory; lives as long as this object."""
 
-    def __init__(self, engines: Sequence[Any]) -> None:
-        self._engines = engines
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self.key = ""  # under which it is kept on disk
 
     def address(self, name: str) -> int:
-        return next((found for one in self._engines if (found := int(one.get_function_address(name)))), 0)
+        return int(self._engine.get_function_address(name))
 
 
 LEVEL = 2
@@ -117,7 +117,7 @@ def depends_on() -> str:
     """What machine code depends on beside its text: the code generator and the processor."""
     known = host()
     version = ".".join(map(str, llvm.llvm_version_info))
-    levels = f"levels {SIMPLIFIED} and few, {LEVEL}"
+    levels = f"levels {SIMPLIFIED} after few, {LEVEL}, 0 where brief, static"
     return f"llvmlite {llvmlite.__version__}, LLVM {version}, {known.name}, {known.features}, {levels}"
 
 
@@ -137,29 +137,110 @@ def object_file(text: str) -> bytes:
 
 
 def _generated(text: str, binary: bool) -> bytes:
-    machine = _machine()
-    with module(text) as parsed:
-        _optimise(parsed, machine)
-        return emitted(parsed, machine, binary)
+    try:
+        tools = _idle.pop()
+    except IndexError:
+        tools = Tools()
+    brief = _functions(text) == _functions(text, BRIEF)
+    try:
+        with module(text) as parsed:
+            quick("LLVMPY_SetTarget")(parsed, tools.triple)
+            if not brief:
+                tools.optimise(parsed, _functions(text, THOROUGH))
+            return emitted(parsed, tools.brief if brief else tools.machine, binary)
+    finally:
+        _idle.append(tools)
+
+
+def _functions(text: str, marked: str = "") -> list[str]:
+    """The names of a module's functions that bear a mark."""
+    heads = [line for line in text.split("\n") if line.startswith("define ") and marked in line]
+    return [line.partition("@")[2].partition("(")[0] for line in heads]
+
+
+class Tools:
+    """What LLVM makes machine code with, for one thread at a time.
+
+    Nests come as vectors and unrolled, with what is the same in all turns before their loops: a few passes
+    do, where there is no memory that could be registers, and no loop to be unrolled.
+    """
+
+    def __init__(self) -> None:
+        self.triple, self.machine, self.brief = llvm.get_default_triple().encode(), _machine(), _machine(0)
+        tuning = llvm.create_pipeline_tuning_options(speed_level=SIMPLIFIED)
+        tuning.loop_vectorization = tuning.slp_vectorization = False
+        self.builder = llvm.create_pass_builder(self.machine, tuning)
+        self.usual, self.few = self.builder.getFunctionPassManager(), llvm.create_new_module_pass_manager()
+        self.few.add_loop_rotate_pass()
+        self.few.add_instruction_combine_pass()
+        self.few.add_simplify_cfg_pass()
+
+    def optimise(self, parsed: Any, thorough: Sequence[str]) -> None:
+        """Let LLVM's passes work on a module, more of them on some of its functions."""
+        at_once("LLVMPY_RunNewModulePassManager")(self.few, parsed, self.builder)
+        for name in thorough:
+            function = quick("LLVMPY_GetNamedFunction")(parsed, name.encode())
+            at_once("LLVMPY_RunNewFunctionPassManager")(self.usual, function, self.builder)
+
+
+_idle: list[Tools] = []
+"""Tools that no thread uses."""
 
 
 @contextmanager
 def module(text: str) -> Iterator[Any]:
     """A module in a context of its own, which go in this order; a collector would not keep to it."""
-    with llvm.create_context() as context, llvm.parse_assembly(text, context) as parsed:
-        yield parsed
+    context, error = quick("LLVMPY_ContextCreate")(), ctypes.c_char_p()
+    try:
+        parsed = at_once("LLVMPY_ParseAssembly")(context, text.encode(), ctypes.byref(error))
+        if not parsed:
+            raise _failed(error, "LLVM IR parsing error\n")
+        try:
+            yield parsed
+        finally:
+            quick("LLVMPY_DisposeModule")(parsed)
+    finally:
+        quick("LLVMPY_ContextDispose")(context)
+
+
+def verify(parsed: Any) -> None:
+    """Raise what is wrong with a module."""
+    error = ctypes.c_char_p()
+    if at_once("LLVMPY_VerifyModule")(parsed, ctypes.byref(error)):
+        raise _failed(error)
 
 
 def emitted(parsed: Any, machine: Any, binary: bool) -> bytes:
     """What a target's code generator makes of a module with a context of its own: an object file, or text."""
-    with ffi.OutputString() as error:
-        made = at_once("LLVMPY_TargetMachineEmitToMemory")(machine, parsed, int(binary), error)
-        if not made:
-            raise RuntimeError(str(error))
+    error = ctypes.c_char_p()
+    made = at_once("LLVMPY_TargetMachineEmitToMemory")(machine, parsed, int(binary), ctypes.byref(error))
+    if not made:
+        raise _failed(error)
     try:
-        return ctypes.string_at(ffi.lib.LLVMPY_GetBufferStart(made), ffi.lib.LLVMPY_GetBufferSize(made))
+        return ctypes.string_at(quick("LLVMPY_GetBufferStart")(made), quick("LLVMPY_GetBufferSize")(made))
     finally:
-        ffi.lib.LLVMPY_DisposeMemoryBuffer(made)
+        quick("LLVMPY_DisposeMemoryBuffer")(made)
+
+
+def _failed(error: ctypes.c_char_p, what: str = "") -> RuntimeError:
+    told = (error.value or b"").decode()
+    quick("LLVMPY_DisposeString")(error)
+    return RuntimeError(what + told)
+
+
+def at_once(name: str) -> Any:
+    """A function of LLVM's without llvmlite's lock: what works on a context of its own needs none."""
+    locked = getattr(ffi.lib, name)
+    return getattr(locked, "_cfn", locked)
+
+
+@functools.cache
+def quick(name: str) -> Any:
+    """A function of LLVM's that takes no time: it keeps Python's lock, which to get again would take some."""
+    like = at_once(name)
+    made = getattr(ctypes.PyDLL(ffi.lib._name, handle=ffi.lib._handle), name)
+    made.argtypes, made.restype = like.argtypes, like.restype
+    return made
 
 
 SHARE = 1 << 14
@@ -193,52 +274,35 @@ class Making:
 def compiling(text: str) -> list[Making]:
     """The object files of a module, which other threads make meanwhile."""
     parts = parts_of(text, min(len(text) // SHARE + 1, _cores()))
+    # Made in another thread, they would wait for Python's lock many times.
+    _idle.extend([Tools() for _ in range(min(len(parts), _cores()) - len(_idle))])
     return [Making(part, workers().submit(object_file, part)) for part in parts]
 
 
-def _optimise(parsed: Any, machine: Any) -> None:
-    """Let LLVM's passes work on a module.
-
-    Nests come as vectors and unrolled, with what is the same in all turns before their loops: a few passes
-    do, where there is no memory that could be registers, and no loop to be unrolled.
-    """
-    parsed.triple = llvm.get_default_triple()
-    tuning = llvm.create_pipeline_tuning_options(speed_level=SIMPLIFIED)
-    tuning.loop_vectorization = tuning.slp_vectorization = False
-    with llvm.create_pass_builder(machine, tuning) as builder:
-        usual, few = builder.getFunctionPassManager(), llvm.create_new_function_pass_manager()
-        few.add_loop_rotate_pass()
-        few.add_instruction_combine_pass()
-        few.add_simplify_cfg_pass()
-        for function in parsed.functions:
-            if not function.is_declaration:
-                passes = usual if THOROUGH in b" ".join(function.attributes).decode() else few
-                at_once("LLVMPY_RunNewFunctionPassManager")(passes, function, builder)
-
-
-def at_once(name: str) -> Any:
-    """A function of LLVM's without llvmlite's lock: what works on a context of its own needs none."""
-    locked = getattr(ffi.lib, name)
-    return getattr(locked, "_cfn", locked)
-
-
 def parts_of(text: str, count: int) -> list[str]:
-    """A module as at most `count` modules of about the same length that call nothing of each other."""
-    head, *bodies = text.replace("\ndefine ", "\n\0define ").split("\0")
-    if count < 2 or len(bodies) < 2:
-        return [text]
-    group = {re.search(r"@(\w+)", body)[1]: [body] for body in bodies}  # type: ignore[index]
-    for name, body in zip(list(group), bodies, strict=True):
-        for called in set(re.findall(r"call \w+ @(\w+)", body)):
-            mine, its = group[name], group.get(called)
-            if its is not None and its is not mine:
-                mine += its
-                group.update((one, mine) for one, held in group.items() if held is its)
-    parts: list[list[str]] = [[] for _ in range(count)]
-    together = {id(held): held for held in group.values()}.values()
-    for held in sorted(together, key=lambda held: -sum(map(len, held))):
-        min(parts, key=lambda part: sum(map(len, part))).extend(held)
-    return ["".join([head, *part]) for part in parts if part]
+    """A module as at most `count` modules of about the same length, and one of the brief functions.
+
+    They declare what they call of each other.
+    """
+    head, *bodies = f"\n{text}".replace("\ndefine ", "\n\0define ").split("\0")
+    declared = dict(map(_declared, bodies))
+    parts: list[list[str]] = [[] for _ in range(count + 1)]
+    for body in sorted(bodies, key=len, reverse=True):
+        shortest = min(parts[:count], key=lambda part: sum(map(len, part)))
+        (parts[count] if BRIEF in body.partition("\n")[0] else shortest).append(body)
+
+    def whole(part: list[str]) -> str:
+        called = {name for body in part for name in re.findall(r"call \w+ @(\w+)", body)}
+        called.difference_update(_functions("".join(part)))
+        return "".join([head, *[f"{declared[name]}\n" for name in declared if name in called], *part])
+
+    return [whole(part) for part in parts if part]
+
+
+def _declared(body: str) -> tuple[str, str]:
+    """The name of a function, and how others declare it."""
+    found = re.match(r"define (.*@(\w+)\(.*\))", body)
+    return (found[2], f"declare {found[1]}") if found else ("", "")
 
 
 LENGTH = struct.Struct("<Q")
@@ -267,18 +331,16 @@ def load(code: bytes) -> Code:
 
 
 def _loaded(code: bytes) -> Code:
-    return Code(list(map(_engine, separate(code))))
-
-
-def _engine(code: bytes) -> Any:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    for one in separate(code):
+        engine.add_object_file(llvm.ObjectFileRef.from_data(one))
     engine.finalize_object()
-    return engine
+    return Code(engine)
 
 
-def _machine() -> Any:
+def _machine(level: int = LEVEL) -> Any:
     known = host()
+    # Object files that are loaded together have no table of addresses in common, which others would ask for.
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=known.name, features=known.features, opt=LEVEL, reloc="pic", codemodel="jitdefault", jit=True
+        cpu=known.name, features=known.features, opt=level, reloc="static", codemodel="jitdefault", jit=True
     )

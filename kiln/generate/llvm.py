@@ -304,6 +304,8 @@ PLAIN = re.compile(r"(  %\S+ = (\w+) .*)?").fullmatch
 DIVISION = re.compile(r"[su](div|rem) (?!.*, [1-9]\d*$)").match  # it may fail, and stays where it is
 #: The attribute of a function that needs more of LLVM's passes than others.
 THOROUGH = '"thorough"'
+#: The attribute of a function that takes so little time that none of them pays.
+BRIEF = '"brief"'
 FEW_TURNS = 8  # of a loop that is unrolled
 IMPURE_CALLS = ("llvm.masked", "llvm.nvvm", "llvm.x86.sse", "llvm.assume", "llvm.prefetch")
 

@@ -137,13 +137,13 @@ def keeping(graph: Graph, settings: Settings, store: Store | None, left: int = 0
 @functools.cache
 def _versions() -> str:
     """What the stages themselves are: the files of this package as they are now, Python and torch."""
-    folder = Path(__file__).parents[1]
+    folder = str(Path(__file__).parents[1])
     files = []
     for place, _, names in os.walk(folder):
         for name in names:
             if name.endswith((".py", ".so")):
                 state = os.stat(path := os.path.join(place, name))
-                files.append((os.path.relpath(path, folder), state.st_size, state.st_mtime_ns))
+                files.append((path[len(folder) :], state.st_size, state.st_mtime_ns))
     return f"{sorted(files)} {sys.version} torch {torch.__version__} {torch.version.git_version}"
 
 

@@ -1,4 +1,4 @@
-"""Machine code in parts: functions that call each other stay together, all are there, and other threads make them."""
+"""Machine code in parts: functions call each other across them, all are there, and other threads make them."""
 
 import ctypes
 import os
@@ -6,16 +6,18 @@ import threading
 
 import pytest
 import torch
+from llvmlite.binding import ffi
 
 import kiln
 from kiln.generate import code, cpu
-from kiln.generate.llvm import F64, I64, Module
+from kiln.generate.llvm import BRIEF, F64, I64, Module
 
 
 def defined(name, value, *called):
     calls = "".join(f"  call void @{other}(ptr %p)\n" for other in called)
     store = f"  %o.{value} = load i64, ptr %p\n  %n.{value} = add i64 %o.{value}, {value}\n  store i64 %n.{value}, ptr %p\n"
-    return f"define void @{name}(ptr %p) noinline {{\n{calls}{store}  ret void\n}}\n"
+    mark = BRIEF if called else "noinline"
+    return f"define void @{name}(ptr %p) {mark} {{\n{calls}{store}  ret void\n}}\n"
 
 
 TEXT = "declare double @llvm.fabs.f64(double)\n" + "\n".join([
@@ -35,14 +37,43 @@ def names(part):
     return {line.split("@")[1].split("(")[0] for line in part.splitlines() if line.startswith("define")}
 
 
+@pytest.mark.parametrize("head", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_functions_that_call_each_other_stay_together(count):
-    parts = cpu.parts_of(TEXT, count)
+def test_functions_call_each_other_across_parts(count, head):
+    parts = cpu.parts_of(TEXT if head else TEXT.partition("\n")[2], count)
     found = [names(part) for part in parts]
-    assert len(parts) == min(count, 2) and sum(map(len, found)) == 6
-    assert {"nest0", "nest1", "entry0", "entry1"} <= found[0] and all("@llvm.fabs" in part for part in parts)
-    made = cpu.load(cpu.joined([part.result() for part in map(cpu.workers().submit, [cpu.object_file] * 2, parts)]))
+    assert len(parts) == count + 1 and sum(map(len, found)) == 6 and found[count] == {*VALUES}
+    assert all(("@llvm.fabs" in part) is head for part in parts)
+    assert parts[count].count("declare void @nest") == 3 and "declare void" not in parts[0]
+    made = cpu.load(cpu.joined(list(cpu.workers().map(cpu.object_file, parts))))
     assert {name: called(made, name) for name in VALUES} == VALUES and made.address("entry9") == 0
+
+
+def test_parts_have_constants_of_their_own():
+    def nest(name, first):
+        row = ", ".join(f"float {first + i}.0" for i in range(16))
+        body = f"%x = load <16 x float>, ptr %p, align 4\n%y = fadd <16 x float> %x, <{row}>\nstore <16 x float> %y, ptr %p, align 4"
+        return f"define void @{name}(ptr %p) noinline {{\n{body}\nret void\n}}\n"
+
+    entry = f"define void @entry0(ptr %p) {BRIEF} {{\ncall void @nest0(ptr %p)\ncall void @nest1(ptr %p)\nret void\n}}\n"
+    parts = cpu.parts_of("".join([nest("nest0", 100), nest("nest1", 2000), entry]), 2)
+    made = cpu.load(cpu.joined(list(map(cpu.object_file, parts))))
+    row = (ctypes.c_float * 16)(*range(16))
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address("entry0"))(ctypes.addressof(row))
+    assert len(parts) == 3 and list(row) == [2100 + 3 * i for i in range(16)]
+
+
+def test_a_thread_asks_few_times_for_the_lock_of_python(monkeypatch):
+    asked = []
+    call = ffi._lib_fn_wrapper.__call__
+    at_once = cpu.at_once
+    cpu._generated(TEXT, True)  # its tools are there
+    monkeypatch.setattr(ffi._lib_fn_wrapper, "__call__", lambda self, *args: asked.append("locked") or call(self, *args))
+    monkeypatch.setattr(cpu, "at_once", lambda name: asked.append(name) or at_once(name))
+    for part in cpu.parts_of(TEXT, 1):
+        cpu.object_file(part)
+    passes, parse, emit = "LLVMPY_RunNewModulePassManager", "LLVMPY_ParseAssembly", "LLVMPY_TargetMachineEmitToMemory"
+    assert asked == [parse, passes, emit, parse, emit]
 
 
 def test_a_part_that_no_thread_has_begun_is_made_by_the_one_that_waits():
