@@ -280,3 +280,36 @@ def test_a_computed_size_that_is_one() -> None:
         torch.testing.assert_close(compiled(x), function(x))
     x = torch.rand(2, 1, 80)
     torch.testing.assert_close(compiled(x), function(x))
+
+
+def in_pieces(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    return [piece.clone() for piece in x.split([len(y), len(x) - len(y)])]
+
+
+#: Backward passes that know sizes by numbers alone: one follows from others that they lack, two are equal.
+HANDED: dict[str, Case] = {
+    "a number of all elements": (lambda x, y: torch.cat([x.detach().flatten(), y.exp()]).view(1, 44),
+                                 lambda n: (randn(4, 10), randn(4))),
+    "two sizes that are equal": (lambda x, y: (y.detach() - x).view(1, 5, 3).exp(), lambda n: (randn(5, 3), randn(3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_sizes_that_no_tensor_of_a_backward_has(name: str) -> None:
+    function, make = HANDED[name]
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (4, 7):
+            check(function, compiled, make(n))
+    assert len(log.graphs) == 1 and not log.fallbacks
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nobody_differentiates(used: int) -> None:
+    kiln.reset()
+    compiled = kiln.compile(in_pieces, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (4, 7):
+            check(lambda x, y: in_pieces(x, y)[used], lambda x, y: compiled(x, y)[used], (randn(n + 3), randn(n)))
+    assert len(log.graphs) == 1 and not log.fallbacks
