@@ -46,6 +46,9 @@ def sizes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _average_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
                   *_: Any, **__: Any) -> Any:  # fmt: skip
+    # Eager refuses volumes that are smaller than a window, padding or not.
+    if len(kernel) == 3 and any(n < k for n, k in zip(x.shape[-3:], kernel, strict=True)):
+        return NotImplemented
     return pooled(x, kernel, stride, padding, (1,), ceil)
 
 
@@ -188,8 +191,9 @@ NAMED: dict[str, Callable[..., Any]] = {
     "cholesky cholesky_inverse linalg_matrix_exp bucketize.Tensor": lambda x, *_, **__: [x.shape],
     "_softmax_backward_data _log_softmax_backward_data glu_backward max_pool2d_with_indices_backward "
     "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward "
-    "adaptive_max_pool2d_backward nll_loss_backward nll_loss2d_backward mse_loss_backward "
-    "huber_loss_backward smooth_l1_loss_backward binary_cross_entropy_backward soft_margin_loss_backward "
+    "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+    "nll_loss_backward nll_loss2d_backward mse_loss_backward huber_loss_backward smooth_l1_loss_backward "
+    "binary_cross_entropy_backward soft_margin_loss_backward "
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
     "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward "
     "native_dropout_backward searchsorted.Tensor": lambda grad, x, *_, **__: [x.shape],

@@ -123,26 +123,62 @@ LOOPS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_where_sizes_vary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, make = LOOPS[name]
-    made: list[Any] = []
+#: The same for gradients.
+LOOPS_BACK: dict[str, Case] = {
+    "means of pairs": (lambda x: F.avg_pool2d(x, 2), lambda n: (randn(2, 3, n + 2, n + 3),)),
+    "means of sevens": (lambda x: F.avg_pool2d(x, 7), lambda n: (randn(2, 3, n + 12, n + 17),)),
+    "means that overlap": (lambda x: F.avg_pool2d(x, 3, 2, 1), lambda n: (randn(n, 3, n + 1, n + 2),)),
+    "means of what is there": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), lambda n: (randn(2, 3, n, 2 * n),)),
+    "means of larger windows": (lambda x: F.avg_pool2d(x, (5, 4), (3, 2), (2, 1)), lambda n: (randn(2, 3, n + 3, n + 4),)),
+    "means with gaps": (lambda x: F.avg_pool2d(x, 2, 3, divisor_override=3), lambda n: (randn(3, n + 3, n + 4),)),
+    "means along rows": (lambda x: F.avg_pool1d(x, 3, 2, 1), lambda n: (randn(2, n, n + 2),)),
+    "means of cubes": (lambda x: F.avg_pool3d(x, 3, 2, 1), lambda n: (randn(1, 2, n % 9 + 3, n + 1, 5),)),
+    "mean of all": (lambda x: F.adaptive_avg_pool3d(x, 1), lambda n: (randn(1, 2, n % 9 + 3, n + 1, 5),)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs that are fused."""
+    found: list[Any] = []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(fuse(*args, **kwargs))
-        return made[-1]
+        found.append(fuse(*args, **kwargs))
+        return found[-1]
 
     monkeypatch.setattr(program, "fuse", noted)
     monkeypatch.setattr(program, "keeping", lambda *_: None)
     kiln.reset()
+    return found
+
+
+def called(programs: list[Any]) -> list[str]:
+    """The kernels of eager's in programs."""
+    steps = [s.node.op for made in programs for s in made.steps if isinstance(s, Call) and not s.node.op.is_view]
+    return [str(op) for op in steps if op is not aten.empty.memory_format]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_where_sizes_vary(name: str, made: list[Any]) -> None:
+    function, make = LOOPS[name]
     compiled = kiln.compile(function, dynamic=True, fullgraph=True)
     with records.collect() as log, kiln.config.patch(strict=True), torch.no_grad():
         for n in (5, 2, 3, 4, 13, 16, 17, 31, 33, 64):
             args = make(n)
             torch.testing.assert_close(compiled(*args), function(*args), rtol=2e-5, atol=2e-5)
     assert len(log.graphs) == len(made) == 1 and not log.fallbacks
-    calls = [s.node.op for s in made[0].steps if isinstance(s, Call) and not s.node.op.is_view]
-    assert [str(op) for op in calls if op is not aten.empty.memory_format] == []
+    assert called(made) == []
+
+
+@pytest.mark.parametrize("name", LOOPS_BACK)
+def test_gradients_are_loops_where_sizes_vary(name: str, made: list[Any]) -> None:
+    function, make = LOOPS_BACK[name]
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (5, 2, 3, 4, 13, 16, 17, 31, 33):
+            check(function, compiled, make(n))
+    assert len(log.graphs) == 1 and len(made) == 2 and not log.fallbacks
+    assert called(made) == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -245,6 +281,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] 
     "diagonal": (lambda x: x.diagonal(2) + 1, (randn(6, 6),), (randn(9, 3),)),
     "unfold": (lambda x: x.unfold(0, 4, 1) + 1, (randn(6, 6),), (randn(3, 3),)),
     "group norm": (lambda x: F.group_norm(x, 4), (randn(2, 8, 6),), (randn(2, 6, 3),)),
+    "means of cubes": (lambda x: F.avg_pool3d(x, 3, 2, 1), (randn(2, 4, 4, 5, 6),), (randn(2, 4, 4, 2, 6),)),
 }  # fmt: skip
 
 
