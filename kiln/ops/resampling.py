@@ -1,9 +1,10 @@
-"""Interpolation of tensors with symbolic sizes, whose native form reads sizes as plain numbers."""
+"""Functions of torch whose native form reads sizes as plain numbers, for those that are symbolic."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -60,8 +61,21 @@ def scaled(n: Any, scale: float) -> Any:
     return wrap(call("math.trunc", mul(call("float", expr_of(n)), scale)))
 
 
+def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
+    """What torch's function gives, from both ends to the middle."""
+    kind = options.get("dtype") or torch.get_default_dtype()
+    plain = all(type(n) in (int, float) for n in (start, end)) and options.get("out") is None
+    if not plain or kind not in (torch.float32, torch.float64) or steps < 2:
+        return torch.linspace(start, end, steps, **options)
+    step, half = (end - start) / (steps - 1), steps // 2
+    wanted = options.pop("requires_grad", False)
+    places = torch.arange(steps, **{**options, "dtype": kind})
+    result = torch.where(places < half, places * step + start, (places - (steps - 1)) * step + end)
+    return result.requires_grad_() if wanted else result
+
+
 #: What stands for a function of torch where its arguments have symbolic sizes.
-FORMS: dict[Any, Any] = {functional.interpolate: interpolate}
+FORMS: dict[Any, Any] = {functional.interpolate: interpolate, torch.linspace: linspace}
 
 
 def form_of(function: Any, *given: Any) -> Any:

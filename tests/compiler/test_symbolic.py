@@ -86,6 +86,43 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+def symmetric(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.t() + 5 * torch.eye(len(x))
+
+
+def warped(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = (torch.linspace(-1, 1, n) for n in x.shape[2:])
+    grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], -1)
+    return F.grid_sample(x, grid.expand(len(x), -1, -1, -1) * 0.9, align_corners=False)
+
+
+def turned(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Pairs of numbers turned by angles, as positions are told."""
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(places), places)[:, None]).flatten(1)
+
+
+#: Ops that keep sizes as they are: one graph for all of them.
+CASES |= {
+    "classes of pixels": (lambda x, t: F.cross_entropy(x, t), lambda n: (randn(2, 5, n, n + 1), torch.arange(2 * n * n + 2 * n).view(2, n, n + 1) % 5)),
+    "elu": (lambda x: F.elu(x) + F.prelu(x, torch.tensor([0.25])), lambda n: (randn(n, 3),)),
+    "spectrum": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, n=x.shape[-1]) + torch.fft.fft(x).abs(), lambda n: (randn(3, n + 5),)),
+    "pairs": (turned, lambda n: (randn(n, 6), randn(n))),
+    "conjugate": (lambda x: (torch.complex(x, x + 1).conj() * torch.complex(x, x)).imag, lambda n: (randn(n, 3),)),
+    "warped": (warped, lambda n: (randn(2, 3, n % 20 + 2, n % 20 + 3),)),
+    "columns": (lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1), lambda n: (randn(2, 3, n, n + 1),)),
+    "unpooled": (lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), lambda n: (randn(2, 3, 2 * n),)),
+    "in volumes": (lambda x: F.adaptive_avg_pool3d(x, 2), lambda n: (randn(2, 3, 4, 5, n),)),
+    "without NaN": (lambda x: x.nanmean(0) + x.kthvalue(1, 0)[0], lambda n: (randn(n, 3),)),
+    "extremes": (lambda x: x.aminmax(dim=0), lambda n: (randn(n, 3),)),
+    "on a diagonal": (lambda x: x.diag_embed(1) * 2, lambda n: (randn(2, n),)),
+    "products of vectors": (lambda x, y: torch.linalg.cross(x, y), lambda n: (randn(n, 3), randn(n, 3) + 1)),
+    "matrices": (lambda x: torch.linalg.solve(symmetric(x), x) + torch.linalg.inv(symmetric(x)) @ x, lambda n: (randn(min(n, 9), 4),)),
+    "distances": (lambda x, y: torch.cdist(x, y), lambda n: (randn(n % 20 + 30, 3), randn(n % 20 + 31, 3) + 9)),
+    "angles": (lambda x: (torch.arange(x.shape[0], dtype=torch.float32)[:, None] * x).cos(), lambda n: (randn(n, 3),)),
+}  # fmt: skip
+
+
 def leaves(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
