@@ -178,6 +178,12 @@ def _over(x: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Sizes
     return [reduced(x.shape, tuple(given) if given else None, keepdim)]
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, width: int, heads: int, *rest: Any, **named: Any) -> Sizes:
+    """The sizes of attention's results and of its weights, the mean over heads unless told otherwise."""
+    mean = rest[6] if len(rest) > 6 else named.get("average_attn_weights", True)
+    return [q.shape, (q.shape[0], *([] if mean else [heads]), q.shape[1], k.shape[1])]
+
+
 def _wanted(found: Any, mask: Any) -> Sizes:
     """The sizes of those gradients that a mask asks for."""
     return [size for size, wanted in zip(found, mask, strict=True) if wanted]
@@ -262,6 +268,7 @@ NAMED: dict[str, Callable[..., Any]] = {
     "pixel_unshuffle": lambda x, by: [
         (*x.shape[:-3], x.shape[-3] * by * by, x.shape[-2] // by, x.shape[-1] // by)],
     "gather": lambda x, dim, index, **_: [index.shape],
+    "_native_multi_head_attention": _attention,
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, *_, **__: [q.shape, q.shape[:3]],
     "_scaled_dot_product_flash_attention_for_cpu_backward":
         lambda grad, q, k, v, *_, **__: [q.shape, k.shape, v.shape],

@@ -387,3 +387,53 @@ def test_a_result_that_nobody_differentiates(used: int) -> None:
         for n in (4, 7):
             check(lambda x, y: in_pieces(x, y)[used], lambda x, y: compiled(x, y)[used], (randn(n + 3), randn(n)))
     assert len(log.graphs) == 1 and not log.fallbacks
+
+
+def written(x: torch.Tensor, place: int) -> torch.Tensor:
+    y = x.clone()
+    y[:, place] = x[0, 0] * 2
+    y[1, place, place % 3] += 1
+    return y
+
+
+#: Elements at numbers that vary, read and written, and functions of the numbers themselves.
+PLACES: dict[str, Callable[..., Any]] = {
+    "an element": lambda x, n: x[:, n] * n + x[0, n - 1, None],
+    "from the end": lambda x, n: x[:, -n, ..., 1],
+    "the middle": lambda x, n: x[:, x.shape[1] // 2 - n % 2],
+    "written": written,
+    "functions": lambda x, n: x * math.log(n + 1) + math.exp(-n) * math.sin(n),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_that_vary(name: str) -> None:
+    function = PLACES[name]
+    kiln.reset()
+    compiled = kiln.compile(function, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (5, 3, 8, 6, 1, 9):
+            check(lambda x, n=n: function(x, n), lambda x, n=n: compiled(x, n), (randn(3, 11, 4),))
+    assert len(log.graphs) == 2 and not log.fallbacks
+    if name in ("an element", "from the end", "written"):
+        for call in (function, compiled):
+            with pytest.raises(IndexError):
+                call(randn(3, 11, 4), 15)
+
+
+def test_a_number_in_a_cache() -> None:
+    """A cache that is written at a position which grows is one graph, not one for each."""
+
+    def step(cache: torch.Tensor, new: torch.Tensor, place: int) -> torch.Tensor:
+        cache[:, place] = new
+        return cache[:, : place + 1].sum(1)
+
+    kiln.reset()
+    compiled = kiln.compile(step, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        caches = torch.zeros(2, 16, 4), torch.zeros(2, 16, 4)
+        for place in range(1, 12):
+            new = randn(2, 4) + place
+            torch.testing.assert_close(compiled(caches[1], new, place), step(caches[0], new, place))
+            torch.testing.assert_close(caches[1], caches[0])
+    assert len(log.graphs) == 2 and not log.fallbacks

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.nn import functional
 
 from kiln.base.arithmetic import call, mul
+from kiln.base.expressions import CALLS
 from kiln.ops.lift import is_symbolic
 from kiln.ops.symint import SYMBOLIC, expr_of, wrap
 from kiln.ops.table import aten
@@ -74,8 +77,47 @@ def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
     return result.requires_grad_() if wanted else result
 
 
-#: What stands for a function of torch where its arguments have symbolic sizes.
-FORMS: dict[Any, Any] = {functional.interpolate: interpolate, torch.linspace: linspace}
+def item(x: Any, index: Any) -> Any:
+    """`x[index]`, symbolic numbers in it by `select`, which takes them as they are."""
+    parts = index if type(index) is tuple else (index,)
+    if not isinstance(x, Tensor) or not any(type(part) is SymInt for part in parts):
+        return operator.getitem(x, index)
+    if not all(part is None or part is Ellipsis or type(part) in (int, SymInt, slice) for part in parts):
+        return operator.getitem(x, index)
+    used = sum([type(part) in (int, SymInt, slice) for part in parts])
+    chosen, dim = [], 0
+    for part in parts:
+        if type(part) is SymInt:
+            chosen.append((dim, part))
+        dim += x.dim() - used if part is Ellipsis else type(part) is not int
+    view = x[tuple([slice(None) if type(part) is SymInt else part for part in parts])]
+    for dim, place in reversed(chosen):
+        view = view.select(dim, place)
+    return view
+
+
+def set_item(x: Any, index: Any, value: Any) -> None:
+    """`x[index] = value`, symbolic numbers in it as in `item`."""
+    parts = index if type(index) is tuple else (index,)
+    plain = all(part is None or part is Ellipsis or type(part) in (int, SymInt, slice) for part in parts)
+    if isinstance(x, Tensor) and plain and any(type(part) is SymInt for part in parts):
+        x, index = item(x, index), Ellipsis
+    operator.setitem(x, index, value)
+
+
+def applied(name: str, function: Any, x: Any, *rest: Any) -> Any:
+    """A function of the module math on a symbolic number."""
+    return function(x, *rest) if rest or type(x) not in SYMBOLIC else wrap(call(name, expr_of(x)))
+
+
+#: What stands for a function where its arguments have symbolic sizes.
+FORMS: dict[Any, Any] = {
+    functional.interpolate: interpolate,
+    torch.linspace: linspace,
+    **dict.fromkeys((operator.getitem, Tensor.__getitem__), item),
+    **dict.fromkeys((operator.setitem, Tensor.__setitem__), set_item),
+    **{f: partial(applied, name, f) for name, f in CALLS.items() if name.startswith("math.")},
+}
 
 
 def form_of(function: Any, *given: Any) -> Any:
