@@ -307,7 +307,7 @@ EXACT = 1 << 53
 
 
 def truediv(a: Value, b: Value) -> Value:
-    return infix("/", a, b)
+    return call("float", a) if type(b) in NUMBERS and b == 1 and isinstance(a, Expr) else infix("/", a, b)
 
 
 def power(a: Value, b: Value) -> Value:
@@ -335,6 +335,8 @@ def call(name: str, a: Value, *rest: int) -> Value:
             return maximum(a, mul(-1, a))
     elif name == "float":
         return a
+    elif name in TO_INT and a.op == "float" and not rest:
+        return a.args[0]  # type: ignore[no-any-return]
     return atom(a.scope, name, (a, *rest), function(a.hint, *rest))
 
 

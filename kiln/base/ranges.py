@@ -11,6 +11,8 @@ from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, SYMBOL, Expr, Va
 
 LIMIT = (1 << 63) - 1
 """The largest size."""
+MANY = 16
+"""Terms of a sum that is looked at as a whole."""
 
 
 def _range_of_sum(scope: Any, value: Expr) -> tuple[int, int]:
@@ -24,7 +26,34 @@ def _range_of_sum(scope: Any, value: Expr) -> tuple[int, int]:
         for part in monomial:
             span = _product(span, scope.bounds(part))
         low, high = low + span[0], high + span[1]
+    if low < 0 < high and any(len(m) > 1 for m in value.poly) and len(value.poly) <= MANY:
+        least, most = _range_above_ends(scope, value)
+        return max(low, least), min(high, most)
     return low, high
+
+
+def _range_above_ends(scope: Any, value: Expr) -> tuple[int, int]:
+    """The range of a sum of products that falls or rises with what parts have beyond their least values.
+
+    So `a * b - b` is positive where `a` is at least 2, though both of its terms vary.
+    """
+    shifted: dict[tuple[int, ...], int] = {}
+    for monomial, n in value.poly.items():
+        terms: dict[tuple[int, ...], int] = {(): n}
+        for part in monomial:
+            end = scope.bounds(part)[0]
+            if end <= -LIMIT:
+                return -LIMIT, LIMIT
+            grown = {key: count * end for key, count in terms.items()}
+            for key, count in terms.items():
+                above = tuple(sorted((*key, part.order)))
+                grown[above] = grown.get(above, 0) + count
+            terms = grown
+        for key, count in terms.items():
+            shifted[key] = shifted.get(key, 0) + count
+    at_ends = shifted.pop((), 0)
+    rises, falls = (all(sign * n >= 0 for n in shifted.values()) for sign in (1, -1))
+    return at_ends if rises else -LIMIT, at_ends if falls else LIMIT
 
 
 def _product(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:

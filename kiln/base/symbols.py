@@ -11,6 +11,7 @@ scope.decide(lt(n, 8))      # -> bool: from what is known, else by the hints, an
 scope.known(lt(n, 8))       # -> bool | None: from what is known, nothing is recorded
 scope.specialise(n * 2)     # -> 10, recorded as n == 5
 scope.simplify(expr)        # the expression under what was recorded: an int once it is determined
+scope.shorter(expr)         # the same unless it takes other symbols
 scope.records               # (condition, where) in order;  scope.conditions: without the superfluous
 expr.evaluate({n: 7, k: 3}), str(expr)              # a value; Python source over the symbols' names
 """
@@ -378,6 +379,14 @@ class Scope:
         args = [self.determined(arg) for arg in value.args]
         same = all(new is old for new, old in zip(args, value.args, strict=True))
         return value if same else apply(value.op, args, self)
+
+    def shorter(self, value: Value) -> Value:
+        """`value` with what was learnt put in as far as that has no symbol which `value` has not."""
+        simple = self.simplify(value)
+        if simple is value or not isinstance(simple, Expr):
+            return simple
+        assert isinstance(value, Expr)
+        return simple if simple.symbols() <= value.symbols() else value
 
     def _divides(self, remainder: Expr) -> bool:
         """Whether a remainder is zero because it is for a multiple of its divisor."""

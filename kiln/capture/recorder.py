@@ -30,7 +30,7 @@ from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, 
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
-from kiln.ops.resampling import form_of
+from kiln.ops.forms import form_of
 from kiln.ops.symint import SYMBOLIC, expr_of, wrap
 
 _push_dispatch = torch._C._push_on_torch_dispatch_stack  # type: ignore[attr-defined]

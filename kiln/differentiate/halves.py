@@ -69,7 +69,7 @@ class Parts:
                 back.need(node)
         for node in nodes_in(self.gradients):
             back.need(node)
-        numbers += sorted((back.symbols | back.unbound()) - {n.spec for n in numbers}, key=str)
+        numbers += sorted((back.symbols | back.sizes()) - {n.spec for n in numbers}, key=str)
         backward = back.finish(self.gradients, [*tensors, *numbers, *self.tangents])
         return Halves(self._forward(tensors, numbers), backward, len(tensors), len(numbers))
 
@@ -196,14 +196,15 @@ class Builder:
         made[node] = node.over(args, mapped(node.kwargs, leaf) if node.kwargs else {})
         return made[node]
 
-    def unbound(self) -> set[Symbol]:
-        """The symbols in the types of values that are not the size of an input."""
+    def sizes(self) -> set[Symbol]:
+        """The symbols in the types of values.
+
+        An input of such a size may not be there: the gradient of a result that nobody differentiated.
+        """
         specs = [n.spec for n in self.made.values() if isinstance(n.spec, TensorSpec)]
-        inputs = [n.spec for n in self.made.values() if n.op is INPUT and isinstance(n.spec, TensorSpec)]
-        bound = {size for spec in inputs for size in spec.shape if isinstance(size, Symbol)}
         runs = {run for spec in specs for run in (spec.shape, spec.stride)}
         sizes = {size for run in runs for size in run if isinstance(size, Expr)}
-        return {s for size in sizes for s in size.symbols()} - bound
+        return {s for size in sizes for s in size.symbols()}
 
     def in_order(self, order: Iterable[Node]) -> None:
         """Put the copied nodes into the order of the old graph."""

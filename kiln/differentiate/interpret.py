@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks, places
-from kiln.ops.resampling import form_of
+from kiln.ops.forms import form_of
 from kiln.ops.symint import SYMBOLIC
 
 

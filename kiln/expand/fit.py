@@ -56,7 +56,7 @@ def fit(out: Any, spec: Spec, inputs: Sequence[Node], recording: Recording) -> A
 
 def settled(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Sizes with a number where it has become known what a symbolic one is."""
-    return tuple([n if type(n) is int else n.scope.simplify(n) for n in sizes])
+    return tuple([n if type(n) is int else n.scope.shorter(n) for n in sizes])
 
 
 def _differ(found: tuple[Any, ...], wanted: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:

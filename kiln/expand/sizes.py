@@ -13,6 +13,7 @@ def determined(graph: Graph) -> Graph:
     """The graph with a number for each size that is known by now, one symbol for those known to be equal."""
     specs = [node.spec for node in graph.inputs if isinstance(node.spec, TensorSpec)]
     sizes = [n for spec in specs for n in (*spec.shape, *spec.stride)]
+    sizes += [node.spec for node in graph.inputs]
     scope = next((n.scope for n in sizes if isinstance(n, Expr)), None)
     if scope is None or not scope.settles:
         return graph

@@ -13,7 +13,6 @@ CALLED: dict[str, str] = {
     "rand": "eager's numbers in eager's order, unless random numbers are our own",
     "randn": "the same",
     "max_pool3d_with_indices": "rare",
-    "avg_pool3d": "rare",
     "adaptive_max_pool2d": "windows of several sizes",
     "grid_sampler_2d": "four reads at places that are data",
     "im2col": "a copy, for products that read it",

@@ -15,7 +15,7 @@ from kiln.fuse.products import convolution_backward
 from kiln.fuse.running import RUNNING
 from kiln.fuse.taps import TAPS
 from kiln.fuse.volumes import convolution
-from kiln.fuse.windows import avg_pool, max_pool, max_pool_backward
+from kiln.fuse.windows import avg_pool, avg_pool_backward, max_pool, max_pool_backward
 from kiln.ops.expansions.norms import (
     batch_norm,
     batch_norm_backward,
@@ -136,7 +136,9 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
         batch_norm_backward),
     aten.max_pool2d_with_indices.default: max_pool,
     aten.max_pool2d_with_indices_backward.default: max_pool_backward,
-    aten.avg_pool2d.default: avg_pool,
+    aten.avg_pool2d.default: partial(avg_pool, 2),
+    aten.avg_pool3d.default: partial(avg_pool, 3),
+    aten.avg_pool3d_backward.default: partial(avg_pool_backward, 3),
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
     aten.index_add.default: _eager,  # faster than an index_put that adds, with the same sums

@@ -156,7 +156,7 @@ class Groups:
             if self.small(group, node) and not self.split_up(group, node, coords):
                 return self.element(group, node, coords, valid)
         spec: TensorSpec = node.spec
-        index = self.scope.simplify(place_of(coords, spec))
+        index = self.scope.shorter(place_of(coords, spec))
         return group.terms.load(self.buffer(node), index, spec.dtype, valid)
 
     def split_up(self, group: Group, node: Node, coords: Coords) -> bool:

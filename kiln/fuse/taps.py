@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.fuse.windows import FEW, pair
+from kiln.fuse.windows import FEW, IN_VECTORS, avg_pool_backward, sides
 from kiln.ops.expansions.reductions import adaptive_avg_pool, spread
 from kiln.ops.expansions.support import widened
 from kiln.ops.layout import FLOATS
@@ -344,11 +344,14 @@ def pool_backward(
     grad: torch.Tensor, x: torch.Tensor, kernel: Any, stride: Any, padding: Any, ceil_mode: bool,
     count_include_pad: bool, divisor: Any,
 ) -> Any:  # fmt: skip
-    sides = pair(kernel), pair(stride if stride else kernel), pair(padding)
-    if None in sides or 0 in x.shape or not _known(x.shape[-2:], grad.shape[-2:]):
+    numbers = sides(kernel, 2), sides(stride if stride else kernel, 2), sides(padding, 2)
+    if None in numbers or 0 in x.shape:
         return NotImplemented
-    given = zip(x.shape[-2:], grad.shape[-2:], *sides, strict=True)  # type: ignore[arg-type]
-    return _shared_out(grad, [Windows.sliding(*numbers, count_include_pad) for numbers in given], divisor)
+    apart = numbers[0] == numbers[1] and numbers[2] == [0, 0] and numbers[0][1] not in IN_VECTORS  # type: ignore[index]
+    if apart or not _known(x.shape[-2:], grad.shape[-2:]):
+        return avg_pool_backward(2, grad, x, kernel, stride, padding, ceil_mode, count_include_pad, divisor)
+    given = zip(x.shape[-2:], grad.shape[-2:], *numbers, strict=True)  # type: ignore[arg-type]
+    return _shared_out(grad, [Windows.sliding(*each, count_include_pad) for each in given], divisor)
 
 
 def _shared_out(grad: torch.Tensor, windows: list[Windows], divisor: Any = None) -> Any:

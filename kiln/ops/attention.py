@@ -74,6 +74,15 @@ def _nll_loss_backward(grad: Tensor, x: Tensor, target: Tensor, weight: Tensor |
     return similar(x)
 
 
+@rule(aten.nll_loss2d_forward.default)
+def _nll_loss2d(x: Tensor, target: Tensor, weight: Tensor | None, *_: Any) -> Any:
+    if x.dim() == 4 and target.dim() == 3:
+        fits = (x.shape[0], *x.shape[2:]) == tuple(target.shape)
+        if not fits or weight is not None and tuple(weight.shape) != (x.shape[1],):
+            raise Mismatch("the classes or their weights do not fit the scores")
+    return NotImplemented
+
+
 @rule(aten.binary_cross_entropy_with_logits.default)
 def _binary_loss(
     x: Tensor,

@@ -19,6 +19,7 @@ from kiln.ops.layout import (
     suggests_channels_last,
     wrap_dim,
 )
+from kiln.ops.lift import is_symbolic
 from kiln.ops.meta import by_mask
 from kiln.ops.table import Rule, aten, overload, rule
 from kiln.ops.views import within
@@ -84,6 +85,8 @@ def _slice_scatter(
         raise Mismatch("the source has another shape than the slice")
     if overlaps(x) and x.device == source.device:
         return in_order(x)  # each element has its place
+    if is_symbolic((x, source, start, end)) and x.device == source.device and not x.is_complex():
+        return make(x.shape, x.stride(), x.dtype, x.device, x.storage_offset())
     return NotImplemented
 
 

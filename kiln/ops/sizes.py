@@ -7,6 +7,7 @@ It also confirms the sizes: a function of this table that is wrong at the sizes 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ def sizes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _average_pool(x: Tensor, kernel: Any, stride: Any = (), padding: Any = (0,), ceil: bool = False,
                   *_: Any, **__: Any) -> Any:  # fmt: skip
+    # Eager refuses volumes that are smaller than a window, padding or not.
+    if len(kernel) == 3 and any(n < k for n, k in zip(x.shape[-3:], kernel, strict=True)):
+        return NotImplemented
     return pooled(x, kernel, stride, padding, (1,), ceil)
 
 
@@ -77,6 +81,26 @@ def _padded(x: Tensor, padding: Any, *_: Any) -> Sizes:
     return [tuple(size)]
 
 
+def _windows_apart(x: Tensor, kernel: Any, dilation: Any, padding: Any, stride: Any) -> Any:
+    """The size of windows as columns."""
+    count: Any = 1
+    for n, k, step, border, turn in zip(x.shape[-2:], kernel, dilation, padding, stride, strict=True):
+        extent = n + 2 * border - step * (k - 1) - 1
+        if extent < 0:
+            return NotImplemented
+        count = count * (extent // turn + 1)
+    return [(*x.shape[:-3], x.shape[-3] * prod(kernel), count)]
+
+
+def _diagonal(x: Tensor, offset: int = 0, first: int = -2, second: int = -1) -> Sizes:
+    """The size of matrices with the last dimension on a diagonal."""
+    size, rank = list(x.shape), x.dim() + 1
+    n = size.pop() + abs(offset)
+    for d in sorted((wrap_dim(first, rank), wrap_dim(second, rank))):
+        size.insert(d, n)
+    return [tuple(size)]
+
+
 def _with(x: Tensor, dim: int, n: Any) -> Any:
     """The size of `x` with another extent of one dimension."""
     if not x.dim():
@@ -97,10 +121,8 @@ def _indexed(x: Tensor, indices: Any) -> Sizes:
     return [(*rest[:front], *shape, *rest[front:])]
 
 
-def _chosen(x: Tensor, *rest: Any) -> Any:
-    numbers = [v for v in rest if type(v) is int]
-    keepdim = bool(rest) and rest[-1] is True
-    return [reduced(x.shape, (numbers[-1],), keepdim)] if numbers else NotImplemented
+def _chosen(x: Tensor, dim: int = -1, keepdim: bool = False) -> Any:
+    return [reduced(x.shape, (dim,), keepdim)]
 
 
 def _weighted_loss(x: Tensor, target: Tensor, weight: Any = None, *rest: Any, **options: Any) -> Sizes:
@@ -156,6 +178,12 @@ def _over(x: Tensor, dims: Any = None, keepdim: bool = False, **_: Any) -> Sizes
     return [reduced(x.shape, tuple(given) if given else None, keepdim)]
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, width: int, heads: int, *rest: Any, **named: Any) -> Sizes:
+    """The sizes of attention's results and of its weights, the mean over heads unless told otherwise."""
+    mean = rest[6] if len(rest) > 6 else named.get("average_attn_weights", True)
+    return [q.shape, (q.shape[0], *([] if mean else [heads]), q.shape[1], k.shape[1])]
+
+
 def _wanted(found: Any, mask: Any) -> Sizes:
     """The sizes of those gradients that a mask asks for."""
     return [size for size, wanted in zip(found, mask, strict=True) if wanted]
@@ -173,7 +201,8 @@ NAMED: dict[str, Callable[..., Any]] = {
     "constant_pad_nd reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d "
     "replication_pad3d": _padded,
     "index.Tensor _unsafe_index.Tensor": _indexed,
-    "kthvalue median.dim nanmedian.dim mode": _chosen,
+    "median.dim nanmedian.dim mode": _chosen,
+    "kthvalue": lambda x, k, *rest: _chosen(x, *rest),
     "binary_cross_entropy binary_cross_entropy_with_logits": _weighted_loss,
     "repeat": _repeated,
     "convolution": convolved,
@@ -185,19 +214,26 @@ NAMED: dict[str, Callable[..., Any]] = {
     "_unsafe_index_put masked_scatter put "
     "native_channel_shuffle rrelu_with_noise fill.Scalar fill.Tensor _conj_physical nan_to_num "
     "slice_scatter select_scatter diagonal_scatter as_strided_scatter tril_ triu_ _to_copy clone "
-    "cholesky cholesky_inverse linalg_matrix_exp bucketize.Tensor": lambda x, *_, **__: [x.shape],
+    "cholesky cholesky_inverse linalg_matrix_exp bucketize.Tensor isin.Tensor_Tensor channel_shuffle "
+    "elu_backward _prelu_kernel_backward rrelu_with_noise_functional rrelu_with_noise_backward _fft_c2c "
+    "uniform normal_functional normal.Tensor_float log_normal exponential cauchy geometric randint_like "
+    "randint_like.low_dtype": lambda x, *_, **__: [x.shape],
     "_softmax_backward_data _log_softmax_backward_data glu_backward max_pool2d_with_indices_backward "
     "max_pool3d_with_indices_backward avg_pool2d_backward avg_pool3d_backward _adaptive_avg_pool2d_backward "
-    "adaptive_max_pool2d_backward nll_loss_backward nll_loss2d_backward mse_loss_backward "
-    "huber_loss_backward smooth_l1_loss_backward binary_cross_entropy_backward soft_margin_loss_backward "
+    "_adaptive_avg_pool3d_backward adaptive_max_pool2d_backward adaptive_max_pool3d_backward "
+    "nll_loss_backward nll_loss2d_backward mse_loss_backward huber_loss_backward smooth_l1_loss_backward "
+    "binary_cross_entropy_backward soft_margin_loss_backward "
     "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward "
     "replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward "
-    "native_dropout_backward searchsorted.Tensor": lambda grad, x, *_, **__: [x.shape],
+    "native_dropout_backward searchsorted.Tensor _cdist_backward take":
+        lambda grad, x, *_, **__: [x.shape],
     "select_backward slice_backward diagonal_backward unfold_backward randint":
         lambda _, size, *__, **___: [tuple(size)],
     "upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward "
     "upsample_bilinear2d_backward upsample_linear1d_backward upsample_trilinear3d_backward "
-    "upsample_bicubic2d_backward randint.low": lambda _, __, size, *rest, **___: [tuple(size)],
+    "_upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward "
+    "_upsample_nearest_exact3d_backward upsample_bicubic2d_backward randint.low masked_scatter_backward "
+    "normal.float_float": lambda _, __, size, *rest, **___: [tuple(size)],
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_linear1d "
     "upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d "
     "_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa":
@@ -208,7 +244,7 @@ NAMED: dict[str, Callable[..., Any]] = {
     "max min median nanmedian prod norm.Scalar dot vdot trace": lambda *_, **__: [()],
     "prod.dim_int": lambda x, dim, keepdim=False, **_: [reduced(x.shape, (dim,), keepdim)],
     "var.correction std.correction var_mean.correction std_mean.correction": _over,
-    "logsumexp any.dims all.dims": _over,
+    "logsumexp any.dims all.dims nansum": _over,
     "linalg_vector_norm norm.ScalarOpt_dim": lambda x, order=2, *given, **named: _over(x, *given, **named),
     "mse_loss smooth_l1_loss huber_loss soft_margin_loss": lambda x, target, reduction=1, *_, **__: [
         () if reduction else broadcast(x.shape, target.shape)],
@@ -232,6 +268,7 @@ NAMED: dict[str, Callable[..., Any]] = {
     "pixel_unshuffle": lambda x, by: [
         (*x.shape[:-3], x.shape[-3] * by * by, x.shape[-2] // by, x.shape[-1] // by)],
     "gather": lambda x, dim, index, **_: [index.shape],
+    "_native_multi_head_attention": _attention,
     "_scaled_dot_product_flash_attention_for_cpu": lambda q, *_, **__: [q.shape, q.shape[:3]],
     "_scaled_dot_product_flash_attention_for_cpu_backward":
         lambda grad, q, k, v, *_, **__: [q.shape, k.shape, v.shape],
@@ -246,8 +283,29 @@ NAMED: dict[str, Callable[..., Any]] = {
     "histc": lambda x, bins=100, *_: [(bins,)],
     "addmv": lambda x, a, b, **_: [(a.shape[0],)],
     "mv": lambda a, b: [(a.shape[0],)],
-    "col2im": lambda x, size, *_: [(*x.shape[:-2], x.shape[-2], *size)],
-    "_cdist_forward":
+    "im2col": _windows_apart,
+    "col2im": lambda x, size, kernel, *_: [(*x.shape[:-2], x.shape[-2] // prod(kernel), *size)],
+    "grid_sampler_2d grid_sampler_3d": lambda x, grid, *_: [(*x.shape[:2], *grid.shape[1:-1])],
+    "grid_sampler_2d_backward grid_sampler_3d_backward":
+        lambda grad, x, grid, *rest: _wanted([x.shape, grid.shape], (rest[-1][0], True)),
+    "max_unpool2d max_unpool3d": lambda x, places, size, *_: [(*x.shape[: x.dim() - len(size)], *size)],
+    "aminmax": lambda x, dim=None, keepdim=False: _over(x, dim, keepdim),
+    "diag_embed": _diagonal,
+    "normal.Tensor_Tensor": lambda a, b, **_: [broadcast(a.shape, b.shape)],
+    "linalg_cross": lambda a, b, dim=-1: (
+        [broadcast(a.shape, b.shape)] if a.shape[dim] == 3 == b.shape[dim] else NotImplemented),
+    "_fft_r2c": lambda x, dims, norm, half: (
+        _with(x, dims[-1], x.shape[dims[-1]] // 2 + 1) if half else [x.shape]),
+    "_fft_c2r": lambda x, dims, norm, last: _with(x, dims[-1], last),
+    "linalg_inv_ex linalg_cholesky_ex": lambda x, **_: [x.shape, x.shape[:-2]],
+    "_linalg_det": lambda x: [x.shape[:-2], x.shape, x.shape[:-1]],
+    "_linalg_slogdet": lambda x: [x.shape[:-2], x.shape[:-2], x.shape, x.shape[:-1]],
+    "_linalg_solve_ex": lambda a, b, **_: (
+        [b.shape, a.shape, a.shape[:-1], a.shape[:-2]] if a.dim() == b.dim() else NotImplemented),
+    "linalg_solve_triangular": lambda a, b, **_: [b.shape] if a.dim() == b.dim() else NotImplemented,
+    "linalg_lu_solve": lambda a, pivots, b, **_: [b.shape] if a.dim() == b.dim() else NotImplemented,
+    "_linalg_eigh": lambda x, *_: [x.shape[:-1], x.shape],
+    "_cdist_forward _euclidean_dist":
         lambda a, b, *_: [(*broadcast(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2])],
 }  # fmt: skip
 declare(SIZES, NAMED)

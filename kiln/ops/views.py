@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kiln.base.symbols import LIMIT
 from kiln.ops.fake import FakeTensor, make
-from kiln.ops.layout import Mismatch, Size, contiguous, row_major, wrap_dim
+from kiln.ops.layout import FLOATS, Mismatch, Size, contiguous, row_major, wrap_dim
 from kiln.ops.meta import flagged
 from kiln.ops.remember import remembered, same
 from kiln.ops.symint import assume
@@ -88,6 +88,38 @@ def _alias(x: Tensor) -> FakeTensor:
     if isinstance(x, FakeTensor) and x.value is not None:
         fake.value, fake.value_version = x.value, x.value_version
     return fake
+
+
+@rule(aten.view_as_real.default)
+def _as_pairs(x: Tensor) -> Any:
+    if not x.is_complex() or x.is_conj():
+        return NotImplemented
+    stride = [*[2 * s for s in x.stride()], 1]
+    return make([*x.shape, 2], stride, x.dtype.to_real(), x.device, 2 * x.storage_offset())
+
+
+@rule(aten.view_as_complex.default)
+def _of_pairs(x: Tensor) -> Any:
+    *stride, last = x.stride() or [0]
+    fits = x.dtype in FLOATS and x.dtype is not torch.bfloat16 and x.dim() and x.shape[-1] == 2 and last == 1
+    if not fits or any(s % 2 != 0 for s in (*stride, x.storage_offset())):
+        return NotImplemented
+    steps = [s // 2 for s in stride]
+    return make(x.shape[:-1], steps, x.dtype.to_complex(), x.device, x.storage_offset() // 2)
+
+
+@rule(aten._conj.default)
+def _conjugated(x: Tensor) -> Any:
+    if not x.is_complex():
+        return NotImplemented
+    view = make(x.shape, x.stride(), x.dtype, x.device, x.storage_offset())
+    return flagged(view, not x.is_conj(), x.is_neg())
+
+
+@rule(aten._neg_view.default)
+def _negated(x: Tensor) -> Any:
+    view = make(x.shape, x.stride(), x.dtype, x.device, x.storage_offset())
+    return flagged(view, x.is_conj(), not x.is_neg())
 
 
 @remembered

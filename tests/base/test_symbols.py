@@ -177,6 +177,16 @@ def test_parts_of_sizes_are_no_larger() -> None:
     assert scope.known(le((a + 3) // 4 * 4, a + 3)) and scope.known(ge((a + 3) // 4 * 4, a))
 
 
+def test_products_are_larger_than_their_parts() -> None:
+    """The strides of what has borders: products of sums, of which nothing is to be recorded."""
+    scope = Scope()
+    a, b, c = (scope.symbol(n, "") for n in (4, 5, 6))
+    assert scope.known(ne((a + 2) * (b + 2), b + 2)) is True
+    assert scope.known(lt((b + 2) * (c + 2), a * (b + 2) * (c + 2))) is True
+    assert scope.known(lt(a * b, a * c)) is None
+    assert scope.known(lt((a - 2) * (b + 2), b)) is None
+
+
 def test_specialise() -> None:
     scope, a, b = two()
     assert scope.decide(le(a, 100)) and scope.specialise(a * 2) == 16 and scope.simplify(a * b) is 8 * b

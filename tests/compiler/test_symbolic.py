@@ -86,6 +86,43 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+def symmetric(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.t() + 5 * torch.eye(len(x))
+
+
+def warped(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = (torch.linspace(-1, 1, n) for n in x.shape[2:])
+    grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], -1)
+    return F.grid_sample(x, grid.expand(len(x), -1, -1, -1) * 0.9, align_corners=False)
+
+
+def turned(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Pairs of numbers turned by angles, as positions are told."""
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(places), places)[:, None]).flatten(1)
+
+
+#: Ops that keep sizes as they are: one graph for all of them.
+CASES |= {
+    "classes of pixels": (lambda x, t: F.cross_entropy(x, t), lambda n: (randn(2, 5, n, n + 1), torch.arange(2 * n * n + 2 * n).view(2, n, n + 1) % 5)),
+    "elu": (lambda x: F.elu(x) + F.prelu(x, torch.tensor([0.25])), lambda n: (randn(n, 3),)),
+    "spectrum": (lambda x: torch.fft.irfft(torch.fft.rfft(x) * 2, n=x.shape[-1]) + torch.fft.fft(x).abs(), lambda n: (randn(3, n + 5),)),
+    "pairs": (turned, lambda n: (randn(n, 6), randn(n))),
+    "conjugate": (lambda x: (torch.complex(x, x + 1).conj() * torch.complex(x, x)).imag, lambda n: (randn(n, 3),)),
+    "warped": (warped, lambda n: (randn(2, 3, n % 20 + 2, n % 20 + 3),)),
+    "columns": (lambda x: F.fold(F.unfold(x, 3, padding=1), x.shape[-2:], 3, padding=1), lambda n: (randn(2, 3, n, n + 1),)),
+    "unpooled": (lambda x: F.max_unpool1d(*F.max_pool1d(x, 2, return_indices=True), 2), lambda n: (randn(2, 3, 2 * n),)),
+    "in volumes": (lambda x: F.adaptive_avg_pool3d(x, 2), lambda n: (randn(2, 3, 4, 5, n),)),
+    "without NaN": (lambda x: x.nanmean(0) + x.kthvalue(1, 0)[0], lambda n: (randn(n, 3),)),
+    "extremes": (lambda x: x.aminmax(dim=0), lambda n: (randn(n, 3),)),
+    "on a diagonal": (lambda x: x.diag_embed(1) * 2, lambda n: (randn(2, n),)),
+    "products of vectors": (lambda x, y: torch.linalg.cross(x, y), lambda n: (randn(n, 3), randn(n, 3) + 1)),
+    "matrices": (lambda x: torch.linalg.solve(symmetric(x), x) + torch.linalg.inv(symmetric(x)) @ x, lambda n: (randn(min(n, 9), 4),)),
+    "distances": (lambda x, y: torch.cdist(x, y), lambda n: (randn(n % 20 + 30, 3), randn(n % 20 + 31, 3) + 9)),
+    "angles": (lambda x: (torch.arange(x.shape[0], dtype=torch.float32)[:, None] * x).cos(), lambda n: (randn(n, 3),)),
+}  # fmt: skip
+
+
 def leaves(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
@@ -123,26 +160,62 @@ LOOPS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_where_sizes_vary(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function, make = LOOPS[name]
-    made: list[Any] = []
+#: The same for gradients.
+LOOPS_BACK: dict[str, Case] = {
+    "means of pairs": (lambda x: F.avg_pool2d(x, 2), lambda n: (randn(2, 3, n + 2, n + 3),)),
+    "means of sevens": (lambda x: F.avg_pool2d(x, 7), lambda n: (randn(2, 3, n + 12, n + 17),)),
+    "means that overlap": (lambda x: F.avg_pool2d(x, 3, 2, 1), lambda n: (randn(n, 3, n + 1, n + 2),)),
+    "means of what is there": (lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False), lambda n: (randn(2, 3, n, 2 * n),)),
+    "means of larger windows": (lambda x: F.avg_pool2d(x, (5, 4), (3, 2), (2, 1)), lambda n: (randn(2, 3, n + 3, n + 4),)),
+    "means with gaps": (lambda x: F.avg_pool2d(x, 2, 3, divisor_override=3), lambda n: (randn(3, n + 3, n + 4),)),
+    "means along rows": (lambda x: F.avg_pool1d(x, 3, 2, 1), lambda n: (randn(2, n, n + 2),)),
+    "means of cubes": (lambda x: F.avg_pool3d(x, 3, 2, 1), lambda n: (randn(1, 2, n % 9 + 3, n + 1, 5),)),
+    "mean of all": (lambda x: F.adaptive_avg_pool3d(x, 1), lambda n: (randn(1, 2, n % 9 + 3, n + 1, 5),)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The programs that are fused."""
+    found: list[Any] = []
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        made.append(fuse(*args, **kwargs))
-        return made[-1]
+        found.append(fuse(*args, **kwargs))
+        return found[-1]
 
     monkeypatch.setattr(program, "fuse", noted)
     monkeypatch.setattr(program, "keeping", lambda *_: None)
     kiln.reset()
+    return found
+
+
+def called(programs: list[Any]) -> list[str]:
+    """The kernels of eager's in programs."""
+    steps = [s.node.op for made in programs for s in made.steps if isinstance(s, Call) and not s.node.op.is_view]
+    return [str(op) for op in steps if op is not aten.empty.memory_format]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_where_sizes_vary(name: str, made: list[Any]) -> None:
+    function, make = LOOPS[name]
     compiled = kiln.compile(function, dynamic=True, fullgraph=True)
     with records.collect() as log, kiln.config.patch(strict=True), torch.no_grad():
         for n in (5, 2, 3, 4, 13, 16, 17, 31, 33, 64):
             args = make(n)
             torch.testing.assert_close(compiled(*args), function(*args), rtol=2e-5, atol=2e-5)
     assert len(log.graphs) == len(made) == 1 and not log.fallbacks
-    calls = [s.node.op for s in made[0].steps if isinstance(s, Call) and not s.node.op.is_view]
-    assert [str(op) for op in calls if op is not aten.empty.memory_format] == []
+    assert called(made) == []
+
+
+@pytest.mark.parametrize("name", LOOPS_BACK)
+def test_gradients_are_loops_where_sizes_vary(name: str, made: list[Any]) -> None:
+    function, make = LOOPS_BACK[name]
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (5, 2, 3, 4, 13, 16, 17, 31, 33):
+            check(function, compiled, make(n))
+    assert len(log.graphs) == 1 and len(made) == 2 and not log.fallbacks
+    assert called(made) == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -245,6 +318,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]] 
     "diagonal": (lambda x: x.diagonal(2) + 1, (randn(6, 6),), (randn(9, 3),)),
     "unfold": (lambda x: x.unfold(0, 4, 1) + 1, (randn(6, 6),), (randn(3, 3),)),
     "group norm": (lambda x: F.group_norm(x, 4), (randn(2, 8, 6),), (randn(2, 6, 3),)),
+    "means of cubes": (lambda x: F.avg_pool3d(x, 3, 2, 1), (randn(2, 4, 4, 5, 6),), (randn(2, 4, 4, 2, 6),)),
 }  # fmt: skip
 
 
@@ -280,3 +354,86 @@ def test_a_computed_size_that_is_one() -> None:
         torch.testing.assert_close(compiled(x), function(x))
     x = torch.rand(2, 1, 80)
     torch.testing.assert_close(compiled(x), function(x))
+
+
+def in_pieces(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    return [piece.clone() for piece in x.split([len(y), len(x) - len(y)])]
+
+
+#: Backward passes that know sizes by numbers alone: one follows from others that they lack, two are equal.
+HANDED: dict[str, Case] = {
+    "a number of all elements": (lambda x, y: torch.cat([x.detach().flatten(), y.exp()]).view(1, 44),
+                                 lambda n: (randn(4, 10), randn(4))),
+    "two sizes that are equal": (lambda x, y: (y.detach() - x).view(1, 5, 3).exp(), lambda n: (randn(5, 3), randn(3))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_sizes_that_no_tensor_of_a_backward_has(name: str) -> None:
+    function, make = HANDED[name]
+    kiln.reset()
+    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (4, 7):
+            check(function, compiled, make(n))
+    assert len(log.graphs) == 1 and not log.fallbacks
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_result_that_nobody_differentiates(used: int) -> None:
+    kiln.reset()
+    compiled = kiln.compile(in_pieces, dynamic=True, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (4, 7):
+            check(lambda x, y: in_pieces(x, y)[used], lambda x, y: compiled(x, y)[used], (randn(n + 3), randn(n)))
+    assert len(log.graphs) == 1 and not log.fallbacks
+
+
+def written(x: torch.Tensor, place: int) -> torch.Tensor:
+    y = x.clone()
+    y[:, place] = x[0, 0] * 2
+    y[1, place, place % 3] += 1
+    return y
+
+
+#: Elements at numbers that vary, read and written, and functions of the numbers themselves.
+PLACES: dict[str, Callable[..., Any]] = {
+    "an element": lambda x, n: x[:, n] * n + x[0, n - 1, None],
+    "from the end": lambda x, n: x[:, -n, ..., 1],
+    "the middle": lambda x, n: x[:, x.shape[1] // 2 - n % 2],
+    "written": written,
+    "functions": lambda x, n: x * math.log(n + 1) + math.exp(-n) * math.sin(n),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_that_vary(name: str) -> None:
+    function = PLACES[name]
+    kiln.reset()
+    compiled = kiln.compile(function, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        for n in (5, 3, 8, 6, 1, 9):
+            check(lambda x, n=n: function(x, n), lambda x, n=n: compiled(x, n), (randn(3, 11, 4),))
+    assert len(log.graphs) == 2 and not log.fallbacks
+    if name in ("an element", "from the end", "written"):
+        for call in (function, compiled):
+            with pytest.raises(IndexError):
+                call(randn(3, 11, 4), 15)
+
+
+def test_a_number_in_a_cache() -> None:
+    """A cache that is written at a position which grows is one graph, not one for each."""
+
+    def step(cache: torch.Tensor, new: torch.Tensor, place: int) -> torch.Tensor:
+        cache[:, place] = new
+        return cache[:, : place + 1].sum(1)
+
+    kiln.reset()
+    compiled = kiln.compile(step, fullgraph=True)
+    with records.collect() as log, kiln.config.patch(strict=True):
+        caches = torch.zeros(2, 16, 4), torch.zeros(2, 16, 4)
+        for place in range(1, 12):
+            new = randn(2, 4) + place
+            torch.testing.assert_close(compiled(caches[1], new, place), step(caches[0], new, place))
+            torch.testing.assert_close(caches[1], caches[0])
+    assert len(log.graphs) == 2 and not log.fallbacks

@@ -1,0 +1,126 @@
+"""Functions of torch whose native form reads sizes as plain numbers, for those that are symbolic."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.nn import functional
+
+from kiln.base.arithmetic import call, mul
+from kiln.base.expressions import CALLS
+from kiln.ops.lift import is_symbolic
+from kiln.ops.symint import SYMBOLIC, expr_of, wrap
+from kiln.ops.table import aten
+
+#: Mode and number of resampled dimensions: the op, and whether corners may be aligned.
+OPS: dict[tuple[str, int], tuple[Any, bool]] = {
+    **{("nearest", n): (getattr(aten, f"upsample_nearest{n}d"), False) for n in (1, 2, 3)},
+    **{("nearest-exact", n): (getattr(aten, f"_upsample_nearest_exact{n}d"), False) for n in (1, 2, 3)},
+    ("linear", 1): (aten.upsample_linear1d, True),
+    ("bilinear", 2): (aten.upsample_bilinear2d, True),
+    ("trilinear", 3): (aten.upsample_trilinear3d, True),
+    ("bicubic", 2): (aten.upsample_bicubic2d, True),
+}
+
+
+def interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """What torch's function gives, by the op that takes the size of the result."""
+    dims = input.dim() - 2
+    found = OPS.get((mode, dims))
+    given = size if scale_factor is None else scale_factor
+    if found is None or antialias or recompute_scale_factor or (size is None) == (scale_factor is None):
+        return functional.interpolate(
+            input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
+        )
+    parts = list(given) if isinstance(given, (list, tuple)) else [given] * dims
+    scales: list[Any] = [None] * dims
+    if size is None:
+        scales = [float(scale) for scale in parts]
+        parts = [scaled(n, scale) for n, scale in zip(input.shape[2:], scales, strict=True)]
+    op, aligns = found
+    corners = (bool(align_corners),) if aligns else ()
+    result: Tensor = op.default(input, parts, *corners, *scales)
+    return result
+
+
+def scaled(n: Any, scale: float) -> Any:
+    """The size of a dimension of `n` elements after scaling."""
+    if type(n) not in SYMBOLIC:
+        return int(n * scale)
+    if scale.is_integer():
+        return wrap(mul(expr_of(n), int(scale)))
+    return wrap(call("math.trunc", mul(call("float", expr_of(n)), scale)))
+
+
+def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
+    """What torch's function gives, from both ends to the middle."""
+    kind = options.get("dtype") or torch.get_default_dtype()
+    plain = all(type(n) in (int, float) for n in (start, end)) and options.get("out") is None
+    if not plain or kind not in (torch.float32, torch.float64) or steps < 2:
+        return torch.linspace(start, end, steps, **options)
+    step, half = (end - start) / (steps - 1), steps // 2
+    wanted = options.pop("requires_grad", False)
+    places = torch.arange(steps, **{**options, "dtype": kind})
+    result = torch.where(places < half, places * step + start, (places - (steps - 1)) * step + end)
+    return result.requires_grad_() if wanted else result
+
+
+def item(x: Any, index: Any) -> Any:
+    """`x[index]`, symbolic numbers in it by `select`, which takes them as they are."""
+    parts = index if type(index) is tuple else (index,)
+    if not isinstance(x, Tensor) or not any(type(part) is SymInt for part in parts):
+        return operator.getitem(x, index)
+    if not all(part is None or part is Ellipsis or type(part) in (int, SymInt, slice) for part in parts):
+        return operator.getitem(x, index)
+    used = sum([type(part) in (int, SymInt, slice) for part in parts])
+    chosen, dim = [], 0
+    for part in parts:
+        if type(part) is SymInt:
+            chosen.append((dim, part))
+        dim += x.dim() - used if part is Ellipsis else type(part) is not int
+    view = x[tuple([slice(None) if type(part) is SymInt else part for part in parts])]
+    for dim, place in reversed(chosen):
+        view = view.select(dim, place)
+    return view
+
+
+def set_item(x: Any, index: Any, value: Any) -> None:
+    """`x[index] = value`, symbolic numbers in it as in `item`."""
+    parts = index if type(index) is tuple else (index,)
+    plain = all(part is None or part is Ellipsis or type(part) in (int, SymInt, slice) for part in parts)
+    if isinstance(x, Tensor) and plain and any(type(part) is SymInt for part in parts):
+        x, index = item(x, index), Ellipsis
+    operator.setitem(x, index, value)
+
+
+def applied(name: str, function: Any, x: Any, *rest: Any) -> Any:
+    """A function of the module math on a symbolic number."""
+    return function(x, *rest) if rest or type(x) not in SYMBOLIC else wrap(call(name, expr_of(x)))
+
+
+#: What stands for a function where its arguments have symbolic sizes.
+FORMS: dict[Any, Any] = {
+    functional.interpolate: interpolate,
+    torch.linspace: linspace,
+    **dict.fromkeys((operator.getitem, Tensor.__getitem__), item),
+    **dict.fromkeys((operator.setitem, Tensor.__setitem__), set_item),
+    **{f: partial(applied, name, f) for name, f in CALLS.items() if name.startswith("math.")},
+}
+
+
+def form_of(function: Any, *given: Any) -> Any:
+    """The function that takes these arguments, or what stands for it."""
+    form = FORMS.get(function) if function.__hash__ is not None else None
+    return function if form is None or not is_symbolic(given) else form
