@@ -66,14 +66,19 @@ def in_parts(
     """
     place: dict[fx.Node, int] = {}
     now = 0
+    checked: set[fx.Node] = set()  # numbers for calls in eager alone
+    for node in reversed(module.graph.nodes):
+        number = isinstance(node.meta.get("example_value"), NUMBERS) and not opaque(node)
+        if number and node.users and all(user in checked or opaque(user) for user in node.users):
+            checked.add(node)
     for node in module.graph.nodes:
         source = node.args[0] if node.target is operator.getitem else None
         if node.op in ("placeholder", "output", "get_attr"):
             continue
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example_value"), torch.Tensor):
             place[node] = place.get(source, now)  # an item of a tuple stays with it
-        elif isinstance(node.meta.get("example_value"), NUMBERS) and not opaque(node):
-            place[node] = now  # Python computes with numbers
+        elif node in checked:
+            place[node] = now
         else:
             now += now % 2 != opaque(node)
             place[node] = now

@@ -355,6 +355,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 def reshape_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Change the shape or strides of a fake as `func` would; Break for a tensor that others see."""
     fake = args[0]
+    if func is aten.resize_.default and not kwargs and tuple(args[1]) == tuple(fake.shape):
+        return fake  # as where the result of a factory is given
     if func in REALLOCATING or not isinstance(fake, FakeTensor) or fake.pinned:
         why = f"{func} changes the shape, strides or memory of a tensor in place"
         raise Break("metadata-mutation", why, "use the form that returns a new tensor")

@@ -52,6 +52,10 @@ def fake_of(spec: TensorSpec) -> FakeTensor:
     return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
 
 
+#: What leaves tensors as they are: of sizes that a tensor does not have already, resize_ is refused.
+SILENT = frozenset({aten.size.default, aten.resize_.default})
+
+
 class Recording(Mode):
     """While it is entered, every aten call runs on fakes and is added to `graph`.
 
@@ -136,7 +140,7 @@ class Recording(Mode):
             with self:
                 return composite(func, args, kwargs)
         out = dispatch(func, args, kwargs)
-        if func is not aten.size.default:
+        if func not in SILENT:
             self.record(func, args, kwargs, out)
         return out
 

@@ -67,6 +67,16 @@ def test_mask_assignment(x, mask):
     return y
 
 
+@program(X)
+def test_factories_are_given_their_results(x):
+    y, z, noise = torch.empty(3, 4), x.clone(), torch.empty_like(x)
+    torch.ones(y.size(), out=y)
+    torch.arange(12, out=z.view(-1))
+    torch.randn(3, 4, out=noise)
+    x.add_(torch.full(x.shape, 2.0, out=y))
+    return x * y + z, noise
+
+
 @program(X, MASK)
 def test_mask_read(x, mask):
     y = x * 2

@@ -164,3 +164,17 @@ def test_hooks_that_do_more_than_compute_see_real_gradients(backend):
                 grads.append((net[0].weight.grad.clone(), seen.pop(), len(seen)))
             torch.testing.assert_close(*grads)
             assert type(grads[1][1]) is torch.Tensor
+
+
+def test_what_follows_from_numbers_is_computed_where_it_is_used():
+    """A part knows the number itself: of what follows from it alone it could not tell the sizes."""
+
+    def program(x, i):
+        return x * (i.item() // 2) + x.repeat(i.item() % 3 + 2, 1).sum()
+
+    compiled = kiln.compile(program, fullgraph=True)
+    with records.collect() as seen:
+        for number in (5, 4, 9):
+            x, i = torch.randn(24, 3), torch.tensor(number)
+            torch.testing.assert_close(compiled(x, i), program(x, i))
+    assert (len(seen.graphs), len(seen.fallbacks), len(seen.plans)) == (1, 0, 3)
