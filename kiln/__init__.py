@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from kiln.base.collecting import uncollected
 
 if TYPE_CHECKING:
     from kiln.ahead import aot as aot
@@ -80,17 +81,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _api() -> Any:
-    # A collection in the middle of the import would walk all of torch's objects, for nothing.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():  # which would walk all of torch's objects, for nothing
         api = importlib.import_module("kiln.api")
         # All names at once: captured code that reads one of them finds it, and does not start an import.
         globals().update({name: getattr(api, name) for name in _FUNCTIONS if name != "capture"})
         return api
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def __dir__() -> list[str]:
