@@ -21,7 +21,7 @@ from kiln.base.errors import Break, Skip
 from kiln.base.graph import mapped
 from kiln.base.source import Const, Derived
 from kiln.capture import runtime, state, symbolic
-from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses
+from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
 from kiln.capture.frame import Machine, Recalled, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
 from kiln.check.guards import Custom
@@ -284,6 +284,11 @@ def exit_device(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def entered_before(what: str) -> Break:
     why = f"{what} was entered before this graph"
     return Break("foreign-context", why, "enter and leave it in one function")
+
+
+# What a GPU is does not change.
+runs_now(torch.cuda.get_device_capability, torch.cuda.get_device_properties, torch.cuda.get_device_name,
+         torch.cuda.is_initialized, torch.cuda.is_bf16_supported)  # fmt: skip
 
 
 @handles(torch.get_default_device)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import kiln
+from tests.support import one_graph, t
 
 
 class Once(nn.Module):
@@ -159,3 +160,14 @@ def test_blocks_that_share_a_graph_have_flags():
                 assert compiled(X).equal(block(X))
             blocks[1].on.zero_()
     assert (len(seen.graphs), len(seen.breaks)) == (2, 0)
+
+
+def test_what_a_gpu_is_does_not_end_a_graph():
+    def f(x):
+        try:
+            major = torch.cuda.get_device_capability(0)[0]
+        except (AssertionError, RuntimeError):  # none is here
+            major = 0
+        return x + major + torch.cuda.is_initialized()
+
+    one_graph(f, t(3))
