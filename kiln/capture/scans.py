@@ -52,18 +52,25 @@ def mapped_by(combine: Any) -> Any:
 
 
 def recurrence(m: Machine, place: int, leaves: Any) -> list[Any]:
-    """The products of the factors, and the values of a recurrence, in the order in which they are given.
-
-    Its dimensions are those of memory: a scan moves the one that it goes along to the front, and back.
-    """
+    """The products of the factors, and the values of a recurrence, in the order in which they are given."""
     factor, value = leaves[place], leaves[1 - place]
     (products,) = m.inline(generic_associative_scan, (torch.mul, [factor]), {})
+    found = products, scanned(m, value, factor)
+    return [found[place], found[1 - place]]
+
+
+def scanned(m: Machine, value: Any, factor: Any) -> Any:
+    """The values of a recurrence along the first dimension, contiguous.
+
+    On a GPU it has its dimensions in the order of memory: a scan moved the one that it goes along first.
+    """
+    if value.device.type == "cpu":
+        return m.torch_call(differentiable(), (value, 0, factor), {})
     order = sorted(range(value.dim()), key=lambda dim: -hinted(value.stride(dim)))
     parts = [m.torch_call(torch.permute, (x, order), {}) for x in (value, factor)]
     result = m.torch_call(differentiable(), (parts[0], order.index(0), parts[1]), {})
     moved = m.torch_call(torch.permute, (result, [order.index(dim) for dim in range(len(order))]), {})
-    found = products, m.torch_call(torch.Tensor.contiguous, (moved,), {})
-    return [found[place], found[1 - place]]
+    return m.torch_call(torch.Tensor.contiguous, (moved,), {})
 
 
 def factor_of(m: Machine, combine: Any, leaves: Any, mapped: Any) -> int | None:

@@ -57,14 +57,6 @@ def test_scans_of_elements(combine):
     assert recurrences(one_graph(elements(combine), t(9, 4, 3), t(9, 4, 3))) == expected
 
 
-@pytest.mark.skipif(EAGER, reason="graphs are looked at")
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_recurrence_goes_along_the_dimension_of_memory(dim):
-    (graph,) = one_graph(scanned(steps, dim), t(4, 9, 3), t(4, 9, 3)).modules
-    (node,) = (n for n in graph.graph.nodes if n.target is torch.ops.kiln.recurrence.default)
-    assert node.args[1] == dim
-
-
 WEIGHT = t(3)
 OTHERS = [clamped, swapped, lambda left, right: (left[0] + right[0], left[1] * right[1]),
           lambda left, right: (left[0] * right[0] * WEIGHT, right[0] * left[1] + right[1])]  # fmt: skip
