@@ -18,7 +18,7 @@ from kiln.ops.cudnn_rnn import MODES, differentiable
 from kiln.ops.fake import FakeTensor, make
 from kiln.ops.symint import expr_of, wrap
 
-RECURRENT = (torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu)
+RECURRENT = tuple(MODES)
 
 
 def of_packed(args: Sequence[Any]) -> bool:
@@ -53,8 +53,8 @@ def is_by_cudnn(args: Args) -> bool:
         return False
     if not torch.backends.cudnn.enabled or torch.is_autocast_enabled("cuda") or drop and train:
         return False
-    each = len(weights) == layers * (1 + two_way) * (4 if biases else 2)
-    return each and x.dim() == 3 and all(type(n) is int and n > 0 for t in tensors for n in t.shape)
+    whole = len(weights) == layers * (1 + two_way) * (4 if biases else 2)
+    return whole and x.dim() == 3 and all(type(n) is int and n > 0 for t in tensors for n in t.shape)
 
 
 def by_cudnn(

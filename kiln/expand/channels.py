@@ -34,8 +34,10 @@ def side_by_side(graph: Graph, records: bool = False) -> Graph:
     made: dict[Node, Any] = {node: partial(PATCHES[node.op], node) for node in found if takes_patches(node)}
     rest, covered = [node for node in found if node not in made], set[Node]()
     if len(rest) >= FEWEST and all(map(fits, rest)):
-        made |= {node: partial(MAKERS[node.op] if gains(node) else as_before, node) for node in rest}
-        chains = activated.chains(graph, [node for node in rest if gains(node)])
+        gaining = [node for node in rest if gains(node)]
+        made |= {node: lambda walk, node=node: walk.as_before(node) for node in rest}
+        made |= {node: partial(MAKERS[node.op], node) for node in gaining}
+        chains = activated.chains(graph, gaining)
         if chains and (records or activated.are_large(chains)) and activated.can_fuse(rest[0].spec.device):
             for end, chain in chains.items():
                 made[end] = partial(fused, end, chain)
@@ -156,11 +158,6 @@ def convolution(node: Node, walk: Relayout) -> Node:
     if depth.takes(node, 0):
         return depth.convolution(node, walk, given, turned(node.spec))
     return walk.graph.call(node.op, tuple(given), dict(node.kwargs), spec=turned(node.spec), like=node)
-
-
-def as_before(node: Node, walk: Relayout) -> Node:
-    """The op itself, over images and filters as they were."""
-    return walk.copy(node, lambda leaf: walk.restored(walk.value(leaf), getattr(leaf, "spec", None)))
 
 
 def fused(end: Node, chain: activated.Chain, walk: Relayout) -> Node:

@@ -139,8 +139,11 @@ class Relayout:
             return mapped(out, lambda leaf: recording.node(leaf) if type(leaf) is FakeTensor else leaf)
         except (RuntimeError, ValueError, TypeError, NotImplementedError):
             del self.graph.nodes[before:]
-            return self.copy(node, lambda leaf: self.restored(self.values[leaf], leaf.spec)
-                             if type(leaf) is Node else leaf)  # fmt: skip
+            return self.as_before(node)
+
+    def as_before(self, node: Node) -> Node:
+        """The node itself, over values in the layouts that they had."""
+        return self.copy(node, lambda leaf: self.restored(self.value(leaf), getattr(leaf, "spec", None)))
 
     def fake(self, node: Node) -> FakeTensor:
         """A fake that stands for a node of the new graph."""

@@ -66,12 +66,12 @@ class Cuts:
 
     def parts(self, nest: Nest, cut: Axis) -> int:
         """How many parts a fold is cut into, by the sizes when traced."""
-        wanted = self.wanted if nest.kept else self.wanted * LINES
-        if self.products(nest) > 1:  # threads have many sums, and few of them fit a processor
+        wanted, products = self.wanted if nest.kept else self.wanted * LINES, self.products(nest)
+        if products > 1:  # threads have many sums, and few of them fit a processor
             wanted *= MORE
         most = max(min(self.most, wanted // self.tasks(nest)), 1)
         few = nest.volume() // results(nest) // FEWEST
-        wanted = min(hinted(cut.size), most, nest.volume() * self.products(nest) // self.part, few)
+        wanted = min(hinted(cut.size), most, nest.volume() * products // self.part, few)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
 
     def products(self, nest: Nest) -> int:
@@ -183,14 +183,15 @@ def split(nest: Nest, scope: Scope, name: str, cuts: Cuts = CORES) -> Split:
 
 def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     """The loop whose turns are spread; None where nothing is to gain, by the sizes when traced."""
-    if not nest.reduced or cuts.tasks(nest) >= cuts.enough:
+    if not nest.reduced or nest.volume() * cuts.products(nest) < 2 * cuts.part:
         return None
-    if nest.volume() * cuts.products(nest) < 2 * cuts.part:
+    tasks = cuts.tasks(nest)
+    if tasks >= cuts.enough:
         return None
     if nest.volume() < 2 * FEWEST * results(nest):  # parts would leave nearly as much as there is
         return None
-    row = nest.volume() // cuts.tasks(nest)
-    if cuts.tasks(nest) >= cuts.few and row <= cuts.together and row * along_rows(nest) <= cuts.held:
+    row = nest.volume() // tasks
+    if tasks >= cuts.few and row <= cuts.together and row * bytes_of_turn(nest) <= cuts.held:
         again = any(f.phase > 0 for f in nest.folds()) or any(s.phase > 0 and not s.kept for s in nest.stores)
         if again and along_memory(nest).reduced:
             return None
@@ -202,7 +203,7 @@ def axis_to_cut(nest: Nest, cuts: Cuts) -> Axis | None:
     return next((a for a in nest.reduced if hinted(a.size) >= FEWEST), longest)
 
 
-def along_rows(nest: Nest) -> int:
+def bytes_of_turn(nest: Nest) -> int:
     """The bytes that a turn of the reduced axes reads of its own."""
     folded = {axis.variable for axis in nest.reduced}
     loads = [t for t in nest.terms() if isinstance(t, Load) and isinstance(t.index, Expr)]

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kiln.ops.fake import FakeTensor, make, similar
+from kiln.ops.reductions import library
 from kiln.ops.table import RULES, aten
 
 #: What cuDNN calls the functions of torch.
 MODES = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: 2, torch.gru: 3}
-LSTM = 2
 
 
 class Kind(NamedTuple):
@@ -34,9 +34,8 @@ class Kind(NamedTuple):
 
     def laid(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[int, tuple[int, ...]]:
         """The length of what all weights lie in, and where each of them does."""
-        each = len(weights) // (self.layers * (1 + self.two_way))
         shapes = tuple([tuple(w.shape) for w in weights])
-        return _laid(shapes, each, x.shape[-1], x.dtype, x.device, self._replace(train=False))
+        return _laid(shapes, self.each(weights), x.shape[-1], x.dtype, x.device, self._replace(train=False))
 
     def together(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """The memory that all weights lie in as cuDNN wants it: theirs, or a copy."""
@@ -52,9 +51,9 @@ class Kind(NamedTuple):
             copy[place : place + w.numel()].copy_(w.reshape(-1))
         return copy
 
-    def around(self, weights: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The arguments of torch's ops before the memory of the weights."""
-        return list(weights), len(weights) // (self.layers * (1 + self.two_way))
+    def each(self, weights: Sequence[Tensor]) -> int:
+        """How many weights a layer has in each direction."""
+        return len(weights) // (self.layers * (1 + self.two_way))
 
     @property
     def after(self) -> tuple[Any, ...]:
@@ -76,7 +75,7 @@ def _laid(
 
 def _forward(x: Tensor, weights: list[Tensor], state: Tensor, cell: Tensor | None, *kind: Any) -> Any:
     how = Kind(*kind)
-    given = *how.around(weights), how.together(x, weights), state, cell, *how.after
+    given = weights, how.each(weights), how.together(x, weights), state, cell, *how.after
     return tuple(aten._cudnn_rnn.default(x, *given)[:4])
 
 
@@ -86,7 +85,7 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of the input, the states and the weights."""
     how = Kind(*kind)
-    given = *how.around(weights), how.together(x, weights), state, cell, out, *grads, *how.after
+    given = weights, how.each(weights), how.together(x, weights), state, cell, out, *grads, *how.after
     # The kernel writes into what the forward pass reserved, which a second backward pass may read.
     of_x, of_state, of_cell, of_weights = aten._cudnn_rnn_backward.default(
         x, *given, reserve.clone(), [True, True, cell is not None, True]
@@ -131,7 +130,6 @@ def _gradients(ctx: Any, out: Tensor, state_after: Tensor, cell_after: Tensor, r
 GIVEN = "Tensor x, Tensor[] weights, Tensor state, Tensor? cell"
 KIND = "int mode, int hidden, int layers, bool batch_first, bool train, bool two_way"
 BETWEEN = "Tensor out, Tensor reserve, Tensor?[] grads"
-library = torch.library.Library("kiln", "FRAGMENT")
 
 
 @functools.cache

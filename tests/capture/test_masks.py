@@ -53,14 +53,7 @@ def test_one_graph(name, backend):
     compiled = kiln.compile(program, backend=counting, fullgraph=True)
     for share in SHARES:
         x, mask = torch.randn(4, 5), torch.randn(4, 5) > share
-        runs = []
-        for call in (program, compiled):
-            given = x.clone().requires_grad_()
-            found = call(given, mask)
-            parts = [part for part in (found if isinstance(found, tuple) else (found,)) if part.requires_grad]
-            torch.autograd.backward(parts, [torch.ones_like(part) for part in parts])
-            runs.append((found, given.grad))
-        torch.testing.assert_close(*runs, equal_nan=True)
+        both_ways(program, compiled, x, mask)
     assert len(counting.modules) == 1
 
 

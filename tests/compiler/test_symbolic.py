@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -218,15 +218,19 @@ def test_gradients_are_loops_where_sizes_vary(name: str, made: list[Any]) -> Non
     assert called(made) == []
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_function_for_all_sizes(name: str) -> None:
-    function, make = CASES[name]
+def serves(function: Any, make: Any, sizes: Iterable[int]) -> None:
+    """One graph gives for all sizes what eager gives, gradients too."""
     kiln.reset()
     compiled = kiln.compile(function, dynamic=True, fullgraph=True)
     with records.collect() as log, kiln.config.patch(strict=True):
-        for n in SIZES:
+        for n in sizes:
             check(function, compiled, make(n))
     assert len(log.graphs) == 1 and not log.fallbacks
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_function_for_all_sizes(name: str) -> None:
+    serves(*CASES[name], SIZES)
 
 
 @pytest.mark.parametrize("name", ["pointwise", "row sums", "column sums", "softmax", "cat", "pad", "matmul", "embedding"])
@@ -370,13 +374,7 @@ HANDED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", HANDED)
 def test_sizes_that_no_tensor_of_a_backward_has(name: str) -> None:
-    function, make = HANDED[name]
-    kiln.reset()
-    compiled = kiln.compile(function, dynamic=True, fullgraph=True)
-    with records.collect() as log, kiln.config.patch(strict=True):
-        for n in (4, 7):
-            check(function, compiled, make(n))
-    assert len(log.graphs) == 1 and not log.fallbacks
+    serves(*HANDED[name], (4, 7))
 
 
 @pytest.mark.parametrize("used", [0, 1])
