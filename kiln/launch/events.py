@@ -193,6 +193,7 @@ def _find_items(events: Events) -> None:
         node: found
         for node, found in items.items()
         if node not in whole and isinstance(node.spec, (tuple, list)) and min(found) >= 0
+        if node.op is not operator.getitem  # a list among the results is an object, taken apart like others
     }
     events.same = {a: b for a, b in events.same.items() if a.args[0] in events.items}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -94,12 +95,32 @@ expansions({
 })  # fmt: skip
 
 
+# Scaled gradients, in their functional forms
+
+
+@expansion(aten._amp_foreach_non_finite_check_and_unscale.default)
+def unscaled(grads: list[Tensor], found: Tensor, factor: Tensor) -> Any:
+    """Gradients of a loss that was scaled, times a factor; and 1 where one of them is not finite."""
+    if not grads:
+        return NotImplemented
+    finite = [torch.isfinite(g).all() for g in grads]
+    found = torch.where(functools.reduce(torch.logical_and, finite), found, 1.0)
+    return [(_wide(g) * factor.reshape(())).to(g.dtype) for g in grads], found
+
+
 # Fused optimizer steps, in their functional forms: the new values of all lists
 
 
 def _scaled_back(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
     """Gradients of a loss that was scaled, as those of the loss itself."""
-    return list(grads) if scale is None else [g / scale.reshape(()) for g in grads]
+    if scale is None:
+        return list(grads)
+    return [(_wide(g) / scale.reshape(())).to(g.dtype) for g in grads]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half types are computed with in f32, and rounded once where a value is stored."""
+    return x.float() if x.dtype in HALF else x
 
 
 def _unless(found: Tensor | None, *lists: tuple[list[Tensor], list[Tensor]]) -> Any:
@@ -122,23 +143,22 @@ def _adam(decoupled: bool) -> Callable[..., Any]:
         weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None,
         found_inf: Any = None,
     ) -> Any:  # fmt: skip
-        if any(p.dtype in HALF for p in parameters):
-            return NotImplemented
         plain = _scaled_back(grads, grad_scale)
         new: tuple[list[Tensor], ...] = ([], [], [], [])
-        for i, (p, g, m, v, step) in enumerate(zip(parameters, plain, means, squares, steps, strict=True)):
+        for i, (*own, step) in enumerate(zip(parameters, plain, means, squares, steps, strict=True)):
+            p, g, m, v = map(_wide, own)
             g = _prepared(g, p, 0 if decoupled else weight_decay, maximize)
             p = p - p * (lr * weight_decay) if decoupled and weight_decay else p
             m = m + (g - m) * (1 - beta1)
             v = v * beta2 + g * g * (1 - beta2)
-            highest = torch.maximum(largest[i], v) if amsgrad else v
+            highest = torch.maximum(_wide(largest[i]), v) if amsgrad else v
             # The corrections for the start are taken in double precision, as one number.
             count = step.to(torch.float64)
             rise = 1 - torch.pow(beta1, count)
             spread = torch.sqrt(highest) / torch.sqrt(1 - torch.pow(beta2, count)) + eps
             p = p - m * (lr / rise) / spread
             for out, value in zip(new, (p, m, v, highest), strict=True):
-                out.append(value)
+                out.append(value.to(own[0].dtype))
         old = parameters, means, squares, largest if amsgrad else squares
         moved, first, second, tops, plain = _unless(found_inf, *zip(new, old, strict=True), (plain, grads))
         return moved, plain, first, second, tops if amsgrad else []
@@ -157,17 +177,16 @@ def sgd(
     momentum: float, lr: Any, dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
     grad_scale: Any = None, found_inf: Any = None,
 ) -> Any:  # fmt: skip
-    if any(p.dtype in HALF for p in parameters):
-        return NotImplemented
     plain = _scaled_back(grads, grad_scale)
     moved, kept = [], []
-    for i, (p, g) in enumerate(zip(parameters, plain, strict=True)):
+    for i, own in enumerate(zip(parameters, plain, strict=True)):
+        p, g = map(_wide, own)
         g = _prepared(g, p, weight_decay, maximize)
         if momentum:
-            buffer = g.clone() if is_first_step else buffers[i] * momentum + g * (1 - dampening)
-            kept.append(buffer)
+            buffer = g.clone() if is_first_step else _wide(buffers[i]) * momentum + g * (1 - dampening)
+            kept.append(buffer.to(own[0].dtype))
             g = g + buffer * momentum if nesterov else buffer
-        moved.append(p - g * lr)
+        moved.append((p - g * lr).to(own[0].dtype))
     old = buffers if momentum else []
     moved, plain, kept = _unless(found_inf, (moved, parameters), (plain, grads), (kept, old))
     return moved, plain, kept
