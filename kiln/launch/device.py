@@ -84,7 +84,7 @@ class DevicePlanner(Planner):
             # What was saved goes while gradients are made, and comes before: memory is taken bit by bit.
             self.lodgers = {node for node in self.lodgers if hinted(size_of(node.spec)) < APART}
         self.early = early  # whether kernels are started before those before them have ended
-        self.unfailing = True  # a fault ends the device's program
+        self.unfailing = 0  # a fault ends the device's program
         tables = [start.nests for one in compiled for start in one.starts if start.table]
         self.reads_first = {nest for nests in tables for nest in nests}
 

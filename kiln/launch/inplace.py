@@ -7,14 +7,19 @@ first, whatever the code takes for granted about memory that does not overlap.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 import torch
 
+from kiln.base.expressions import hinted
+from kiln.base.graph import Node, nodes_in
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
+from kiln.fuse.program import Program
+from kiln.fuse.steps import Launch, Step
 from kiln.generate.functions import FUNCTIONS, PARTLY_BY_LIBRARY
+from kiln.launch.memory import size_of
 
 
 def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, list[Buffer]]:
@@ -66,6 +71,35 @@ def successors(kernel: Kernel) -> dict[Buffer, list[Buffer]]:
             last[buffer] = number
     written = kernel.buffers()[1]
     return {b: [o for o, end in last.items() if end < first[b] and o.dtype == b.dtype] for b in written}
+
+
+def with_writes_last(program: Program) -> list[Step]:
+    """The steps of a program with kernels at the end that only give inputs their new values.
+
+    Nothing can fail after them, so that they may write where the inputs lie. Those stay where they are that
+    would keep more memory meanwhile than they write.
+    """
+    stays = {*program.graph.inputs, *nodes_in(program.graph.outputs)}
+    read = Counter[Node]()
+    for step in program.steps:
+        read.update(set(step.reads.values() if isinstance(step, Launch) else step.node.inputs()))
+
+    def may_wait(step: Step) -> bool:
+        if not isinstance(step, Launch) or not never_fails(step.kernel):
+            return False
+        made = list(step.writes.values())
+        if any(node not in program.overwrites or read[node] for node in made):
+            return False
+        kept = [node for node in {*step.reads.values()} if node not in stays]
+        return sum(map(_bytes, kept)) <= sum(map(_bytes, made))
+
+    late = [step for step in program.steps if may_wait(step)] if program.overwrites else []
+    chosen = set(map(id, late))
+    return [*[step for step in program.steps if id(step) not in chosen], *late]
+
+
+def _bytes(node: Node) -> int:
+    return hinted(size_of(node.spec))
 
 
 def never_fails(kernel: Kernel) -> bool:

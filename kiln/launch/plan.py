@@ -136,10 +136,12 @@ class Planner:
         self.heirs: dict[Kernel, dict[Buffer, list[Buffer]]] = {}
         self.reads_first: Collection[Nest] = ()
         self.counted: tuple[int, Counter[Node]] = (-1, Counter())
-        #: Whether nothing can fail in the middle, after which the caller would find inputs half written.
-        self.unfailing = bool(program.overwrites) and all(
-            isinstance(step, Launch) and never_fails(step.kernel) for step in program.steps
-        )
+        #: From which event on nothing can fail, after which the caller would find inputs half written.
+        self.unfailing = 0 if program.overwrites else math.inf
+        for number, event in enumerate(self.events.listed if program.overwrites else ()):
+            launch = event.launch
+            if event.ahead is None and (launch is None or not never_fails(launch.kernel)):
+                self.unfailing = number + 1
         self.now = 0
 
     def plan(self) -> Plan:
@@ -316,7 +318,7 @@ class Planner:
         """
         if self.program.overwrites.get(node) is left:
             last = self.readings(left) == 1 and self.memory[left] == self.now
-            return self.unfailing and last and left.spec == node.spec
+            return self.now >= self.unfailing and last and left.spec == node.spec
         events = self.events
         if left in events.kept or left in events.owners or self.memory[left] != self.now:
             return False

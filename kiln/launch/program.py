@@ -41,6 +41,7 @@ from kiln.launch.cache import disk
 from kiln.launch.device import plan_on
 from kiln.launch.few import Few, few_of
 from kiln.launch.graphs import Recorded, can_record
+from kiln.launch.inplace import with_writes_last
 from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
 from kiln.launch.sides import Sides, parted
@@ -58,6 +59,7 @@ Link: TypeAlias = Callable[[Program, torch.device, Settings, Dump], Begun]
 
 def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Begun:
     """A program as a plan."""
+    program.steps = with_writes_last(program)
     store = disk(settings.cache_bytes)
     schedules = tuned(program, store, dump.title) if settings.tunes else {}
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
@@ -82,6 +84,7 @@ def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dum
     """A program as a plan that starts kernels on a GPU."""
     if settings.tunes:
         program = with_templates(program, device, disk(settings.cache_bytes), dump.title)
+    program.steps = with_writes_last(program)
     with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
         planned = plan_on(program, device, disk(settings.cache_bytes), apart=not settings.records)
 
