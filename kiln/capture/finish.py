@@ -57,14 +57,14 @@ class Finisher:
         self.after = state.snapshot()
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
+        self.unseen: set[int] = set()  # ids of tensors made here that only this capture knows of
         self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("unforeseen", set()))
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
         if self.m.expected and not self.replays():
             raise Restart(*self.m.expected[0])
-        dry = Rebuilder(self.m.world, Emitter(), self.m.steps)
-        self.body(dry, tail)
+        dry = self.dry(tail)
         for fake, step in self.m.chosen:
             if any(fake is out for out in dry.outputs):
                 # The program would see a new tensor where it has a number, or one of two tensors.
@@ -93,6 +93,19 @@ class Finisher:
         counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
         return Captured(None, self.graph, *counts, run, built, (), reason, last, self.foreseen)
 
+    def dry(self, tail: Callable[[Rebuilder], None]) -> Rebuilder:
+        """The code emitted for what it needs; what is written to tensors made here that nobody sees goes."""
+        world = self.m.world
+        owners = [overlay.owner for overlay in world.instance.values()]
+        self.unseen = {id(t) for t in owners if isinstance(t, FakeTensor) and world.source(t) is None}
+        while True:
+            dry = Rebuilder(world, Emitter(), self.m.steps)
+            self.body(dry, tail)
+            seen = {key for key in self.unseen if dry.uses[key]}
+            if not seen:
+                return dry
+            self.unseen -= seen
+
     def through_graph(
         self, e: Emitter, dry: Rebuilder, tail: Callable[[Rebuilder], None], call: Any, inputs: list[Any]
     ) -> None:
@@ -105,6 +118,8 @@ class Finisher:
             e.store("__drawn")
         for draw in self.m.world.varying.draws.values():
             r.draw(draw)
+        if call is not None and self.m.world.cleared:
+            self.clear(r, dry, inputs)
         start = e.here()
         if call is not None:
             e.callee(call)
@@ -117,6 +132,17 @@ class Finisher:
         e.ret()
         if call is not None:
             self.raised(e, start, end)
+
+    def clear(self, r: Rebuilder, dry: Rebuilder, inputs: list[Any]) -> None:
+        """Let gradients go before the graph runs that the program clears and does not use: others come."""
+        used, owners = {id(info.real) for info in inputs}, []
+        for key, owner in self.m.world.cleared.items():
+            old = self.m.world.reals[key].grad
+            fake = None if old is None else self.m.recorder.fakes.get(id(old))
+            if old is not None and id(old) not in used and not (fake is not None and dry.uses[id(fake)]):
+                owners.append(owner)
+        if owners:
+            r.then(runtime.clear_gradients, *owners)
 
     def in_frame(self, e: Emitter) -> None:
         """Run the frame in Python."""
@@ -231,6 +257,8 @@ class Finisher:
             elif shadow.appended:
                 calls.append((type(shadow.real).extend, (shadow.copy, shadow.appended)))
         for overlay in world.instance.values():
+            if id(overlay.owner) in self.unseen:
+                continue
             write = setattr if isinstance(overlay.owner, FakeTensor) else runtime.write_attribute
             calls += overlay_writes(overlay.owner, overlay, write, runtime.delete_attribute)
             if id(overlay.owner) in self.m.recorder.exchanged:

@@ -14,6 +14,7 @@ from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
 from kiln.capture import (
     attributes,
+    backward,
     builtin_calls,
     calls,
     copies,
@@ -441,6 +442,6 @@ SAFE_ITERABLES: tuple[type, ...] = (
 
 
 __all__ = [
-    "Machine", "builtin_calls", "copies", "functions", "library_calls", "number_calls", "open_numbers",
-    "optimizer_calls", "scans", "torch_calls", "transforms",
+    "Machine", "backward", "builtin_calls", "copies", "functions", "library_calls", "number_calls",
+    "open_numbers", "optimizer_calls", "scans", "torch_calls", "transforms",
 ]  # fmt: skip

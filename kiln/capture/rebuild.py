@@ -218,6 +218,9 @@ class Rebuilder:
         if isinstance(value, FakeTensor):
             kind = value.real_type
             plain = kind in PLAIN_TYPES or value.wrapped is not None
+            ending = self.world.recorder.ending(value, self.dry.outputs) if self.dry is not None else None
+            if ending is not None:
+                self.e.callee(ending)
             if not plain:
                 self.e.callee(of_class)
             self.e.load("__out")
@@ -227,6 +230,8 @@ class Rebuilder:
             if not plain:
                 self.e.const(kind)
                 self.e.end_call(2)
+            if ending is not None:
+                self.e.end_call(1)
             return
         maker = MAKERS.get(type(value))
         if maker is not None:

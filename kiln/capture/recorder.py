@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Unfit
 from kiln.capture.module import CapturedGraph, CapturedModule
 from kiln.capture.nodes import ACCESSORS, FACTORS, LEAVING, METHODS, OPERATORS, PLAIN, SWITCH, Args, Kwargs
+from kiln.capture.spent import ending
 from kiln.capture.wrappers import PLAIN_TYPES, Around, AroundMode, faked, is_wrapper, plain
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import LITERALS, FakeMode, FakeTensor, fake_like
@@ -159,6 +160,7 @@ class Recorder:
         self._symbols: dict[Symbol, _Number] = {}
         self._numbers: dict[Expr, Node] = {}
         self._start: Node = self.graph._root
+        self.spent: set[Any] = set()  # nodes of autograd's that a backward pass in the graph has emptied
         self.exchanged: dict[int, int] = {}  # how often tensors had been written that were given other data
         self._kept = 0
         self.asking = False  # whether torch is at work on fakes
@@ -661,15 +663,27 @@ class Recorder:
         self._inputs.pop(node, None)
         self.graph.erase_node(node)
 
-    def finish(self, outputs: Iterable[FakeTensor]) -> tuple[GraphModule, list[InputInfo]]:
+    def finish(self, outputs: Sequence[FakeTensor]) -> tuple[GraphModule, list[InputInfo]]:
         """The graph module that returns `outputs` as a tuple, and its inputs in order."""
-        self.graph.output(tuple([self.node(fake) for fake in outputs]))
+        self.graph.output(tuple([self._result(fake, outputs) for fake in outputs]))
         for node in [n for n in self.graph.nodes if n.op in ("placeholder", "get_attr") and not n.users]:
             self._forget(node)
         used = {n.target for n in self.graph.nodes if n.op == "get_attr"}
         attributes = {name: value for name, value in self._attrs.items() if name in used}
         inputs = [self._inputs[n] for n in self.graph.nodes if n.op == "placeholder"]
         return CapturedModule(attributes, self.graph), inputs
+
+    def ending(self, fake: FakeTensor, outputs: Sequence[FakeTensor]) -> Callable[[Any], Any] | None:
+        """What gives an output its history, where it leaves the graph without one."""
+        given = self.node(fake).op in ("placeholder", "get_attr")
+        return None if given else ending(self.spent, fake, outputs)
+
+    def _result(self, fake: FakeTensor, outputs: Sequence[FakeTensor]) -> Node:
+        """The node that gives an output."""
+        node = self.node(fake)
+        if self.ending(fake, outputs) is None:
+            return node
+        return self._added(self.graph.call_method("detach", (node,)), fake.detach())
 
 
 class RecorderMode(TorchFunctionMode):

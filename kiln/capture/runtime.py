@@ -312,6 +312,11 @@ def watch_gradient(tensor: Any, hook: Any) -> Any:
     return tensor.register_hook(hook)
 
 
+def clear_gradients(*tensors: Any) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
 def remove_hook(handle: Any) -> None:
     handle.remove()
 

@@ -22,7 +22,7 @@ from kiln.base.graph import mapped
 from kiln.base.source import Const, Derived
 from kiln.capture import runtime, state, symbolic
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
-from kiln.capture.frame import Machine, Recalled, Restart, UserError
+from kiln.capture.frame import Machine, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
 from kiln.check.guards import Custom
 from kiln.ops.fake import LITERALS, FakeTensor
@@ -86,21 +86,6 @@ refuses("tensor-layout", "a quantized tensor is made", "quantize outside the com
         torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic,
         torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor,
         torch._empty_affine_quantized, torch._empty_per_channel_affine_quantized)  # fmt: skip
-refuses("backward", "gradients are computed inside the compiled function", "call backward outside of it",
-        torch.autograd.backward)  # fmt: skip
-
-
-@handles(torch.autograd.grad)
-def gradients(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """One node, where all that may lead from the inputs to the outputs is in the graph."""
-    if m.copies:
-        raise Recalled  # what copies of nodes give has no history
-    chosen = {id(value) for value in nested((args[1:], kwargs.get("inputs")))}
-    for fake, real in m.recorder.given():
-        if real.requires_grad and (real._backward_hooks if id(fake) in chosen else not real.is_leaf):
-            why = "gradients may flow through what was computed outside, or to hooks"
-            raise Break("backward", why, "compute all of it in one function, or the gradients outside")
-    return leaf(m, torch.autograd.grad, args, kwargs)
 
 
 @handles(torch.nn.Parameter)
