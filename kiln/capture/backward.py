@@ -25,6 +25,8 @@ from kiln.ops.fake import FakeTensor, tensors_in
 from kiln.ops.layout import is_dense
 
 HINT = "compute all of it in one function, or call backward outside of it"
+#: Of how many nodes a graph takes no second backward pass: steps of training in a loop are unrolled.
+LONG = 1000
 #: Where hooks are kept on a tensor that autograd calls when its gradient is there.
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -72,6 +74,8 @@ def backward(m: Machine, tensors: Any, given: Any, retain: Any, create: Any, inp
         raise Recalled
     if create or retain not in (None, True, False):
         raise Break("backward", "the backward pass is to be differentiated, too", HINT)
+    if m.recorder.spent and len(m.recorder.graph.nodes) > LONG:
+        raise Break("backward", "another backward pass of a long graph: each has its own", HINT)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise Break("backward", "processes may exchange gradients while backward computes them", HINT)
     if any(node.target == "retain_grad" for node in m.recorder.graph.nodes):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kiln.capture import backward
 from tests.support import EAGER, Counting, kiln
 
 pytestmark = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
@@ -317,6 +318,32 @@ def test_kept_gradient_of_no_leaf():
 
     wanted, found = program(lambda f: f), program(kiln.compile)
     close(found, wanted)
+
+
+def test_many_steps(monkeypatch):
+    """A loop is not unrolled for ever: from a length on, each pass has a graph of its own, in all turns the same."""
+    monkeypatch.setattr(backward, "LONG", 100)
+
+    def program(how):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        @how
+        def train(x, count):
+            for _ in range(count):
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+            return loss.detach()
+
+        return train(torch.ones(2, 6), 30), [p.detach() for p in model.parameters()]
+
+    wanted = program(lambda f: f)
+    with kiln.records() as seen:
+        found = program(kiln.compile)
+    close(found, wanted)
+    assert len(seen.graphs) < 8 and not seen.fallbacks
 
 
 def test_nothing_to_go_back_to():

@@ -180,7 +180,7 @@ def test_handlers_and_effects_of_a_frame_whose_graph_runs_as_captured():
         except RuntimeError:
             root = y
             log.append("handled")
-        return root, made
+        return root, made, made * 2
 
     compiled = kiln.compile(f, fullgraph=True)
     with records.collect() as found:
