@@ -127,10 +127,19 @@ def packed(pool: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any)
     return result if other or isinstance(result, tuple) else result.contiguous()
 
 
+def one_hot(x: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
+    """Which class each number is, by an op that raises where it is none: of fakes torch does not ask that."""
+    if x.dtype is not torch.int64 or type(num_classes) is int and num_classes < 1:
+        return functional.one_hot(x, num_classes)
+    classes = torch.arange(num_classes, device=x.device)
+    return functional.one_hot(classes.index_select(0, x.reshape(-1)).view(x.shape), num_classes)
+
+
 #: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them, or
 #: ask whether a tensor is of torch's own class.
 STAND_INS: dict[Any, Any] = {
     functional.scaled_dot_product_attention: masks.attention,
+    functional.one_hot: one_hot,
     **{f: functools.partial(joined, function=f) for f in (torch.tensor, torch.as_tensor, torch.asarray)},
     **{pool: functools.partial(packed, pool) for pool in (functional.max_pool1d, torch.max_pool1d)},
 }  # fmt: skip

@@ -31,6 +31,9 @@ JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round",
 #: Functions that raise for integers when the second operand is 0.
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
 
+#: A value that is reported where a condition beside it does not hold.
+CHECKED = "checked"
+
 #: Functions of integers that indices may be made of.
 INDEXED: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div_floor": operator.floordiv,
@@ -214,6 +217,8 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
 
 
 LOWER.update(dict.fromkeys([*UNARY, *BINARY], _elementwise))
+#: Of integers to a power that varies: eager's kernel raises where that is negative.
+CONDITIONS["pow"] = lambda node: not isinstance(node.args[1], Expr) or node.spec.dtype.is_floating_point
 
 
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
@@ -232,6 +237,12 @@ def _where(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
     return terms.apply(
         "where", dtype, mask, *[operand(terms, node, c, coords, valid, read, dtype) for c in choices]
     )
+
+
+@lowering("kiln::checked")
+def _checked(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    value, holds = (read(x, coords, valid) for x in node.args)
+    return terms.apply(CHECKED, dtype_of(node), value, terms.guarded(holds, valid, True))
 
 
 @lowering("addcmul")
