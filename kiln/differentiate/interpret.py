@@ -16,7 +16,7 @@ from torch.nn import functional
 from kiln.base.errors import Break
 from kiln.differentiate import masks, places
 from kiln.ops.forms import form_of
-from kiln.ops.symint import SYMBOLIC
+from kiln.ops.symint import SYMBOLIC, below_zero
 
 
 def fetch(module: Any, path: str) -> Any:
@@ -74,7 +74,8 @@ def joined(
     shape = _flattened(data, leaves)
     if isinstance(data, torch.Tensor) or not any(isinstance(v, (torch.Tensor, *SYMBOLIC)) for v in leaves):
         return function(data, dtype=dtype, device=device, **rest)  # type: ignore[no-any-return]
-    parts = [torch.full((), v) if type(v) in SYMBOLIC else torch.as_tensor(v) for v in leaves]
+    number = torch.full if dtype is None else functools.partial(torch.full, dtype=dtype)
+    parts = [number((), v) if type(v) in SYMBOLIC else torch.as_tensor(v) for v in leaves]
     dtype = functools.reduce(torch.promote_types, [v.dtype for v in parts]) if dtype is None else dtype
     made = torch.stack([v.detach().to(device, dtype).reshape(()) for v in parts]).view(shape)
     return made.requires_grad_() if rest.get("requires_grad") else made
@@ -129,8 +130,10 @@ def packed(pool: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any)
 
 def one_hot(x: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
     """Which class each number is, by an op that raises where it is none: of fakes torch does not ask that."""
-    if x.dtype is not torch.int64 or type(num_classes) is int and num_classes < 1:
+    if x.dtype is not torch.int64 or below_zero(num_classes):
         return functional.one_hot(x, num_classes)
+    if below_zero(num_classes - 1):
+        raise Break("data-dependent", "of no classes none is right", "the graph runs as it is, and raises")
     classes = torch.arange(num_classes, device=x.device)
     return functional.one_hot(classes.index_select(0, x.reshape(-1)).view(x.shape), num_classes)
 

@@ -40,9 +40,7 @@ class Part:
         used += [node for symbol, node in numbers.items() if symbol in missing and node not in own]
         self.inputs = [node for node in dict.fromkeys(used) if node.op != "get_attr"]
         read = set(numbers.values())
-        self.outputs = [
-            n for n in nodes if n.op != "get_attr" and (n in read or not own.issuperset(n.users))
-        ]
+        self.outputs = [n for n in nodes if n.op != "get_attr" and (n in read or not own.issuperset(n.users))]
         graph, copies = fx.Graph(), {}
         for node in self.inputs:
             copies[node] = graph.placeholder(node.name)

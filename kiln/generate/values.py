@@ -169,8 +169,8 @@ class Values(Reads):
         if isinstance(term, Const):
             kind = compute_type(TYPES[term.dtype])
             if isinstance(term.value, Expr):
-                given = self.variables[term.value]
-                return (given.bits(F64) if term.value.real else given).to(kind)  # the bits of a double
+                number = self.variables[term.value]
+                return (number.bits(F64) if term.value.real else number).to(kind)  # the bits of a double
             return self.fn.constant(term.value, kind)
         if isinstance(term, Place):
             self.bind(term.places)

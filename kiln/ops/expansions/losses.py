@@ -46,8 +46,8 @@ def binary_cross_entropy(
 ) -> Tensor:
     """`checked` gives a loss, or raises where a condition does not hold of all elements."""
     loss = (y - 1) * clamp(log1p(-x), min=-100) - y * clamp(torch.log(x), min=-100)
-    for part in (x, y) if checked is not None else ():
-        loss = checked(loss, (part >= 0) & (part <= 1))
+    if checked is not None:
+        loss = checked(checked(loss, (x >= 0) & (x <= 1)), (y >= 0) & (y <= 1))
     return reduce_loss(loss if weight is None else loss * weight, reduction)
 
 
