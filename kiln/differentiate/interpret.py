@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks, places
+from kiln.ops.cudnn_rnn import MODES, of_any_length, of_packed
 from kiln.ops.forms import form_of
 from kiln.ops.symint import SYMBOLIC, below_zero
 
@@ -138,11 +139,19 @@ def one_hot(x: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
     return functional.one_hot(classes.index_select(0, x.reshape(-1)).view(x.shape), num_classes)
 
 
+def recurrent(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A recurrent network, unless eager's kernels are called for any number of steps."""
+    if len(args) == 9 and not of_packed(args) and of_any_length(function, args):
+        raise Break("data-dependent", "how many steps a recurrent network takes varies", "")
+    return function(*args, **kwargs)
+
+
 #: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them, or
 #: ask whether a tensor is of torch's own class.
 STAND_INS: dict[Any, Any] = {
     functional.scaled_dot_product_attention: masks.attention,
     functional.one_hot: one_hot,
+    **{f: functools.partial(recurrent, f) for f in MODES},
     **{f: functools.partial(joined, function=f) for f in (torch.tensor, torch.as_tensor, torch.asarray)},
     **{pool: functools.partial(packed, pool) for pool in (functional.max_pool1d, torch.max_pool1d)},
 }  # fmt: skip
