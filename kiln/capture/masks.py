@@ -201,7 +201,7 @@ def write(m: Machine, x: Any, key: Any, value: Any) -> Any:
 
 
 def merged(m: Machine, x: FakeTensor, mask: FakeTensor, target: Any) -> Any:
-    """What `target` becomes by `target[mask] = x[mask]`: a choice, where all are of one kind; else MISSING."""
+    """What `target` becomes by `target[mask] = x[mask]`: a choice where they are alike, else MISSING."""
     plain = type(m.recorder) is Recorder and not m.recorder.subclassed and not m.modes
     if type(target) is not FakeTensor or not plain or constant_of(mask) is not None:
         return MISSING

@@ -36,13 +36,16 @@ def subscript(m: Machine, f: Frame, i: Instruction, container: Any, key: Any) ->
 
 def written_next(m: Machine, f: Frame) -> tuple[Any, Any]:
     """The variables in `a[b] = …`, where that is what comes next; nothing where something else does."""
-    names: list[str] = []
-    for step in f.code.instructions[f.index + 1 : f.index + 4]:
-        if step.name not in ("LOAD_FAST", "LOAD_FAST_LOAD_FAST"):
-            break
-        names += [step.value] if step.name == "LOAD_FAST" else step.value
-    known = len(names) == 2 and step.name == "STORE_SUBSCR" and all(n in f.locals or n in f.lazy for n in names)
-    if not known:
+    following = f.code.instructions[f.index + 1 : f.index + 4]
+    if len(following) < 3:
+        return None, None
+    first, second, third = following
+    names = (first.value, second.value)
+    if first.name == "LOAD_FAST_LOAD_FAST":
+        names, third = first.value, second
+    elif first.name != "LOAD_FAST" or second.name != "LOAD_FAST":
+        return None, None
+    if third.name != "STORE_SUBSCR" or not all(n in f.locals or n in f.lazy for n in names):
         return None, None
     target, key = (f.locals[n] if n in f.locals else first_read(m, f, n) for n in names)
     return target, key
