@@ -47,7 +47,8 @@ def binary_cross_entropy(
     """`checked` gives a loss, or raises where a condition does not hold of all elements."""
     loss = (y - 1) * clamp(log1p(-x), min=-100) - y * clamp(torch.log(x), min=-100)
     if checked is not None:
-        loss = checked(checked(loss, (x >= 0) & (x <= 1)), (y >= 0) & (y <= 1))
+        loss = checked(loss, (x >= 0) & (x <= 1))
+        loss = checked(loss, (y >= 0) & (y <= 1)) if x.device.type == "cpu" else loss
     return reduce_loss(loss if weight is None else loss * weight, reduction)
 
 
