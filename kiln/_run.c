@@ -21,7 +21,7 @@ raise_fault(int64_t status)
     else if (status == 2)
         PyErr_SetString(PyExc_RuntimeError, "index out of bounds");
     else
-        PyErr_SetString(PyExc_RuntimeError, "ZeroDivisionError");
+        PyErr_SetString(PyExc_RuntimeError, status == 3 ? "ZeroDivisionError" : "value out of range");
 }
 
 /* Where the buffers of a kernel are. */

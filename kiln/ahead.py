@@ -26,7 +26,7 @@ from kiln.base.options import Backend, config, unknown
 from kiln.base.reports import fell_back
 from kiln.capture.nested import hide
 from kiln.capture.runtime import watch_gradient
-from kiln.capture.sequences import RECURRENT, of_packed
+from kiln.capture.sequences import RECURRENT
 from kiln.capture.torch_calls import Named
 from kiln.differentiate import finish, parts, results, run, training
 from kiln.differentiate.halves import Halves
@@ -38,7 +38,9 @@ from kiln.differentiate.run import HeldCompiler, callable_for
 from kiln.differentiate.trace import trace
 from kiln.differentiate.training import Compiler, Run
 from kiln.expand.expand import expand
+from kiln.ops.cudnn_rnn import of_packed
 from kiln.ops.fake import make
+from kiln.ops.lift import is_symbolic
 from kiln.ops.random import draw
 from kiln.ops.symint import wrap
 
@@ -261,7 +263,8 @@ def looks_at_numbers(node: fx.Node) -> bool:
     checks = isinstance(node.target, Named) and "example_value" not in node.meta
     item = node.op == "call_method" and node.target == "item"
     packed = node.target in RECURRENT and of_packed(node.args)
-    reads = item or packed or node.target in SELECTING or has_places(node)
+    varies = node.target in RECURRENT and is_symbolic(node.meta.get("example_value"))
+    reads = item or packed or varies or node.target in SELECTING or has_places(node)
     return checks or reads or has_own_backward(node) or is_hook(node)
 
 

@@ -80,6 +80,7 @@ class Machine:
         self.whole = False  # whether the graph stands for the program, and nothing may break
         self.numbers = False  # whether numbers of tensors are symbols of the graph
         self.places: dict[Any, Any] = {}  # masks by id and version, and where they are true
+        self.merged: dict[int, Any] = {}  # what tensors become by writes under masks, by id
         self.batches: dict[int, Any] = {}  # sizes of packed sequences by id, and how many they are
         #: How many blocks without the hooks of tensor subclasses the program has entered.
         self.aside = int(not torch._C._is_torch_function_enabled())

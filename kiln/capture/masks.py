@@ -22,7 +22,7 @@ from kiln.capture.recorder import Recorder
 from kiln.capture.torch_calls import Named
 from kiln.capture.varying import Item
 from kiln.check.guards import MISSING
-from kiln.ops.fake import FakeTensor, make
+from kiln.ops.fake import FakeTensor, constant_of, make, overlaps
 from kiln.ops.layout import is_place
 from kiln.ops.symint import expr_of, wrap
 
@@ -198,6 +198,22 @@ def read(m: Machine, x: Any, key: Any) -> Any:
 def write(m: Machine, x: Any, key: Any, value: Any) -> Any:
     index = spelled_out(m, x, key)
     return MISSING if index is MISSING else m.torch_call(operator.setitem, (x, index, value), {})
+
+
+def merged(m: Machine, x: FakeTensor, mask: FakeTensor, target: Any) -> Any:
+    """What `target` becomes by `target[mask] = x[mask]`: a choice where they are alike, else MISSING."""
+    plain = type(m.recorder) is Recorder and not m.recorder.subclassed and not m.modes
+    if type(target) is not FakeTensor or not plain or constant_of(mask) is not None:
+        return MISSING
+    if x.dtype is not target.dtype or not x.device == mask.device == target.device or overlaps(target):
+        return MISSING
+    if tuple(x.shape) != tuple(target.shape) or tuple(mask.shape) != tuple(x.shape[: mask.dim()]):
+        return MISSING
+    if mask.dim() < x.dim():
+        mask = m.torch_call(operator.getitem, (mask, (..., *[None] * (x.dim() - mask.dim()))), {})
+    found = m.torch_call(torch.where, (mask, x, target), {})
+    m.merged[id(found)] = found
+    return found
 
 
 def written(m: Machine, function: Any, args: Any) -> Any:

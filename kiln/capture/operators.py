@@ -338,6 +338,9 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
     """`container[key] = value`."""
     if type(container) is FakeTensor:
         m.world.touch(value)
+        if id(value) in m.merged:
+            m.torch_call(torch.Tensor.copy_, (container, value), {})
+            return
         m.torch_call(operator.setitem, (container, index_of(m, key), value), {})
         return
     key = plain_key(m, container, key, "__setitem__")

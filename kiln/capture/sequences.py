@@ -1,4 +1,8 @@
-"""Recurrent networks; of packed sequences the graph reads how long all are, and the longest."""
+"""Recurrent networks; of packed sequences the graph reads how long all are, and the longest.
+
+Where it varies how many sequences there are, or how long they are, a network is a call of eager's kernels:
+those look at the sizes, and a graph of steps would be good for one length alone.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,11 @@ from kiln.capture import masks
 from kiln.capture.calls import Args, Kwargs, declare, handles, leaf
 from kiln.capture.frame import Machine
 from kiln.check.guards import MISSING
-from kiln.ops.cudnn_rnn import MODES, differentiable
+from kiln.ops.cudnn_rnn import MODES, differentiable, of_any_length, of_packed
 from kiln.ops.fake import FakeTensor, make
 from kiln.ops.symint import expr_of, wrap
 
 RECURRENT = tuple(MODES)
-
-
-def of_packed(args: Sequence[Any]) -> bool:
-    """Whether a recurrent network is given packed sequences: the weights come fourth."""
-    return len(args) > 3 and isinstance(args[3], (list, tuple))
 
 
 def recurrent(function: Any) -> Any:
@@ -31,8 +30,12 @@ def recurrent(function: Any) -> Any:
 
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if not of_packed(args):
-            whole = len(args) == 9 and not kwargs and is_by_cudnn(m.world.touch_deep(args))
-            return by_cudnn(m, function, *args) if whole else leaf(m, function, args, kwargs)
+            given = m.world.touch_deep(args) if len(args) == 9 and not kwargs else ()
+            if given and is_by_cudnn(given):
+                return by_cudnn(m, function, *args)
+            if given and is_plain(given[0]) and given[0].dim() == 3 and of_any_length(function, given):
+                return m.recorder.record(function, args, all_steps)
+            return leaf(m, function, args, kwargs)
         found = through(m, function, args)
         if found is MISSING:
             raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
@@ -42,6 +45,16 @@ def recurrent(function: Any) -> Any:
 
 
 declare({function: recurrent(function) for function in RECURRENT})
+
+
+def all_steps(x: Any, states: Any, weights: Any, _: bool, layers: int, drop: float, train: bool,
+              both: bool, batch_first: bool) -> Any:  # fmt: skip
+    """What a recurrent network makes of sequences of any length."""
+    states = states if isinstance(states, (list, tuple)) else (states,)
+    of, width = (x, *states, *weights), states[0].shape[2] * (2 if both else 1)
+    steps, rows = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+    out = made((steps, rows, width), x, of)
+    return out.transpose(0, 1) if batch_first else out, *[made(state.shape, x, of) for state in states]
 
 
 def is_by_cudnn(args: Args) -> bool:

@@ -187,10 +187,10 @@ def _writes(
                 times -= 1
             if times > 0 and not target.is_inference():  # those count no versions
                 versions += [target] * times
-        with torch.no_grad() if counted else below():
-            if versions:
-                increment_version(versions)
-            if targets:
+        if versions:
+            increment_version(versions)
+        if targets:
+            with torch.no_grad() if counted else below():
                 torch._foreach_copy_(targets, values)
 
     return write

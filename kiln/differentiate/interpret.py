@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from kiln.base.errors import Break
 from kiln.differentiate import masks, places
+from kiln.ops.cudnn_rnn import MODES, of_any_length, of_packed
 from kiln.ops.forms import form_of
-from kiln.ops.symint import SYMBOLIC
+from kiln.ops.symint import SYMBOLIC, below_zero
 
 
 def fetch(module: Any, path: str) -> Any:
@@ -74,7 +75,8 @@ def joined(
     shape = _flattened(data, leaves)
     if isinstance(data, torch.Tensor) or not any(isinstance(v, (torch.Tensor, *SYMBOLIC)) for v in leaves):
         return function(data, dtype=dtype, device=device, **rest)  # type: ignore[no-any-return]
-    parts = [torch.full((), v) if type(v) in SYMBOLIC else torch.as_tensor(v) for v in leaves]
+    number = torch.full if dtype is None else functools.partial(torch.full, dtype=dtype)
+    parts = [number((), v) if type(v) in SYMBOLIC else torch.as_tensor(v) for v in leaves]
     dtype = functools.reduce(torch.promote_types, [v.dtype for v in parts]) if dtype is None else dtype
     made = torch.stack([v.detach().to(device, dtype).reshape(()) for v in parts]).view(shape)
     return made.requires_grad_() if rest.get("requires_grad") else made
@@ -127,10 +129,29 @@ def packed(pool: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any)
     return result if other or isinstance(result, tuple) else result.contiguous()
 
 
+def one_hot(x: torch.Tensor, num_classes: Any = -1) -> torch.Tensor:
+    """Which class each number is, by an op that raises where it is none: of fakes torch does not ask that."""
+    if x.dtype is not torch.int64 or below_zero(num_classes):
+        return functional.one_hot(x, num_classes)
+    if below_zero(num_classes - 1):
+        raise Break("data-dependent", "of no classes none is right", "the graph runs as it is, and raises")
+    classes = torch.arange(num_classes, device=x.device)
+    return functional.one_hot(classes.index_select(0, x.reshape(-1)).view(x.shape), num_classes)
+
+
+def recurrent(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A recurrent network, unless eager's kernels are called for any number of steps."""
+    if len(args) == 9 and not of_packed(args) and of_any_length(function, args):
+        raise Break("data-dependent", "how many steps a recurrent network takes varies", "")
+    return function(*args, **kwargs)
+
+
 #: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them, or
 #: ask whether a tensor is of torch's own class.
 STAND_INS: dict[Any, Any] = {
     functional.scaled_dot_product_attention: masks.attention,
+    functional.one_hot: one_hot,
+    **{f: functools.partial(recurrent, f) for f in MODES},
     **{f: functools.partial(joined, function=f) for f in (torch.tensor, torch.as_tensor, torch.asarray)},
     **{pool: functools.partial(packed, pool) for pool in (functional.max_pool1d, torch.max_pool1d)},
 }  # fmt: skip

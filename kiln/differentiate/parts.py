@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from kiln.base.symbols import Expr, Symbol
 from kiln.differentiate.interpret import argument
 from kiln.ops.lift import is_symbolic
+from kiln.ops.symint import expr_of
 
 NUMBERS = (torch.SymInt, torch.SymFloat)
 Make = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -23,13 +25,22 @@ def as_it_is(module: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
 
 
 class Part:
-    """Some nodes of a graph as a graph of its own; `make` compiles it for the values of the first call."""
+    """Some nodes of a graph as a graph of its own; `make` compiles it for the values of the first call.
 
-    def __init__(self, module: fx.GraphModule, nodes: list[fx.Node], make: Make) -> None:
+    `numbers` are the nodes that give symbols. A part is handed those that its sizes follow from.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, nodes: list[fx.Node], make: Make, numbers: dict[Symbol, fx.Node]
+    ) -> None:
         own = set(nodes)
         used = [i for node in nodes for i in node.all_input_nodes if i not in own]
+        given = {size for node in used for size in sizes_of(node)}
+        missing = {symbol for node in used for symbol in symbols_of(node)} - given
+        used += [node for symbol, node in numbers.items() if symbol in missing and node not in own]
         self.inputs = [node for node in dict.fromkeys(used) if node.op != "get_attr"]
-        self.outputs = [n for n in nodes if n.op != "get_attr" and not own.issuperset(n.users)]
+        read = set(numbers.values())
+        self.outputs = [n for n in nodes if n.op != "get_attr" and (n in read or not own.issuperset(n.users))]
         graph, copies = fx.Graph(), {}
         for node in self.inputs:
             copies[node] = graph.placeholder(node.name)
@@ -57,6 +68,20 @@ class Part:
         return (self.run if self.strides == strides else self.module.forward)(*values)
 
 
+def symbols_of(node: fx.Node) -> Iterator[Symbol]:
+    """What the sizes of a tensor, or a number, follow from."""
+    for size in sizes_of(node):
+        if isinstance(size, Expr):
+            yield from size.symbols()
+
+
+def sizes_of(node: fx.Node) -> list[Any]:
+    """The sizes of a tensor, or the number that a node is."""
+    value = node.meta.get("example_value")
+    shape = value.shape if isinstance(value, torch.Tensor) else [value] if isinstance(value, NUMBERS) else ()
+    return [expr_of(size) for size in shape]
+
+
 def in_parts(
     module: fx.GraphModule, make: Make, opaque: Callable[[fx.Node], bool]
 ) -> Callable[..., Any] | None:
@@ -82,9 +107,15 @@ def in_parts(
         else:
             now += now % 2 != opaque(node)
             place[node] = now
+    numbers: dict[Symbol, fx.Node] = {}
+    for node in module.graph.nodes:
+        tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+        for size in sizes_of(node) if node.op == "placeholder" or not tensor else ():
+            if isinstance(size, Symbol):
+                numbers.setdefault(size, node)
     ordered = sorted(place, key=place.__getitem__)
     parts = [
-        Part(module, list(nodes), as_it_is if number % 2 else make)
+        Part(module, list(nodes), as_it_is if number % 2 else make, numbers)
         for number, nodes in groupby(ordered, place.__getitem__)
     ]
     kinds = (torch.Tensor, *NUMBERS)

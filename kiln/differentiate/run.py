@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from kiln.base.errors import untouched
-from kiln.base.graph import Graph, Own
+from kiln.base.graph import Graph, Own, TensorSpec
 from kiln.differentiate.alias import lies_as, overlapping
 from kiln.differentiate.finish import finisher, gives_results, origin_of
 from kiln.differentiate.halves import Halves
@@ -185,12 +185,48 @@ def _apart(joint: Joint, attributes: Mapping[str, Any]) -> Callable[[tuple[Any, 
     around = [tensors[i] for i in others]
     marked = [i in written for i in (*arguments, *others)]
     takes = [origin_of(origins[i], attributes) for i in arguments]
+    lengths = [bytes_of(joint.primals[i].spec) for i in (*arguments, *others)]
+    if len(lengths) <= FEW and not shared and None not in lengths:
+        return _few_apart([i for i, is_written in enumerate(marked) if is_written], lengths, takes, around)
 
     def apart(args: tuple[Any, ...]) -> bool:
         if not all(lies_as(origin, length, args) for origin, length in shared):
             return False
         found = overlapping([*(take(args) for take in takes), *around])
         return not any(marked[i] for group in found for i in group)
+
+    return apart
+
+
+#: Tensors of which each is compared with each.
+FEW = 8
+
+
+def bytes_of(spec: Any) -> int | None:
+    """How many bytes a tensor on the CPU reaches over; None where that varies, 0 for what is no tensor."""
+    if not isinstance(spec, TensorSpec):
+        return 0
+    if spec.device.type != "cpu" or not all(type(n) is int for n in (*spec.shape, *spec.stride)):
+        return None
+    last = sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+    return 0 if 0 in spec.shape else (1 + last) * spec.dtype.itemsize
+
+
+def _few_apart(
+    written: list[int], lengths: list[Any], takes: list[Any], around: list[torch.Tensor]
+) -> Callable[[tuple[Any, ...]], bool]:
+    """The same for a few tensors whose sizes are known."""
+    tensors = [i for i, length in enumerate(lengths) if length]
+    pairs = [(i, lengths[i], j, lengths[j]) for i in tensors for j in tensors
+             if i in written and (j > i or j not in written)]  # fmt: skip
+
+    def apart(args: tuple[Any, ...]) -> bool:
+        values = [*[take(args) for take in takes], *around]
+        starts = [value.data_ptr() if length else 0 for value, length in zip(values, lengths, strict=True)]
+        for i, mine, j, other in pairs:
+            if starts[i] < starts[j] + other and starts[j] < starts[i] + mine:
+                return False
+        return True
 
     return apart
 

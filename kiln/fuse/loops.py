@@ -16,6 +16,8 @@ from kiln.fuse.running import RUNNING
 from kiln.fuse.taps import TAPS
 from kiln.fuse.volumes import convolution
 from kiln.fuse.windows import avg_pool, avg_pool_backward, max_pool, max_pool_backward
+from kiln.ops.expansions.indexing import index_copy
+from kiln.ops.expansions.losses import binary_cross_entropy
 from kiln.ops.expansions.norms import (
     batch_norm,
     batch_norm_backward,
@@ -24,6 +26,8 @@ from kiln.ops.expansions.norms import (
     layer_norm,
 )
 from kiln.ops.expansions.reductions import product
+from kiln.ops.expansions.support import in_wide, of_one_dtype
+from kiln.ops.pointwise import checked
 from kiln.ops.table import aten
 
 
@@ -97,6 +101,10 @@ def _embedding(weight: torch.Tensor, index: torch.Tensor, *_: Any) -> Any:
     return aten.index(weight, [_counted(index, weight.shape[0])]) if weight.dim() == 2 else NotImplemented
 
 
+def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    return index_copy(x, dim, _counted(index, x.shape[dim]), source) if x.dim() else NotImplemented
+
+
 def _eager(*args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
@@ -127,6 +135,8 @@ FOR_LOOPS: dict[Any, Callable[..., Any]] = {
     aten.prod.dim_int: _product,
     aten.index_select.default: _index_select,
     aten.embedding.default: _embedding,
+    aten.index_copy.default: _index_copy,
+    aten.binary_cross_entropy.default: of_one_dtype(in_wide(partial(binary_cross_entropy, checked=checked))),
     aten.native_layer_norm.default: partial(layer_norm, statistics=_statistics),
     aten.native_group_norm.default: partial(group_norm, statistics=_statistics),
     aten.native_batch_norm.default: _unless(_adds_rows, batch_norm),

@@ -13,6 +13,7 @@ from kiln.base.graph import Node, TensorSpec, argument
 from kiln.base.symbols import LIMIT, Expr, Scope, Symbol
 from kiln.fuse.axes import Misfit, hinted
 from kiln.fuse.nest import Apply, Buffer, Computed, Const, Fold, Load, Place, Term, children
+from kiln.fuse.nest import terms as below
 from kiln.fuse.views import Coords, broadcast, from_front, shape_of, supported
 from kiln.ops.levels import BINARY, PIECES, TERNARY, UNARY, name_of
 
@@ -30,6 +31,9 @@ JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round",
 
 #: Functions that raise for integers when the second operand is 0.
 DIVISIONS = frozenset({"div_floor", "div_trunc", "fmod", "remainder"})
+
+#: A value that is reported where a condition beside it does not hold.
+CHECKED = "checked"
 
 #: Functions of integers that indices may be made of.
 INDEXED: dict[str, Callable[..., Any]] = {
@@ -214,6 +218,8 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
 
 
 LOWER.update(dict.fromkeys([*UNARY, *BINARY], _elementwise))
+#: Of integers to a power that varies: eager's kernel raises where that is negative.
+CONDITIONS["pow"] = lambda node: not isinstance(node.args[1], Expr) or node.spec.dtype.is_floating_point
 
 
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
@@ -232,6 +238,12 @@ def _where(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
     return terms.apply(
         "where", dtype, mask, *[operand(terms, node, c, coords, valid, read, dtype) for c in choices]
     )
+
+
+@lowering("kiln::checked")
+def _checked(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
+    value, holds = (read(x, coords, valid) for x in node.args)
+    return terms.apply(CHECKED, dtype_of(node), value, terms.guarded(holds, valid, True))
 
 
 @lowering("addcmul")
@@ -377,7 +389,7 @@ def _gather(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: 
         return read(x, (), valid)
     dim %= len(shape)
     place = terms.computed(read(index, coords, valid), shape[dim], valid, wraps=False)
-    return read(x, (*coords[:dim], place, *coords[dim + 1 :]), valid)
+    return at(terms, read(x, (*coords[:dim], place, *coords[dim + 1 :]), valid), [place])
 
 
 def common_shape(shapes: Sequence[Coords]) -> Coords:
@@ -409,7 +421,19 @@ def _index(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
             source.append(terms.computed(read(indices[d], where, valid), shape[d], valid))
         else:
             source.append(others.pop(0))
-    return read(x, tuple(source), valid)
+    return at(terms, read(x, tuple(source), valid), source)
+
+
+def at(terms: Terms, value: Term, source: Sequence[Any]) -> Term:
+    """A value that is read at these places, checked also where it is the same at all of them."""
+    asked = {p.symbol: place for place in source for p in terms.places(place)}
+    if not asked:
+        return value
+    found = {p.symbol for term in below([value]) if isinstance(term, (Load, Place)) for p in term.places}
+    for place in (place for symbol, place in asked.items() if symbol not in found):
+        inside = terms.apply("ge", torch.bool, terms.place(place), terms.const(0, torch.int64))
+        value = terms.apply(CHECKED, value.dtype, value, inside)
+    return value
 
 
 def is_pointwise(node: Node) -> bool:

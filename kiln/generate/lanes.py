@@ -167,7 +167,10 @@ def _cost_at_places(load: Load, axis: Axis) -> int:
 
 
 def symbols_of(nest: Nest) -> list[Expr]:
-    """The sizes that the nest takes as arguments, in order; expressions over floats are taken as a whole."""
+    """The sizes that the nest takes as arguments, in order, and the numbers of the program as a whole.
+
+    Those may leave 64 bits on the way, as indices into memory do not.
+    """
     loops = {axis.variable for axis in nest.axes}
     loops.update(inner.variable for inner in (nest.part, nest.rolled) if inner is not None)
     for term in nest.terms():
@@ -179,8 +182,8 @@ def symbols_of(nest: Nest) -> list[Expr]:
     for term in nest.terms():
         if isinstance(term, (Load, Place)):
             expressions += [term.index, *(place.size for place in term.places)]
-        elif isinstance(term, Const):
-            expressions.append(term.value)
+        elif isinstance(term, Const) and isinstance(term.value, Expr):
+            found[term.value] = None
     for expression in expressions:
         given = {part for part in given_in(expression) if part not in loops}
         found.update(dict.fromkeys(sorted(given, key=lambda part: part.order)))
@@ -192,10 +195,10 @@ COMPUTED = frozenset({SUM, MIN, MAX, FLOORDIV, MOD})
 
 
 def given_in(expression: Any) -> Iterator[Expr]:
-    """The numbers that code is given for an expression: symbols, floats, and what floats were rounded to."""
+    """The numbers that code is given for an index: symbols, and what floats were rounded to."""
     if not isinstance(expression, Expr):
         return
-    if expression.real or expression.op not in COMPUTED:
+    if expression.op not in COMPUTED:
         yield expression
         return
     atoms = [a for m in expression.poly for a in m] if expression.op is SUM else expression.args

@@ -566,7 +566,10 @@ class Module:
         return made
 
     def declare(self, name: str, result: Type, parameters: Sequence[Type]) -> None:
-        self._declared.setdefault(name, f"declare {result} @{name}({', '.join(map(str, parameters))})")
+        # LLVM takes the remainder of a whole number to be a number, though what it is divided by may be none.
+        trusted = "" if name != "fmod" else " nobuiltin"
+        given = ", ".join(map(str, parameters))
+        self._declared.setdefault(name, f"declare {result} @{name}({given}){trusted}")
 
     def define(self, name: str, text: str) -> None:
         """A line of the module beside its functions, once."""

@@ -24,11 +24,12 @@ from kiln.generate.ptx_functions import (
     exp_of_small,
 )
 from kiln.generate.scalar import TYPES
-from kiln.generate.values import DIVIDED_BY_ZERO, NAME, OUT_OF_BOUNDS, OUTSIDE, Values
+from kiln.generate.values import DIVIDED_BY_ZERO, NAME, NOT_HELD, OUT_OF_BOUNDS, OUTSIDE, Values
 
 #: What a fault is called where a kernel ends with one.
 FAULTS = {
     OUTSIDE: "index out of bounds", OUT_OF_BOUNDS: "index out of bounds", DIVIDED_BY_ZERO: "division by zero",
+    NOT_HELD: "value out of range",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
 from kiln.base.symbols import Expr
-from kiln.fuse.lower import DIVISIONS
+from kiln.fuse.lower import CHECKED, DIVISIONS
 from kiln.fuse.nest import (
     Apply,
     Computed,
@@ -33,7 +33,7 @@ from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import bounded
 
 NAME = "kernel"  # of the function that is emitted
-OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO = 1, 2, 3  # what a kernel reports; the launcher raises
+OUTSIDE, OUT_OF_BOUNDS, DIVIDED_BY_ZERO, NOT_HELD = 1, 2, 3, 4  # what a kernel reports; the launcher raises
 VOID_TYPE = Type("void")
 STREAMED = "!nontemporal"
 
@@ -169,8 +169,8 @@ class Values(Reads):
         if isinstance(term, Const):
             kind = compute_type(TYPES[term.dtype])
             if isinstance(term.value, Expr):
-                real = term.value.real  # such a number comes as the bits of a double
-                return (self.variables[term.value].bits(F64) if real else self.index(term.value)).to(kind)
+                number = self.variables[term.value]
+                return (number.bits(F64) if term.value.real else number).to(kind)  # the bits of a double
             return self.fn.constant(term.value, kind)
         if isinstance(term, Place):
             self.bind(term.places)
@@ -186,6 +186,9 @@ class Values(Reads):
             given = [self.value(a) for a in term.args]
             if term.op in DIVISIONS and not given[1].type.is_float:
                 given[1] = self.nonzero(given[1])
+            if term.op == CHECKED:
+                self.report(~given[1], NOT_HELD)
+                return given[0]
             if term.op == "convert":
                 return convert(given[0], term.dtype)
             found = bounded(term, given, loose)

@@ -15,11 +15,25 @@ import torch
 from torch import Tensor
 
 from kiln.ops.fake import FakeTensor, make, similar
+from kiln.ops.lift import is_symbolic
 from kiln.ops.reductions import library
 from kiln.ops.table import RULES, aten
 
 #: What cuDNN calls the functions of torch.
 MODES = {torch.rnn_relu: 0, torch.rnn_tanh: 1, torch.lstm: 2, torch.gru: 3}
+
+
+def of_packed(args: Sequence[Any]) -> bool:
+    """Whether a recurrent network is given packed sequences: the weights come fourth."""
+    return len(args) > 3 and isinstance(args[3], (list, tuple))
+
+
+def of_any_length(function: Any, args: Sequence[Any]) -> bool:
+    """Whether sizes vary that torch's own form of a recurrent network takes for numbers."""
+    sizes = list(args[0].shape[:-1])
+    if function in (torch.rnn_tanh, torch.rnn_relu):  # of these, the number of steps alone
+        del sizes[0 if args[-1] else 1 :: 2]
+    return is_symbolic(sizes)
 
 
 class Kind(NamedTuple):

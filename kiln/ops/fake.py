@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kiln.base.errors import Break
 from kiln.base.graph import mapped
 from kiln.ops.aliases import base_of
+from kiln.ops.exceeding import NUMBERED, exceeds
 from kiln.ops.layout import Mismatch, followed, is_dense, preserved
 from kiln.ops.lift import Twins, concretely, hint_of, is_symbolic, lifted, originals
 from kiln.ops.meta import (
@@ -226,6 +227,8 @@ def lowered(nest: Any) -> Any:
 
 def shaped(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` returns, without its contents."""
+    if NUMBERED[func] and exceeds(func, args, kwargs):
+        return refuse(Mismatch("a number exceeds its dtype"), func, args, kwargs)
     rule = rule_of(func)
     if rule is not None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import partial
 from typing import Any
@@ -77,6 +78,64 @@ def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
     return result.requires_grad_() if wanted else result
 
 
+def window(name: str, alpha: float, beta: float, length: Any, *given: Any, **options: Any) -> Tensor:
+    """What a window of raised cosines is, by its formula."""
+    periodic = given[0] if given else options.pop("periodic", True)
+    kind = options.get("dtype") or torch.get_default_dtype()
+    if len(given) > 1 or options.keys() - {"dtype", "device"} or not kind.is_floating_point or length < 2:
+        return getattr(torch, name)(length, periodic, *given[1:], **options)  # type: ignore[no-any-return]
+    step = 2 * math.pi / (length if periodic else length - 1)
+    return (torch.arange(length, **{**options, "dtype": kind}) * step).cos() * -beta + alpha
+
+
+def kron(input: Tensor, other: Tensor) -> Tensor:
+    """What torch's function gives: each element of one times the other, laid out as blocks."""
+    rank = max(input.dim(), other.dim())
+    a, b = ((*[1] * (rank - x.dim()), *x.shape) for x in (input, other))
+    each = input.reshape([n for size in a for n in (size, 1)])
+    blocks = other.reshape([n for size in b for n in (1, size)])
+    return (each * blocks).reshape([m * n for m, n in zip(a, b, strict=True)])
+
+
+def cov(input: Tensor, *, correction: Any = 1, fweights: Any = None, aweights: Any = None) -> Tensor:
+    """What torch's function gives, of rows that are at least two numbers long."""
+    weighted = fweights is not None or aweights is not None
+    if weighted or type(correction) is not int or correction > 1 or input.dim() != 2 or input.is_complex():
+        return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    count = input.shape[1]
+    centred = input - (input.sum(1) / count).unsqueeze(1)
+    return torch.mm(centred, centred.t()).squeeze() / (count - correction)
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """What torch's function gives."""
+    if input.dim() != 2 or input.is_complex():
+        return torch.corrcoef(input)
+    found = cov(input)
+    spread = found.diagonal().sqrt()
+    return (found / spread.unsqueeze(1) / spread).clip(-1, 1)
+
+
+def stft(
+    input: Tensor, n_fft: int, hop_length: Any = None, win_length: Any = None, window: Any = None,
+    center: bool = True, pad_mode: str = "reflect", normalized: bool = False, onesided: Any = None,
+    return_complex: Any = None, align_to_window: Any = None,
+) -> Tensor:  # fmt: skip
+    """What torch's function gives for real signals: the frames one beside the other, and their spectra."""
+    given = (hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex)
+    plain = isinstance(window, Tensor) and win_length in (None, n_fft) and tuple(window.shape) == (n_fft,)
+    fits = type(n_fft) is int and input.dim() in (1, 2) and input.shape[-1] > n_fft
+    odd = input.is_complex() or align_to_window or plain and window.is_complex()
+    if odd or not (plain and fits and return_complex):
+        return torch.stft(input, n_fft, *given, align_to_window)
+    if center:
+        batched = functional.pad(input.view(1, -1, input.shape[-1]), [n_fft // 2] * 2, pad_mode)
+        input = batched.view(*input.shape[:-1], batched.shape[-1])
+    frames = input.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length) * window
+    spectrum = torch.fft.rfft if onesided is None or onesided else torch.fft.fft
+    return spectrum(frames, norm="ortho" if normalized else "backward").transpose(-2, -1)
+
+
 def item(x: Any, index: Any) -> Any:
     """`x[index]`, symbolic numbers in it by `select`, which takes them as they are."""
     parts = index if type(index) is tuple else (index,)
@@ -114,6 +173,12 @@ def applied(name: str, function: Any, x: Any, *rest: Any) -> Any:
 FORMS: dict[Any, Any] = {
     functional.interpolate: interpolate,
     torch.linspace: linspace,
+    torch.hann_window: partial(window, "hann_window", 0.5, 0.5),
+    torch.hamming_window: partial(window, "hamming_window", 0.54, 0.46),
+    torch.kron: kron,
+    torch.cov: cov,
+    torch.corrcoef: corrcoef,
+    torch.stft: stft,
     **dict.fromkeys((operator.getitem, Tensor.__getitem__), item),
     **dict.fromkeys((operator.setitem, Tensor.__setitem__), set_item),
     **{f: partial(applied, name, f) for name, f in CALLS.items() if name.startswith("math.")},

@@ -28,6 +28,7 @@ from kiln.ops.layout import (
     row_major,
 )
 from kiln.ops.meta import common_device
+from kiln.ops.symint import below_zero
 from kiln.ops.table import RULES, Rule, declare
 
 Operand = Any
@@ -184,7 +185,7 @@ def _of_kinds(a: Operand, b: Operand, kinds: frozenset[torch.dtype]) -> Any:
 
 def _power(a: Operand, b: Operand) -> Any:
     dtype = common_dtype(a, b)
-    if dtype not in INEXACT and type(b) is int and b < 0:
+    if dtype not in INEXACT and type(b) in (int, torch.SymInt) and below_zero(b):
         raise Mismatch("an integer to a negative power")
     return like(a, dtype) if type(b) in NUMBERS else over((a, b), dtype)
 
@@ -369,3 +370,17 @@ DECLARED: dict[str, Rule] = {
     "native_dropout": _dropout,
 }  # fmt: skip
 declare(RULES, DECLARED)
+
+
+def _checked(x: Tensor, holds: Tensor) -> Tensor:
+    """The tensor, unless a condition does not hold for one of its elements."""
+    torch._assert_async(holds.all(), "value out of range")
+    return x.clone()
+
+
+library = torch.library.Library("kiln", "FRAGMENT")
+library.define("checked(Tensor x, Tensor holds) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+for device in ("CPU", "CUDA"):
+    library.impl("checked", _checked, device)
+checked = torch.ops.kiln.checked.default
+RULES[checked] = lambda x, holds: in_order(x)

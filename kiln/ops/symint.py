@@ -101,10 +101,15 @@ def assume(truth: Any) -> None:
         truth.node.expr.scope.learn(truth.node.expr)
 
 
+def is_open(value: Any) -> bool:
+    """Whether a symbolic number follows from what only the graph has."""
+    return isinstance(expr := value.node.expr, Expr) and expr.scope.is_open(expr)
+
+
 def below_zero(value: Any) -> bool:
     """Whether a number is negative with which an op raises then: one that only the graph has is not."""
-    if type(value) is SymInt and isinstance(expr := value.node.expr, Expr) and expr.scope.is_open(expr):
-        expr.scope.learn(conditions.ge(expr, 0))
+    if type(value) is SymInt and is_open(value):
+        value.node.expr.scope.learn(conditions.ge(value.node.expr, 0))
         return False
     return bool(value < 0)
 

@@ -303,7 +303,7 @@ def _cut(x: Tensor, parts: list[int], dim: int) -> list[FakeTensor]:
     return out
 
 
-@rule(aten.split.Tensor)
+@rule(aten.split.Tensor, aten.unsafe_split.Tensor)
 def _split(x: Tensor, part: int, dim: int = 0) -> Any:
     if not x.dim() or part <= 0:
         return NotImplemented
@@ -315,7 +315,7 @@ def _split(x: Tensor, part: int, dim: int = 0) -> Any:
     return _cut(x, [*[part] * (count - 1), extent - part * (count - 1)], dim)
 
 
-@rule(aten.split_with_sizes.default)
+@rule(aten.split_with_sizes.default, aten.unsafe_split_with_sizes.default)
 def _split_with_sizes(x: Tensor, parts: list[int], dim: int = 0) -> Any:
     if not x.dim():
         return NotImplemented

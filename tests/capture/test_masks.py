@@ -158,3 +158,74 @@ def test_a_size_that_is_told():
     for times in ([1, 2, 3], [6, 0, 0]):
         Same()(program(x, torch.tensor(times)), compiled(x, torch.tensor(times)))
     assert len(counting.modules) == 1
+
+
+def moved(a, b, mask):
+    a = a.clone()
+    a[mask] = b[mask]
+    return a
+
+
+def moved_here(a, b, mask):
+    a[mask] = b[mask]
+    return a.sum()
+
+
+def moved_rows(a, b, mask):
+    a, mask = a * 2, mask[:, 0]
+    a[mask] = b[mask]
+    return a
+
+
+def moved_twice(a, b, mask):
+    a, c = a * 2, b.flip(0)
+    a[mask] = a[mask]
+    a[mask] = c[mask]
+    return a.t()
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("f", [moved, moved_here, moved_rows, moved_twice])
+def test_items_that_go_under_one_mask_are_a_choice(f, learns, backend):
+    counting = Counting(backend)
+    compiled = kiln.compile(f, backend=counting, fullgraph=True)
+
+    def call(function, seed, least):
+        torch.manual_seed(seed)
+        a, b = torch.randn(6, 4, requires_grad=learns), torch.randn(6, 4, requires_grad=learns)
+        held = (a * 1, b * 1)
+        found = function(*held, a.detach() > least)
+        if learns:
+            (found * torch.arange(found.numel()).view(found.shape)).sum().backward()
+        return found, held, a.grad, b.grad, found.stride()
+
+    for seed, least in enumerate((0, 9, -9, 1)):  # some, none, all and few
+        torch.testing.assert_close(call(compiled, seed, least), call(f, seed, least))
+    assert len(counting.modules) == 1
+    assert not counting.modules[0].graph.find_nodes(op="call_function", target=torch.nonzero)
+
+
+def test_items_under_two_masks_or_of_two_kinds_are_selected():
+    def crossed(a, b, mask):
+        a, other = a.clone(), ~mask
+        a[other] = b[mask]
+        return a
+
+    def converted(a, b, mask):
+        a, b = a.clone(), b.double()
+        a[mask] = b[mask]
+        return a
+
+    def widened(a, b, mask):
+        a, b, mask = a.clone(), b[:, :1], mask[:, 0]
+        a[mask] = b[mask]
+        return a
+
+    a, b = torch.randn(6, 4), torch.randn(6, 4)
+    mask = (torch.arange(6) % 2 == 0)[:, None].expand(6, 4).contiguous()
+    for f in (crossed, widened):
+        torch.testing.assert_close(kiln.compile(f)(a, b, mask), f(a, b, mask))
+    for f in (converted, kiln.compile(converted)):
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            f(a, b, mask)

@@ -107,3 +107,61 @@ def test_dropout_between_layers_breaks():
         found.append(step(model, run, x, lengths, True))
     torch.testing.assert_close(found[2], found[1])
     assert len(counting.modules) > 1
+
+
+class Named(nn.Module):
+    """What a network says of each word, and at the end of each text: all sequences are of one length."""
+
+    def __init__(self, network, dropout):
+        super().__init__()
+        network.dropout = dropout
+        self.network, self.out = network, nn.LazyLinear(3)
+
+    def forward(self, x, state):
+        found, (last, *_) = self.network((x * 2).tanh(), state)
+        return self.out(found).relu(), last.exp()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("dropout", [0, 0.5])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sequences_of_any_length_have_one_graph(name, dropout, learns, backend):
+    torch.manual_seed(0)
+    if dropout and name != "layers":
+        pytest.skip("nothing is dropped after the last layer")
+    network = NETWORKS[name]()
+    model, counting = Named(network, dropout), Counting(backend)
+    width = network.proj_size or network.hidden_size
+
+    def given(rows, steps):
+        x = torch.randn(rows, steps, 8)
+        state = torch.randn(network.num_layers * (1 + network.bidirectional), rows, width)
+        cell = torch.randn(*state.shape[:2], network.hidden_size)
+        x = x if network.batch_first else x.transpose(0, 1).contiguous()
+        return x, (state, cell) if isinstance(network, nn.LSTM) else state
+
+    def stepped(run, args):
+        torch.manual_seed(1)
+        return step(model, run, *args, learns)
+
+    model(*given(2, 3))
+    compiled = kiln.compile(model, backend=counting, fullgraph=True)
+    sizes = [(3, 5), (4, 7), (2, 9), (6, 6), (5, 3), (3, 30)]
+    for args in (given(*size) for size in sizes):
+        torch.testing.assert_close(stepped(compiled, args), stepped(model, args))
+    assert len(counting.modules) == 2  # for the first sizes, and for all
+    for args in (given(*size) for size in ((1, 4), (4, 1), (1, 1), (0, 4), (4, 0), (3, 8))):
+        found, expected = stepped(compiled, args), stepped(model, args)
+        assert found == expected if isinstance(expected[0], type) else torch.testing.assert_close(found, expected) is None
+
+
+def test_other_numbers_of_sequences_are_steps_of_one_graph():
+    torch.manual_seed(0)
+    model, counting = Named(nn.RNN(8, 6), 0), Counting("kiln")
+    compiled = kiln.compile(model, backend=counting, fullgraph=True)
+    for rows in (3, 4, 5, 6):
+        x, state = torch.randn(4, rows, 8), torch.randn(1, rows, 6)
+        torch.testing.assert_close(compiled(x, state), model(x, state))
+    assert len(counting.modules) == 2 and counting.modules[-1].graph.find_nodes(op="call_function", target=torch.rnn_tanh)

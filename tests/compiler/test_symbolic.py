@@ -120,6 +120,13 @@ CASES |= {
     "matrices": (lambda x: torch.linalg.solve(symmetric(x), x) + torch.linalg.inv(symmetric(x)) @ x, lambda n: (randn(min(n, 9), 4),)),
     "distances": (lambda x, y: torch.cdist(x, y), lambda n: (randn(n % 20 + 30, 3), randn(n % 20 + 31, 3) + 9)),
     "angles": (lambda x: (torch.arange(x.shape[0], dtype=torch.float32)[:, None] * x).cos(), lambda n: (randn(n, 3),)),
+    "blocks": (lambda x, y: torch.kron(x, y) * 2, lambda n: (randn(3, n), randn(min(n, 9), 2, 2))),
+    "covariance": (lambda x: (torch.cov(x), torch.cov(x, correction=0)), lambda n: (randn(min(n, 20), n + 3),)),
+    "correlation": (lambda x: torch.corrcoef(x * x.shape[1]).exp(), lambda n: (randn(min(n, 20), n + 9),)),
+    "windows": (lambda x: x * torch.hann_window(x.shape[0]) + torch.hamming_window(len(x), False, dtype=torch.float64), lambda n: (randn(n),)),
+    "frames": (lambda x: torch.stft(x, 16, window=torch.hann_window(16), return_complex=True).abs(), lambda n: (randn(2, n + 17),)),
+    "frames apart": (lambda x: torch.view_as_real(torch.stft(x, 16, 5, window=torch.hamming_window(16), center=False, normalized=True, onesided=False,
+                                                             return_complex=True)), lambda n: (randn(n + 29),)),
 }  # fmt: skip
 
 

@@ -121,7 +121,7 @@ UNARY = [f for f in RULES if f.namespace == "aten" and [str(a.type) for a in f._
          and f not in (aten.lift.default, aten.lift_fresh.default)]  # fmt: skip
 BINARY = [f for f in RULES if [str(a.type) for a in f._schema.arguments][:2] == ["Tensor", "Tensor"]
           and len([a for a in f._schema.arguments if not a.has_default_value()]) == 2
-          and f.__name__.split(".")[0] not in ("mm", "bmm", "embedding", "binary_cross_entropy")]  # fmt: skip
+          and f.__name__.split(".")[0] not in ("mm", "bmm", "embedding", "binary_cross_entropy", "checked")]  # fmt: skip
 SCALAR = [
     f
     for f in RULES

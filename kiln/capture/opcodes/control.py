@@ -9,12 +9,13 @@ from typing import Any
 
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
-from kiln.capture import attributes, builtin_calls, operators
+from kiln.capture import attributes, builtin_calls, masks, operators
 from kiln.capture.expected import taken
 from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.frame import YIELD, Frame, Machine, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.opcodes.table import computes, consumes, opcode, steps
+from kiln.capture.variables import first_read
 from kiln.capture.world import MISSING
 from kiln.ops.fake import FakeTensor
 
@@ -22,6 +23,32 @@ from kiln.ops.fake import FakeTensor
 def compare(m: Machine, f: Frame, i: Instruction, a: Any, b: Any) -> Any:
     result = operators.compare(m, i.value, a, b, "opaque" if i.flag else "push")
     return m.truth(result) if i.flag else result
+
+
+def subscript(m: Machine, f: Frame, i: Instruction, container: Any, key: Any) -> Any:
+    """An item; `x[mask]` in `y[mask] = x[mask]` is what `y` becomes."""
+    if type(container) is FakeTensor and masks.is_mask(key):
+        target, mask = written_next(m, f)
+        if mask is key and (found := masks.merged(m, container, key, target)) is not MISSING:
+            return found
+    return operators.getitem(m, container, key, "push")
+
+
+def written_next(m: Machine, f: Frame) -> tuple[Any, Any]:
+    """The variables in `a[b] = …`, where that is what comes next; nothing where something else does."""
+    following = f.code.instructions[f.index + 1 : f.index + 4]
+    if len(following) < 3:
+        return None, None
+    first, second, third = following
+    names = (first.value, second.value)
+    if first.name == "LOAD_FAST_LOAD_FAST":
+        names, third = first.value, second
+    elif first.name != "LOAD_FAST" or second.name != "LOAD_FAST":
+        return None, None
+    if third.name != "STORE_SUBSCR" or not all(n in f.locals or n in f.lazy for n in names):
+        return None, None
+    target, key = (f.locals[n] if n in f.locals else first_read(m, f, n) for n in names)
+    return target, key
 
 
 computes(1, {
@@ -37,7 +64,7 @@ computes(2, {
     "COMPARE_OP": compare,
     "IS_OP": lambda m, f, i, a, b: m.same(a, b) != bool(i.arg),
     "CONTAINS_OP": lambda m, f, i, item, container: operators.contains(m, container, item) != bool(i.arg),
-    "BINARY_SUBSCR": lambda m, f, i, container, key: operators.getitem(m, container, key, "push"),
+    "BINARY_SUBSCR": subscript,
     "END_SEND": lambda m, f, i, receiver, value: value,
 })  # fmt: skip
 computes(3, {

@@ -41,8 +41,14 @@ def huber_loss(x: Tensor, y: Tensor, reduction: int = MEAN, delta: float = 1) ->
     return reduce_loss(where(distance <= delta, distance * 0.5 * distance, far), reduction)
 
 
-def binary_cross_entropy(x: Tensor, y: Tensor, weight: Some = None, reduction: int = MEAN) -> Tensor:
+def binary_cross_entropy(
+    x: Tensor, y: Tensor, weight: Some = None, reduction: int = MEAN, checked: Rule | None = None
+) -> Tensor:
+    """`checked` gives a loss, or raises where a condition does not hold of all elements."""
     loss = (y - 1) * clamp(log1p(-x), min=-100) - y * clamp(torch.log(x), min=-100)
+    if checked is not None:
+        loss = checked(loss, (x >= 0) & (x <= 1))
+        loss = checked(loss, (y >= 0) & (y <= 1)) if x.device.type == "cpu" else loss
     return reduce_loss(loss if weight is None else loss * weight, reduction)
 
 
