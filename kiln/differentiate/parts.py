@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from kiln.base.expressions import Expr
 from kiln.differentiate.interpret import argument
 from kiln.ops.lift import is_symbolic
+from kiln.ops.symint import expr_of
 
 NUMBERS = (torch.SymInt, torch.SymFloat)
 Make = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -22,6 +24,17 @@ def as_it_is(module: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
     return module.forward  # type: ignore[no-any-return]
 
 
+def unsaid(module: fx.GraphModule, inputs: list[fx.Node]) -> Iterator[fx.Node]:
+    """The numbers that sizes of these inputs follow from and none of them is."""
+    examples = [node.meta.get("example_value") for node in inputs]
+    sizes = [expr_of(n) for v in examples if isinstance(v, torch.Tensor) for n in (*v.size(), *v.stride())]
+    said = {*sizes, *(expr_of(v) for v in examples if isinstance(v, NUMBERS))}
+    needed = {symbol for n in sizes if isinstance(n, Expr) for symbol in n.symbols()} - said
+    for node in module.graph.nodes if needed else ():
+        if isinstance(example := node.meta.get("example_value"), NUMBERS) and expr_of(example) in needed:
+            yield node
+
+
 class Part:
     """Some nodes of a graph as a graph of its own; `make` compiles it for the values of the first call."""
 
@@ -29,6 +42,7 @@ class Part:
         own = set(nodes)
         used = [i for node in nodes for i in node.all_input_nodes if i not in own]
         self.inputs = [node for node in dict.fromkeys(used) if node.op != "get_attr"]
+        self.inputs += [node for node in unsaid(module, self.inputs) if node not in own]
         self.outputs = [n for n in nodes if n.op != "get_attr" and not own.issuperset(n.users)]
         graph, copies = fx.Graph(), {}
         for node in self.inputs:
