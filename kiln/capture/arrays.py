@@ -39,7 +39,7 @@ IMPURE = frozenset("""
     set_printoptions seterrcall fromregex source info show_config test get_include
 """.split())  # fmt: skip
 #: Functions that make an array of a size: one that varies stays open.
-FILLING = frozenset(
+FILLING: frozenset[Any] = frozenset(
     {numpy.zeros, numpy.ones, numpy.full, numpy.empty, numpy.arange, numpy.eye, numpy.identity}
 )
 SCALARS = frozenset(v for v in vars(numpy).values() if isinstance(v, type) and issubclass(v, numpy.generic))

@@ -194,8 +194,8 @@ def with_places(m: Machine, x: Any, key: Any, *value: Any) -> tuple[Any, ...]:
 def as_place(m: Machine, part: Any) -> Any:
     """A number that only the graph has as a place, and so the bounds of a slice; other parts as they are."""
     if type(part) is slice:
-        bounds = [as_place(m, n) if not counted(n) else n for n in (part.start, part.stop)]
-        return part if bounds[0] is part.start and bounds[1] is part.stop else slice(*bounds, part.step)
+        start, stop = (n if counted(n) else as_place(m, n) for n in (part.start, part.stop))
+        return part if start is part.start and stop is part.stop else slice(start, stop, part.step)
     expr = expr_of(part) if type(part) is torch.SymInt else None
     if not isinstance(expr, Expr) or not expr.scope.is_open(expr):
         return part
