@@ -477,6 +477,15 @@ def to_tensor(m: Machine, array: FakeArray, function: Any, args: Args, kwargs: K
     return m.torch_call(torch.Tensor.to, (made, wanted), {})
 
 
+def beside(m: Machine, tensor: FakeTensor, operation: Callable[[FakeArray], Any]) -> Any:
+    """A tensor of what numpy gives for the tensor's array."""
+    given = operation(of_tensor(m, tensor))
+    return to_tensor(m, given, torch.as_tensor, (), {}) if type(given) is FakeArray else given
+
+
+RULES["beside"] = beside
+
+
 def make_method(r: Rebuilder, value: ArrayMethod) -> None:
     r.push(value.array)
     r.e.attr(value.name)

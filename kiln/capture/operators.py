@@ -12,6 +12,7 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.capture import attributes, symbolic
+from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Generator
@@ -162,7 +163,15 @@ def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
             return m.inline(method, operands, {})
     m.world.touch(a)
     m.world.touch(b)
+    if type(a) is FakeTensor and sign in DUNDER and is_array(b):
+        return ARRAYS["beside"](m, a, lambda array: binary(m, sign, array, b))
     return m.torch_call(BINARY[sign], (a, b), {})
+
+
+def is_array(value: Any) -> bool:
+    """Whether numpy, not torch, does what a tensor does with this value by an operator."""
+    kind: type = value.__class__
+    return kind.__module__ == "numpy" and kind.__name__ == "ndarray"
 
 
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:

@@ -30,6 +30,13 @@ def test_back_to_tensors(x):
     return torch.from_numpy(a) + 1, torch.tensor(a), torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(a.sum())
 
 
+@pytest.mark.filterwarnings("ignore:__array_wrap__")
+@pytest.mark.parametrize("array", [np.array(2.0), np.arange(4.0), np.arange(4, dtype=np.float32)])
+def test_operators_of_a_tensor_and_an_array_are_those_of_numpy(array):
+    r = same_as_eager(lambda x, a: (x + a, x * a - a, (x - 1) @ np.ones(4), x == np.ones(4)), X, array)
+    pin(r)
+
+
 @program(A)
 def test_arrays_are_inputs(a):
     return a.sum() / len(a), np.linalg.norm(a[0]), [row * 2 for row in a], a.dtype, a.shape, a @ a.T
