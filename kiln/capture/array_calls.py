@@ -28,6 +28,8 @@ from kiln.capture.array_checks import (
     dtype_name,
     quiet,
     refusal,
+    seen,
+    sizes,
     stand_ins,
 )
 from kiln.capture.calls import CALLERS, Args, Kwargs, handles, leaf
@@ -43,14 +45,28 @@ from kiln.capture.fake_arrays import (
 )
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS, Rebuilder
-from kiln.capture.world import World, nested
+from kiln.capture.symbolic import SYMBOLIC, concrete, holds_symbols
+from kiln.capture.world import World, nested, rooted
 from kiln.check.guards import TypeIs
+from kiln.check.torch_guards import TensorMatch
 from kiln.ops.fake import FakeTensor
+from kiln.ops.symint import specialised
 
 LARGEST = 1 << 28  # bytes of a stand-in
 KNOWN = 1 << 16  # bytes of an array that are compared in every call
-#: Facts of an array that do not depend on its contents.
-FACTS = frozenset("shape ndim size dtype itemsize nbytes strides".split())
+#: Facts of an array that do not depend on its contents, of its tensor and of its stand-in.
+FACTS: dict[str, Callable[[Any, Any], Any]] = {
+    "shape": lambda tensor, like: tuple(tensor.shape),
+    "ndim": lambda tensor, like: like.ndim,
+    "size": lambda tensor, like: tensor.numel(),
+    "dtype": lambda tensor, like: like.dtype,
+    "itemsize": lambda tensor, like: like.itemsize,
+    "nbytes": lambda tensor, like: tensor.numel() * like.itemsize,
+    "strides": lambda tensor, like: tuple([
+        theirs if type(mine) is int else mine * like.itemsize
+        for mine, theirs in zip(tensor.stride(), like.strides, strict=True)
+    ]),
+}  # fmt: skip
 VIEWS = frozenset({"T", "real", "imag"})
 WRITING = frozenset({"fill", "sort", "put", "__setitem__", *(n for n in RECORDED if n.startswith("__i"))}) - {
     "__invert__", "__index__", "__int__",
@@ -105,6 +121,13 @@ DIVIDING = frozenset({"__truediv__", "__rtruediv__", "divide", "true_divide"})
 
 
 @functools.cache
+def operator_node(name: str) -> ArrayFunction:
+    """An operator of tensors themselves, which leave a number open that varies."""
+    array = on_tensors().ndarray
+    return ArrayFunction(name, lambda a, *rest: array(getattr(a.tensor, name)(*rest)), array)
+
+
+@functools.cache
 def view_node(name: str) -> ArrayFunction:
     return ArrayFunction(name, lambda array: getattr(array, name), on_tensors().ndarray)
 
@@ -119,8 +142,7 @@ def of_tensor(m: Machine, tensor: FakeTensor) -> FakeArray:
         m.native(torch.Tensor.numpy, empty)  # raises for what has no array
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         raise Break("data-dependent", "Tensor.numpy is called", HINT)
-    size, stride = map(int, tensor.size()), map(int, tensor.stride())  # numpy knows no sizes that vary
-    stand_in = torch.empty_strided(tuple(size), tuple(stride), dtype=tensor.dtype)
+    stand_in = torch.empty_strided(sizes(tensor), tuple(map(seen, tensor.stride())), dtype=tensor.dtype)
     if stand_in.nbytes > LARGEST:
         raise refusal("array", "is too large for a stand-in")
     like = stand_in.numpy()
@@ -131,8 +153,13 @@ def of_tensor(m: Machine, tensor: FakeTensor) -> FakeArray:
 
 def of_outside(world: World, value: Any, source: Source) -> FakeArray:
     """An array from outside: an input of the graph."""
-    tensor = torch.from_numpy(value)
-    fake = world.recorder.input(tensor, Derived(source, torch.from_numpy, "tensor"))
+    tensor, path = torch.from_numpy(value), Derived(source, torch.from_numpy, "tensor")
+    shape = world.varying.tensor(tensor, path, not rooted(source), {})
+    if shape is None:
+        world.guard(TensorMatch.of(path, tensor))
+        fake = world.recorder.input(tensor, path)
+    else:
+        fake = world.shaped(tensor, path, shape)
     like = value.copy(order="K")
     known = frozenset({Root(source, value.copy(order="K"))}) if value.nbytes <= KNOWN else None
     return adopt(world, fake, like, known, outside=True)
@@ -204,6 +231,9 @@ def apply(m: Machine, node: ArrayFunction | None, function: Callable[..., Any], 
     try:
         return recorded(m, node, function, args, kwargs, name, writes)
     except Break as e:
+        if e.kind == "numpy" and (holds_symbols(args) or holds_symbols(kwargs)):
+            fixed, node = concrete(args), method_node(name) if node is operator_node(name) else node
+            return apply(m, node, function, fixed, concrete(kwargs), name, writes)
         arrays = [value for value in nested((*args, *kwargs.values())) if type(value) is FakeArray]
         known = all(array.memory.roots and isinstance(array.like, numpy.generic) for array in arrays)
         if e.kind != "numpy" or not known or any(type(v) is FakeTensor for v in nested((*args, kwargs))):
@@ -296,7 +326,7 @@ def result(m: Machine, answer: Any, got: Any, arrays: list[FakeArray], name: str
     if type(got) is not FakeTensor or not isinstance(answer, (numpy.ndarray, numpy.generic)):
         raise refusal(name, "gives something else than arrays")
     expected = torch.from_numpy(numpy.empty(0, answer.dtype)).dtype
-    if got.dtype != expected or tuple(got.shape) != answer.shape:
+    if got.dtype != expected or sizes(got) != answer.shape:
         raise refusal(name, f"gives another dtype or shape on tensors ({got.dtype}, {tuple(got.shape)})")
     shares = isinstance(answer, numpy.ndarray) and any(root(answer) is root(array.like) for array in arrays)
     shared = any(base(got) is base(array.tensor) for array in arrays)
@@ -315,9 +345,9 @@ def base(tensor: Any) -> Any:
 
 def same_strides(answer: Any, got: FakeTensor) -> bool:
     """Whether elements lie in memory in the same order."""
-    return got.numel() == 0 or all(
-        n == 1 or mine * answer.itemsize == theirs
-        for n, mine, theirs in zip(got.shape, got.stride(), answer.strides, strict=True)
+    return 0 in answer.shape or all(
+        n == 1 or seen(mine) * answer.itemsize == theirs
+        for n, mine, theirs in zip(answer.shape, got.stride(), answer.strides, strict=True)
     )
 
 
@@ -337,7 +367,7 @@ def contents(array: FakeArray) -> Any:
 def special(array: FakeArray, name: str, *args: Any) -> Any:
     """A special method, called by native code or by an operator."""
     if name == "__len__":
-        return len(array.like)
+        return specialised(array.tensor.shape[0]) if array.like.shape else len(array.like)
     if name == "__iter__":
         return iterate(array)
     if name in RECORDED:
@@ -359,13 +389,15 @@ def method(m: Machine, array: FakeArray, name: str, args: Args, kwargs: Kwargs) 
         known = as_argument(array) if name == "item" and not args and not kwargs else contents(array)
         return m.native(getattr(known, name), *args, **kwargs) if hasattr(known, name) else known
     function = getattr(type(array.like), name)
-    return apply(m, method_node(name), function, (array, *args), kwargs, name, name in WRITING)
+    open_number = name in RECORDED and any(type(value) in SYMBOLIC for value in args)
+    node = operator_node(name) if open_number else method_node(name)
+    return apply(m, node, function, (array, *args), kwargs, name, name in WRITING)
 
 
 def load(m: Machine, array: FakeArray, name: str) -> Any:
     """An attribute of an array."""
     if name in FACTS:
-        return getattr(array.like, name)
+        return FACTS[name](array.tensor, array.like)
     if name == "__class__":
         return m.world.constant(type(array.like))
     if name in VIEWS:
@@ -407,7 +439,7 @@ def call_ufunc(m: Machine, ufunc: Any, how: str, args: Args, kwargs: Kwargs) -> 
 
 def iterate(array: FakeArray) -> Any:
     iter(array.like)  # raises for what has no items
-    return iter([special(array, "__getitem__", i) for i in range(len(array.like))])
+    return iter([special(array, "__getitem__", i) for i in range(len(array))])  # type: ignore[arg-type]
 
 
 RULES.update(
@@ -443,6 +475,15 @@ def to_tensor(m: Machine, array: FakeArray, function: Any, args: Args, kwargs: K
     if wanted is None or wanted == made.dtype:
         return made
     return m.torch_call(torch.Tensor.to, (made, wanted), {})
+
+
+def beside(m: Machine, tensor: FakeTensor, operation: Callable[[FakeArray], Any]) -> Any:
+    """A tensor of what numpy gives for the tensor's array."""
+    given = operation(of_tensor(m, tensor))
+    return to_tensor(m, given, torch.as_tensor, (), {}) if type(given) is FakeArray else given
+
+
+RULES["beside"] = beside
 
 
 def make_method(r: Rebuilder, value: ArrayMethod) -> None:

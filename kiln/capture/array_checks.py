@@ -13,10 +13,12 @@ import torch
 
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
+from kiln.base.expressions import Condition, Expr
 from kiln.base.graph import mapped
 from kiln.capture.calls import Args, Kwargs
 from kiln.capture.fake_arrays import ArrayFunction, FakeArray
 from kiln.check.guards import Guard
+from kiln.ops.symint import SYMBOLIC, expr_of, specialised
 
 HINT = "use the torch function instead, or move the call out of the compiled function"
 TYPES = (numpy.generic, bool, int, float, complex)
@@ -46,18 +48,18 @@ class ArrayEquals(Guard):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayMatch(Guard):
-    """What an array is, apart from its contents."""
+    """What an array is, apart from its contents and its layout, which the guard of its tensor covers."""
 
     facts: tuple[Any, ...]
 
     def __str__(self) -> str:
-        return f"{self.source} is {' '.join(map(str, ('an array of', *self.facts[1:3])))}"
+        return f"{self.source} is an array of {self.facts[1]}"
 
     def test(self, value: Any) -> bool:
         return facts_of(value) == self.facts
 
     def describe(self, value: Any) -> str:
-        return f" was an array of {self.facts[1]} with shape {self.facts[2]}"
+        return f" was an array of {self.facts[1]}"
 
     def key(self) -> object:
         return ArrayMatch, self.source, self.facts
@@ -66,7 +68,7 @@ class ArrayMatch(Guard):
 def facts_of(value: Any) -> tuple[Any, ...]:
     if type(value) is not numpy.ndarray:
         return (type(value),)
-    return numpy.ndarray, value.dtype, value.shape, value.strides, value.flags.writeable
+    return numpy.ndarray, value.dtype, value.flags.writeable and all(stride >= 0 for stride in value.strides)
 
 
 def refusal(what: str, why: str) -> Break:
@@ -74,8 +76,22 @@ def refusal(what: str, why: str) -> Break:
 
 
 def stand_ins(value: Any, of: Callable[[FakeArray], Any] = lambda array: array.like) -> Any:
-    """The nest with stand-ins for the arrays of the graph."""
-    return mapped(value, lambda v: of(v) if type(v) is FakeArray else v)
+    """The nest with stand-ins for the arrays of the graph, and numbers as they are in this call."""
+    return mapped(value, lambda v: of(v) if type(v) is FakeArray else seen(v))
+
+
+def seen(value: Any) -> Any:
+    """The number that one which varies is in this call: nobody decides on it."""
+    if type(value) not in SYMBOLIC:
+        return value
+    expr = expr_of(value)
+    opened = isinstance(expr, (Expr, Condition)) and expr.scope.is_open(expr)
+    return specialised(value) if opened else value.node.hint
+
+
+def sizes(tensor: Any) -> tuple[int, ...]:
+    """The shape that a tensor has in this call."""
+    return tuple(map(seen, tensor.shape))
 
 
 @contextlib.contextmanager

@@ -38,6 +38,10 @@ IMPURE = frozenset("""
     load save savez savez_compressed savetxt loadtxt genfromtxt fromfile memmap seterr setbufsize
     set_printoptions seterrcall fromregex source info show_config test get_include
 """.split())  # fmt: skip
+#: Functions that make an array of a size: one that varies stays open.
+FILLING: frozenset[Any] = frozenset(
+    {numpy.zeros, numpy.ones, numpy.full, numpy.empty, numpy.arange, numpy.eye, numpy.identity}
+)
 SCALARS = frozenset(v for v in vars(numpy).values() if isinstance(v, type) and issubclass(v, numpy.generic))
 
 
@@ -78,7 +82,8 @@ def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "numpy"
     if name in IMPURE or module.startswith(("numpy.random", "numpy.testing")):
         raise unknown(function)
-    if any(type(value) is FakeArray for value in nested((*args, *kwargs.values()))):
+    kinds = (FakeArray, torch.SymInt) if function in FILLING else (FakeArray,)
+    if any(type(value) in kinds for value in nested((*args, *kwargs.values()))):
         return call_function(m, function, args, kwargs)
     if function in (numpy.asarray, numpy.array) and len(args) == 1 and type(args[0]) is FakeTensor:
         return call_function(m, function, (of_tensor(m, args[0]),), kwargs)

@@ -96,7 +96,7 @@ declare({
     object.__init__: lambda m, args, kwargs: None,
     object.__new__: lambda m, args, kwargs: m.native(object.__new__, args[0]),
 })  # fmt: skip
-runs_now(issubclass, callable, dataclasses.fields, dataclasses.is_dataclass)
+runs_now(issubclass, callable, sys.intern, dataclasses.fields, dataclasses.is_dataclass)
 
 
 @handles(isinstance)
@@ -272,7 +272,7 @@ refuses("io", "input or output happens here", "move it out of the compiled funct
         print, input, open, exec, eval, compile, breakpoint, sys.exit)  # fmt: skip
 refuses("frame", "the running frame is inspected", "pass what is needed as an argument", sys._getframe)
 refuses("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function",
-        sys.getrecursionlimit, sys.getsizeof, sys.intern, sys.is_finalizing)  # fmt: skip
+        sys.getrecursionlimit, sys.getsizeof, sys.is_finalizing)  # fmt: skip
 
 
 def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec: str) -> str:
@@ -326,7 +326,6 @@ def to_text(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 declare({
-    bool: lambda m, args, kwargs: m.truth(args[0]) if args else False,
     repr: lambda m, args, kwargs: (
         repr(args[0]) if type(args[0]) in operators.PLAIN else text_of(m, args[0], "__repr__")),
     format: lambda m, args, kwargs: formatted(m, args[0], None, args[1] if len(args) > 1 else ""),

@@ -283,6 +283,8 @@ class Machine:
             return found
         if self.devices and function in _device_constructors() and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.devices[-1]}
+        if self.numbers and function in masks.ITEMS and type(args[0]) is FakeTensor:
+            args = masks.with_places(self, *args)
         try:
             result = self.native(self.recorder.call, function, args, kwargs)
             # Anything but a new tensor tells a fact of the arguments: a number, a count, no work due.

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from kiln.base.conditions import ge, le
+from kiln.base.conditions import eq, ge, le
 from kiln.base.errors import Break
-from kiln.base.symbols import LIMIT, Symbol
+from kiln.base.expressions import Condition, Expr
+from kiln.base.symbols import LIMIT, Symbol, total
 from kiln.capture.frame import Machine, Restart
 from kiln.capture.recorder import Recorder
 from kiln.capture.torch_calls import Named
@@ -96,6 +97,21 @@ def expect_size(m: Machine, symbol: Symbol) -> None:
     m.expected.append((item.step, item.reason))
 
 
+def expect(m: Machine, fact: Condition) -> None:
+    """Take for granted what torch would raise without, of numbers that the graph reads and checks."""
+    item = next(m.world.varying.items[symbol] for symbol in fact.scope.open if symbol in fact.symbols())
+    said = functools.partial(unless, RuntimeError, f"{fact} does not hold", fact.op)
+    m.recorder.note(Named(said, "check", RuntimeError), (wrap(fact.args[0]),))
+    fact.scope.learn(fact)
+    m.expected.append((item.step, item.reason))
+
+
+def of_graph(m: Machine, fact: Condition) -> bool:
+    """Whether only the graph can say if this holds."""
+    numbers = fact.scope.open.keys() & fact.symbols()
+    return bool(numbers) and numbers <= m.world.varying.items.keys() and fact.scope.known(fact) is None
+
+
 HOLDS = {"==": operator.eq, "!=": operator.ne, "<=": operator.le}
 
 
@@ -165,6 +181,31 @@ def bound_of(m: Machine, bound: Any, size: Any) -> Any:
     symbol.scope.learn(ge(symbol, 0))
     symbol.scope.learn(le(symbol, expr_of(size)))
     return number
+
+
+def with_places(m: Machine, x: Any, key: Any, *value: Any) -> tuple[Any, ...]:
+    """The arguments of a read or write with places for numbers that only the graph has."""
+    parts = key if type(key) is tuple else (key,)
+    found = tuple([as_place(m, part) for part in parts])
+    changed = any(part is not before for part, before in zip(found, parts, strict=True))
+    return (x, found, *value) if changed else (x, key, *value)
+
+
+def as_place(m: Machine, part: Any) -> Any:
+    """A number that only the graph has as a place, and so the bounds of a slice; other parts as they are."""
+    if type(part) is slice:
+        start, stop = (n if counted(n) else as_place(m, n) for n in (part.start, part.stop))
+        return part if start is part.start and stop is part.stop else slice(start, stop, part.step)
+    expr = expr_of(part) if type(part) is torch.SymInt else None
+    if not isinstance(expr, Expr) or not expr.scope.is_open(expr):
+        return part
+    return m.torch_call(torch.scalar_tensor, (part,), {"dtype": torch.int64})
+
+
+def counted(number: Any) -> bool:
+    """Whether a bound of a slice is known to count from the front."""
+    expr = expr_of(number)
+    return not isinstance(expr, Expr) or bool(expr.scope.known(ge(expr, 0)))
 
 
 def spelled_out(m: Machine, x: Any, key: Any) -> Any:
@@ -252,8 +293,22 @@ def repeat_interleave(
     return m.torch_call(torch.repeat_interleave, given, {"output_size": size})
 
 
+def split(m: Machine, x: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
+    """The parts are taken to be those of the whole, as torch raises otherwise."""
+    if type(split_size_or_sections) not in (list, tuple):
+        return MISSING
+    sizes = [expr_of(n) for n in split_size_or_sections]
+    facts = [eq(total(sizes), expr_of(x.shape[dim])), *[ge(n, 0) for n in sizes]]
+    unknown = [fact for fact in facts if isinstance(fact, Condition) and of_graph(m, fact)]
+    for fact in unknown:
+        expect(m, fact)
+    given = x, split_size_or_sections, dim
+    return m.torch_call(torch.split_with_sizes, given, {}) if unknown else MISSING
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     torch.where: where,
+    **dict.fromkeys((torch.split, torch.Tensor.split), split),
     **dict.fromkeys((operator.getitem, torch.Tensor.__getitem__), read),
     **dict.fromkeys((operator.setitem, torch.Tensor.__setitem__), write),
     **dict.fromkeys((torch.nonzero, torch.Tensor.nonzero), nonzero),

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kiln.base.conditions import ge
+from kiln.base.conditions import ge, le
 from kiln.base.errors import Break
-from kiln.base.expressions import Condition
-from kiln.capture import attributes, masks
+from kiln.base.expressions import Condition, Expr, Truth
+from kiln.capture import attributes, masks, symbolic
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
@@ -49,7 +49,10 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
 
 
 def assume_sizes(m: Machine, question: Condition) -> bool | None:
-    """What torch asks of a size that the graph reads: taken to be two or more, as sizes are that vary."""
+    """What torch asks of a size that the graph reads: taken to be two or more, as sizes are that vary.
+
+    Where nothing may break, it is also taken to be within bounds, and parts to be those of the whole.
+    """
     scope, items = m.world.varying.scope, m.world.varying.items
     symbols = scope.open.keys() & question.symbols()
     if not m.recorder.asking or not symbols <= items.keys() or any(s.real for s in symbols):
@@ -57,7 +60,26 @@ def assume_sizes(m: Machine, question: Condition) -> bool | None:
     for symbol in symbols:
         if scope.known(ge(symbol, 2)) is None:
             masks.expect_size(m, symbol)
-    return scope.known(question)
+    answer = scope.known(question)
+    if answer is None and m.numbers:
+        for part in question.args if question.op == "and" else (question,):
+            fact = within_bounds(part) if scope.known(part) is None else None
+            if isinstance(fact, Condition):
+                masks.expect(m, fact)
+        answer = scope.known(question)
+    return answer
+
+
+def within_bounds(question: Condition) -> Truth | None:
+    """The question or its contrary: sizes are not zero, and the numbers of the graph not too great."""
+    scope = question.scope
+    expr = scope.simplify(question.args[0]) if question.op in ("<=", "!=", "==") else None
+    if not isinstance(expr, Expr):
+        return None
+    if question.op != "<=":
+        return ge(expr, 1) if scope.known(ge(expr, 0)) else le(expr, -1) if scope.known(le(expr, 0)) else None
+    signs = {factor > 0 for term, factor in expr.poly.items() if scope.open.keys() & set(term)}
+    return None if len(signs) != 1 else le(expr, 0) if signs == {True} else ge(expr, 1)
 
 
 @handles(torch.Tensor.tolist)
@@ -116,15 +138,34 @@ MAKERS[OpenNumber] = lambda r, value: r.call(torch.Tensor.item, value.tensor)
 
 
 def converted(kind: type) -> Any:
-    """How `float(x)` and `int(x)` are captured: of a tensor of that kind of numbers as `x.item()`."""
+    """How `float(x)` and `int(x)` are captured: of a tensor as those of `x.item()`, where that is open."""
     before = HANDLERS[id(kind)]
 
     def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        same = len(args) == 1 and type(args[0]) is FakeTensor and kind_of(args[0]) is kind
-        return (item if same else before)(m, args, kwargs)
+        if len(args) == 1 and type(args[0]) is FakeTensor and kind_of(args[0]) in (kind, int, float):
+            same = kind_of(args[0]) is kind
+            if same or m.numbers:
+                number = item(m, args, kwargs)
+                return number if same else before(m, (number,), kwargs)
+        return before(m, args, kwargs)
 
     return handler
 
 
 for _kind in (float, int):
     handles(_kind)(converted(_kind))
+
+
+@handles(bool)
+def truth(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """`bool(x)`: left open, where nothing may break, for a program that only keeps it."""
+    (value,) = args or (False,)
+    if m.numbers and type(value) in (torch.SymInt, torch.SymFloat):
+        return m.native(symbolic.compare, "!=", value, 0)
+    try:
+        return m.truth(value)
+    except Break as reason:
+        one = type(value) is FakeTensor and all(type(n) is int and n == 1 for n in value.shape)
+        if not m.numbers or not one:
+            raise
+        return left_open(m, m.torch_call(torch.Tensor.bool, (value,), {}), reason)

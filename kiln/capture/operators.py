@@ -12,7 +12,8 @@ import torch
 
 from kiln.base.errors import Break
 from kiln.capture import attributes, symbolic
-from kiln.capture.fake_arrays import OpenNumber, OpenText
+from kiln.capture.fake_arrays import RULES as ARRAYS
+from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
@@ -78,6 +79,9 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     if ta in SYMBOLIC or tb in SYMBOLIC:
         if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC and stem in symbolic.ARITHMETIC:
             return m.native(symbolic.arithmetic, stem, a, b)
+        if FakeArray in (ta, tb):
+            swapped = () if ta is FakeArray else (f"__r{DUNDER[stem]}__", a)
+            return m.native(b.special, *swapped) if swapped else m.native(BINARY[sign], a, b)
         return binary(m, sign, plain_number(a), plain_number(b), mode)
     return by_methods(m, sign, a, b, mode)
 
@@ -159,7 +163,15 @@ def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
             return m.inline(method, operands, {})
     m.world.touch(a)
     m.world.touch(b)
+    if type(a) is FakeTensor and sign in DUNDER and is_array(b):
+        return ARRAYS["beside"](m, a, lambda array: binary(m, sign, array, b))
     return m.torch_call(BINARY[sign], (a, b), {})
+
+
+def is_array(value: Any) -> bool:
+    """Whether numpy, not torch, does what a tensor does with this value by an operator."""
+    kind: type = value.__class__
+    return kind.__module__ == "numpy" and kind.__name__ == "ndarray"
 
 
 def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> Any:
@@ -321,7 +333,9 @@ def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
         index = python_method(m, key, "__index__")
         if index is not None:
             return m.call(index, (key,))
-    if type(key) in PLAIN or not symbolic.holds_symbols(key) or python_method(m, container, name) is not None:
+    if type(key) in PLAIN or type(container) is FakeArray or not symbolic.holds_symbols(key):
+        return key
+    if python_method(m, container, name) is not None:
         return key
     return symbolic.concrete(key)
 

@@ -82,6 +82,9 @@ refuses("random-state", "the state of the random generator is changed or read",
         torch.cuda.manual_seed_all)  # fmt: skip
 refuses("global-state", "torch's default device is changed", "use `with torch.device(...)`",
         torch.set_default_device, torch.set_default_tensor_type)  # fmt: skip
+refuses("global-state", "hooks on saved tensors are set", "set them around the compiled function",
+        torch._C._autograd._push_saved_tensors_default_hooks,
+        torch._C._autograd._pop_saved_tensors_default_hooks)  # fmt: skip
 refuses("tensor-layout", "a quantized tensor is made", "quantize outside the compiled function",
         torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic,
         torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor,

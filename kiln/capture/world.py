@@ -465,6 +465,8 @@ class World:
         # The results of torch ops are sequences with names in C, which only their own constructor builds.
         named = hasattr(type(value), "n_sequence_fields")
         copy = value if same else type(value)(items) if named else tuple.__new__(type(value), items)
+        if copy is not value and hasattr(value, "__dict__"):
+            copy.__dict__.update(value.__dict__)  # read as those of any object from outside
         return self.stands_for(copy, value, source)
 
     def frozen_set(self, value: Any, source: Source) -> Any:

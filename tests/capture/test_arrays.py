@@ -30,6 +30,13 @@ def test_back_to_tensors(x):
     return torch.from_numpy(a) + 1, torch.tensor(a), torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(a.sum())
 
 
+@pytest.mark.filterwarnings("ignore:__array_wrap__")
+@pytest.mark.parametrize("array", [np.array(2.0), np.arange(4.0), np.arange(4, dtype=np.float32)])
+def test_operators_of_a_tensor_and_an_array_are_those_of_numpy(array):
+    r = same_as_eager(lambda x, a: (x + a, x * a - a, (x - 1) @ np.ones(4), x == np.ones(4)), X, array)
+    pin(r)
+
+
 @program(A)
 def test_arrays_are_inputs(a):
     return a.sum() / len(a), np.linalg.norm(a[0]), [row * 2 for row in a], a.dtype, a.shape, a @ a.T
@@ -191,6 +198,49 @@ def test_an_array_of_a_size_that_varies():
         compiled = kiln.compile(f, dynamic=True)
         for n in (2, 3, 5):
             assert compiled(torch.ones(n))[0] == n
+
+
+ONE_GRAPH_FOR_ALL = {
+    "sum": lambda a, n: (a.sum() / n, a.mean(), np.stack([a, a])),
+    "facts": lambda a, n: (a + a.shape[0], a.size, a.nbytes, a.strides, a.ndim),
+    "operators": lambda a, n: (a - n * 2, n * a, a // n, a * np.float64(2)),
+    "views": lambda a, n: (a.reshape(-1, 1), a[: n - 1], a[::2], a.T),
+    "filled": lambda a, n: (np.zeros((n, 2)), np.full((n,), 7.0), np.arange(n) * 2, a[0] * np.eye(n)),
+    "joined": lambda a, n: np.concatenate([a, np.ones(n)]),
+    "to torch": lambda a, n: (torch.tensor(np.arange(n)) + 1, torch.from_numpy(a) * n),
+}
+
+
+@needs_kiln
+@pytest.mark.parametrize("name", ONE_GRAPH_FOR_ALL)
+def test_sizes_of_arrays_vary_in_one_graph(name):
+    f, counting = ONE_GRAPH_FOR_ALL[name], Counting()
+    compiled = kiln.compile(f, backend=counting, fullgraph=True)
+    for n in (2, 3, 4, 5):
+        Same()(f(np.arange(n + 3.0), n), compiled(np.arange(n + 3.0), n))
+    assert len(counting.modules) == 2
+
+
+@needs_kiln
+def test_a_size_that_numpy_must_know_is_held_to_it():
+    def f(a, n):
+        return np.tile(a, n), np.sqrt(n), len(a), [row + 1 for row in a]
+
+    compiled = kiln.compile(f, backend="eager", fullgraph=True)
+    for n in (2, 3, 4):
+        Same()(f(np.arange(n + 1.0), n), compiled(np.arange(n + 1.0), n))
+
+
+@needs_kiln
+def test_an_array_of_another_kind_is_compiled_again():
+    counting = Counting()
+    compiled = kiln.compile(lambda a: a + 1, backend=counting)
+    kinds = (np.arange(4.0), np.arange(4), np.arange(4.0).reshape(2, 2), np.arange(6.0)[::-1], np.float64(3), [1])
+    for value in kinds[:-1] * 2:
+        got, expected = compiled(value), value + 1
+        assert type(got) is type(expected) and got.dtype == expected.dtype and np.array_equal(got, expected)
+    with pytest.raises(TypeError):
+        compiled(kinds[-1])
 
 
 def tensor_written(array, tensor, x):

@@ -220,6 +220,63 @@ def test_a_number_of_a_tensor_is_a_size(name, backend):
     assert (len(seen.graphs), len(seen.breaks)) == (1, 0)
 
 
+WITHIN = {
+    "front": lambda x, n: x[: n.item()] * 2,
+    "rest": lambda x, n: x[n.item() :] + 1,
+    "both": lambda x, n: torch.cat([x[: n.item()], x[n.item() :]]) * 2,
+    "second": lambda x, n: x[None][:, : n.item()] + 1,
+    "item": lambda x, n: x[n.item() - 1] * 2,
+    "from the end": lambda x, n: x[-n.item()] * 2,
+    "narrow": lambda x, n: x.narrow(0, 0, n.item()) + 1,
+    "narrow from": lambda x, n: x.narrow(0, n.item(), 2) + 1,
+    "split": lambda x, n: x.split([n.item(), 6 - n.item()])[1] * 2,
+    "written": lambda x, n: torch.zeros(6).index_fill(0, n, 1.0)[: n.item()].mul(2),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_number_of_a_tensor_is_a_place(name, backend):
+    # Within bounds the graph does it; beyond them it runs in Python, which cuts or raises.
+    x, f = torch.rand(6), WITHIN[name]
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for n in (3, 2, 4, 3):
+        with kiln.records() as seen:
+            assert torch.equal(compiled(x, torch.tensor(n)), f(x, torch.tensor(n)))
+        assert not seen.breaks and not seen.fallbacks
+    for n in (1, 0, 6, 7, -1, -9):
+        try:
+            expected = f(x, torch.tensor(n))
+        except (IndexError, RuntimeError) as error:
+            with pytest.raises(type(error)):
+                compiled(x, torch.tensor(n))
+        else:
+            assert torch.equal(compiled(x, torch.tensor(n)), expected)
+
+
+@needs_kiln
+@pytest.mark.parametrize("name", WITHIN)
+def test_places_within_bounds_do_not_run_in_python(name, caplog):
+    x, f = torch.rand(6), WITHIN[name]
+    compiled = kiln.compile(f, fullgraph=True)
+    for n in (3, 2, 4):
+        compiled(x, torch.tensor(n))
+    assert not [r for r in caplog.records if "ran in Python" in r.getMessage()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_numbers_of_tensors_are_converted(backend):
+    def f(x, n):
+        return x + int(x.sum()), x * float(n), bool(n), bool(n.item()), bool((x > 0).all()), int(x[0]), float(n)
+
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for n in (3, 0, -2):
+        x = torch.tensor([1.75, n, 0.5])
+        for got, expected in zip(compiled(x, torch.tensor(n)), f(x, torch.tensor(n)), strict=True):
+            assert type(got) is type(expected)
+            assert torch.equal(got, expected) if isinstance(got, torch.Tensor) else got == expected
+
+
 def test_a_checked_number_is_a_size():
     def f(x, n):
         k = n.item()

@@ -856,3 +856,19 @@ def test_nested_state_is_read_and_written(x, bag):
     bag.d["k"][0] += 5
     bag.d["new"] = Bag(y=x + bag.d["k"][0])
     return bag.d["new"].y
+
+
+class Tagged(tuple):
+    """A tuple with an attribute."""
+
+    def __new__(cls, items, scale=3):
+        made = super().__new__(cls, items)
+        made.scale = scale
+        return made
+
+
+@program(Tagged((t(3), 1)))
+def test_a_tuple_of_a_class_with_attributes(tagged):
+    tagged.scale = tagged.scale + 1
+    tagged.last = tagged[0] * tagged.scale
+    return tagged.last + tagged[1], tagged

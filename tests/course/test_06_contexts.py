@@ -537,3 +537,10 @@ def test_generator_context_with_return_inside(x):
             yield x * 3
 
     return list(gen()), x * 4, torch.is_grad_enabled()
+
+
+@program(G, breaks=2, how=How(backend=""))  # backends that differentiate have the hooks on what their graphs save
+def test_hooks_on_saved_tensors_that_the_program_sets(x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda packed: packed):
+        y = x.sin() * x
+    return y

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import operator
 import sys
 import types
 from typing import Any
 
 from kiln.base.errors import Break
+from kiln.base.source import Const
 from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import NULL, RETURN, Frame, Machine, Unread, UserError
 from kiln.capture.opcodes.table import computes, consumes, opcode, steps
 from kiln.capture.variables import first_read, unbound
 from kiln.capture.world import DELETED, MISSING
+from kiln.check.guards import Custom
 
 
 @opcode("SWAP")
@@ -159,10 +162,24 @@ def import_name(m: Machine, f: Frame, i: Instruction) -> Any:
     names, level = f.stack[-1], f.stack[-2]
     full = absolute_name(i.value, level, f.globals) if level else i.value
     if full not in sys.modules:
+        refuse_absent(m, full.partition(".")[0])
         raise Break("import", f"{full} is imported for the first time", "import it at the top of the file")
     value = m.native(__import__, i.value, f.globals, None, names, level)
     del f.stack[-2:]
     f.stack.append(m.world.constant(value))
+
+
+def refuse_absent(m: Machine, name: str) -> None:
+    """Raise what Python raises for a module that is not installed, as long as modules are sought as now."""
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        return
+    path = list(sys.path)
+
+    def lacks(system: Any) -> bool:
+        return name not in system.modules and system.path == path
+
+    m.world.guard(Custom(Const(sys), lacks, f"lacks the module {name}"))
+    raise UserError(ModuleNotFoundError(f"No module named {name!r}", name=name))
 
 
 def absolute_name(name: str, level: int, space: dict[str, Any]) -> str:
