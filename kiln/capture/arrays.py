@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -99,8 +98,9 @@ def refuse_large(m: Machine, value: Any) -> None:
         raise Break("foreign-object", why, "turn it into a tensor outside the compiled function")
 
 
-def call_array_function_of(function: Any, m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return call_array_function(m, function, args, kwargs)
+def of_arrays(function: Any) -> None:
+    """Declare how calls of a function or class of numpy's are captured."""
+    HANDLERS[id(function)] = lambda m, args, kwargs: call_array_function(m, function, args, kwargs)
 
 
 def constant_array(value: Any) -> Any:
@@ -157,8 +157,8 @@ def read_scalar(world: World, value: Any, source: Source) -> Any:
 for _kind in SCALARS:
     READERS[_kind] = read_scalar
     MAKERS[_kind] = Rebuilder.constant
-    HANDLERS[id(_kind)] = functools.partial(call_array_function_of, _kind)
-HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtype)
+    of_arrays(_kind)
+of_arrays(numpy.dtype)
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
@@ -171,4 +171,4 @@ CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = POLICIES["array"] = call_array
 for _space in (numpy, numpy.linalg, numpy.fft):
     for _name, _function in vars(_space).items():
         if isinstance(_function, (types.BuiltinFunctionType, types.FunctionType)) and _name not in IMPURE:
-            HANDLERS[id(_function)] = functools.partial(call_array_function_of, _function)
+            of_arrays(_function)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import types
@@ -17,6 +16,7 @@ from torch.autograd import forward_ad
 from kiln.base import log, options, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const, Global
+from kiln.capture import arrays as arrays
 from kiln.capture import draws, flags, function_modes, open_numbers, state
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Looked, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
@@ -29,9 +29,6 @@ from kiln.capture.world import World
 from kiln.check.guards import Equals
 from kiln.check.torch_guards import GlobalState
 from kiln.ops.fake import LITERALS
-
-with contextlib.suppress(ModuleNotFoundError):  # numpy may be absent, as for torch
-    from kiln.capture import arrays  # noqa: F401
 
 ATTEMPTS = 12
 LOOKED = "looked at"  # where the paths are kept of texts that a function looks at

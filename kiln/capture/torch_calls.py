@@ -296,8 +296,7 @@ def default_device_now(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.devices[-1] if m.devices else torch.get_default_device()
 
 
-@handles(torch.tensor)
-def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any = torch.tensor) -> Any:
+def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """A tensor from Python values; tensors of one element may stand among them."""
     listed = args and type(args[0]) in (list, tuple)
     made_of_tensors = listed and any(type(v) is FakeTensor for v in nested(args))
@@ -315,10 +314,6 @@ def zeroed(value: Any) -> Any:
     if type(value) in symbolic.SYMBOLIC:
         return value.node.hint
     return torch.zeros(value.shape, dtype=value.dtype) if type(value) is FakeTensor else value
-
-
-for _function in (torch.as_tensor, torch.asarray):
-    handles(_function)(functools.partial(literal_tensor, function=_function))
 
 
 def of_numbers(function: Any) -> Any:
