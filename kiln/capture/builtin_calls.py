@@ -133,12 +133,9 @@ def flat(kinds: Any) -> list[Any]:
 def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
     if wanted in LEGACY:
         return value.dtype is wanted.dtype and value.device.type == "cpu"
-    if isinstance(wanted, type) and type(wanted) in (type, abc_meta):
-        return issubclass(kind, wanted)
     return isinstance(value, wanted) or isinstance(wanted, type) and issubclass(kind, wanted)
 
 
-abc_meta = type(collections.abc.Sized)
 LEGACY = frozenset(
     getattr(torch, f"{name}Tensor")
     for name in "Float Double Half Long Int Short Char Byte Bool BFloat16".split()
@@ -520,14 +517,8 @@ def dict_get(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
         found = m.world.item(owner, args[0])
         if found is not MISSING:
             return found
-        known = m.world.contains(owner, args[0])
-        return MISSING if known is None else args[1]
+        return MISSING if m.world.contains(owner, args[0]) is None else args[1]
     return m.world.item(owner, args[0]) if args else MISSING
-
-
-def dict_contains(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    known = m.world.contains(owner, args[0])
-    return MISSING if known is None else known
 
 
 def walking(*keys: tuple[type, str]) -> None:
@@ -557,10 +548,6 @@ walking(
 )  # fmt: skip
 
 
-def append_item(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    return None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING
-
-
 def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch(owner)
     key = kwargs.get("key")
@@ -570,9 +557,11 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
-METHODS[dict, "__contains__"] = dict_contains
+METHODS[dict, "__contains__"] = lambda m, owner, args, kwargs: (
+    MISSING if (known := m.world.contains(owner, args[0])) is None else known)
 METHODS[list, "sort"] = sort_list
-METHODS[list, "append"] = METHODS[collections.deque, "append"] = append_item
+METHODS[list, "append"] = METHODS[collections.deque, "append"] = lambda m, owner, args, kwargs: (
+    None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING)
 
 
 @handles(sorted)

@@ -426,18 +426,12 @@ def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque"
         why = f"a {cls.__name__} is made, whose __del__ is to run once"
         raise Break("finalizer", why, "make it outside the compiled function")
     maker = attributes.type_lookup(m, cls, "__new__")
-    if getattr(cls, "__abstractmethods__", None):
-        return m.native(cls, *args, **kwargs)
     if isinstance(maker, staticmethod):
         maker = maker.__func__
     if isinstance(maker, types.FunctionType):
         made = call(m, m.world.constant(maker), (cls, *args), kwargs)
     elif maker is object.__new__ or maker is attributes.mro_lookup(object, "__new__"):
-        if args or kwargs:
-            init = attributes.mro_lookup(cls, "__init__")
-            if init is attributes.mro_lookup(object, "__init__"):
-                raise UserError(TypeError(f"{cls.__name__}() takes no arguments"))
-        made = m.native(object.__new__, cls)
+        made = m.native(object.__new__, cls, *args, **kwargs)
     else:
         made = native(m, maker, (cls, *args), kwargs, known=purity.native_base(cls), what=cls)
     if not isinstance(made, cls):

@@ -389,8 +389,6 @@ class Machine:
     def next(self, iterator: Any) -> Any:
         """The next item, or MISSING at the end."""
         kind = type(iterator)
-        if kind is Generator:
-            return iterator.advance()
         if kind.__module__ in purity.OWN_MODULES:
             return self.view(next(iterator, MISSING))
         method = attributes.type_lookup(self, kind, "__next__")

@@ -49,10 +49,6 @@ for _name in "debug info warning error log exception critical warn fatal".split(
     folds(None, getattr(logging.Logger, _name), getattr(logging, _name))
 
 
-def is_like_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], torch.Tensor) or m.call(hasattr, (args[0], "__torch_function__"))
-
-
 def assertion(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if type(args[0]) is FakeTensor:
         return m.torch_call(torch._assert, args, kwargs)
@@ -64,7 +60,8 @@ declare({
     torch.Tensor.__iter__: lambda m, args, kwargs: m.iterate(args[0]),
     torch.is_tensor: lambda m, args, kwargs: isinstance(args[0], torch.Tensor),
     torch.is_storage: lambda m, args, kwargs: isinstance(args[0], (torch.UntypedStorage, torch.TypedStorage)),
-    torch.overrides.is_tensor_like: is_like_tensor,
+    torch.overrides.is_tensor_like: lambda m, args, kwargs: isinstance(args[0], torch.Tensor) or m.call(
+        hasattr, (args[0], "__torch_function__")),
     torch._assert: assertion,
     torch.utils.hooks.BackwardHook.setup_input_hook: lambda m, args, kwargs: m.torch_call(
         runtime.watch_inputs, args, kwargs),
