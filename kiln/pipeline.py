@@ -245,9 +245,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
                 time.graph = captured.graph.meta["name"]
     except Skip as e:
         return skip(region, name, e, family)
-    except (Break, Specialised, BackendRaised):
-        raise
-    except (KeyboardInterrupt, MemoryError):
+    except (Break, Specialised, BackendRaised, MemoryError):
         raise
     except Exception as e:
         return failed(region, name, e, asked)

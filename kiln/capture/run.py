@@ -65,29 +65,29 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except Break as e:
             if not fullgraph or literals.numbers is not None or e.kind not in NUMBERS_NEEDED:
                 raise e if e.at is not None else literals.numbers or e from None
-            literals.numbers, stop, reason = e, -1, None
+            literals.numbers = e
         except Unsettled as again:
             literals.tried(again.reason)
-            stop, reason = -1, None
         except Unfit:
-            dynamic, stop, reason = STATIC, -1, None
+            dynamic = STATIC
         except Recalled:
-            copying, stop, reason = False, -1, None
+            copying = False
         except Replaced as again:
             unstable |= again.sources
         except Looked as again:
             cache[LOOKED, function.__code__].add(again.source)
-            stop, reason = -1, None
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
             stop, reason = again.step, again.reason
+            continue
         except (KilnError, KeyboardInterrupt, MemoryError):
             raise
         except Exception:
             if literals.numbers is None or options.config.strict:
                 raise
             raise literals.numbers from None
+        stop, reason = -1, None  # what is known now leads another way through the program
     raise Skip(f"no place to split {function.__qualname__} was found")
 
 
