@@ -87,8 +87,6 @@ def _quotient(scope: Any, a: Any, b: Any) -> Value:
 
 def _fraction(scope: Any, rest: Any, b: Any) -> Value:
     """`rest // b` where no multiple of `b` can be taken out of `rest`."""
-    if type(rest) is int and type(b) is int:
-        return rest // b
     low, high = scope.bounds(rest)
     if low >= 0 and high < scope.bounds(b)[0]:
         return 0
@@ -115,8 +113,6 @@ def _remainder(scope: Any, a: Any, b: Any) -> Value:
     if type(b) is int:
         poly = _without_remainders(poly, b)
     rest: Any = from_poly(scope, _divided(poly, b, signed=False)[1])
-    if type(rest) is int and type(b) is int:
-        return rest % b
     low, high = scope.bounds(rest)
     if low >= 0 and high < scope.bounds(b)[0]:
         return rest  # type: ignore[no-any-return]
