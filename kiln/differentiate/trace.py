@@ -24,7 +24,7 @@ from kiln.differentiate.engine import gradients
 from kiln.differentiate.finish import whole
 from kiln.differentiate.functionalise import Functionaliser
 from kiln.differentiate.interpret import fetch, interpret
-from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage
+from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage, turned
 from kiln.differentiate.layers import Layers, layers_of, unrolled
 from kiln.differentiate.results import Results
 from kiln.differentiate.writes import LOOKS_AT_GRAD_MODE, InGradMode
@@ -310,9 +310,9 @@ class Tracer:
         recording = self.recording
         recording.backward = True
         outs = [results.fakes[i] for i in results.tangents]
-        turned = results.turns()
-        tangents = [
-            self.tangent(k, fake_of(results.values[i].spec) if turned[k] else results.fakes[i])
+        turns = results.turns()
+        tangents: list[Any] = [
+            self.tangent(k, fake_of(results.values[i].spec) if turns[k] else results.fakes[i])
             for k, i in enumerate(results.tangents)
         ]
         wanted = [i for i, edge in enumerate(self.edges) if edge is not None]
@@ -321,9 +321,7 @@ class Tracer:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(recording)
-            for k, steps in enumerate(turned):
-                for step in steps:
-                    tangents[k] = step.op(tangents[k], *step.args, **step.kwargs)
+            tangents = [turned(tangent, steps) for tangent, steps in zip(tangents, turns, strict=True)]
             recording.origin = self.origin if self._origins else self.layer if self.layers else None
             found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
             recording.origin = None
