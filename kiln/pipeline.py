@@ -15,14 +15,14 @@ import torch
 from torch.autograd import forward_ad
 
 from kiln import _hook, modules, telling
-from kiln.base import live, log, options, records
+from kiln.base import live, log, options, records, state
 from kiln.base.collecting import uncollected
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.base.progress import working
 from kiln.base.tracebacks import add_lines
-from kiln.capture import nested, runtime, state
+from kiln.capture import nested, runtime
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
 from kiln.capture.module import CapturedModule

@@ -12,12 +12,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kiln import _hook
+from kiln.base import state
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, is_untouched
 from kiln.base.reports import words_of
 from kiln.bytecode import decompile
 from kiln.bytecode.assemble import Emitter, Label
-from kiln.capture import expected, nested, runtime, state
+from kiln.capture import expected, nested, runtime
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.onward import Resumption

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from kiln.base import log, options, strict
+from kiln.base import log, options, state, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const, Global
 from kiln.capture import arrays as arrays
-from kiln.capture import draws, flags, function_modes, open_numbers, state
+from kiln.capture import draws, flags, function_modes, open_numbers
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Looked, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -113,18 +113,6 @@ class Literals:
             raise Unsettled(reason)
 
 
-set_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
-
-
-def interpreted(machine: Machine, frame: Frame) -> Any:
-    """Run the frame; the user's hooks on saved tensors are meant for real tensors and stay silent."""
-    was = set_tracing(True)
-    try:
-        return machine.run(frame)
-    finally:
-        set_tracing(was)
-
-
 def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
                resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
                in_python: Callable[[Any], Any], specialises: bool, literals: Literals,
@@ -164,7 +152,8 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
 
     try:
         try:
-            value = interpreted(machine, frame)
+            with state.unhooked():
+                value = machine.run(frame)
             frame.locals.clear()
             frame.before.clear()
             machine.close_dropped()

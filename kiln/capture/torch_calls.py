@@ -17,10 +17,11 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
+from kiln.base import state
 from kiln.base.errors import Break, Skip
 from kiln.base.graph import mapped
 from kiln.base.source import Const, Derived
-from kiln.capture import runtime, state, symbolic
+from kiln.capture import runtime, symbolic
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
 from kiln.capture.frame import Machine, Recalled, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from kiln.base import records
+from kiln.base import records, state
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Uneven
 from kiln.base.expressions import Expr
@@ -33,8 +33,6 @@ from kiln.ops.layout import is_dense
 from kiln.ops.meta import MUTATING, written
 from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import expr_of
-
-_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
 
 
 def trace(module: fx.GraphModule, examples: Sequence[Any], short: bool = False) -> Joint:
@@ -60,21 +58,12 @@ def trace(module: fx.GraphModule, examples: Sequence[Any], short: bool = False) 
 @contextmanager
 def switches() -> Iterator[None]:
     """Put torch's switches back that a graph flips, also when it raises in between."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    devices = ("cpu", "cuda")
-    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    cache = torch.is_autocast_cache_enabled()
-    silent = _tracing(True)  # the user's hooks on saved tensors are meant for real tensors
+    before = state.snapshot()
     try:
-        yield
+        with state.unhooked():
+            yield
     finally:
-        _tracing(silent)
-        torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
-        torch.set_autocast_cache_enabled(cache)
-        for device, enabled, kind in casts:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, kind)
+        state.restore(before)
 
 
 def differentiated(outs: list[Any], inputs: list[Any], tangents: list[Any]) -> Sequence[torch.Tensor | None]:
