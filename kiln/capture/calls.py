@@ -55,12 +55,12 @@ POSITIONAL = {id(function): counts for function, counts in (
 )}  # fmt: skip
 
 
-def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how calls of these very objects are captured."""
+def handles(*functions: Any, told: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how calls of these very objects are captured; `told`: the handler is told which it is."""
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            HANDLERS[id(function)] = handler
+            HANDLERS[id(function)] = functools.partial(handler, function=function) if told else handler
             ALIVE.append(function)
         return handler
 
@@ -75,8 +75,7 @@ def declare(rules: dict[Any, Callable[..., Any]]) -> None:
 
 def runs_now(*functions: Any) -> None:
     """Declare that calls of these very objects run as they are."""
-    for function in functions:
-        handles(function)(lambda m, args, kwargs, function=function: m.native(function, *args, **kwargs))
+    handles(*functions, told=True)(lambda m, args, kwargs, function: m.native(function, *args, **kwargs))
 
 
 def refuses(kind: str, why: str, hint: str, *functions: Any) -> None:

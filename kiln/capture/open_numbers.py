@@ -115,16 +115,11 @@ MAKERS[OpenText] = lambda r, value: r.source(value.source)
 MAKERS[OpenNumber] = lambda r, value: r.call(torch.Tensor.item, value.tensor)
 
 
-def converted(kind: type) -> Any:
-    """How `float(x)` and `int(x)` are captured: of a tensor of that kind of numbers as `x.item()`."""
-    before = HANDLERS[id(kind)]
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        same = len(args) == 1 and type(args[0]) is FakeTensor and kind_of(args[0]) is kind
-        return (item if same else before)(m, args, kwargs)
-
-    return handler
+BEFORE: dict[Any, Any] = {kind: HANDLERS[id(kind)] for kind in (float, int)}
 
 
-for _kind in (float, int):
-    handles(_kind)(converted(_kind))
+@handles(*BEFORE, told=True)
+def converted(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """`float(x)` and `int(x)` of a tensor of that kind of numbers is `x.item()`."""
+    same = len(args) == 1 and type(args[0]) is FakeTensor and kind_of(args[0]) is function
+    return (item if same else BEFORE[function])(m, args, kwargs)

@@ -11,7 +11,7 @@ import torch
 from kiln.base.conditions import le
 from kiln.base.errors import Break
 from kiln.capture import masks
-from kiln.capture.calls import Args, Kwargs, declare, handles, leaf
+from kiln.capture.calls import Args, Kwargs, handles, leaf
 from kiln.capture.frame import Machine
 from kiln.check.guards import MISSING
 from kiln.ops.cudnn_rnn import MODES, differentiable
@@ -26,22 +26,16 @@ def of_packed(args: Sequence[Any]) -> bool:
     return len(args) > 3 and isinstance(args[3], (list, tuple))
 
 
-def recurrent(function: Any) -> Any:
-    """How a recurrent network is captured: the kernel for packed sequences reads their lengths in memory."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if not of_packed(args):
-            whole = len(args) == 9 and not kwargs and is_by_cudnn(m.world.touch_deep(args))
-            return by_cudnn(m, function, *args) if whole else leaf(m, function, args, kwargs)
-        found = through(m, function, args)
-        if found is MISSING:
-            raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
-        return found
-
-    return handler
-
-
-declare({function: recurrent(function) for function in RECURRENT})
+@handles(*RECURRENT, told=True)
+def recurrent(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A recurrent network: the kernel for packed sequences reads their lengths in memory."""
+    if not of_packed(args):
+        whole = len(args) == 9 and not kwargs and is_by_cudnn(m.world.touch_deep(args))
+        return by_cudnn(m, function, *args) if whole else leaf(m, function, args, kwargs)
+    found = through(m, function, args)
+    if found is MISSING:
+        raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
+    return found
 
 
 def is_by_cudnn(args: Args) -> bool:

@@ -314,21 +314,16 @@ def zeroed(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if type(value) is FakeTensor else value
 
 
-def of_numbers(function: Any) -> Any:
+@handles(torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.floor_divide, told=True)
+def of_numbers(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """How a function that takes two numbers as well as tensors is captured: of a tensor made of the first."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if len(args) == 2 and {*map(type, args)} <= NUMBERS:
-            first = leaf(m, torch.scalar_tensor, args[:1], {"dtype": of_number(type(args[0]))})
-            args = (first, args[1])
-        return leaf(m, function, args, kwargs)
-
-    return handler
+    if len(args) == 2 and {*map(type, args)} <= NUMBERS:
+        first = leaf(m, torch.scalar_tensor, args[:1], {"dtype": of_number(type(args[0]))})
+        args = (first, args[1])
+    return leaf(m, function, args, kwargs)
 
 
 NUMBERS = {bool, int, float, complex, *symbolic.SYMBOLIC}
-for _function in (torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.floor_divide):
-    handles(_function)(of_numbers(_function))
 
 
 def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -352,17 +347,14 @@ BRANCHING = frozenset({"prim::If", "prim::Loop"})
 CALLERS[torch.jit.ScriptFunction] = call_scripted
 
 
-def reads_switch(read: Any, write: Any) -> None:
+WRITES: dict[Any, Any] = dict(state.ATTENTION)
+
+
+@handles(*WRITES, told=True)
+def read_switch(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """A switch that the guard on torch's state leaves out gets its own, unless the program set it before."""
-
-    @handles(read)
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        value = m.native(read, *args, **kwargs)
-        if not m.recorder.called(write):
-            now = Derived(Const(read), operator.call, "now")
-            m.world.guard(Custom(now, functools.partial(operator.eq, value), f"was {value}"))
-        return value
-
-
-for _read, _write in state.ATTENTION:
-    reads_switch(_read, _write)
+    value = m.native(function, *args, **kwargs)
+    if not m.recorder.called(WRITES[function]):
+        now = Derived(Const(function), operator.call, "now")
+        m.world.guard(Custom(now, functools.partial(operator.eq, value), f"was {value}"))
+    return value
