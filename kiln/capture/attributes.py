@@ -17,7 +17,7 @@ from kiln.capture.frame import Machine, UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
 from kiln.capture.wrappers import PLAIN_TYPES
 from kiln.check.guards import Absent, Contains, Is, Length
-from kiln.check.values import lookup as mro_lookup
+from kiln.check.values import mro_lookup as mro_lookup
 from kiln.ops.fake import FakeTensor
 
 NATIVE_DESCRIPTORS = (

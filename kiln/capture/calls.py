@@ -234,14 +234,10 @@ BREAKING = {
 }
 
 
-def marked_break(mark: str) -> Callable[..., Any]:
+def marked_break(mark: str, m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     kind, why, hint = BREAKING[mark]
-
-    def action(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        said = "" if "{}" in why else str(args[0]) if args else kwargs.get("msg")
-        raise Break(kind, said or why.format(getattr(function, "__qualname__", function)), hint)
-
-    return action
+    said = "" if "{}" in why else str(args[0]) if args else kwargs.get("msg")
+    raise Break(kind, said or why.format(getattr(function, "__qualname__", function)), hint)
 
 
 def marked_skip_frame(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -255,7 +251,7 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 
 MARKED: dict[str, Callable[..., Any]] = {
     marks.ALLOW: leaf, marks.CONSTANT: marked_constant, marks.SKIP_FRAME: marked_skip_frame,
-    **{mark: marked_break(mark) for mark in BREAKING},
+    **{mark: functools.partial(marked_break, mark) for mark in BREAKING},
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch.utils._device import _device_constructors
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
-from kiln.capture import (
+from kiln.capture import (  # noqa: F401  (some are here for the handlers that they declare)
     attributes,
     builtin_calls,
     calls,
@@ -436,9 +436,3 @@ class Machine:
 SAFE_ITERABLES: tuple[type, ...] = (
     str, bytes, range, tuple, frozenset, type, types.MappingProxyType, *purity.DICT_VIEWS,
 )  # fmt: skip
-
-
-__all__ = [
-    "Machine", "builtin_calls", "copies", "functions", "library_calls", "number_calls", "open_numbers",
-    "optimizer_calls", "scans", "torch_calls", "transforms",
-]  # fmt: skip

@@ -209,12 +209,6 @@ def warn(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         warnings.warn(*args, **{k: v for k, v in kwargs.items() if k != "stacklevel"})
 
 
-def _entered_warnings() -> warnings.catch_warnings[Any]:
-    made = warnings.catch_warnings()
-    made.__enter__()
-    return made
-
-
 def _in_python(m: Machine, why: str) -> Exception:
     """What leaves to Python the frame of the program that this happens in, or the call that led there."""
     reason = Break("side-effect", why, "do so around the compiled function")
@@ -228,7 +222,7 @@ def catch_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if m.source(block) is not None or m.getattr(block, "_record"):
         raise _in_python(m, "warnings are recorded")
     m.muted += 1
-    m.world.entered[id(block)] = (_entered_warnings,)
+    m.world.entered[id(block)] = (runtime.entered, warnings.catch_warnings)
 
 
 @handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings)

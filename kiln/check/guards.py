@@ -11,7 +11,7 @@ from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.source import Const, Source, readable
 from kiln.check.values import MISSING as MISSING
-from kiln.check.values import is_plain, keys_of, lookup, same, show, typed
+from kiln.check.values import is_plain, keys_of, mro_lookup, same, show, typed
 
 
 class Paths(Protocol):
@@ -323,10 +323,10 @@ class ClassAttr(Guard):
         return f"{self.source}.{self.name} is as the class defines it"
 
     def test(self, value: Any) -> bool:
-        return lookup(value, self.name) is self.value
+        return mro_lookup(value, self.name) is self.value
 
     def describe(self, value: Any) -> str:
-        return f".{self.name} was {show(self.value)}, now {show(lookup(value, self.name))}"
+        return f".{self.name} was {show(self.value)}, now {show(mro_lookup(value, self.name))}"
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         return ()
