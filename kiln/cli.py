@@ -180,13 +180,14 @@ def show(as_json: AsJson = False) -> None:
     Example: kiln cache show --json
     """
     _, entries = _entries()
+    time = datetime.fromtimestamp(entries[-1].used, UTC) if entries else None
     facts: dict[str, Any] = {
         "folder": str(folder()),
         "on": is_on(),
         "entries": len(entries),
         "bytes": sum(entry.size for entry in entries),
         "limit": config.cache_bytes,
-        "last_used": _time(entries[-1].used) if entries else None,
+        "last_used": time.isoformat(timespec="seconds") if time else None,
     }
     if as_json:
         typer.echo(json.dumps(facts))
@@ -296,7 +297,3 @@ def _fail(why: str) -> NoReturn:
 
 def _size(count: int) -> str:
     return str(_part("kiln.observe.tables").size(count))
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

@@ -65,11 +65,7 @@ class Shared:
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        again = type(self)._kiln_again
-        return again, (type(self)._kiln_original,)
-
-    def __reduce__(self) -> Any:
-        return self.__reduce_ex__(2)
+        return type(self)._kiln_again, (type(self)._kiln_original,)
 
 
 def twin(module: torch.nn.Module, call: Callable[..., Any], again: Callable[[Any], Any]) -> Any:

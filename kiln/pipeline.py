@@ -15,14 +15,14 @@ import torch
 from torch.autograd import forward_ad
 
 from kiln import _hook, modules, telling
-from kiln.base import live, log, options, records
+from kiln.base import live, log, options, records, state
 from kiln.base.collecting import uncollected
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.base.progress import working
 from kiln.base.tracebacks import add_lines
-from kiln.capture import nested, runtime, state
+from kiln.capture import nested, runtime
 from kiln.capture.finish import Captured
 from kiln.capture.frame import place_at
 from kiln.capture.module import CapturedModule
@@ -233,6 +233,8 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
         asked = replace(asked, backend=as_is)
     elif region in family.first:
         known.append(family.first[region])
+    # What this call has other than the guards of earlier ones have, and what varies in them already.
+    seen_to_vary = frozenset[Any]().union(*[varying(guards, argv) for guards in known])
     try:
         with records.timed("capture", name) as time, working(f"capturing {name}"):
             captured = capture(function, argv, compiler_for(asked, name),
@@ -240,14 +242,12 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
                                asked.fullgraph, unstable,
                                lambda target: _hook.in_python(target, family.between),
                                getattr(asked.backend, "specialises", True),
-                               seen_to_vary(known, argv, asked.dynamic))  # fmt: skip
+                               Dynamic(asked.dynamic, seen_to_vary))  # fmt: skip
             if captured.graph is not None:
                 time.graph = captured.graph.meta["name"]
     except Skip as e:
         return skip(region, name, e, family)
-    except (Break, Specialised, BackendRaised):
-        raise
-    except (KeyboardInterrupt, MemoryError):
+    except (Break, Specialised, BackendRaised, MemoryError):
         raise
     except Exception as e:
         return failed(region, name, e, asked)
@@ -262,13 +262,6 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
 def as_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     """The backend of a first call that is not compiled: the graph itself."""
     return graph.forward
-
-
-def seen_to_vary(known: list[Any], argv: tuple[Any, ...], mode: bool | None) -> Dynamic:
-    """What this call has other than the guards of earlier ones have, and what varies in them already."""
-    if mode is False:
-        return Dynamic(mode)
-    return Dynamic(mode, frozenset().union(*[varying(guards, argv) for guards in known]))
 
 
 def compiler_for(asked: Compile, name: str) -> Any:

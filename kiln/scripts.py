@@ -65,12 +65,10 @@ def read(path: str) -> ast.Module:
     """The syntax tree of a script; ScriptFailed where there is none."""
     try:
         return ast.parse(Path(path).read_bytes(), path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ScriptFailed(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except SyntaxError as error:
         raise ScriptFailed(f"{path}:{error.lineno}: {type(error).__name__}: {error.msg}") from None
-    except ValueError as error:
-        raise ScriptFailed(f"{path}: {error}") from None
 
 
 def compiles(tree: ast.Module) -> bool:

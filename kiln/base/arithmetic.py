@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -87,8 +87,6 @@ def _quotient(scope: Any, a: Any, b: Any) -> Value:
 
 def _fraction(scope: Any, rest: Any, b: Any) -> Value:
     """`rest // b` where no multiple of `b` can be taken out of `rest`."""
-    if type(rest) is int and type(b) is int:
-        return rest // b
     low, high = scope.bounds(rest)
     if low >= 0 and high < scope.bounds(b)[0]:
         return 0
@@ -115,8 +113,6 @@ def _remainder(scope: Any, a: Any, b: Any) -> Value:
     if type(b) is int:
         poly = _without_remainders(poly, b)
     rest: Any = from_poly(scope, _divided(poly, b, signed=False)[1])
-    if type(rest) is int and type(b) is int:
-        return rest % b
     low, high = scope.bounds(rest)
     if low >= 0 and high < scope.bounds(b)[0]:
         return rest  # type: ignore[no-any-return]
@@ -184,49 +180,42 @@ def without(monomial: Monomial, parts: Monomial) -> Monomial | None:
     return tuple(left)
 
 
-def _without_remainders(poly: Poly, b: int) -> Poly:
-    """`poly` with `x % c` written as `x` where that is the same modulo `b`."""
+def _remainders(poly: Poly) -> Iterator[tuple[int, Any, Any, Poly]]:
+    """For each term `n * (x % c)` of `poly` n, x and c, and `poly` with `n * x` in the place of it."""
     for monomial, n in poly.items():
         if len(monomial) == 1 and monomial[0].op is MOD:
+            out = dict(poly)
+            del out[monomial]
             x, c = monomial[0].args
-            if type(c) is int and n * c % b == 0:
-                out = dict(poly)
-                del out[monomial]
-                accumulate(out, poly_of(x), n)
-                return _without_remainders(out, b)
+            accumulate(out, poly_of(x), n)
+            yield n, x, c, out
+
+
+def _without_remainders(poly: Poly, b: int) -> Poly:
+    """`poly` with `x % c` written as `x` where that is the same modulo `b`."""
+    for n, _, c, out in _remainders(poly):
+        if type(c) is int and n * c % b == 0:
+            return _without_remainders(out, b)
     return poly
 
 
 def _with_quotients(poly: Poly, b: Any) -> Poly:
     """`poly` with `x - x % b` written as `b * (x // b)` where that makes it shorter, to be divided by `b`."""
-    for monomial, n in poly.items():
-        if len(monomial) == 1 and monomial[0].op is MOD:
-            x, c = monomial[0].args
-            if c is b or (type(c) is int and type(b) is int and n * c % b == 0):
-                out = dict(poly)
-                del out[monomial]
-                accumulate(out, poly_of(x), n)
-                if len(out) < len(poly):
-                    quotient = floordiv(x, c)
-                    accumulate(out, times(poly_of(quotient), poly_of(c)), -n)
-                    return _with_quotients(out, b)
+    for n, x, c, out in _remainders(poly):
+        fits = c is b or (type(c) is int and type(b) is int and n * c % b == 0)
+        if fits and len(out) < len(poly):
+            accumulate(out, times(poly_of(floordiv(x, c)), poly_of(c)), -n)
+            return _with_quotients(out, b)
     return poly
 
 
 def _rejoined(poly: Poly) -> Poly:
     """`poly` with `x % c + c * (x // c)` written as `x`."""
-    for monomial, n in poly.items():
-        if len(monomial) == 1 and monomial[0].op is MOD:
-            x, c = monomial[0].args
-            if type(c) is not int:
-                continue
-            quotient = poly_of(floordiv(x, c))
-            if all(poly.get(part) == n * c * count for part, count in quotient.items() if part):
-                out = dict(poly)
-                del out[monomial]
-                accumulate(out, quotient, -n * c)
-                accumulate(out, poly_of(x), n)
-                return _rejoined(out)
+    for n, x, c, out in _remainders(poly):
+        quotient = poly_of(floordiv(x, c)) if type(c) is int else {}
+        if quotient and all(poly.get(part) == n * c * count for part, count in quotient.items() if part):
+            accumulate(out, quotient, -n * c)
+            return _rejoined(out)
     return poly
 
 

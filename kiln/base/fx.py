@@ -99,9 +99,7 @@ class _Module:
         return mapped(value, self._leaf)
 
     def _leaf(self, value: Any) -> Any:
-        if type(value) is Node:
-            return self.nodes[value]
-        return self._size(value) if isinstance(value, Expr) else value
+        return self.nodes[value] if type(value) is Node else self._size(value)
 
     def _size(self, value: Any) -> Any:
         """The node that computes an expression, made at its first use."""

@@ -69,52 +69,37 @@ def watched(items: Sequence[T], title: str) -> Iterator[T]:
 
 
 class Screen:
-    """The bar of this process: a thread draws the innermost work while there is any that has taken long."""
+    """The bar of this process: a thread draws the innermost work, once the outermost has taken long."""
 
     def __init__(self) -> None:
         self._works: list[Work] = []
-        self._change = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
 
     def enter(self, work: Work) -> None:
-        with self._change:
+        with self._lock:
             self._works.append(work)
-            if self._thread is None or not self._thread.is_alive():  # it does not live on in a forked process
-                self._thread = threading.Thread(target=self._watch, name="kiln progress", daemon=True)
-                self._thread.start()
-            self._change.notify()
+            if len(self._works) == 1:
+                self._ended = threading.Event()
+                drawing = threading.Thread(target=self._draw, args=(self._ended,), daemon=True)
+                drawing.start()
 
     def leave(self, work: Work) -> None:
-        with self._change:
+        with self._lock:
             self._works.remove(work)
-            self._change.notify()
-
-    def _watch(self) -> None:
-        while True:
-            with self._change:
-                self._change.wait_for(lambda: bool(self._works))
-                first = self._works[0]
-                rest = first.start + PATIENCE - perf_counter()
-                if rest > 0:
-                    self._change.wait(rest)
-            if self._works and perf_counter() - self._works[0].start > PATIENCE:
-                self._draw()
-
-    def _draw(self) -> None:
-        """Show what is at work until nothing is."""
-        with self._change:
             if not self._works:
-                return
-            bar, task = started(self._works[-1].title)
+                self._ended.set()
+
+    def _draw(self, ended: threading.Event) -> None:
+        """Show what is at work until nothing is."""
+        if ended.wait(PATIENCE):
+            return
+        bar, task = started("")
         try:
-            while True:
-                with self._change:
-                    if not self._works:
-                        return
-                    work = self._works[-1]
-                bar.update(task, description=work.title, total=work.total, completed=work.done)
-                with self._change:
-                    self._change.wait(PAUSE)
+            while not ended.is_set():
+                for work in self._works[-1:]:
+                    bar.update(task, description=work.title, total=work.total, completed=work.done)
+                ended.wait(PAUSE)
         finally:
             bar.stop()
 

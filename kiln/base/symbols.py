@@ -145,10 +145,9 @@ class Scope:
 
     def decide(self, question: Truth) -> bool:
         """Whether `question` holds: from what is known, else by the hints, and then that is recorded."""
-        if not isinstance(question, Condition):
-            return bool(question)
         answer = self.known(question)
         if answer is None:
+            assert isinstance(question, Condition)
             if self.is_open(question):
                 answer = None if self.assume is None else self.assume(question)
                 if answer is not None:
@@ -357,8 +356,6 @@ class Scope:
             return from_poly(self, without_quotients(out.poly)) if isinstance(out, Expr) else out
         if value in self._solved:
             return self._solved[value]
-        if value.op is SYMBOL:
-            return value
         args = [self.simplify(arg) for arg in value.args]
         if value.op is MOD and self._divides(value):
             return 0

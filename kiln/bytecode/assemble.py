@@ -16,11 +16,7 @@ from kiln.bytecode.versions import HERE, JUMPS, KIND, OPNAME, REAL, SHIFT, Kind
 
 _PAIR_PARTS = {f"{a}_{b}": (a, b) for a in ("LOAD_FAST", "STORE_FAST") for b in ("LOAD_FAST", "STORE_FAST")}
 _OPPOSITE = {"TRUE": "FALSE", "FALSE": "TRUE", "NONE": "NOT_NONE", "NOT_NONE": "NONE"}
-# Plain integers: a comparison with a member of an enum costs several times as much.
-_CONST, _NAME, _LOCAL, _PAIR, _NONE = (
-    int(kind) for kind in (Kind.CONST, Kind.NAME, Kind.LOCAL, Kind.PAIR, Kind.NONE)
-)
-_BY_VALUE = frozenset((_CONST, _NAME, _LOCAL, _PAIR))
+_BY_VALUE = frozenset((Kind.CONST, Kind.NAME, Kind.LOCAL, Kind.PAIR))
 
 
 class Label:
@@ -166,15 +162,15 @@ class Emitter:
         if op < 0:
             raise Bug(f"this CPython has no instruction {name}")
         kind = KIND[op]
-        if kind == _PAIR and not (self._fixed and all(self._slots.get(n, 16) < 16 for n in arg)):
+        if kind == Kind.PAIR and not (self._fixed and all(self._slots.get(n, 16) < 16 for n in arg)):
             for part, variable in zip(_PAIR_PARTS[name], arg, strict=True):
                 self.raw(part, variable)
             return
-        if kind == _CONST:
+        if kind == Kind.CONST:
             arg = self._const(arg)
-        elif kind == _NAME:
+        elif kind == Kind.NAME:
             arg = self._names.setdefault(arg, len(self._names)) << SHIFT[op] | bits
-        elif (op in JUMPS) != isinstance(arg, Label) or (kind == _NONE) != (arg is None):
+        elif (op in JUMPS) != isinstance(arg, Label) or (kind == Kind.NONE) != (arg is None):
             raise Bug(f"{name} does not take {arg!r}")
         self._rows.append((op, arg))
         self._positions.append(self.position)
@@ -237,9 +233,9 @@ class Emitter:
 
     def _settle(self, op: int, arg: Any, slots: dict[str, int]) -> Row:
         kind = KIND[op]
-        if kind == _LOCAL:
+        if kind == Kind.LOCAL:
             return Row(op, slots.setdefault(arg, len(slots)))
-        if kind == _PAIR:
+        if kind == Kind.PAIR:
             return Row(op, slots[arg[0]] << 4 | slots[arg[1]])
         if isinstance(arg, Label):
             if arg.row < 0:

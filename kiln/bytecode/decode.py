@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, NamedTuple
 
-from kiln.base.errors import Bug
 from kiln.bytecode.versions import (
     CACHES,
     COMPARISONS,
@@ -133,16 +132,12 @@ def _read(code: CodeType, names: tuple[str, ...]) -> tuple[list[int], tuple[Inst
     return units, tuple(_resolve(code, names, rows, units))
 
 
-# Plain integers: a comparison with a member of an enum costs several times as much.
-_COMMON = (int(Kind.LOCAL), int(Kind.CONST), int(Kind.NONE), int(Kind.NAME), int(Kind.PLAIN))
-
-
 def _resolve(
     code: CodeType, names: tuple[str, ...], rows: list[tuple[int, int, int]], units: list[int]
 ) -> list[Instruction]:
     consts, attributes = code.co_consts, code.co_names
     make = tuple.__new__
-    local, const, none, name, plain = _COMMON
+    local, const, none, name, plain = Kind.LOCAL, Kind.CONST, Kind.NONE, Kind.NAME, Kind.PLAIN
     result: list[Instruction] = []
     lines = code.co_lines()
     _, end, line = next(lines, (0, len(code.co_code), None))
@@ -182,10 +177,8 @@ def _special(
             return (names[number >> 4], names[number & 15]), False
         case Kind.COMPARE:
             return COMPARISONS[number >> HERE.compare_shift], bool(number & HERE.compare_bool)
-        case Kind.BINARY:
-            return OPERATORS[number], False
-        case Kind.INTRINSIC_1:
-            return INTRINSICS_1[number], False
-        case Kind.INTRINSIC_2:
-            return INTRINSICS_2[number], False
-    raise Bug(f"argument of {OPNAME[op]}: kind {Kind(kind).name} is not read")
+    return _NAMED[kind][number], False
+
+
+#: What numbers of other kinds stand for.
+_NAMED = {Kind.BINARY: OPERATORS, Kind.INTRINSIC_1: INTRINSICS_1, Kind.INTRINSIC_2: INTRINSICS_2}

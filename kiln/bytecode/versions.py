@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import opcode
 import sys
-from enum import IntEnum
 from typing import Final
 
 from kiln.base.dataclass import dataclass
 
 
-class Kind(IntEnum):
-    """How the argument of an instruction is read."""
+class Kind:
+    """How the argument of an instruction is read: plain integers, which are compared many times."""
 
-    NONE = 0
-    PLAIN = 1
-    CONST = 2
-    NAME = 3
-    LOCAL = 4
-    PAIR = 5
-    FORWARD = 6
-    BACKWARD = 7
-    COMPARE = 8
-    BINARY = 9
-    INTRINSIC_1 = 10
-    INTRINSIC_2 = 11
+    NONE, PLAIN, CONST, NAME, LOCAL, PAIR, FORWARD, BACKWARD, COMPARE = range(9)
+    BINARY, INTRINSIC_1, INTRINSIC_2 = range(9, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +95,7 @@ _SPECIAL = {
 }  # fmt: skip
 
 
-def _kind(op: int) -> Kind:
+def _kind(op: int) -> int:
     name = OPNAME[op]
     if name in _SPECIAL:
         return _SPECIAL[name]
@@ -124,7 +113,7 @@ def _kind(op: int) -> Kind:
     return Kind.PLAIN if has_arg else Kind.NONE
 
 
-KIND: Final[tuple[int, ...]] = tuple(int(_kind(op)) for op in range(256))
+KIND: Final[tuple[int, ...]] = tuple(_kind(op) for op in range(256))
 
 JUMPS: Final = frozenset(op for op in range(256) if KIND[op] in (Kind.FORWARD, Kind.BACKWARD))
 """Instructions that have a jump target."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -24,7 +22,7 @@ from kiln.capture.array_calls import (
     to_tensor,
 )
 from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
-from kiln.capture.calls import CALLERS, HANDLERS, POLICIES, Args, Kwargs, foreign, handles, native, unknown
+from kiln.capture.calls import CALLERS, POLICIES, Args, Kwargs, foreign, handles, native, unknown
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import Machine
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
@@ -104,10 +102,6 @@ def refuse_large(m: Machine, value: Any) -> None:
         raise Break("foreign-object", why, "turn it into a tensor outside the compiled function")
 
 
-def call_array_function_of(function: Any, m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return call_array_function(m, function, args, kwargs)
-
-
 def constant_array(value: Any) -> Any:
     """The array, which nobody may change any more because a tensor made from it is part of the graph."""
     if isinstance(value, numpy.ndarray):
@@ -126,20 +120,14 @@ def from_numpy(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return constant_tensor(m, constant_array(args[0]))
 
 
-def as_tensor(function: Any) -> Callable[..., Any]:
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if args and type(args[0]) is FakeArray:
-            return to_tensor(m, args[0], function, args[1:], kwargs)
-        if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
-            refuse_large(m, args[0])
-            return constant_tensor(m, constant_array(args[0]), args[1:], kwargs)
-        return literal_tensor(m, args, kwargs, function)
-
-    return handler
-
-
-for _function in (torch.as_tensor, torch.asarray, torch.tensor):
-    handles(_function)(as_tensor(_function))
+@handles(torch.as_tensor, torch.asarray, torch.tensor, told=True)
+def as_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    if args and type(args[0]) is FakeArray:
+        return to_tensor(m, args[0], function, args[1:], kwargs)
+    if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
+        refuse_large(m, args[0])
+        return constant_tensor(m, constant_array(args[0]), args[1:], kwargs)
+    return literal_tensor(m, args, kwargs, function)
 
 
 def make_array(r: Rebuilder, value: Any) -> None:
@@ -162,8 +150,6 @@ def read_scalar(world: World, value: Any, source: Source) -> Any:
 for _kind in SCALARS:
     READERS[_kind] = read_scalar
     MAKERS[_kind] = Rebuilder.constant
-    HANDLERS[id(_kind)] = functools.partial(call_array_function_of, _kind)
-HANDLERS[id(numpy.dtype)] = functools.partial(call_array_function_of, numpy.dtype)
 READERS[numpy.ndarray], MAKERS[numpy.ndarray] = read_array, make_array
 READERS[numpy.ufunc], MAKERS[numpy.ufunc] = World.pin, Rebuilder.constant
 READERS[type(numpy.sum)], MAKERS[type(numpy.sum)] = World.pin, Rebuilder.constant
@@ -173,7 +159,10 @@ DTYPES: set[Any] = {
 for _dtype in (numpy.dtype, *DTYPES):
     READERS[_dtype], MAKERS[_dtype] = read_scalar, Rebuilder.constant
 CALLERS[numpy.ufunc] = CALLERS[type(numpy.sum)] = POLICIES["array"] = call_array_function
-for _space in (numpy, numpy.linalg, numpy.fft):
-    for _name, _function in vars(_space).items():
-        if isinstance(_function, (types.BuiltinFunctionType, types.FunctionType)) and _name not in IMPURE:
-            HANDLERS[id(_function)] = functools.partial(call_array_function_of, _function)
+FUNCTIONS = [
+    function for space in (numpy, numpy.linalg, numpy.fft) for name, function in vars(space).items()
+    if isinstance(function, (types.BuiltinFunctionType, types.FunctionType)) and name not in IMPURE
+]  # fmt: skip
+handles(*SCALARS, numpy.dtype, *FUNCTIONS, told=True)(
+    lambda m, args, kwargs, function: call_array_function(m, function, args, kwargs)
+)

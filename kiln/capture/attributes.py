@@ -17,17 +17,13 @@ from kiln.capture.frame import Machine, UserError
 from kiln.capture.world import CONSTANTS, DELETED, MISSING
 from kiln.capture.wrappers import PLAIN_TYPES
 from kiln.check.guards import Absent, Contains, Is, Length
-from kiln.check.values import lookup
+from kiln.check.values import mro_lookup as mro_lookup
 from kiln.ops.fake import FakeTensor
 
 NATIVE_DESCRIPTORS = (
     types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType,
 )  # fmt: skip
-
-
-#: The raw value of a name along the MRO of a class, or MISSING.
-mro_lookup = lookup
 
 
 def type_lookup(m: Machine, cls: type, name: str) -> Any:

@@ -133,12 +133,9 @@ def flat(kinds: Any) -> list[Any]:
 def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
     if wanted in LEGACY:
         return value.dtype is wanted.dtype and value.device.type == "cpu"
-    if isinstance(wanted, type) and type(wanted) in (type, abc_meta):
-        return issubclass(kind, wanted)
     return isinstance(value, wanted) or isinstance(wanted, type) and issubclass(kind, wanted)
 
 
-abc_meta = type(collections.abc.Sized)
 LEGACY = frozenset(
     getattr(torch, f"{name}Tensor")
     for name in "Float Double Half Long Int Short Char Byte Bool BFloat16".split()
@@ -332,26 +329,16 @@ declare({
 })  # fmt: skip
 
 
-def by_dunder(function: Any, name: str) -> None:
-    """A builtin that asks its argument's class for a special method."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if args:
-            if type(args[0]) is FakeTensor and function is abs:
-                return m.torch_call(torch.abs, args, kwargs)
-            method = operators.python_method(m, args[0], name)
-            if method is not None:
-                return m.call(method, args, kwargs)
-        return native(m, function, args, kwargs)
-
-    handles(function)(handler)
-
-
-for _function, _name in (
-    (abs, "__abs__"), (round, "__round__"), (int, "__int__"), (float, "__float__"), (complex, "__complex__"),
-    (reversed, "__reversed__"), (operator.index, "__index__"), (bytes, "__bytes__"),
-):  # fmt: skip
-    by_dunder(_function, _name)
+@handles(abs, round, int, float, complex, reversed, operator.index, bytes, told=True)
+def by_dunder(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A builtin that asks its argument's class for a special method of its name."""
+    if args:
+        if type(args[0]) is FakeTensor and function is abs:
+            return m.torch_call(torch.abs, args, kwargs)
+        method = operators.python_method(m, args[0], f"__{function.__name__}__")
+        if method is not None:
+            return m.call(method, args, kwargs)
+    return native(m, function, args, kwargs)
 
 
 for _sign, _binary in {**operators.BINARY, **operators.COMPARE}.items():
@@ -406,24 +393,16 @@ class Stepper(Iterating):
 MAKERS[Stepper] = lambda r, stepper: r.push(stepper.inner)
 
 
-def over_items(*functions: Any, every: bool = False) -> None:
-    """Builtins that walk their first argument (or all of them): user-defined iterables are interpreted."""
-
-    for function in functions:
-
-        def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
-            count = len(args) if every else 1
-            walked = [
-                list(m.iterate(a)) if isinstance(a, FakeTensor) and not every else items_of(m, a)
-                for a in args[:count]
-            ]
-            return native(m, function, (*walked, *args[count:]), kwargs)
-
-        handles(function)(handler)
+@handles(list, tuple, set, frozenset, enumerate, collections.deque, dict.fromkeys, told=True)
+def over_items(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """Builtins that walk their first argument: user-defined iterables are interpreted."""
+    walked = [list(m.iterate(a)) if isinstance(a, FakeTensor) else items_of(m, a) for a in args[:1]]
+    return native(m, function, (*walked, *args[1:]), kwargs)
 
 
-over_items(list, tuple, set, frozenset, enumerate, collections.deque, dict.fromkeys)
-over_items(zip, every=True)
+@handles(zip)
+def together(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    return native(m, zip, tuple([items_of(m, a) for a in args]), kwargs)
 
 
 @handles(sum)
@@ -449,30 +428,28 @@ def dictionary(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return native(m, dict, args, kwargs)
 
 
-def extremum(function: Any, sign: str) -> None:
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        values = list(items_of(m, args[0])) if len(args) == 1 else list(args)
-        key = kwargs.get("key")
-        if not values:
-            if "default" in kwargs:
-                return kwargs["default"]
-            return m.native(function, values)
-        if not kwargs and len({symbolic.SEEN_AS.get(type(v), type(v)) for v in values} - {int, float}) == 0:
-            kinds = {symbolic.is_float(value) for value in values}
-            if len(kinds) == 1 and any(type(value) in symbolic.SYMBOLIC for value in values):
-                return symbolic.extreme(function, values)
-        best, score = values[0], m.call(key, (values[0],)) if key else values[0]
-        for value in values[1:]:
-            other = m.call(key, (value,)) if key else value
-            better = operators.compare(m, sign, other, score)
-            if type(better) is FakeTensor and not key and alike(best, value):
-                best = score = m.torch_call(torch.where, (better, value, best), {})
-                m.chosen.append((best, m.safe_step()))
-            elif m.truth(better):
-                best, score = value, other
-        return best
-
-    handles(function)(handler)
+@handles(max, min, told=True)
+def extremum(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    values = list(items_of(m, args[0])) if len(args) == 1 else list(args)
+    key = kwargs.get("key")
+    if not values:
+        if "default" in kwargs:
+            return kwargs["default"]
+        return m.native(function, values)
+    if not kwargs and len({symbolic.SEEN_AS.get(type(v), type(v)) for v in values} - {int, float}) == 0:
+        kinds = {symbolic.is_float(value) for value in values}
+        if len(kinds) == 1 and any(type(value) in symbolic.SYMBOLIC for value in values):
+            return symbolic.extreme(function, values)
+    best, score = values[0], m.call(key, (values[0],)) if key else values[0]
+    for value in values[1:]:
+        other = m.call(key, (value,)) if key else value
+        better = operators.compare(m, ">" if function is max else "<", other, score)
+        if type(better) is FakeTensor and not key and alike(best, value):
+            best = score = m.torch_call(torch.where, (better, value, best), {})
+            m.chosen.append((best, m.safe_step()))
+        elif m.truth(better):
+            best, score = value, other
+    return best
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -485,10 +462,6 @@ def alike(one: Any, other: Any) -> bool:
         facts = ("shape", "dtype", "device", "requires_grad")
         return all(getattr(one, fact) == getattr(other, fact) for fact in facts)
     return kinds.keys() <= ({int, float} if scalar.is_floating_point() else {int})
-
-
-extremum(max, ">")
-extremum(min, "<")
 
 
 @handles(functools.reduce)
@@ -519,45 +492,30 @@ def dict_get(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
         found = m.world.item(owner, args[0])
         if found is not MISSING:
             return found
-        known = m.world.contains(owner, args[0])
-        return MISSING if known is None else args[1]
+        return MISSING if m.world.contains(owner, args[0]) is None else args[1]
     return m.world.item(owner, args[0]) if args else MISSING
 
 
-def dict_contains(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    known = m.world.contains(owner, args[0])
-    return MISSING if known is None else known
-
-
-def walking(*keys: tuple[type, str]) -> None:
+def walk(function: Any, m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     """Native methods that walk their arguments: user-defined iterables are interpreted."""
-    for kind, name in keys:
-        native_method = getattr(kind, name)
-
-        def handler(m: Machine, owner: Any, args: Args, kwargs: Kwargs, function: Any = native_method) -> Any:
-            if function in EXTENDS and len(args) == 1 and type(args[0]) in (list, tuple) and not kwargs:
-                if m.world.append(owner, m.world.touch(args[0])):
-                    return None
-            m.world.touch(owner)
-            if m.world.unguarded(owner) and not isinstance(owner, (str, frozenset)):
-                return MISSING
-            return native(m, function, (owner, *(a if a is owner else items_of(m, a) for a in args)), kwargs)
-
-        METHODS[kind, name] = handler
+    if function in EXTENDS and len(args) == 1 and type(args[0]) in (list, tuple) and not kwargs:
+        if m.world.append(owner, m.world.touch(args[0])):
+            return None
+    m.world.touch(owner)
+    if m.world.unguarded(owner) and not isinstance(owner, (str, frozenset)):
+        return MISSING
+    return native(m, function, (owner, *(a if a is owner else items_of(m, a) for a in args)), kwargs)
 
 
 EXTENDS = (list.extend, collections.deque.extend)
-walking(
+for _kind, _name in (
     (list, "extend"), (collections.deque, "extend"), (collections.deque, "extendleft"), (set, "update"),
     (str, "join"), (list, "__init__"), (set, "union"), (set, "intersection"), (set, "difference"),
     (set, "symmetric_difference"), (set, "issubset"), (set, "issuperset"), (set, "isdisjoint"),
     (set, "difference_update"), (set, "intersection_update"), (frozenset, "union"),
     (frozenset, "intersection"), (frozenset, "difference"), (set, "__init__"),
-)  # fmt: skip
-
-
-def append_item(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
-    return None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING
+):  # fmt: skip
+    METHODS[_kind, _name] = functools.partial(walk, getattr(_kind, _name))
 
 
 def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -569,9 +527,11 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
-METHODS[dict, "__contains__"] = dict_contains
+METHODS[dict, "__contains__"] = lambda m, owner, args, kwargs: (
+    MISSING if (known := m.world.contains(owner, args[0])) is None else known)
 METHODS[list, "sort"] = sort_list
-METHODS[list, "append"] = METHODS[collections.deque, "append"] = append_item
+METHODS[list, "append"] = METHODS[collections.deque, "append"] = lambda m, owner, args, kwargs: (
+    None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING)
 
 
 @handles(sorted)
@@ -597,20 +557,13 @@ def build_class(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.world.made_class(m.native(builtins.__build_class__, body, *args[1:], **kwargs))
 
 
-def class_decorators(*functions: Any) -> None:
+@handles(dataclasses._process_class, functools.total_ordering, enum.unique, told=True)  # type: ignore[attr-defined]
+def decorate_class(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """Decorators that run as they are on a class that was made here."""
-    for function in functions:
-
-        def handler(m: Machine, args: Args, kwargs: Kwargs, function: Any = function) -> Any:
-            if id(args[0]) not in m.world.made_classes:
-                why = f"{args[0].__qualname__} is changed by {function.__qualname__}"
-                raise Break("class-write", why, "decorate it outside")
-            return m.world.made_class(m.native(function, *args, **kwargs))
-
-        handles(function)(handler)
-
-
-class_decorators(dataclasses._process_class, functools.total_ordering, enum.unique)  # type: ignore[attr-defined]
+    if id(args[0]) not in m.world.made_classes:
+        why = f"{args[0].__qualname__} is changed by {function.__qualname__}"
+        raise Break("class-write", why, "decorate it outside")
+    return m.world.made_class(m.native(function, *args, **kwargs))
 
 
 declare({

@@ -55,12 +55,12 @@ POSITIONAL = {id(function): counts for function, counts in (
 )}  # fmt: skip
 
 
-def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare how calls of these very objects are captured."""
+def handles(*functions: Any, told: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare how calls of these very objects are captured; `told`: the handler is told which it is."""
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            HANDLERS[id(function)] = handler
+            HANDLERS[id(function)] = functools.partial(handler, function=function) if told else handler
             ALIVE.append(function)
         return handler
 
@@ -75,8 +75,7 @@ def declare(rules: dict[Any, Callable[..., Any]]) -> None:
 
 def runs_now(*functions: Any) -> None:
     """Declare that calls of these very objects run as they are."""
-    for function in functions:
-        handles(function)(lambda m, args, kwargs, function=function: m.native(function, *args, **kwargs))
+    handles(*functions, told=True)(lambda m, args, kwargs, function: m.native(function, *args, **kwargs))
 
 
 def refuses(kind: str, why: str, hint: str, *functions: Any) -> None:
@@ -235,14 +234,10 @@ BREAKING = {
 }
 
 
-def marked_break(mark: str) -> Callable[..., Any]:
+def marked_break(mark: str, m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     kind, why, hint = BREAKING[mark]
-
-    def action(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        said = "" if "{}" in why else str(args[0]) if args else kwargs.get("msg")
-        raise Break(kind, said or why.format(getattr(function, "__qualname__", function)), hint)
-
-    return action
+    said = "" if "{}" in why else str(args[0]) if args else kwargs.get("msg")
+    raise Break(kind, said or why.format(getattr(function, "__qualname__", function)), hint)
 
 
 def marked_skip_frame(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -256,7 +251,7 @@ def marked_constant(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> An
 
 MARKED: dict[str, Callable[..., Any]] = {
     marks.ALLOW: leaf, marks.CONSTANT: marked_constant, marks.SKIP_FRAME: marked_skip_frame,
-    **{mark: marked_break(mark) for mark in BREAKING},
+    **{mark: functools.partial(marked_break, mark) for mark in BREAKING},
 }  # fmt: skip
 
 
@@ -426,18 +421,12 @@ def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque"
         why = f"a {cls.__name__} is made, whose __del__ is to run once"
         raise Break("finalizer", why, "make it outside the compiled function")
     maker = attributes.type_lookup(m, cls, "__new__")
-    if getattr(cls, "__abstractmethods__", None):
-        return m.native(cls, *args, **kwargs)
     if isinstance(maker, staticmethod):
         maker = maker.__func__
     if isinstance(maker, types.FunctionType):
         made = call(m, m.world.constant(maker), (cls, *args), kwargs)
     elif maker is object.__new__ or maker is attributes.mro_lookup(object, "__new__"):
-        if args or kwargs:
-            init = attributes.mro_lookup(cls, "__init__")
-            if init is attributes.mro_lookup(object, "__init__"):
-                raise UserError(TypeError(f"{cls.__name__}() takes no arguments"))
-        made = m.native(object.__new__, cls)
+        made = m.native(object.__new__, cls, *args, **kwargs)
     else:
         made = native(m, maker, (cls, *args), kwargs, known=purity.native_base(cls), what=cls)
     if not isinstance(made, cls):

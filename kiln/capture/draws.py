@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,23 +51,19 @@ def number(m: Machine, function: Any, owner: Source | None, args: Args, found: r
     return wrap(symbol)
 
 
-def drawing(function: Any, like: Any, ints: Any) -> Any:
-    """How a method of generators is captured; `like` is that of a generator of no consequence."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        owner, *given = args
-        if type(owner) is random.Random and owner is not SHARED and m.source(owner) is None:
-            return native(m, function, args, kwargs)
-        plain = type(owner) is type(like.__self__) and not kwargs and {*map(type, given)} <= {int, float}
-        if not plain or type(m.recorder) is not Recorder:  # a graph in it may run more than once in a call
-            raise refusal(function)
-        result = m.native(like, *given)  # raises what it raises
-        found = ints(*given) if ints else None
-        if type(result) not in (int, float) or found and max(map(abs, (found[0], found[-1]))) > LARGEST:
-            raise refusal(function)
-        return number(m, function, m.source(owner) or Const(owner), tuple(given), found)
-
-    return handler
+def drawing(m: Machine, args: Args, kwargs: Kwargs, function: Any, like: Any, ints: Any) -> Any:
+    """A method of generators; `like` is that of a generator of no consequence."""
+    owner, *given = args
+    if type(owner) is random.Random and owner is not SHARED and m.source(owner) is None:
+        return native(m, function, args, kwargs)
+    plain = type(owner) is type(like.__self__) and not kwargs and {*map(type, given)} <= {int, float}
+    if not plain or type(m.recorder) is not Recorder:  # a graph in it may run more than once in a call
+        raise refusal(function)
+    result = m.native(like, *given)  # raises what it raises
+    found = ints(*given) if ints else None
+    if type(result) not in (int, float) or found and max(map(abs, (found[0], found[-1]))) > LARGEST:
+        raise refusal(function)
+    return number(m, function, m.source(owner) or Const(owner), tuple(given), found)
 
 
 SHARED = random.random.__self__  # type: ignore[attr-defined]
@@ -76,7 +73,7 @@ def draws(generator: Any, floats: str, ints: dict[str, Any]) -> None:
     """Declare methods of such generators: those that give a float, and those that give an int of a range."""
     for name in (*floats.split(), *ints):
         function = getattr(type(generator), name)
-        handles(function)(drawing(function, getattr(generator, name), ints.get(name)))
+        handles(function, told=True)(partial(drawing, like=getattr(generator, name), ints=ints.get(name)))
 
 
 draws(
@@ -86,24 +83,17 @@ draws(
 )
 
 
-def seeding(function: Any) -> Any:
-    """How a method that sets the state of a generator is captured: it runs among the draws."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        owner, *given = args
-        if owner is not SHARED and m.source(owner) is None:
-            return native(m, function, args, kwargs)
-        constant = all(type(part) in (int, float, str, bytes, type(None)) for part in nested(given)
-                       if type(part) is not tuple)
-        if not given or given == [None] or kwargs or not constant or type(m.recorder) is not Recorder:
-            raise Break("random-state", "a random generator is seeded", "seed it outside, or with a constant")
-        number(m, function, m.source(owner) or Const(owner), tuple(given), None)
-
-    return handler
-
-
-for _function in (random.Random.seed, random.Random.setstate):
-    handles(_function)(seeding(_function))
+@handles(random.Random.seed, random.Random.setstate, told=True)
+def seeding(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A method that sets the state of a generator runs among the draws."""
+    owner, *given = args
+    if owner is not SHARED and m.source(owner) is None:
+        return native(m, function, args, kwargs)
+    constant = all(type(part) in (int, float, str, bytes, type(None)) for part in nested(given)
+                   if type(part) is not tuple)  # fmt: skip
+    if not given or given == [None] or kwargs or not constant or type(m.recorder) is not Recorder:
+        raise Break("random-state", "a random generator is seeded", "seed it outside, or with a constant")
+    number(m, function, m.source(owner) or Const(owner), tuple(given), None)
 
 
 @handles(torch.manual_seed)

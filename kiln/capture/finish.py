@@ -12,12 +12,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kiln import _hook
+from kiln.base import state
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, is_untouched
 from kiln.base.reports import words_of
 from kiln.bytecode import decompile
 from kiln.bytecode.assemble import Emitter, Label
-from kiln.capture import expected, nested, runtime, state
+from kiln.capture import expected, nested, runtime
 from kiln.capture.frame import Frame, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.onward import Resumption
@@ -349,15 +350,11 @@ def shadow_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     if not shadow.changed():
         return []
     copy, now, before = shadow.copy, shadow.now(), shadow.before
-    if isinstance(now, set):
-        return [(runtime.write_set, (copy, now))]
-    if isinstance(copy, list):
-        return [(list.__setitem__, (copy, slice(None), now))]
-    if isinstance(now, list):
-        return [(runtime.write_deque, (copy, now))]
+    if not isinstance(now, dict):
+        return [(runtime.rewrite, (copy, now))]
     deleted = tuple(k for k in before if k not in now)
     changed = {k: v for k, v in now.items() if k not in before or before[k] is not v}
     natural = [k for k in before if k in now] + [k for k in now if k not in before]
     if natural == list(now):
         return [(runtime.write_dict, (copy, changed, deleted))]
-    return [(runtime.rewrite_dict, (copy, dict(now)))]
+    return [(runtime.rewrite, (copy, dict(now)))]

@@ -95,19 +95,13 @@ def random_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.native(random.Random, *args, **kwargs)
 
 
-def memory_file(kind: Any) -> Callable[..., Any]:
-    """How a file in memory is made; one that lasts is made where the graph breaks for it."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        made = native(m, kind, args, kwargs)
-        m.steps[id(made)] = m.safe_step()
-        m.world.keep.append(made)
-        return made
-
-    return handler
-
-
-declare({kind: memory_file(kind) for kind in (io.StringIO, io.BytesIO)})
+@handles(io.StringIO, io.BytesIO, told=True)
+def memory_file(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A file in memory; one that lasts is made where the graph breaks for it."""
+    made = native(m, function, args, kwargs)
+    m.steps[id(made)] = m.safe_step()
+    m.world.keep.append(made)
+    return made
 
 
 @handles(os.getcwd)

@@ -12,7 +12,7 @@ from torch.utils._device import _device_constructors
 
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
-from kiln.capture import (
+from kiln.capture import (  # noqa: F401  (some are here for the handlers that they declare)
     attributes,
     backward,
     builtin_calls,
@@ -393,8 +393,6 @@ class Machine:
     def next(self, iterator: Any) -> Any:
         """The next item, or MISSING at the end."""
         kind = type(iterator)
-        if kind is Generator:
-            return iterator.advance()
         if kind.__module__ in purity.OWN_MODULES:
             return self.view(next(iterator, MISSING))
         method = attributes.type_lookup(self, kind, "__next__")
@@ -442,9 +440,3 @@ class Machine:
 SAFE_ITERABLES: tuple[type, ...] = (
     str, bytes, range, tuple, frozenset, type, types.MappingProxyType, *purity.DICT_VIEWS,
 )  # fmt: skip
-
-
-__all__ = [
-    "Machine", "backward", "builtin_calls", "copies", "functions", "library_calls", "number_calls",
-    "open_numbers", "optimizer_calls", "scans", "torch_calls", "transforms",
-]  # fmt: skip

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kiln import _hook
-from kiln.base import marks
-from kiln.capture import state
+from kiln.base import marks, state
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,

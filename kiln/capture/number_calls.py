@@ -11,21 +11,9 @@ from typing import Any
 import torch
 
 from kiln.capture import operators, symbolic
-from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, declare, native
+from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, handles, native
 from kiln.capture.frame import Machine
 from kiln.capture.world import MISSING
-
-
-def on_symbols(function: Any, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """How calls of a function with a symbolic number are captured; others go as before."""
-    before = HANDLERS.get(id(function))
-
-    def choose(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if symbolic.holds_symbols(args):
-            return handler(m, function, *args, **kwargs)
-        return native(m, function, args, kwargs) if before is None else before(m, args, kwargs)
-
-    return choose
 
 
 def of_one_number(m: Machine, function: Any, value: Any, *rest: Any) -> Any:
@@ -82,4 +70,13 @@ RULES: dict[Any, Callable[..., Any]] = {
     torch.sym_sum: lambda m, f, values: reduce(partial(operators.binary, m, "+"), values, 0),
     torch.sym_not: lambda m, f, value: not m.truth(value),
 }  # fmt: skip
-declare({function: on_symbols(function, rule) for function, rule in RULES.items()})
+BEFORE: dict[Any, Any] = {function: HANDLERS.get(id(function)) for function in RULES}
+
+
+@handles(*RULES, told=True)
+def on_symbols(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A call with a symbolic number is captured by its rule; others go as before."""
+    if symbolic.holds_symbols(args):
+        return RULES[function](m, function, *args, **kwargs)
+    before = BEFORE[function]
+    return native(m, function, args, kwargs) if before is None else before(m, args, kwargs)

@@ -137,23 +137,19 @@ MAKERS[OpenText] = lambda r, value: r.source(value.source)
 MAKERS[OpenNumber] = lambda r, value: r.call(torch.Tensor.item, value.tensor)
 
 
-def converted(kind: type) -> Any:
-    """How `float(x)` and `int(x)` are captured: of a tensor as those of `x.item()`, where that is open."""
-    before = HANDLERS[id(kind)]
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if len(args) == 1 and type(args[0]) is FakeTensor and kind_of(args[0]) in (kind, int, float):
-            same = kind_of(args[0]) is kind
-            if same or m.numbers:
-                number = item(m, args, kwargs)
-                return number if same else before(m, (number,), kwargs)
-        return before(m, args, kwargs)
-
-    return handler
+BEFORE: dict[Any, Any] = {kind: HANDLERS[id(kind)] for kind in (float, int)}
 
 
-for _kind in (float, int):
-    handles(_kind)(converted(_kind))
+@handles(*BEFORE, told=True)
+def converted(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """`float(x)` and `int(x)` are captured, of a tensor, as those of `x.item()`, where that is open."""
+    before = BEFORE[function]
+    if len(args) == 1 and type(args[0]) is FakeTensor and kind_of(args[0]) in (int, float):
+        same = kind_of(args[0]) is function
+        if same or m.numbers:
+            number = item(m, args, kwargs)
+            return number if same else before(m, (number,), kwargs)
+    return before(m, args, kwargs)
 
 
 @handles(bool)

@@ -289,7 +289,7 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     """`container[key]`."""
     kind = type(container)
     if kind is FakeTensor:
-        return m.torch_call(operator.getitem, (container, index_of(m, key)), {})
+        return m.torch_call(operator.getitem, (container, m.world.touch_deep(key)), {})
     key = plain_key(m, container, key, "__getitem__")
     found = m.world.item(container, key)
     if found is not MISSING:
@@ -340,14 +340,6 @@ def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
     return symbolic.concrete(key)
 
 
-def index_of(m: Machine, key: Any) -> Any:
-    m.world.touch(key)
-    if type(key) is tuple:
-        for part in key:
-            m.world.touch(part)
-    return key
-
-
 def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaque") -> None:
     """`container[key] = value`."""
     if type(container) is FakeTensor:
@@ -355,7 +347,7 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         if id(value) in m.merged:
             m.torch_call(torch.Tensor.copy_, (container, value), {})
             return
-        m.torch_call(operator.setitem, (container, index_of(m, key), value), {})
+        m.torch_call(operator.setitem, (container, m.world.touch_deep(key), value), {})
         return
     key = plain_key(m, container, key, "__setitem__")
     method = python_method(m, container, "__setitem__")

@@ -44,17 +44,11 @@ def without_branches(step: Any, places: list[int], *args: Any, **kwargs: Any) ->
             number.copy_(wide)
 
 
-def branches(step: Any) -> None:
-    """Declare that a step branches on counts unless it is `capturable`."""
-    places = [i for i, name in enumerate(inspect.signature(step).parameters) if name in NUMBERS]
-
-    @handles(step)
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        # Gradients would go both ways too.
-        if kwargs.get("capturable") is False and not kwargs.get("differentiable") and len(args) > places[-1]:
-            return m.inline(without_branches, (step, places, *args), kwargs)  # type: ignore[arg-type]
-        return m.inline(step, args, kwargs)
-
-
-for _step in (radam, asgd, adamax):
-    branches(_step)
+@handles(radam, asgd, adamax, told=True)
+def branching(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A step that branches on counts unless it is `capturable`."""
+    places = [i for i, name in enumerate(inspect.signature(function).parameters) if name in NUMBERS]
+    # Gradients would go both ways too.
+    if kwargs.get("capturable") is False and not kwargs.get("differentiable") and len(args) > places[-1]:
+        return m.inline(without_branches, (function, places, *args), kwargs)  # type: ignore[arg-type]
+    return m.inline(function, args, kwargs)

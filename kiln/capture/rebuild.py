@@ -439,12 +439,10 @@ class Rebuilder:
             raise Unbuildable(value, self.steps.get(id(value), -1))
         self.call(runtime.make_object, Raw(cls))
         self.named(value)
-        if isinstance(value, dict) and dict.__len__(value):
-            self.then(runtime.fill_dict, value, dict(runtime.mapping_type(value).items(value)))
-        if isinstance(value, list) and list.__len__(value):
-            self.then(list.extend, value, list(list.__iter__(value)))
-        if isinstance(value, set) and set.__len__(value):
-            self.then(set.update, value, list(set.__iter__(value)))
+        kind, fill = next((one for one in runtime.FILLS if isinstance(value, one[0])), (None, None))
+        if kind is not None and kind.__len__(value):
+            held = runtime.contents(value) if isinstance(value, dict) else list(kind.__iter__(value))
+            self.then(fill, value, held)
         slots = {
             name: item
             for base in cls.__mro__ for name, member in vars(base).items()
@@ -522,7 +520,7 @@ SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
     list: (lambda v: (), list.extend), dict: (lambda v: (), runtime.fill_dict),
     collections.OrderedDict: (lambda v: (), runtime.fill_dict),
     collections.defaultdict: (lambda v: (v.default_factory,), runtime.fill_dict),
-    collections.deque: (lambda v: ((), v.maxlen), runtime.write_deque),
+    collections.deque: (lambda v: ((), v.maxlen), collections.deque.extend),
 }  # fmt: skip
 FILLED = (object, dict, list, set, collections.OrderedDict)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})

@@ -301,7 +301,7 @@ class Match:
             if self.values[at] is not self.recipe.places[at].value:
                 raise Differs
         elif type(guard) is SameObject or type(guard) is Distinct:
-            if not guard.relates([self.values[at] for at in places]):
+            if not guard.test([self.values[at] for at in places]):
                 raise Differs
         elif type(guard) is Is and isinstance(guard.value, torch.nn.Module):
             self._paired(guard.value, self.values[place])

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from kiln.base import state
 from kiln.base.source import Const
-from kiln.capture import runtime, state
+from kiln.capture import runtime
 from kiln.capture.frame import Differs, Machine
 from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.recipes import Call, Match, Recipe, made_like, read, replaced, same_again

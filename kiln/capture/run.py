@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import types
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from kiln.base import log, options, strict
+from kiln.base import log, options, state, strict
 from kiln.base.errors import Break, KilnError, Skip
 from kiln.base.source import Arg, Const, Global
-from kiln.capture import draws, flags, function_modes, open_numbers, state
+from kiln.capture import arrays as arrays
+from kiln.capture import draws, flags, function_modes, open_numbers
 from kiln.capture.finish import Captured, Compiler, Finisher
 from kiln.capture.frame import Frame, Looked, Recalled, Replaced, Restart, Unfit, Unsettled, UserError
 from kiln.capture.machine import Machine
@@ -29,9 +29,6 @@ from kiln.capture.world import World
 from kiln.check.guards import Equals
 from kiln.check.torch_guards import GlobalState
 from kiln.ops.fake import LITERALS
-
-with contextlib.suppress(ModuleNotFoundError):  # numpy may be absent, as for torch
-    from kiln.capture import arrays  # noqa: F401
 
 ATTEMPTS = 12
 LOOKED = "looked at"  # where the paths are kept of texts that a function looks at
@@ -68,29 +65,29 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except Break as e:
             if not fullgraph or literals.numbers is not None or e.kind not in NUMBERS_NEEDED:
                 raise e if e.at is not None else literals.numbers or e from None
-            literals.numbers, stop, reason = e, -1, None
+            literals.numbers = e
         except Unsettled as again:
             literals.tried(again.reason)
-            stop, reason = -1, None
         except Unfit:
-            dynamic, stop, reason = STATIC, -1, None
+            dynamic = STATIC
         except Recalled:
-            copying, stop, reason = False, -1, None
+            copying = False
         except Replaced as again:
             unstable |= again.sources
         except Looked as again:
             cache[LOOKED, function.__code__].add(again.source)
-            stop, reason = -1, None
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
             stop, reason = again.step, again.reason
+            continue
         except (KilnError, KeyboardInterrupt, MemoryError):
             raise
         except Exception:
             if literals.numbers is None or options.config.strict:
                 raise
             raise literals.numbers from None
+        stop, reason = -1, None  # what is known now leads another way through the program
     raise Skip(f"no place to split {function.__qualname__} was found")
 
 
@@ -114,18 +111,6 @@ class Literals:
         left = self.open and LITERALS.left and self.broke is None
         if left or not self.open and self.broke == (reason.kind, reason.at):
             raise Unsettled(reason)
-
-
-set_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
-
-
-def interpreted(machine: Machine, frame: Frame) -> Any:
-    """Run the frame; the user's hooks on saved tensors are meant for real tensors and stay silent."""
-    was = set_tracing(True)
-    try:
-        return machine.run(frame)
-    finally:
-        set_tracing(was)
 
 
 def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
@@ -167,7 +152,8 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
 
     try:
         try:
-            value = interpreted(machine, frame)
+            with state.unhooked():
+                value = machine.run(frame)
             frame.locals.clear()
             frame.before.clear()
             machine.close_dropped()

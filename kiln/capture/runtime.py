@@ -156,19 +156,25 @@ def write_dict(value: dict[Any, Any], changed: dict[Any, Any], deleted: tuple[An
     fill_dict(value, changed)
 
 
-def rewrite_dict(value: dict[Any, Any], items: dict[Any, Any]) -> None:
-    mapping_type(value).clear(value)
-    fill_dict(value, items)
+#: How containers of native classes are filled.
+FILLS: tuple[tuple[Any, Any], ...] = (
+    (OrderedDict, fill_dict), (dict, fill_dict), (list, list.extend), (set, set.update),
+    (deque, deque.extend),
+)  # fmt: skip
 
 
-def write_set(value: set[Any], items: set[Any]) -> None:
-    set.clear(value)
-    set.update(value, items)
+def rewrite(value: Any, items: Any) -> None:
+    """Have a container hold these items and no others."""
+    kind, fill = next(one for one in FILLS if isinstance(value, one[0]))
+    kind.clear(value)
+    fill(value, items)
 
 
-def write_deque(value: deque[Any], items: list[Any]) -> None:
-    value.clear()
-    value.extend(items)
+def entered(kind: Any) -> Any:
+    """A context of this class that is entered."""
+    made = kind()
+    made.__enter__()
+    return made
 
 
 def write_attribute(owner: Any, name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from kiln.base.conditions import le
 from kiln.base.errors import Break
 from kiln.capture import masks
-from kiln.capture.calls import Args, Kwargs, declare, handles, leaf
+from kiln.capture.calls import Args, Kwargs, handles, leaf
 from kiln.capture.frame import Machine
 from kiln.check.guards import MISSING
 from kiln.ops.cudnn_rnn import MODES, differentiable, of_any_length, of_packed
@@ -25,26 +25,20 @@ from kiln.ops.symint import expr_of, wrap
 RECURRENT = tuple(MODES)
 
 
-def recurrent(function: Any) -> Any:
-    """How a recurrent network is captured: the kernel for packed sequences reads their lengths in memory."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if not of_packed(args):
-            given = m.world.touch_deep(args) if len(args) == 9 and not kwargs else ()
-            if given and is_by_cudnn(given):
-                return by_cudnn(m, function, *args)
-            if given and is_plain(given[0]) and given[0].dim() == 3 and of_any_length(function, given):
-                return m.recorder.record(function, args, all_steps)
-            return leaf(m, function, args, kwargs)
-        found = through(m, function, args)
-        if found is MISSING:
-            raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
-        return found
-
-    return handler
-
-
-declare({function: recurrent(function) for function in RECURRENT})
+@handles(*RECURRENT, told=True)
+def recurrent(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A recurrent network: the kernel for packed sequences reads their lengths in memory."""
+    if not of_packed(args):
+        given = m.world.touch_deep(args) if len(args) == 9 and not kwargs else ()
+        if given and is_by_cudnn(given):
+            return by_cudnn(m, function, *args)
+        if given and is_plain(given[0]) and given[0].dim() == 3 and of_any_length(function, given):
+            return m.recorder.record(function, args, all_steps)
+        return leaf(m, function, args, kwargs)
+    found = through(m, function, args)
+    if found is MISSING:
+        raise Break("data-dependent", "the lengths of packed sequences are read", "pad the sequences")
+    return found
 
 
 def all_steps(x: Any, states: Any, weights: Any, _: bool, layers: int, drop: float, train: bool,

@@ -17,7 +17,7 @@ from torch.overrides import get_default_nowrap_functions
 
 from kiln.base.errors import Break
 from kiln.base.source import DictAttr
-from kiln.capture import attributes
+from kiln.capture import attributes, runtime
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import SUBCLASSED, Args, Kwargs, handles
 from kiln.capture.frame import Machine, UserError
@@ -316,19 +316,13 @@ class Without:
         self.context.__exit__(*error)  # type: ignore[attr-defined]
 
 
-def _entered() -> Without:
-    made = Without()
-    made.__enter__()
-    return made
-
-
 handles(Disable)(lambda m, args, kwargs: Without())
 
 
 @handles(Without.__enter__)
 def enter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     m.aside += 1
-    m.world.entered[id(args[0])] = (_entered,)
+    m.world.entered[id(args[0])] = (runtime.entered, Without)
 
 
 @handles(Without.__exit__)

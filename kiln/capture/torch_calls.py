@@ -17,10 +17,11 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
+from kiln.base import state
 from kiln.base.errors import Break, Skip
 from kiln.base.graph import mapped
 from kiln.base.source import Const, Derived
-from kiln.capture import runtime, state, symbolic
+from kiln.capture import runtime, symbolic
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
 from kiln.capture.frame import Machine, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
@@ -49,10 +50,6 @@ for _name in "debug info warning error log exception critical warn fatal".split(
     folds(None, getattr(logging.Logger, _name), getattr(logging, _name))
 
 
-def is_like_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    return isinstance(args[0], torch.Tensor) or m.call(hasattr, (args[0], "__torch_function__"))
-
-
 def assertion(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if type(args[0]) is FakeTensor:
         return m.torch_call(torch._assert, args, kwargs)
@@ -64,7 +61,8 @@ declare({
     torch.Tensor.__iter__: lambda m, args, kwargs: m.iterate(args[0]),
     torch.is_tensor: lambda m, args, kwargs: isinstance(args[0], torch.Tensor),
     torch.is_storage: lambda m, args, kwargs: isinstance(args[0], (torch.UntypedStorage, torch.TypedStorage)),
-    torch.overrides.is_tensor_like: is_like_tensor,
+    torch.overrides.is_tensor_like: lambda m, args, kwargs: isinstance(args[0], torch.Tensor) or m.call(
+        hasattr, (args[0], "__torch_function__")),
     torch._assert: assertion,
     torch.utils.hooks.BackwardHook.setup_input_hook: lambda m, args, kwargs: m.torch_call(
         runtime.watch_inputs, args, kwargs),
@@ -199,12 +197,6 @@ def warn(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         warnings.warn(*args, **{k: v for k, v in kwargs.items() if k != "stacklevel"})
 
 
-def _entered_warnings() -> warnings.catch_warnings[Any]:
-    made = warnings.catch_warnings()
-    made.__enter__()
-    return made
-
-
 def _in_python(m: Machine, why: str) -> Exception:
     """What leaves to Python the frame of the program that this happens in, or the call that led there."""
     reason = Break("side-effect", why, "do so around the compiled function")
@@ -218,7 +210,7 @@ def catch_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if m.source(block) is not None or m.getattr(block, "_record"):
         raise _in_python(m, "warnings are recorded")
     m.muted += 1
-    m.world.entered[id(block)] = (_entered_warnings,)
+    m.world.entered[id(block)] = (runtime.entered, warnings.catch_warnings)
 
 
 @handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings)
@@ -284,8 +276,7 @@ def default_device_now(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return m.devices[-1] if m.devices else torch.get_default_device()
 
 
-@handles(torch.tensor)
-def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any = torch.tensor) -> Any:
+def literal_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """A tensor from Python values; tensors of one element may stand among them."""
     listed = args and type(args[0]) in (list, tuple)
     made_of_tensors = listed and any(type(v) is FakeTensor for v in nested(args))
@@ -305,25 +296,16 @@ def zeroed(value: Any) -> Any:
     return torch.zeros(value.shape, dtype=value.dtype) if type(value) is FakeTensor else value
 
 
-for _function in (torch.as_tensor, torch.asarray):
-    handles(_function)(functools.partial(literal_tensor, function=_function))
-
-
-def of_numbers(function: Any) -> Any:
+@handles(torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.floor_divide, told=True)
+def of_numbers(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """How a function that takes two numbers as well as tensors is captured: of a tensor made of the first."""
-
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        if len(args) == 2 and {*map(type, args)} <= NUMBERS:
-            first = leaf(m, torch.scalar_tensor, args[:1], {"dtype": of_number(type(args[0]))})
-            args = (first, args[1])
-        return leaf(m, function, args, kwargs)
-
-    return handler
+    if len(args) == 2 and {*map(type, args)} <= NUMBERS:
+        first = leaf(m, torch.scalar_tensor, args[:1], {"dtype": of_number(type(args[0]))})
+        args = (first, args[1])
+    return leaf(m, function, args, kwargs)
 
 
 NUMBERS = {bool, int, float, complex, *symbolic.SYMBOLIC}
-for _function in (torch.add, torch.sub, torch.mul, torch.div, torch.true_divide, torch.floor_divide):
-    handles(_function)(of_numbers(_function))
 
 
 def call_script(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -347,17 +329,14 @@ BRANCHING = frozenset({"prim::If", "prim::Loop"})
 CALLERS[torch.jit.ScriptFunction] = call_scripted
 
 
-def reads_switch(read: Any, write: Any) -> None:
+WRITES: dict[Any, Any] = dict(state.ATTENTION)
+
+
+@handles(*WRITES, told=True)
+def read_switch(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """A switch that the guard on torch's state leaves out gets its own, unless the program set it before."""
-
-    @handles(read)
-    def handler(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-        value = m.native(read, *args, **kwargs)
-        if not m.recorder.called(write):
-            now = Derived(Const(read), operator.call, "now")
-            m.world.guard(Custom(now, functools.partial(operator.eq, value), f"was {value}"))
-        return value
-
-
-for _read, _write in state.ATTENTION:
-    reads_switch(_read, _write)
+    value = m.native(function, *args, **kwargs)
+    if not m.recorder.called(WRITES[function]):
+        now = Derived(Const(function), operator.call, "now")
+        m.world.guard(Custom(now, functools.partial(operator.eq, value), f"was {value}"))
+    return value

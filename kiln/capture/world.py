@@ -436,7 +436,7 @@ class World:
         """An instance of a subclass of list, dict or set: contents and instance dict are both shadowed."""
         self.guard(TypeIs(source, type(value)))
         copy = runtime.make_object(type(value))
-        next(fill for kind, fill in FILLS if isinstance(value, kind))(copy, value)
+        runtime.rewrite(copy, value)
         shadow = Shadow(value, copy, source)
         self.adopt(shadow)
         for name, item in getattr(value, "__dict__", {}).items():
@@ -929,9 +929,6 @@ READER_BASES: tuple[tuple[Any, Reader], ...] = (
     (frozenset, World.frozen_set),
     (VALUE_LIKE, World.value_like),
 )
-FILLS: tuple[tuple[type, Callable[[Any, Any], None]], ...] = (
-    (dict, runtime.fill_dict), (list, list.extend), (set, set.update),
-)  # fmt: skip
 
 
 def nested(values: Iterable[Any]) -> Iterable[Any]:

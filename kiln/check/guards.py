@@ -11,7 +11,7 @@ from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.source import Const, Source, readable
 from kiln.check.values import MISSING as MISSING
-from kiln.check.values import is_plain, keys_of, lookup, same, show, typed
+from kiln.check.values import is_plain, keys_of, mro_lookup, same, show, typed
 
 
 class Paths(Protocol):
@@ -55,8 +55,12 @@ class Guard:
         """The kind and the operand of the check in C."""
         return self.check, self.test if self.check == _hook.CHECK_TEST else self._facts()[0]
 
+    def fetch(self, argv: Sequence[Any]) -> Any:
+        """What is tested, of the arguments of a call."""
+        return self.source.fetch(argv)
+
     def test(self, value: Any) -> bool:
-        """Whether the fetched value passes."""
+        """Whether what was fetched passes."""
         raise NotImplementedError
 
     def describe(self, value: Any) -> str:
@@ -77,7 +81,7 @@ class Guard:
 
     def holds(self, argv: Sequence[Any]) -> bool:
         try:
-            return self.test(self.source.fetch(argv))
+            return self.test(self.fetch(argv))
         except Exception:
             return False
 
@@ -319,10 +323,10 @@ class ClassAttr(Guard):
         return f"{self.source}.{self.name} is as the class defines it"
 
     def test(self, value: Any) -> bool:
-        return lookup(value, self.name) is self.value
+        return mro_lookup(value, self.name) is self.value
 
     def describe(self, value: Any) -> str:
-        return f".{self.name} was {show(self.value)}, now {show(lookup(value, self.name))}"
+        return f".{self.name} was {show(self.value)}, now {show(mro_lookup(value, self.name))}"
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         return ()
@@ -345,15 +349,8 @@ class Relation(Guard):
         Guard.__init__(self, sources[0])
         object.__setattr__(self, "sources", sources)
 
-    def relates(self, values: Sequence[Any]) -> bool:
-        """Whether the fetched values stand in the relation."""
-        raise NotImplementedError
-
-    def holds(self, argv: Sequence[Any]) -> bool:
-        try:
-            return self.relates([s.fetch(argv) for s in self.sources])
-        except Exception:
-            return False
+    def fetch(self, argv: Sequence[Any]) -> list[Any]:
+        return [s.fetch(argv) for s in self.sources]
 
     def nodes(self, paths: Paths) -> tuple[int, ...]:
         return tuple(map(paths.node, self.sources))
@@ -374,8 +371,8 @@ class SameObject(Relation):
     def __str__(self) -> str:
         return f"{self.sources[0]} and {self.sources[1]} are one object"
 
-    def relates(self, values: Sequence[Any]) -> bool:
-        return values[0] is values[1]
+    def test(self, value: Any) -> bool:
+        return value[0] is value[1]
 
     def why(self, argv: Sequence[Any]) -> str:
         a, b = self.sources
@@ -395,8 +392,8 @@ class Distinct(Relation):
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.sources))} are different objects"
 
-    def relates(self, values: Sequence[Any]) -> bool:
-        return len({id(v) for v in values}) == len(values)
+    def test(self, value: Any) -> bool:
+        return len({id(v) for v in value}) == len(value)
 
     def why(self, argv: Sequence[Any]) -> str:
         seen: dict[int, Source] = {}

@@ -193,15 +193,15 @@ class Conditions(Guard):
     def __str__(self) -> str:
         return " and ".join(text for text, _ in self.statements)
 
-    def holds(self, argv: Sequence[Any]) -> bool:
-        try:
-            return bool(self.function(*[read.fetch(argv) for read in self.reads]))
-        except Exception:
-            return False
+    def fetch(self, argv: Sequence[Any]) -> list[Any]:
+        return [read.fetch(argv) for read in self.reads]
+
+    def test(self, value: Any) -> bool:
+        return bool(self.function(*value))
 
     def why(self, argv: Sequence[Any]) -> str:
         try:
-            now = [read.fetch(argv) for read in self.reads]
+            now = self.fetch(argv)
         except Exception as error:
             return f"the sizes can no longer be read ({type(error).__name__}: {error})"
         failed = [text for text, test in self.statements if not _passes(test, now)]
@@ -216,7 +216,7 @@ class Conditions(Guard):
     def place(self, argv: Sequence[Any]) -> Any:
         """The line that asked what does not hold now."""
         try:
-            now = [read.fetch(argv) for read in self.reads]
+            now = self.fetch(argv)
         except Exception:  # a tensor of fewer dimensions, or none
             return None
         tests = [test for _, test in self.statements]

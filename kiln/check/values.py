@@ -55,7 +55,7 @@ def keys_of(mapping: dict[Any, Any]) -> Iterator[Any]:
     return OrderedDict.__iter__(mapping) if isinstance(mapping, OrderedDict) else dict.__iter__(mapping)
 
 
-def lookup(cls: type, name: str) -> Any:
+def mro_lookup(cls: type, name: str) -> Any:
     """What the MRO of a class gives for a name, without binding; MISSING when nothing."""
     for base in cls.__mro__:
         if name in base.__dict__:

@@ -12,7 +12,7 @@ from torch import fx
 from kiln.base.graph import Graph, TensorSpec, ancestors, nodes_in
 from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
-from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, Step, View
+from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View, turned
 from kiln.differentiate.kinds import kind
 from kiln.ops.random import Again, own_uniform
 
@@ -103,7 +103,7 @@ class Replay:
             outputs = self._run(stand_ins)
             here = [k for k in range(len(self.outputs)) if present >> k & 1]
             results = [self.outputs[k](outputs, stand_ins) for k in here]
-            tangents = [_turned(t, self.joint.turned[k]) for k, t in zip(here, tangents, strict=True)]
+            tangents = [turned(t, self.joint.turned[k]) for k, t in zip(here, tangents, strict=True)]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
             outs, given = [r for r, _ in pairs], [t for _, t in pairs]
@@ -179,13 +179,6 @@ def _pair(nest: Any, value: Any, flat: list[Any]) -> None:
 def _devices(graph: Graph) -> list[str]:
     specs = [n.spec for n in (*graph.inputs, *nodes_in(graph.outputs)) if isinstance(n.spec, TensorSpec)]
     return sorted({"cpu", *(spec.device.type for spec in specs)} - {"meta"})
-
-
-def _turned(tangent: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
-    """The tangent of a base in the shape that the base has given itself."""
-    for step in steps:
-        tangent = step.op(tangent, *step.args, **step.kwargs)
-    return tangent
 
 
 def _base(value: torch.Tensor) -> torch.Tensor:

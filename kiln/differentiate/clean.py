@@ -20,9 +20,9 @@ from kiln.base.graph import (
     retarget,
     tensors,
 )
+from kiln.differentiate.kinds import kind
 from kiln.differentiate.writes import FORMS
 from kiln.ops.layout import INTEGERS, PLAIN_DTYPES, is_dense
-from kiln.ops.meta import SEEDED, Facts
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
 
@@ -58,13 +58,9 @@ RAISES = {
 }
 
 
-#: Whether a node of this op matters for what it does and not only for its value.
-ACTS = Facts(lambda op: (SEEDED[op] or not op._schema.returns) if isinstance(op, torch._ops.OpOverload)
-             else op is not operator.getitem and op is not CONSTANT)  # fmt: skip
-
-
 def acts(node: Node) -> bool:
-    return ACTS[node.op]
+    """Whether a node matters for what it does and not only for its value."""
+    return kind(node.op).acts or kind(node.op).random
 
 
 def clean(graph: Graph, results: Results) -> None:

@@ -72,8 +72,6 @@ def gives_results(joint: Joint) -> bool:
 
 def _outputs(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """A function that makes the outputs, one object for each `Output`."""
-    if gives_results(joint):
-        return lambda results, args: tuple(results)
     fresh = [output.index for output in joint.outputs if isinstance(output, Fresh)]
     if len(fresh) == len(joint.outputs) and joint.nest == tuple(range(len(fresh))):
         return lambda results, args: tuple([results[i] for i in fresh])
@@ -117,19 +115,16 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
             if not steps:
                 return value.view_as(value) if grad else value.detach()
             for step in steps:
-                value = _taken(value, step, known)
+                if symbolic:
+                    args, kwargs = resolved((step.args, step.kwargs), known)
+                    step = Step(step.op, args, kwargs, step.item)
+                value = step(value)
             # Without a history, eager had the view made of a detached tensor.
             return value.detach() if value.requires_grad and not claims else value
         finally:
             _switch(before)
 
     return view
-
-
-def _taken(value: Any, step: Step, sizes: Mapping[Symbol, Any]) -> Any:
-    args, kwargs = resolved((step.args, step.kwargs), sizes) if sizes else (step.args, step.kwargs)
-    taken = step.op(value, *args, **kwargs)
-    return taken if step.item is None else taken[step.item]
 
 
 MAKERS: dict[type, Callable[[Any, Mapping[str, Any], Sizes], Finish]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from functools import reduce
 from typing import Any, TypeAlias
 
 from kiln.base.dataclass import dataclass
@@ -68,6 +69,16 @@ class Step:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     item: int | None = None
+
+    def __call__(self, value: Any) -> Any:
+        """The view of a value."""
+        taken = self.op(value, *self.args, **self.kwargs)
+        return taken if self.item is None else taken[self.item]
+
+
+def turned(value: Any, steps: tuple[Step, ...]) -> Any:
+    """A value in the shape that its base has given itself by these steps."""
+    return reduce(lambda taken, step: step(taken), steps, value)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -19,11 +19,6 @@ NUMBERS = (torch.SymInt, torch.SymFloat)
 Make = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
-def as_it_is(module: fx.GraphModule, values: list[Any]) -> Callable[..., Any]:
-    """What runs a call in eager."""
-    return module.forward  # type: ignore[no-any-return]
-
-
 class Part:
     """Some nodes of a graph as a graph of its own; `make` compiles it for the values of the first call.
 
@@ -115,7 +110,7 @@ def in_parts(
                 numbers.setdefault(size, node)
     ordered = sorted(place, key=place.__getitem__)
     parts = [
-        Part(module, list(nodes), as_it_is if number % 2 else make, numbers)
+        Part(module, list(nodes), (lambda part, values: part.forward) if number % 2 else make, numbers)
         for number, nodes in groupby(ordered, place.__getitem__)
     ]
     kinds = (torch.Tensor, *NUMBERS)

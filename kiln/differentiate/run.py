@@ -154,10 +154,8 @@ def _picker(joint: Joint, attributes: Mapping[str, Any], count: int) -> Pick:
     if places == list(range(count)):
         return _as_given
     rest = tuple(held)
-    if len(places) == 1:
-        return lambda args: ((*args, *rest)[places[0]],)
-    if not places:
-        return lambda args: ()
+    if len(places) < 2:
+        return lambda args: tuple([(*args, *rest)[i] for i in places])
     pick = operator.itemgetter(*places)
     return lambda args: pick((*args, *rest))
 

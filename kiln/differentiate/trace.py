@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
-from kiln.base import records
+from kiln.base import records, state
 from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Uneven
 from kiln.base.expressions import Expr
@@ -24,7 +24,7 @@ from kiln.differentiate.engine import gradients
 from kiln.differentiate.finish import whole
 from kiln.differentiate.functionalise import Functionaliser
 from kiln.differentiate.interpret import fetch, interpret
-from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage
+from kiln.differentiate.joint import Attribute, Joint, Origin, Placeholder, Primal, Storage, turned
 from kiln.differentiate.layers import Layers, layers_of, unrolled
 from kiln.differentiate.results import Results
 from kiln.differentiate.writes import LOOKS_AT_GRAD_MODE, InGradMode
@@ -33,8 +33,6 @@ from kiln.ops.layout import is_dense
 from kiln.ops.meta import MUTATING, written
 from kiln.ops.record import Recording, fake_of
 from kiln.ops.symint import expr_of
-
-_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
 
 
 def trace(module: fx.GraphModule, examples: Sequence[Any], short: bool = False) -> Joint:
@@ -60,21 +58,12 @@ def trace(module: fx.GraphModule, examples: Sequence[Any], short: bool = False) 
 @contextmanager
 def switches() -> Iterator[None]:
     """Put torch's switches back that a graph flips, also when it raises in between."""
-    grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    devices = ("cpu", "cuda")
-    casts = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices]
-    cache = torch.is_autocast_cache_enabled()
-    silent = _tracing(True)  # the user's hooks on saved tensors are meant for real tensors
+    before = state.snapshot()
     try:
-        yield
+        with state.unhooked():
+            yield
     finally:
-        _tracing(silent)
-        torch.set_grad_enabled(grad)
-        torch.set_default_dtype(dtype)
-        torch.set_autocast_cache_enabled(cache)
-        for device, enabled, kind in casts:
-            torch.set_autocast_enabled(device, enabled)
-            torch.set_autocast_dtype(device, kind)
+        state.restore(before)
 
 
 def differentiated(outs: list[Any], inputs: list[Any], tangents: list[Any]) -> Sequence[torch.Tensor | None]:
@@ -310,9 +299,9 @@ class Tracer:
         recording = self.recording
         recording.backward = True
         outs = [results.fakes[i] for i in results.tangents]
-        turned = results.turns()
-        tangents = [
-            self.tangent(k, fake_of(results.values[i].spec) if turned[k] else results.fakes[i])
+        turns = results.turns()
+        tangents: list[Any] = [
+            self.tangent(k, fake_of(results.values[i].spec) if turns[k] else results.fakes[i])
             for k, i in enumerate(results.tangents)
         ]
         wanted = [i for i, edge in enumerate(self.edges) if edge is not None]
@@ -321,9 +310,7 @@ class Tracer:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(recording)
-            for k, steps in enumerate(turned):
-                for step in steps:
-                    tangents[k] = step.op(tangents[k], *step.args, **step.kwargs)
+            tangents = [turned(tangent, steps) for tangent, steps in zip(tangents, turns, strict=True)]
             recording.origin = self.origin if self._origins else self.layer if self.layers else None
             found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
             recording.origin = None

@@ -136,17 +136,13 @@ class Otherwise:
             present, values = self.tangents(grads, ctx)
             self.saving.check(ctx, present)
             return self.replay.gradients(ctx, present, values)
-        if not any(map(of_transform, grads)):
+        # A gradient that is one of torch.func's tensors, or of a batch of gradients, has no memory.
+        if not any(grad is not None and (_is_transformed(grad) or _is_batch(grad)) for grad in grads):
             return None
         there = [(k, grads[i]) for k, i in enumerate(self.places) if grads[i] is not None]
         present = sum(1 << k for k, _ in there)
         saved = [*self.saving.load(ctx, present), *ctx.numbers]
         return self.op_by_op.run([*saved, *[grad for _, grad in there]], present)
-
-
-def of_transform(grad: Any) -> bool:
-    """Whether a gradient is one of torch.func's tensors, or of a batch of gradients: it has no memory."""
-    return grad is not None and (_is_transformed(grad) or _is_batch(grad))
 
 
 def placed(values: Sequence[Any], places: Sequence[int], among: list[Any]) -> list[Any]:

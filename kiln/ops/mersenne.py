@@ -73,8 +73,6 @@ RULES[own_bernoulli] = lambda size, stride, p: make(size, stride, torch.bool, CP
 
 def quicken(graph: Graph) -> Graph:
     """The graph with its masks from torch's default generator drawn by `kiln::bernoulli`, in place."""
-    if not any(_is_mask(node) for node in graph.nodes):
-        return graph
 
     def instead(node: Node) -> tuple[list[Node], Node] | None:
         drawn = _drawn(graph, node) if _is_mask(node) else None

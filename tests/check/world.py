@@ -26,7 +26,7 @@ from kiln.check.guards import (
     SetEquals,
     TypeIs,
 )
-from kiln.check.values import MISSING, lookup
+from kiln.check.values import MISSING, mro_lookup
 
 
 class Thing:
@@ -171,7 +171,7 @@ def guards_of(base: Source, thing: Thing, depth: int = 2) -> Iterator[Guard]:
 def class_guards() -> Iterator[Guard]:
     for cls in (Thing, Other, Slotted):
         for name in ("kind", "method", "later"):
-            yield ClassAttr(cls, name, lookup(cls, name))
+            yield ClassAttr(cls, name, mro_lookup(cls, name))
     yield ClassAttr(int, "bit_length", int.bit_length)
     yield ClassAttr(int, "nope", MISSING)
 

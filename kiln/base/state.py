@@ -1,9 +1,10 @@
-"""torch's global switches: what capture may flip, how to put it back, and what residual code must set."""
+"""torch's global switches: what programs and graphs may flip, how to put it back, and what is left to set."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +79,19 @@ def restore(before: tuple[Any, ...]) -> None:
     for (read, write), value in zip(SWITCHES, before, strict=True):
         if read() != value:
             write(value)
+
+
+_set_tracing = getattr(torch._C._autograd, "_saved_tensors_hooks_set_tracing", bool)
+
+
+@contextmanager
+def unhooked() -> Iterator[None]:
+    """The user's hooks on saved tensors are meant for real tensors: meanwhile they stay silent."""
+    was = _set_tracing(True)
+    try:
+        yield
+    finally:
+        _set_tracing(was)
 
 
 def difference(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[Callable[[Any], Any], Any]]:
