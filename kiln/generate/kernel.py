@@ -43,7 +43,6 @@ from kiln.generate.lanes import (
 )
 from kiln.generate.llvm import THOROUGH, Value
 from kiln.generate.loose import loose
-from kiln.generate.moments import Moments
 from kiln.generate.online import Online
 from kiln.generate.pieces import FEW, borders, decided
 from kiln.generate.rows import Rows
@@ -61,7 +60,7 @@ REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
 
 
-class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
+class Emitter(Tiles, Online, Rows, Columns, Streams):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -433,9 +432,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         """Two folds, one after the other, that go in one pass, and what emits it."""
         if self.masks and (found := self.online()) is not None:
             return found, self.pass_over
-        if self.masks and (found := self.over_powers()) is not None:
-            return found, self.pass_over_powers
-        return self.moments(), self.pass_for_moments
+        return self.over_powers() if self.masks else None, self.pass_over_powers
 
     def vectors_at_once(self, folds: list[Fold], stores: list[Store]) -> int:
         """How many vectors a turn of a phase takes: two where they become one of bf16 that is stored."""
