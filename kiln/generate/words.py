@@ -217,8 +217,7 @@ def _halves(word: Value) -> list[Value]:
     """The even and the odd numbers of a register of bf16, as floats; those of f32 as they are."""
     if word.type.kind == "i32":
         return [word.bits(F32)]
-    kind = I32.wide(word.type.width // 2)
-    both = word.fn.emit(f"bitcast {word.type} {word.text} to {kind}", kind)
+    both = word.bits(I32)
     return [(both << 16).bits(F32), (both & -0x10000).bits(F32)]
 
 
