@@ -45,10 +45,8 @@ from kiln.generate.llvm import THOROUGH, Value
 from kiln.generate.loose import loose
 from kiln.generate.online import Online
 from kiln.generate.pieces import FEW, borders, decided
-from kiln.generate.rows import Rows
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import forgetful
-from kiln.generate.streams import Streams
 from kiln.generate.tiles import Tiles, crossing
 
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
@@ -60,7 +58,7 @@ REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
 
 
-class Emitter(Tiles, Online, Rows, Columns, Streams):
+class Emitter(Tiles, Online, Columns):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -139,8 +137,7 @@ class Emitter(Tiles, Online, Rows, Columns, Streams):
         *others, last = self.outer()
         if not others or axis is not last:
             return 1
-        row = math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
-        return max(min(self.schedule.rows // max(row, 1), hinted(axis.size)), 1)
+        return max(min(self.schedule.rows // max(self.row_length(), 1), hinted(axis.size)), 1)
 
     def turns(self, axis: Axis) -> Any:
         """How many tasks an axis makes."""
