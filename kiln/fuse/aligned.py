@@ -9,13 +9,13 @@ behind its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kiln.base.graph import TensorSpec
+from kiln.base.graph import TensorSpec, reached
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.costs import COSTLY
@@ -95,18 +95,12 @@ class Aligning:
         if not isinstance(term, Apply) or term.op != "where":
             return term
         condition, value, _ = term.args
-        used, seen, todo = set[Any](), set[int](), [value]
-        while todo:
-            part = todo.pop()
-            if id(part) not in seen:
-                seen.add(id(part))
-                if isinstance(part, (Load, Place)) and isinstance(part.index, Expr):
-                    used |= part.index.symbols()
-                if isinstance(part, Load):  # of its condition, what is left
-                    valid = self.needed(part)
-                    todo += [*[place.term for place in part.places], *([valid] if valid is not None else [])]
-                else:
-                    todo += children(part)
+
+        def below(part: Term) -> Iterable[Term]:
+            return children(replace(part, valid=self.needed(part)) if isinstance(part, Load) else part)
+
+        read = [part for part in reached([value], below) if isinstance(part, (Load, Place))]
+        used = {symbol for part in read if isinstance(part.index, Expr) for symbol in part.index.symbols()}
         return value if self.elsewhere(condition, used) else term
 
     def inside(self, load: Load) -> bool:
