@@ -36,16 +36,13 @@ from kiln.fuse.nest import (
     rebuilt,
     terms,
 )
+from kiln.fuse.peel import border_of, holds
 from kiln.fuse.split import along_memory
 
 #: Elements that are read at once at most, and of rows that are worth it at least.
 STEP, LONG = 8, 1024
 #: What folds start with, where elements that do not count can be given that.
 NEUTRAL = {"sum": 0.0, "amax": -math.inf, "amin": math.inf}
-#: Comparisons of a place with a number, with the end of the place's range that has to hold.
-REACHED: dict[str, Callable[[int, int, int], bool]] = {
-    "lt": lambda low, high, border: low < border, "ge": lambda low, high, border: high >= border,
-}  # fmt: skip
 
 
 def apart(nest: Nest, scope: Scope) -> list[Nest]:
@@ -134,15 +131,10 @@ class Aligning:
 
     def elsewhere(self, condition: Term, used: set[Any]) -> bool:
         """Whether a condition is of other loops than those used, and holds in some turn of its own."""
-        if not isinstance(condition, Apply) or condition.op not in REACHED:
+        name, place, border = border_of(condition) or ("eq", 0, 0)
+        if name == "eq" or not isinstance(place, Expr) or place.symbols() & used:
             return False
-        place, border = condition.args
-        if not isinstance(place, Place) or place.places or not isinstance(place.index, Expr):
-            return False
-        limit = border.value if isinstance(border, Const) else None
-        if type(limit) is not int or place.index.symbols() & used:
-            return False
-        return REACHED[condition.op](*self.scope.bounds(place.index), limit)
+        return holds(self.scope, name, place, border) is not False
 
     # Rows
 
