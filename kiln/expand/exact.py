@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +44,15 @@ class Eager:
         return self.op(*args, **kwargs)
 
 
+#: One for each op: nodes of equal ops are equal.
+eager = functools.cache(Eager)
+
+
 def sealed(graph: Graph) -> Graph:
     """A copy of the graph with every op that kernels would compute otherwise than eager kept a call."""
     made = copied(graph)
     for node in made.nodes:
-        node.op = node.op if is_exact(node) else _sealed(node.op)
+        node.op = node.op if is_exact(node) else eager(node.op)
     return made
 
 
@@ -56,13 +61,6 @@ def opened(node: Node) -> Node:
     if isinstance(node.op, Eager):
         node.op = node.op.op
     return node
-
-
-_seals: dict[Any, Eager] = {}
-
-
-def _sealed(op: Any) -> Eager:
-    return _seals.get(op) or _seals.setdefault(op, Eager(op))
 
 
 def is_exact(node: Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.graph import Graph, Node, TensorSpec, nodes_in
+from kiln.base.graph import Graph, Node, TensorSpec, nodes_in, reached
 from kiln.expand.relayout import Relayout
 from kiln.ops.layout import is_dense
 from kiln.ops.table import aten
@@ -61,15 +61,11 @@ def elementwise(node: Node) -> bool:
 
 def sources(node: Node) -> list[Node]:
     """The first values of those from which one follows element by element that lie as it does."""
-    found, todo, seen = [], [node], {node}
-    while todo:
-        one = todo.pop()
-        before = [n for n in one.inputs() if lies_across(n) and n.spec.shape == one.spec.shape]
-        if not before:
-            found.append(one)
-        todo += [n for n in before if n not in seen]
-        seen.update(before)
-    return found
+
+    def before(one: Node) -> list[Node]:
+        return [n for n in one.inputs() if lies_across(n) and n.spec.shape == one.spec.shape]
+
+    return [one for one in reached([node], before) if not before(one)]
 
 
 def turned(node: Node, walk: Relayout) -> Node:

@@ -9,13 +9,13 @@ behind its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kiln.base.graph import TensorSpec
+from kiln.base.graph import TensorSpec, reached
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.costs import COSTLY
@@ -36,16 +36,13 @@ from kiln.fuse.nest import (
     rebuilt,
     terms,
 )
+from kiln.fuse.peel import border_of, holds
 from kiln.fuse.split import along_memory
 
 #: Elements that are read at once at most, and of rows that are worth it at least.
 STEP, LONG = 8, 1024
 #: What folds start with, where elements that do not count can be given that.
 NEUTRAL = {"sum": 0.0, "amax": -math.inf, "amin": math.inf}
-#: Comparisons of a place with a number, with the end of the place's range that has to hold.
-REACHED: dict[str, Callable[[int, int, int], bool]] = {
-    "lt": lambda low, high, border: low < border, "ge": lambda low, high, border: high >= border,
-}  # fmt: skip
 
 
 def apart(nest: Nest, scope: Scope) -> list[Nest]:
@@ -95,18 +92,12 @@ class Aligning:
         if not isinstance(term, Apply) or term.op != "where":
             return term
         condition, value, _ = term.args
-        used, seen, todo = set[Any](), set[int](), [value]
-        while todo:
-            part = todo.pop()
-            if id(part) not in seen:
-                seen.add(id(part))
-                if isinstance(part, (Load, Place)) and isinstance(part.index, Expr):
-                    used |= part.index.symbols()
-                if isinstance(part, Load):  # of its condition, what is left
-                    valid = self.needed(part)
-                    todo += [*[place.term for place in part.places], *([valid] if valid is not None else [])]
-                else:
-                    todo += children(part)
+
+        def below(part: Term) -> Iterable[Term]:
+            return children(replace(part, valid=self.needed(part)) if isinstance(part, Load) else part)
+
+        read = [part for part in reached([value], below) if isinstance(part, (Load, Place))]
+        used = {symbol for part in read if isinstance(part.index, Expr) for symbol in part.index.symbols()}
         return value if self.elsewhere(condition, used) else term
 
     def inside(self, load: Load) -> bool:
@@ -140,15 +131,10 @@ class Aligning:
 
     def elsewhere(self, condition: Term, used: set[Any]) -> bool:
         """Whether a condition is of other loops than those used, and holds in some turn of its own."""
-        if not isinstance(condition, Apply) or condition.op not in REACHED:
+        name, place, border = border_of(condition) or ("eq", 0, 0)
+        if name == "eq" or not isinstance(place, Expr) or place.symbols() & used:
             return False
-        place, border = condition.args
-        if not isinstance(place, Place) or place.places or not isinstance(place.index, Expr):
-            return False
-        limit = border.value if isinstance(border, Const) else None
-        if type(limit) is not int or place.index.symbols() & used:
-            return False
-        return REACHED[condition.op](*self.scope.bounds(place.index), limit)
+        return holds(self.scope, name, place, border) is not False
 
     # Rows
 

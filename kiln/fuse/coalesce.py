@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeAlias
 
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in, reached
 from kiln.fuse.axes import Misfit, coordinates, refined
 from kiln.fuse.costs import bytes_of, elements, lies_as
 from kiln.fuse.folds import folded_dims, marked
@@ -204,12 +204,8 @@ class Coalescing(Groups):
 
     def move_views(self, group: Group) -> None:
         """Let the views of a group's members follow them."""
-        todo = list(group.members)
-        while todo:
-            for user in self.users[todo.pop()]:
-                if is_map(user):
-                    self.place[user] = group.position
-                    todo.append(user)
+        found = reached(group.members, lambda node: filter(is_map, self.users[node]))
+        self.place.update(dict.fromkeys(found, group.position))
 
 
 def factors(users: Users) -> Iterator[Node]:

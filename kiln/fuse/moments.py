@@ -6,6 +6,9 @@ its digits. Of three elements, none at the row's ends, it is the middle one: a s
 
 A mean is that of distances from the first element in two passes, too: of equal numbers it is their own.
 One that is stored is of the numbers themselves, unless they are equal: beside a far element it loses digits.
+
+Eager's batch norm takes distances from a mean that is rounded to a float. Over long rows the rounding of the
+distances themselves averages out: in one pass, in double, the result is the same number in single precision.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from kiln.fuse.split import Cuts, axis_to_cut, replaced
 FLOAT, DOUBLE = torch.float32, torch.float64
 #: Numbers of so few bits that in doubles neither their squares nor sums of them lose any.
 SHORT = torch.bfloat16
+#: Elements of a row that the nearest cache does not hold.
+LONG = 1 << 15
 
 
 def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
@@ -43,6 +48,8 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
     double = [f for f in later if f.dtype is DOUBLE]
     if None in means or double and (double != later or any(s.buffer.dtype is DOUBLE for s in nest.stores)):
         return nest
+    if any(map(is_rounded, later)) and not cut and count < LONG:
+        return nest
     once = cut or bool(double)
     # Of the same phase as before are the folds of the first; all others are a phase earlier in one pass.
     known: dict[int, Term] = {id(f): f for f in folds if f.phase == 0}
@@ -56,7 +63,7 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
             continue
         start = usual(total.value, nest) if once else finite(at(total.value, nest, 0))
         step = of_floats("sub", total.value, start)
-        far = Fold("sum", step, kind, 0)
+        far: Term = Fold("sum", step, kind, 0)
         share = of_floats("div", far, number(count, kind))
         whole = of_floats("mul", start, number(count, kind))
         known[id(total)] = of_floats("add", far, whole)
@@ -67,6 +74,11 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
             stored[id(mean)] = of_floats("where", equal, start, of_floats("div", total, number(count, kind)))
         if once:
             wide = Fold("sum", of_floats("mul", step, step), kind, 0)
+            if is_rounded(squares):
+                middle = Apply("convert", (Apply("convert", (known[id(mean)],), FLOAT),), kind)
+                share = of_floats("sub", middle, start)
+                left = of_floats("sub", far, of_floats("mul", share, number(count, kind)))
+                far = of_floats("add", far, left)
             known[id(squares)] = around_mean(wide, far, share)
     earlier, roots = 1 if once else 0, [s.value for s in nest.stores]
     made = replaced([*roots, *later], known, earlier)
@@ -82,18 +94,28 @@ def in_one_pass(nest: Nest, cuts: Cuts) -> Nest:
 
 def mean_of(squares: Fold, count: int) -> Any:
     """The mean, a sum's share, that distances are from in a sum of their squares; None for other folds."""
-    power: Any = squares.value
+    power: Any = source(squares.value)
     if squares.kind != "sum" or squares.dtype not in (FLOAT, DOUBLE) or not is_call(power, "mul"):
         return None
     distance = power.args[0]
     if distance is not power.args[1] or not is_call(distance, "sub"):
         return None
-    element, mean = distance.args
+    element: Term = distance.args[0]
+    mean: Any = distance.args[1]
+    if is_rounded(squares):
+        mean = mean.args[0] if power.dtype is FLOAT and is_call(mean, "convert") else None
     if not is_call(mean, "div") or not isinstance(mean.args[1], Const) or mean.args[1].value != count:
         return None
     total = mean.args[0]
-    fits = isinstance(total, Fold) and total.kind == "sum" and total.value is element and total.phase == 0
+    if not isinstance(total, Fold) or total.kind != "sum" or total.phase or total.dtype is not squares.dtype:
+        return None
+    fits = element in (total.value, source(total.value))
     return mean if fits and source(element).dtype in (FLOAT, SHORT) and is_plain(element) else None
+
+
+def is_rounded(squares: Fold) -> bool:
+    """Whether what is squared, and the mean, are rounded before squares are summed in double."""
+    return source(squares.value) is not squares.value
 
 
 def source(element: Term) -> Term:
@@ -101,7 +123,7 @@ def source(element: Term) -> Term:
     return element.args[0] if element.dtype is DOUBLE and is_call(element, "convert") else element
 
 
-def around_mean(squares: Fold, far: Fold, share: Term) -> Term:
+def around_mean(squares: Fold, far: Term, share: Term) -> Term:
     """The sum of squares less that of the mean: 0 at least, infinite where squares of finite numbers are."""
     none = number(0, far.dtype)
     left = of_floats("sub", squares, of_floats("mul", far, share))

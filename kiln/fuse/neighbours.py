@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from kiln.base.expressions import MOD
@@ -20,7 +18,6 @@ from kiln.fuse.merge import substituted
 from kiln.fuse.nest import (
     Apply,
     Axis,
-    Const,
     Load,
     Nest,
     Place,
@@ -31,7 +28,7 @@ from kiln.fuse.nest import (
     rebuilt,
     terms,
 )
-from kiln.fuse.peel import KNOWN, decided, in_line
+from kiln.fuse.peel import KNOWN, border_of, decided, holds, in_line
 from kiln.fuse.rolled import WIDE, rolled
 from kiln.fuse.split import SUMS, along_memory, products_of
 
@@ -47,18 +44,6 @@ SEEN, SHARED = 4, 4
 ROWS = True
 #: Places of a factor that each have a sum of their own, at most: of more, registers hold too few.
 PLACES = 9
-
-
-def equals(low: int, high: int, number: int) -> bool | None:
-    return low == number if low == high else None if low <= number <= high else False
-
-
-#: Comparisons of a place, by the ends of its range, with a number: None where both may be.
-BORDERS: dict[str, Callable[[int, int, int], bool | None]] = {
-    "lt": lambda low, high, border: True if high < border else False if low >= border else None,
-    "ge": lambda low, high, border: True if low >= border else False if high < border else None,
-    "eq": equals,
-}  # fmt: skip
 
 
 def is_plain(nest: Nest) -> bool:
@@ -87,7 +72,7 @@ def results_at_once(nest: Nest) -> Nest:
     most = min(RESULTS, PRODUCTS // each_of, nest.volume() // THREADED) // math.prod(counts.values())
     counts[line] = each * divisor(line.size // each, max(most, 1))
     scope = inner.variable.scope
-    return unrolled(rolled(nest, scope, partial(always, scope)) if ROWS else nest, counts, scope)
+    return unrolled(rolled(nest, scope) if ROWS else nest, counts, scope)
 
 
 def length_of(nest: Nest) -> int:
@@ -95,12 +80,6 @@ def length_of(nest: Nest) -> int:
     found = nest.terms()
     products = sum(map(is_product, found))
     return len(found) * (RESULTS if SHARED - 1 <= products < WIDE else 1)
-
-
-def always(scope: Scope, name: str, place: Any, border: int) -> bool:
-    """Whether a comparison of a place with a number holds wherever loops are."""
-    low, high = scope.bounds(place) if isinstance(place, Expr) else (place, place)
-    return BORDERS[name](low, high, border) is True
 
 
 def divisor(size: int, most: int) -> int:
@@ -244,11 +223,5 @@ def moved(
 
 def settled(term: Term, scope: Scope) -> Term:
     """A condition that is known, or what a term over such a one is."""
-    if isinstance(term, Apply) and term.op in BORDERS and isinstance(term.args[1], Const):
-        place, border = term.args[0], term.args[1].value
-        if isinstance(place, Place) and not place.places and type(border) is int:
-            index = place.index
-            low, high = scope.bounds(index) if isinstance(index, Expr) else (index, index)
-            found = BORDERS[term.op](low, high, border)
-            return term if found is None else KNOWN[found]
-    return decided(term)
+    found = holds(scope, *border) if (border := border_of(term)) is not None else None
+    return decided(term) if found is None else KNOWN[found]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -111,6 +111,35 @@ def turning(term: Term, axes: Sequence[Axis]) -> tuple[Axis, Any, bool] | None:
     # `step * place + start < 0` holds up to a place, or from it on.
     turn = -(start // step) if step > 0 else start // -step + 1
     return found, turn * repeats, (step > 0) == (term.op == "lt")
+
+
+def equals(low: int, high: int, number: int) -> bool | None:
+    return low == number if low == high else None if low <= number <= high else False
+
+
+#: Comparisons of a place, by the ends of its range, with a number: None where both may be.
+BORDERS: dict[str, Callable[[int, int, int], bool | None]] = {
+    "lt": lambda low, high, border: True if high < border else False if low >= border else None,
+    "ge": lambda low, high, border: True if low >= border else False if high < border else None,
+    "eq": equals,
+}  # fmt: skip
+Border: TypeAlias = "tuple[str, Any, int]"
+"""A comparison: its name, the place that is compared, and the number that it is compared with."""
+
+
+def border_of(term: Term) -> Border | None:
+    """The comparison of a place with a number that a term is; None for others."""
+    if not isinstance(term, Apply) or term.op not in BORDERS:
+        return None
+    place, border = term.args[0], number(term.args[1])
+    plain = isinstance(place, Place) and not place.places and type(border) is int
+    return (term.op, place.index, border) if plain else None  # type: ignore[union-attr]
+
+
+def holds(scope: Scope, name: str, place: Any, border: int) -> bool | None:
+    """Whether a comparison holds wherever loops are, or nowhere; None where that is not known."""
+    low, high = scope.bounds(place) if isinstance(place, Expr) else (place, place)
+    return BORDERS[name](low, high, border)
 
 
 def number(term: Term) -> Any:

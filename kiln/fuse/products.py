@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ def convolution_backward(
     dilation: Any, transposed: bool, output_padding: Any, groups: int, mask: list[bool],
 ) -> Any:  # fmt: skip
     """The gradients of convolutions that are something simpler; others stay calls of eager's kernel."""
+    how = bias_sizes, stride, padding, dilation, transposed, output_padding, groups
     if x.dim() == 5:
-        return volumes.convolution_backward(
-            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, mask
-        )  # fmt: skip
+        return volumes.convolution_backward(grad, x, weight, *how, mask)
     if transposed is not False or x.dtype not in (torch.float32, torch.float64) or x.dim() != 4:
         return NotImplemented
     if not all(type(n) is int for n in (*x.shape, *grad.shape)) or x.device.type != "cpu" or 0 in grad.shape:
@@ -43,12 +43,7 @@ def convolution_backward(
     if not image and not filters:
         return NotImplemented
     left = [mask[0] and not image, mask[1] and not filters, mask[2] and not filters]
-
-    def rest() -> Any:
-        return aten.convolution_backward(
-            grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, left
-        )  # fmt: skip
-
+    rest = functools.partial(aten.convolution_backward, grad, x, weight, *how, left)
     # Eager's kernel needs more memory than loops in turns; other copies with borders lie beside all else.
     first = filters and any(left) and _in_turns(grad, weight, stride[0])
     others = rest() if first else (None, None, None)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, TensorSpec, nodes_in, reached
 from kiln.fuse.aligned import Aligning, apart
 from kiln.fuse.coalesce import LARGEST
 from kiln.fuse.costs import bytes_of
@@ -176,6 +176,11 @@ def with_views(graph: Graph, steps: list[Step]) -> list[Step]:
 def much(left: Counter[int], new: Counter[int]) -> bool:
     """Whether much could go before as much is made, of other sizes: what has the same takes its place."""
     return min(sum((a - b).elements()) for a, b in ((left, new), (new, left))) >= MUCH
+
+
+def viewed(node: Node) -> tuple[Node, ...]:
+    """What a view shows; nothing for other values."""
+    return node.args[:1] if is_map(node) else ()
 
 
 def is_plain(node: Node) -> bool:
@@ -345,13 +350,7 @@ class Finishing:
 
     def ready_views(self, nodes: Iterable[Node]) -> list[Call]:
         """The views and values without inputs that a step needs and that have not been made yet."""
-        wanted = set(nodes)
-        todo = list(wanted)
-        while todo:
-            n = todo.pop()
-            if is_map(n) and n.args[0] not in wanted:
-                wanted.add(n.args[0])
-                todo.append(n.args[0])
+        wanted = reached(nodes, viewed)
         found = sorted((n for n in wanted if n in self.pending), key=self.pending.__getitem__)
         for n in found:
             del self.pending[n]
@@ -359,14 +358,8 @@ class Finishing:
 
     def needed_views(self) -> set[Node]:
         """Views that an output or an eager kernel reads, with the views below them."""
-        todo = [*nodes_in(self.groups.graph.outputs), *self.groups.read_whole]
-        seen: set[Node] = set()
-        while todo:
-            node = todo.pop()
-            if node not in seen and is_map(node):
-                seen.add(node)
-                todo.append(node.args[0])
-        return seen
+        roots = [*nodes_in(self.groups.graph.outputs), *self.groups.read_whole]
+        return set(filter(is_map, reached(roots, viewed)))
 
     def stored(self) -> set[Node]:
         """The members of groups that need memory."""

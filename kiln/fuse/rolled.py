@@ -6,10 +6,10 @@ before. From row to row what is seen, the filter and the borders move by numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -17,15 +17,11 @@ from kiln.base.dataclass import dataclass
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.nest import Apply, Axis, Const, Fold, Load, Nest, Place, Term, changed
+from kiln.fuse.peel import Border, border_of, holds
 
 #: Products of one result from which on rows are a loop.
 WIDE = 20
 WIDER = torch.float32
-
-Border: TypeAlias = "tuple[str, Any, int]"
-"""A comparison: its name, the place that is compared, and the number that it is compared with."""
-Holds: TypeAlias = Callable[[str, Any, int], bool]
-"""Whether a comparison always holds."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,14 +33,14 @@ class Product:
     factor: Load
 
 
-def rolled(nest: Nest, scope: Scope, holds: Holds) -> Nest:
-    """The nest with a loop over the rows of its filter; `holds` says whether a border always does."""
+def rolled(nest: Nest, scope: Scope) -> Nest:
+    """The nest with a loop over the rows of its filter."""
     for top in (t for t in reversed(nest.terms()) if isinstance(t, Apply) and t.op == "addcmul"):
         products, before = products_below(top)
         if len(products) < WIDE:
             continue
         for rows in range(3, len(products) // 3 + 1):
-            made = Rows(products, rows, scope, holds).fold() if len(products) % rows == 0 else None
+            made = Rows(products, rows, scope).fold() if len(products) % rows == 0 else None
             if made is not None:
                 fold, loop = made
                 total = fold if before is None else Apply("add", (fold, before), fold.dtype)
@@ -94,19 +90,15 @@ def borders_of(condition: Term) -> frozenset[Border] | None:
     if isinstance(condition, Apply) and condition.op == "bitwise_and":
         parts = [borders_of(arg) for arg in condition.args]
         return None if None in parts else frozenset().union(*[part for part in parts if part is not None])
-    if isinstance(condition, Apply) and condition.op in ("lt", "ge"):
-        place, border = condition.args
-        number = border.value if isinstance(border, Const) else getattr(border, "index", None)
-        if isinstance(place, Place) and not place.places and type(number) is int:
-            return frozenset({(condition.op, place.index, number)})
-    return None
+    border = border_of(condition)
+    return None if border is None or border[0] == "eq" else frozenset({border})
 
 
 class Rows:
     """Products as rows of equal length."""
 
-    def __init__(self, products: Sequence[Product], count: int, scope: Scope, holds: Holds) -> None:
-        self.count, self.scope, self.holds = count, scope, holds
+    def __init__(self, products: Sequence[Product], count: int, scope: Scope) -> None:
+        self.count, self.scope = count, scope
         each = len(products) // count
         self.rows = [products[i * each : (i + 1) * each] for i in range(count)]
 
@@ -163,7 +155,8 @@ class Rows:
             found.update(dict.fromkeys(sorted(own[-1], key=str)))
         for name, place, border in found:
             for i, here in enumerate(own):
-                if (name, place, border) not in here and not self.holds(name, place + i * move, border):
+                known = (name, place, border) in here or holds(self.scope, name, place + i * move, border)
+                if not known:
                     return None
         return list(found)
 

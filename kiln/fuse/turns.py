@@ -19,8 +19,8 @@ from kiln.fuse.axes import axis
 from kiln.fuse.costs import bytes_of
 from kiln.fuse.merge import rewritten, substituted
 from kiln.fuse.nest import Axis, Buffer, Kernel, Load, Nest, Place, Store
-from kiln.fuse.repeats import chain_of
-from kiln.fuse.steps import Call, Launch, Step
+from kiln.fuse.repeats import chain_of, nodes_of
+from kiln.fuse.steps import Launch, Step
 
 #: Planes at least: they are the tasks.
 PLANES = 16
@@ -51,7 +51,7 @@ def fits(planes: int, size: int) -> bool:
 
 def in_turns(steps: list[Step], outputs: Any) -> list[Step]:
     """The steps with pairs of launches as one where the second alone reads what loops of the first make."""
-    used = Counter(n for step in steps for n in set(_read(step)))
+    used = Counter(n for step in steps for n in set(nodes_of(step)[1]))
     kept = {n for out in nodes_in(outputs) for n in chain_of(out)}
     made: list[Step] = []
     known: dict[Any, tuple[Kernel, Kernel | None] | None] = {}
@@ -72,10 +72,6 @@ def in_turns(steps: list[Step], outputs: Any) -> list[Step]:
                 continue
         made.append(step)
     return made
-
-
-def _read(step: Step) -> list[Node]:
-    return [*step.node.inputs()] if isinstance(step, Call) else [*step.reads.values()]
 
 
 def _same(first: Launch, second: Launch) -> dict[Buffer, Buffer]:

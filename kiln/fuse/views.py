@@ -11,6 +11,7 @@ import torch
 from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec, argument
 from kiln.base.symbols import Expr, lt
 from kiln.fuse.axes import hinted
+from kiln.ops.layout import is_contiguous
 from kiln.ops.levels import name_of
 
 Coords: TypeAlias = "tuple[Any, ...]"
@@ -185,22 +186,13 @@ def _shows_source(node: Node) -> bool:
     root = source
     while root.op is not INPUT and root.op is not CONSTANT and is_map(root):
         root = root.args[0]
-    if root.op is INPUT or root.op is CONSTANT or spec.offset != 0 or not _in_order(spec):
+    numbers = (*spec.shape, *spec.stride, *node.args[1], *node.args[2], _start(node))
+    if root.op is INPUT or root.op is CONSTANT or not all(type(n) is int for n in numbers):
         return False
-    numbers = (*spec.shape, *node.args[1], *node.args[2], _start(node))
-    if not all(type(n) is int for n in numbers):
+    if spec.offset != 0 or not is_contiguous(spec.shape, spec.stride):
         return False
     last = numbers[-1] + sum((n - 1) * s for n, s in zip(node.args[1], node.args[2], strict=True))
     return bool(last < math.prod(spec.shape))
-
-
-def _in_order(spec: TensorSpec) -> bool:
-    step: Any = 1
-    for n, s in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if n != 1 and s != step:
-            return False
-        step = step * n
-    return True
 
 
 #: Views that are index maps for some arguments only.

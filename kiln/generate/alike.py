@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from kiln.base.expressions import SUM, poly_of
-from kiln.base.symbols import Expr, Symbol
+from kiln.base.symbols import LIMIT, Expr, Symbol
 from kiln.fuse.nest import Apply, Buffer, Const, Fold, Load, Nest, Store, Term
+
+#: Elements of a nest at most that is for any length: GPUs divide indices in 32 bits.
+LONGEST = 1 << 31
+
+
+def of_any_length(nest: Nest) -> tuple[Nest, dict[Any, int]] | None:
+    """A nest of at most one loop with its length as a size, for all such nests; None for others."""
+    if not nest.axes:
+        return nest, {}
+    (axis, *more) = nest.axes
+    if more or axis.reduced or axis.low != 0 or type(axis.size) is not int or axis.size >= LONGEST:
+        return None
+    length = Symbol(axis.variable.scope, "n", axis.size, "", 0, LIMIT)
+    return Nest((replace(axis, size=length),), nest.stores), {length: axis.size}
 
 
 def form(nest: Nest) -> tuple[Any, tuple[int, ...]]:

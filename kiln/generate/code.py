@@ -6,7 +6,6 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -14,10 +13,10 @@ from weakref import WeakSet, WeakValueDictionary
 
 from kiln.base import records
 from kiln.base.dataclass import dataclass
-from kiln.base.symbols import LIMIT, Expr, Symbol
+from kiln.base.symbols import Expr
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.fuse.turns import InTurns, of_a_plane
-from kiln.generate.alike import form
+from kiln.generate.alike import form, of_any_length
 from kiln.generate.blocks import blocked
 from kiln.generate.cpu import Code, Making, compiling, depends_on, host, joined, load
 from kiln.generate.kernel import Emitter
@@ -181,7 +180,7 @@ class Writer:
 
     def piece(self, used: list[Buffer], nest: Nest, alone: bool, schedule: Schedule) -> Piece:
         """One function: its name, the places of its buffers among those used, its sizes and its tasks."""
-        general, lengths = (nest, {}) if alone else of_any_length(nest)
+        general, lengths = (None if alone else of_any_length(nest)) or (nest, {})
         emitter = Emitter(general, self.width >> schedule.narrower, schedule)
         self.declared.update(emitter.module.declarations())
         name = self.nests.setdefault(emitter.module.definitions(), f"nest{len(self.nests)}")
@@ -286,12 +285,3 @@ class Entries:
             return []
 
         fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], turn)
-
-
-def of_any_length(nest: Nest) -> tuple[Nest, dict[Any, int]]:
-    """A nest of one loop with its length as a size: one function does for all such nests of a stage."""
-    if len(nest.axes) != 1 or type(nest.axes[0].size) is not int or nest.axes[0].reduced:
-        return nest, {}
-    (axis,) = nest.axes
-    length = Symbol(axis.variable.scope, "n", axis.size, "", 0, LIMIT)
-    return Nest((replace(axis, size=length),), nest.stores), {length: axis.size}

@@ -13,7 +13,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import SHORT, is_call, is_plain, source
-from kiln.fuse.nest import Apply, Axis, Fold, Load, Place, Term, children, is_affine, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import compute_type, exp_below, is_nan
@@ -21,7 +21,8 @@ from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F32, F64, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
 from kiln.generate.softmax import LOWEST, guarded, pair
-from kiln.generate.values import Values
+from kiln.generate.streams import Streams
+from kiln.generate.words import Words
 
 #: Rows that are worth it.
 FEWEST = 32
@@ -74,7 +75,7 @@ def _whole(count: Any, together: int) -> bool:
     return count.op is SUM and all(factor % together == 0 for factor in count.poly.values())
 
 
-class Columns(Values):
+class Columns(Words, Streams):
     """Emits nests whose folds run over rows while vectors run along columns."""
 
     blocked = False
@@ -82,10 +83,6 @@ class Columns(Values):
     """The largest values of columns and the sums of powers below them, where these are what is folded."""
 
     along: Callable[..., list[Value]]
-    apart: Callable[..., list[Value]]
-    pairs: Callable[[Term], list[Load]]
-    factor: Callable[[list[Term], int], int]
-    fetch_piece: Callable[..., None]
 
     def by_rows(self) -> bool:
         """Whether columns are folded so: rows must be longer than what registers hold, and many."""

@@ -11,13 +11,13 @@ from kiln.base.expressions import evaluate
 from kiln.fuse.neighbours import length_of, results_at_once
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.fuse.stages import together
-from kiln.generate.alike import form
+from kiln.generate.alike import form, of_any_length
 from kiln.generate.grid import power_of_two, spread
 from kiln.generate.nvptx import ptx
 from kiln.generate.ptx import GridEmitter
 from kiln.generate.ptx_library import LIBRARY, library
 from kiln.generate.ptx_strips import StripEmitter
-from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, most_entries, of_any_length
+from kiln.generate.ptx_table import LEAST_VERSION, SMALL, WORD, TableEmitter, most_entries
 from kiln.generate.values import NAME
 
 #: The least version of PTX whose blocks put words into each other's memory and count their bytes.

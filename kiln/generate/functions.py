@@ -118,19 +118,20 @@ def exp_below(x: Value, loose: bool = False) -> Value:
 
 def exp_by_polynomial(x: Value) -> Value:
     """The same on any machine."""
-    x = at_least(x, -104.0)
+    rounded, r = _reduced_32(at_least(x, -104.0))
+    return _scaled_32(polynomial(r, (1.0, 1.0, *_EXP_32)), rounded)
+
+
+def _reduced_32(x: Value, parts: Sequence[float] = (LN2_HIGH_32, LN2_LOW_32)) -> tuple[Value, Value]:
+    """How many times ln(2), of these parts, x is, in the low bits, and the rest of x."""
     rounded = fma(x, 1 / LN2, ROUNDER_32)
     n = rounded - ROUNDER_32
-    r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, x))
-    return _scaled_32(polynomial(r, (1.0, 1.0, *_EXP_32)), rounded)
+    return rounded, fma(n, -parts[1], fma(n, -parts[0], x))
 
 
 def expm1_by_polynomial(x: Value) -> Value:
     """e^x - 1 in f32, exact near 0."""
-    inside = at_least(at_most(x, 89.0), -20.0)
-    rounded = fma(inside, 1 / LN2, ROUNDER_32)
-    n = rounded - ROUNDER_32
-    r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, inside))
+    rounded, r = _reduced_32(at_least(at_most(x, 89.0), -20.0))
     half = _power_of_two_32(rounded.bits(I32) - 0x4B400001)  # the whole power may be too large for a float
     m = fma(half, fma(polynomial(r, _EXP_32) * r, r, r), half - 0.5)
     return with_sign(m + m, x)
@@ -365,9 +366,7 @@ def with_edges_of_pow(x: Value, y: Value, result: Value) -> Value:
 def _tanh_32(x: Value) -> Value:
     """m / (m + 2) with m = e^(2 |x|) - 1, exact near 0."""
     a = at_most(absolute(x), 9.1)
-    rounded = fma(a, 2 / LN2, ROUNDER_32)
-    n = rounded - ROUNDER_32
-    r = fma(n, -LN2_LOW_32, fma(n, -LN2_HIGH_32, a + a))
+    rounded, r = _reduced_32(a + a)
     power = _power_of_two_32(rounded.bits(I32) - 0x4B400000)
     m = fma(power, fma(polynomial(r, _EXP_32) * r, r, r), power - 1.0)
     return with_sign(m / (m + 2.0), x)
@@ -533,10 +532,7 @@ def sigmoid(x: Value) -> Value:
 
 def _exp_as_eager(x: Value) -> Value:
     """The exponential in eager's sigmoid, to the bit: gradients that cancel behind it show its last ones."""
-    x = at_least(at_most(x, 100.0), -104.0)
-    rounded = fma(x, 1 / LN2, ROUNDER_32)
-    n = rounded - ROUNDER_32
-    r = fma(n, -LN2_EAGER[1], fma(n, -LN2_EAGER[0], x))
+    rounded, r = _reduced_32(at_least(at_most(x, 100.0), -104.0), LN2_EAGER)
     return _scaled_32(fma(polynomial(r, _EXP_EAGER), r * r, r) + 1.0, rounded)
 
 

@@ -43,13 +43,10 @@ from kiln.generate.lanes import (
 )
 from kiln.generate.llvm import THOROUGH, Value
 from kiln.generate.loose import loose
-from kiln.generate.moments import Moments
 from kiln.generate.online import Online
 from kiln.generate.pieces import FEW, borders, decided
-from kiln.generate.rows import Rows
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import forgetful
-from kiln.generate.streams import Streams
 from kiln.generate.tiles import Tiles, crossing
 
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
@@ -61,7 +58,7 @@ REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
 
 
-class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
+class Emitter(Tiles, Online, Columns):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -140,8 +137,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         *others, last = self.outer()
         if not others or axis is not last:
             return 1
-        row = math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])
-        return max(min(self.schedule.rows // max(row, 1), hinted(axis.size)), 1)
+        return max(min(self.schedule.rows // max(self.row_length(), 1), hinted(axis.size)), 1)
 
     def turns(self, axis: Axis) -> Any:
         """How many tasks an axis makes."""
@@ -433,9 +429,7 @@ class Emitter(Tiles, Online, Moments, Rows, Columns, Streams):
         """Two folds, one after the other, that go in one pass, and what emits it."""
         if self.masks and (found := self.online()) is not None:
             return found, self.pass_over
-        if self.masks and (found := self.over_powers()) is not None:
-            return found, self.pass_over_powers
-        return self.moments(), self.pass_for_moments
+        return self.over_powers() if self.masks else None, self.pass_over_powers
 
     def vectors_at_once(self, folds: list[Fold], stores: list[Store]) -> int:
         """How many vectors a turn of a phase takes: two where they become one of bf16 that is stored."""

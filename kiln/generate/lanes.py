@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, hinted
+from kiln.base.graph import reached
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import (
     Apply,
@@ -26,18 +27,8 @@ from kiln.generate.scalar import FOLDS, PLACED
 
 def row_terms(roots: list[Term]) -> list[Term]:
     """The terms below the roots that are computed for each element, not below a fold."""
-    seen: dict[int, Term] = {}
-
-    def visit(term: Term) -> None:
-        if id(term) in seen or isinstance(term, Fold):
-            return
-        seen[id(term)] = term
-        for child in children(term):
-            visit(child)
-
-    for root in roots:
-        visit(root)
-    return list(seen.values())
+    found = reached(roots, lambda term: () if isinstance(term, Fold) else children(term))
+    return [term for term in found if not isinstance(term, Fold)]
 
 
 def varying(found: list[Term], variables: Set[Expr]) -> set[int]:

@@ -12,28 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kiln.fuse.nest import Axis, Fold, Store
+from kiln.fuse.nest import Fold, Store
 from kiln.generate.llvm import F32, I64, Value
-from kiln.generate.values import Values
+from kiln.generate.streams import Streams
 
 #: The phase whose stores wait.
 LAST = 2
 
 
-class Late(Values):
+class Late(Streams):
     """Emits the last phase of rows beside the first of those after them."""
 
     late: tuple[Store, ...] = ()
     """The stores that wait, where code is emitted."""
 
-    outer: Callable[[], list[Axis]]
     along: Callable[..., list[Value]]
-    first_line: Callable[[Store, Value], Value]
-    keep_costly: Callable[[int], None]
     over_powers: Callable[[], tuple[Fold, Fold] | None]
     phase: Callable[[list[Fold], list[Store]], None]
     vectors_at_once: Callable[[list[Fold], list[Store]], int]
-    uneven: Store | None
 
     def begin_late(self) -> None:
         """Find the stores that wait: all there are, of the shares of a row's exponentials."""

@@ -225,8 +225,8 @@ class Value:
         return self.fn.call(f"llvm.{name}.{self.type.suffix}", self.type, *given, flags=flags)
 
     def bits(self, type: Type) -> Value:
-        """The same bits as another type of the same size."""
-        wide = type.wide(self.type.width)
+        """The same bits as numbers of another type, more or fewer where these have another size."""
+        wide = type.wide(self.type.width * self.type.bits // type.bits)
         return self.fn.emit(f"bitcast {self.type} {self.text} to {wide}", wide)
 
     def to_mask(self) -> Value:

@@ -43,8 +43,6 @@ _sum, _top = FOLDS["sum"][2], FOLDS["top"][2]
 class Online(Words, Late):
     """Emits such pairs for rows in vectors whose lanes can be left out."""
 
-    fetch_next: Callable[[], None]
-
     def online(self) -> tuple[Fold, Fold] | None:
         """The pair of folds that goes in one pass, if the nest has one."""
         axis = self.vector

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
-from kiln.base.symbols import LIMIT, Symbol
 from kiln.fuse.nest import Nest
 from kiln.generate.grid import power_of_two
 from kiln.generate.llvm import I32, I64, PTR, Value
@@ -14,19 +10,6 @@ from kiln.generate.ptx import GridEmitter
 WORD = 8
 #: Bytes of a kernel's parameters at most, from this version of PTX on; and those that all versions take.
 LARGEST, LEAST_VERSION, SMALL = 32764, 81, 4096
-#: Elements of a nest at most: indices are divided in 32 bits.
-LONGEST = 1 << 31
-
-
-def of_any_length(nest: Nest) -> tuple[Nest, dict[Any, int]] | None:
-    """A nest of at most one loop with its length as a size; None for others."""
-    if not nest.axes:
-        return nest, {}
-    (axis, *more) = nest.axes
-    if more or axis.reduced or axis.low != 0 or type(axis.size) is not int or axis.size >= LONGEST:
-        return None
-    length = Symbol(axis.variable.scope, "n", axis.size, "", 0, LIMIT)
-    return Nest((replace(axis, size=length),), nest.stores), {length: axis.size}
 
 
 class TableEmitter(GridEmitter):

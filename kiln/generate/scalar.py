@@ -130,16 +130,14 @@ def _rest(a: Value, b: Value) -> Value:
 
 def _halves(x: Value) -> tuple[Value, Value]:
     """The high and the low 32 bits of x times MULTIPLIER."""
-    width = x.type.width
-    if width % 2:
+    if x.type.width % 2:
         product = x.to(U64) * MULTIPLIER
         return (product >> 32).to(U32), product.to(U32)
     # Processors multiply every second lane to 64 bits: lanes are taken in pairs and not spread and packed.
-    wide = U64.wide(width // 2)
-    pairs = x.fn.emit(f"bitcast {x.type} {x.text} to {wide}", wide)
+    pairs = x.bits(U64)
     even, odd = (pairs & LOW_HALF) * MULTIPLIER, (pairs >> 32) * MULTIPLIER
     high = (even >> 32) | (odd & ~LOW_HALF)
-    return x.fn.emit(f"bitcast {wide} {high.text} to {x.type}", x.type), x * MULTIPLIER
+    return high.bits(U32), x * MULTIPLIER
 
 
 def _uniform(word: int) -> Scalar:

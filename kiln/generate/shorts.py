@@ -301,7 +301,7 @@ def computed(short: Short | Power, word: Value) -> tuple[Value, Value]:
 
 def _end(value: Value, exponent: int) -> Value:
     """The bits of results, of their logarithms."""
-    digits = _same(_looked_up(_digits(), _same(value >> 2, I8)), U16)
+    digits = _looked_up(_digits(), (value >> 2).bits(I8)).bits(U16)
     value = (value + (digits & 0xFF)) >> 2
     return value + exponent * 128 if exponent else value
 
@@ -313,9 +313,3 @@ def _looked_up(table: tuple[int, ...], places: Value) -> Value:
     low, high = (Value(places.fn, f"<{', '.join(part)}>", kind) for part in (entries[:half], entries[half:]))
     name = f"llvm.x86.avx512.vpermi2var.{'hi' if kind.bits == 16 else 'qi'}.512"
     return places.fn.call(name, kind, low, places, high)
-
-
-def _same(value: Value, kind: Type) -> Value:
-    """The same bits as more or fewer numbers of another type."""
-    wide = kind.wide(value.type.width * value.type.bits // kind.bits)
-    return value.fn.emit(f"bitcast {value.type} {value.text} to {wide}", wide)

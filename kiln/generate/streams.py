@@ -19,8 +19,9 @@ from kiln.generate.cpu import host
 from kiln.generate.lanes import row_terms
 from kiln.generate.llvm import I1, I32, I64, VOID, Function, Value
 from kiln.generate.pieces import borders
+from kiln.generate.rows import Rows
 from kiln.generate.scalar import TYPES
-from kiln.generate.values import STREAMED, Values
+from kiln.generate.values import STREAMED
 
 #: Bytes of a line.
 LINE = 64
@@ -47,11 +48,10 @@ def last_cache() -> int:
         return USUAL_CACHE
 
 
-class Streams(Values):
+class Streams(Rows):
     """Says which stores of a nest go past the caches, and when, and what is asked for meanwhile."""
 
     outer: Callable[[], list[Axis]]
-    varies: Callable[[Term], bool]
     factor: Callable[[list[Term], int], int]
     late: tuple[Store, ...]
     uneven: Store | None = None

@@ -14,9 +14,9 @@ from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Load, Nest
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import access_cost, shuffled
-from kiln.generate.llvm import I32, Value
+from kiln.generate.llvm import Value
 from kiln.generate.scalar import TYPES
-from kiln.generate.values import VOID_TYPE, Values
+from kiln.generate.streams import Streams
 
 #: The side of squares in which a large transpose goes: with many elements of each page, and within the cache.
 BLOCK = 256
@@ -93,7 +93,7 @@ def turned(rows: list[Value]) -> list[Value]:
     return rows
 
 
-class Tiles(Values):
+class Tiles(Streams):
     """Emits the tasks of nests with a crossing: a block of `across` and the whole of `along`."""
 
     crossing: Crossing | None = None
@@ -174,7 +174,7 @@ class Tiles(Values):
                 self.layers[-1][id(load)] = fn.load(fn.at(held, i * width, kind), kind.wide(width))
             if self.streams:
                 for load in self.side_by_side(found):
-                    self.fetch(load, width)
+                    self.prefetch(load, self.index(load.index) + width, 2)
             body()
             self.lanes = 1
             self.pop()
@@ -190,14 +190,6 @@ class Tiles(Values):
         axes = {found.along.variable, found.across.variable}
         return [t for t in near if axes <= t.index.symbols() and access_cost(t.index, found.along) == 1]
 
-    def fetch(self, load: Load, ahead: int, place: Value | None = None) -> None:
-        """Ask for elements that are read soon, in an order that processors do not foresee."""
-        fn, stored = self.fn, TYPES[load.dtype]
-        place = self.index(load.index) if place is None else place
-        address = fn.at(self.pointers[load.buffer], place + ahead, stored)
-        flags = [fn.constant(n, I32) for n in (0, 2, 1)]  # for reading, to the second cache, data
-        fn.call("llvm.prefetch.p0", VOID_TYPE, address, *flags)
-
     def across(self, found: Crossing, load: Load, first: Value, column: Value) -> Value:
         """What a load reads in one column of a square."""
         self.push()
@@ -208,5 +200,5 @@ class Tiles(Values):
         stored = TYPES[load.dtype]
         address = self.fn.at(self.pointers[load.buffer], place, stored)
         if self.streams:
-            self.fetch(load, AHEAD, place)
+            self.prefetch(load, place + AHEAD, 2)  # processors do not foresee the order
         return self.fn.load(address, stored.wide(self.width)).to(compute_type(stored))

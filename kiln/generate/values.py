@@ -52,9 +52,8 @@ def words(value: Value) -> Value:
     """A vector as one that LLVM can store past the caches: none of bf16, and it must not see that it is."""
     if value.type.kind != "bf16":
         return value
-    kind = I32.wide(value.type.width // 2)
-    same = value.fn.emit(f"bitcast {value.type} {value.text} to {kind}", kind)
-    return value.fn.emit(f'call {kind} asm "", "=v,0"({kind} {same.text})', kind)
+    same = value.bits(I32)
+    return value.fn.emit(f'call {same.type} asm "", "=v,0"({same.type} {same.text})', same.type)
 
 
 class Values(Reads):

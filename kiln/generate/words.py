@@ -6,7 +6,6 @@ afterwards whether all powers were floats, are found among the numbers as they a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -18,8 +17,8 @@ from kiln.generate import avx512, shorts
 from kiln.generate.functions import absolute
 from kiln.generate.lanes import across_lanes, first_lane, lanes, shuffled
 from kiln.generate.llvm import F32, F64, I16, I32, Type, Value, fma
+from kiln.generate.rows import Rows
 from kiln.generate.scalar import FOLDS
-from kiln.generate.values import Values
 
 #: Bytes of a register.
 LINE = 64
@@ -34,13 +33,11 @@ ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
 
 
-class Words(Values):
+class Words(Rows):
     """Emits such folds."""
 
     in_words = False
     """Whether functions of one number may be computed in words."""
-
-    varies: Callable[[Term], bool]
 
     def pairs(self, value: Term) -> list[Load]:
         """The numbers of bf16, side by side, that a value is made of, where nothing else in it varies."""
@@ -217,8 +214,7 @@ def _halves(word: Value) -> list[Value]:
     """The even and the odd numbers of a register of bf16, as floats; those of f32 as they are."""
     if word.type.kind == "i32":
         return [word.bits(F32)]
-    kind = I32.wide(word.type.width // 2)
-    both = word.fn.emit(f"bitcast {word.type} {word.text} to {kind}", kind)
+    both = word.bits(I32)
     return [(both << 16).bits(F32), (both & -0x10000).bits(F32)]
 
 

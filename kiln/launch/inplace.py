@@ -13,7 +13,7 @@ from collections.abc import Collection
 import torch
 
 from kiln.base.expressions import hinted
-from kiln.base.graph import Node, nodes_in
+from kiln.base.graph import Node, nodes_in, reached
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
 from kiln.fuse.program import Program
@@ -137,15 +137,10 @@ def _later(nest: Nest, store: Store, phase: int | None = None) -> set[Buffer]:
     start = (store.phase, nest.stores.index(store) + 1) if phase is None else (phase, 0)
     after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) >= start]
     folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= start[0]]
-    found, seen = set[Buffer](), set[int]()
-    todo = [*after, *[part for fold in folds for part in children(fold)]]
-    while todo:
-        term = todo.pop()
-        if id(term) not in seen and not isinstance(term, Fold):  # folds of earlier phases are done
-            seen.add(id(term))
-            found.update([term.buffer] if isinstance(term, Load) else ())
-            todo += children(term)
-    return found
+    roots = [*after, *[part for fold in folds for part in children(fold)]]
+    # Folds of earlier phases are done.
+    found = reached(roots, lambda term: () if isinstance(term, Fold) else children(term))
+    return {term.buffer for term in found if isinstance(term, Load)}
 
 
 def _loads(roots: list[Term]) -> set[Buffer]:
@@ -154,16 +149,10 @@ def _loads(roots: list[Term]) -> set[Buffer]:
 
 def _direct(root: Term) -> set[Buffer]:
     """The buffers that are loaded for a value in its own phase, whatever its place is."""
-    found, seen, todo = set[Buffer](), set[int](), [root]
-    while todo:
-        term = todo.pop()
-        if id(term) in seen:
-            continue
-        seen.add(id(term))
-        if isinstance(term, Load):
-            found.add(term.buffer)
+
+    def below(term: Term) -> tuple[Term, ...]:
         if isinstance(term, Apply) and term.op == "where" and not _loads([term.args[0]]):
-            todo.append(term.args[0])  # LLVM may know the answer, and that a value is not needed
-        elif not isinstance(term, Fold):
-            todo += children(term)
-    return found
+            return term.args[:1]  # LLVM may know the answer, and that a value is not needed
+        return () if isinstance(term, Fold) else children(term)
+
+    return {term.buffer for term in reached([root], below) if isinstance(term, Load)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Sequence
 from dataclasses import field
 from typing import Any
@@ -44,22 +44,24 @@ def rounded(size: int) -> int:
     return max(-(-size // LINE), 1) * LINE
 
 
-#: Lodgings up to which a second arrangement is tried: its time grows with their square.
-FEW = 300
-
-
 def arrange(lodgings: Iterable[Lodging]) -> int:
-    """Give each an offset, so that what is alive at once lies apart; the bytes of all."""
-    listed = list(lodgings)
-    total = _in_time(listed)
-    if len(listed) <= FEW and total > least(listed):
-        before = [one.offset for one in listed]
-        by_size = _by_size(listed)
-        if by_size < total:
-            return by_size
-        for one, offset in zip(listed, before, strict=True):
-            one.offset = offset
-    return total
+    """Give each an offset, so that what is alive at once lies apart; the bytes of all.
+
+    The largest come first, each as low as what is alive with it admits.
+    """
+    placed: list[tuple[int, int, int, int]] = []
+    for one in sorted((one for one in lodgings if not one.inherited), key=lambda one: -one.size):
+        line, size = _line(one), rounded(one.size)
+        first, last, offset = one.first, line[-1].last, 0
+        for start, end, begin, over in placed:
+            if begin <= last and first <= over:
+                if start - offset >= size:
+                    break
+                offset = max(offset, end)
+        for part in line:
+            part.offset = offset
+        insort(placed, (offset, offset + size, first, last))
+    return max([end for _, end, _, _ in placed], default=0)
 
 
 def _line(lodging: Lodging) -> list[Lodging]:
@@ -83,77 +85,6 @@ def least(lodgings: Sequence[Lodging]) -> int:
         now += changes[step]
         most = max(most, now)
     return most
-
-
-def _by_size(lodgings: Sequence[Lodging]) -> int:
-    """The largest first, each as low as what is alive with it admits."""
-    placed: list[tuple[int, int, int, int]] = []
-    for one in sorted((one for one in lodgings if not one.inherited), key=lambda one: -one.size):
-        line, size = _line(one), rounded(one.size)
-        first, last, offset = one.first, line[-1].last, 0
-        for start, end, begin, over in placed:
-            if begin <= last and first <= over:
-                if start - offset >= size:
-                    break
-                offset = max(offset, end)
-        for part in line:
-            part.offset = offset
-        insort(placed, (offset, offset + size, first, last))
-    return max([end for _, end, _, _ in placed], default=0)
-
-
-def _in_time(lodgings: Sequence[Lodging]) -> int:
-    """In the order in which they are written, each in the best fitting gap among what is alive with it."""
-    gaps = _Gaps()
-    alive: list[tuple[int, int, Lodging]] = []
-    for number, lodging in enumerate(sorted(lodgings, key=lambda one: one.first)):
-        while alive and alive[0][0] < lodging.first:
-            done = heapq.heappop(alive)[2]
-            if done.heir is None:
-                gaps.give(done.offset, rounded(done.size))
-        if not lodging.inherited:
-            lodging.offset = gaps.take(rounded(lodging.size))
-        heapq.heappush(alive, (lodging.last, number, lodging))
-        if lodging.heir is not None:
-            lodging.heir.offset = lodging.offset
-    return gaps.top
-
-
-class _Gaps:
-    """The free parts of the memory below `top`, by offset."""
-
-    def __init__(self) -> None:
-        self.top = 0
-        self.gaps: list[list[int]] = []
-
-    def take(self, size: int) -> int:
-        best = min((gap for gap in self.gaps if gap[1] >= size), key=lambda gap: gap[1], default=None)
-        if best is None:
-            last = self.gaps[-1] if self.gaps and sum(self.gaps[-1]) == self.top else None
-            offset = self.top if last is None else last[0]
-            if last is not None:
-                self.gaps.pop()
-            self.top = offset + size
-            return offset
-        offset = best[0]
-        best[0], best[1] = offset + size, best[1] - size
-        if not best[1]:
-            self.gaps.remove(best)
-        return offset
-
-    def give(self, offset: int, size: int) -> None:
-        place = bisect_left(self.gaps, [offset, 0])
-        after = self.gaps[place] if place < len(self.gaps) else None
-        before = self.gaps[place - 1] if place else None
-        if before is not None and sum(before) == offset:
-            before[1] += size
-            if after is not None and sum(before) == after[0]:
-                before[1] += after[1]
-                del self.gaps[place]
-        elif after is not None and offset + size == after[0]:
-            after[0], after[1] = offset, after[1] + size
-        else:
-            self.gaps.insert(place, [offset, size])
 
 
 def shelved(lodgings: Sequence[Lodging]) -> list[list[Lodging]]:

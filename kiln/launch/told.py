@@ -29,6 +29,7 @@ from kiln.base.places import origin_of, places_of, user_place
 from kiln.base.records import Fused, KernelRecord, Lodged, PlanRecord, Step, Value, ValuesRecord
 from kiln.fuse.folds import folded_dims
 from kiln.fuse.program import Program
+from kiln.fuse.repeats import nodes_of
 from kiln.fuse.show import show_kernel
 from kiln.fuse.steps import Launch
 from kiln.fuse.views import is_view
@@ -81,12 +82,7 @@ def functions_of(
 
 def values_of(program: Program) -> Iterable[Value]:
     """The values of a program, each with the step that stores it, or else the first that computes it."""
-    steps: dict[Node, int] = {}
-    for i, step in enumerate(program.steps):
-        if isinstance(step, Launch):
-            steps.update(dict.fromkeys(step.writes.values(), i))
-        else:
-            steps[step.node] = i
+    steps = {node: i for i, step in enumerate(program.steps) for node in nodes_of(step)[0]}
     for i, step in enumerate(program.steps):
         for node in computed_in(step) if isinstance(step, Launch) else ():
             steps.setdefault(node, i)
@@ -131,11 +127,7 @@ def fused(node: Node) -> Fused:
 
 def steps_of(program: Program, names: dict[Any, str]) -> Iterable[Step]:
     """The steps of a program, each with the bytes that are alive after it."""
-    done = [
-        Made(list(step.writes.values()), list(step.reads.values()), True) if isinstance(step, Launch)
-        else Made([step.node], step.node.inputs())
-        for step in program.steps
-    ]  # fmt: skip
+    done = [Made(*nodes_of(step), isinstance(step, Launch)) for step in program.steps]
     for step, size in zip(program.steps, alive(done, program.graph.outputs), strict=True):
         if isinstance(step, Launch):
             origins = tuple([one.origin for one in fused_in(step) if one.origin])
