@@ -79,9 +79,10 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     if ta in SYMBOLIC or tb in SYMBOLIC:
         if ta in symbolic.NUMERIC and tb in symbolic.NUMERIC and stem in symbolic.ARITHMETIC:
             return m.native(symbolic.arithmetic, stem, a, b)
-        if FakeArray in (ta, tb):
-            swapped = () if ta is FakeArray else (f"__r{DUNDER[stem]}__", a)
-            return m.native(b.special, *swapped) if swapped else m.native(BINARY[sign], a, b)
+        if ta is FakeArray:
+            return m.native(BINARY[sign], a, b)
+        if tb is FakeArray:
+            return m.native(b.special, f"__r{DUNDER[stem]}__", a)
         return binary(m, sign, plain_number(a), plain_number(b), mode)
     return by_methods(m, sign, a, b, mode)
 

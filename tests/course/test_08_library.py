@@ -22,6 +22,7 @@ import math
 import numbers
 import operator
 import os
+import pathlib
 import random
 import re
 import string
@@ -429,3 +430,9 @@ def test_chained_library_calls(x, d):
     pairs = sorted(((k, v.numel()) for k, v in d.items()), key=operator.itemgetter(1))
     total = functools.reduce(operator.add, map(operator.itemgetter(1), pairs), 0)
     return x * total, pairs, "; ".join(map("{0[0]}={0[1]}".format, pairs))
+
+
+@program(X)
+def test_pure_paths(x):
+    path = pathlib.PurePosixPath("a/b") / "c.pt"
+    return x + len(path.parts), path.suffix, str(path.with_suffix(".txt")), sys.intern("a" + "b")
