@@ -218,8 +218,6 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
 
 
 LOWER.update(dict.fromkeys([*UNARY, *BINARY], _elementwise))
-#: Of integers to a power that varies: eager's kernel raises where that is negative.
-CONDITIONS["pow"] = lambda node: not isinstance(node.args[1], Expr) or node.spec.dtype.is_floating_point
 
 
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
@@ -443,6 +441,8 @@ def is_pointwise(node: Node) -> bool:
         return False
     if name_of(node.op) in CONDITIONS and not CONDITIONS[name_of(node.op)](node):
         return False
+    if name_of(node.op) == "pow" and isinstance(node.args[1], Expr) and not spec.dtype.is_floating_point:
+        return False  # eager's kernel raises where an integer's power is negative
     count = 1 if name_of(node.op) in UNARY else 2
     more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}
     if more and LOWER[name_of(node.op)] is _elementwise:
