@@ -84,9 +84,9 @@ def aot(
             raise TypeError(
                 f"a compiler is a callable (GraphModule, example inputs) -> callable, got {compiler!r}"
             )
-    forward = through_fx(fw_compiler)
-    backward = through_fx(bw_compiler or fw_compiler)
-    inference = through_fx(inference_compiler or fw_compiler)
+    forward = partial(through_fx, fw_compiler)
+    backward = partial(through_fx, bw_compiler or fw_compiler)
+    inference = partial(through_fx, inference_compiler or fw_compiler)
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         return compiled(module, examples, forward, backward, inference, partition, level)
@@ -290,22 +290,18 @@ def _as_captured(module: fx.GraphModule, error: Exception) -> Callable[..., Any]
     return module.forward  # type: ignore[no-any-return]
 
 
-def through_fx(compiler: GraphCompiler) -> Compiler:
-    """A compiler of graphs made of one that takes fx graphs."""
+def through_fx(compiler: GraphCompiler, graph: Graph) -> Run:
+    """A graph compiled by what takes fx graphs."""
+    built = compiler(to_fx(graph, example), [example(node.spec) for node in graph.inputs])
+    if getattr(built, "_boxed_call", False):
+        return built
 
-    def compile_graph(graph: Graph) -> Run:
-        built = compiler(to_fx(graph, example), [example(node.spec) for node in graph.inputs])
-        if getattr(built, "_boxed_call", False):
-            return built
+    def run(values: list[Any]) -> Any:
+        arguments = tuple(values)
+        values.clear()
+        return built(*arguments)
 
-        def run(values: list[Any]) -> Any:
-            arguments = tuple(values)
-            values.clear()
-            return built(*arguments)
-
-        return run
-
-    return compile_graph
+    return run
 
 
 def example(spec: Any) -> Any:

@@ -237,7 +237,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     seen_to_vary = frozenset[Any]().union(*[varying(guards, argv) for guards in known])
     try:
         with records.timed("capture", name) as time, working(f"capturing {name}"):
-            captured = capture(function, argv, compiler_for(asked, name),
+            captured = capture(function, argv, functools.partial(compiled, asked, name),
                                lambda f: resumed_region(f, family), family.between.resumes,
                                asked.fullgraph, unstable,
                                lambda target: _hook.in_python(target, family.between),
@@ -264,29 +264,27 @@ def as_is(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     return graph.forward
 
 
-def compiler_for(asked: Compile, name: str) -> Any:
-    def compiler(graph: CapturedModule, inputs: list[Any]) -> Any:
-        changes = {name: value for name, value in asked.options.items() if name in options.OPTION_NAMES}
-        if asked.mode is not None:
-            changes["mode"] = asked.mode
-        if asked.fullgraph:
-            changes["strict"] = True
-        graph.meta["name"] = made = records.unique(name)
-        if log.wants("graph"):
-            log.say("graph", f"{made} captured\n{graph.code.strip()}")
-        if not getattr(asked.backend, "reads_graph", False):
-            graph.write()
-        try:
-            with options.config.patch(**changes), records.timed("backend", made):
-                built = asked.backend(graph, inputs)
-        except Exception as e:
-            raise BackendRaised(e) from e
-        inner = getattr(built, "__func__", built)
-        if isinstance(inner, types.FunctionType):
-            _hook.skip(inner.__code__)  # what runs a graph is not a frame of the program
-        return built
-
-    return compiler
+def compiled(asked: Compile, name: str, graph: CapturedModule, inputs: list[Any]) -> Any:
+    """What the backend makes of a graph, under the options of a compile call."""
+    changes = {name: value for name, value in asked.options.items() if name in options.OPTION_NAMES}
+    if asked.mode is not None:
+        changes["mode"] = asked.mode
+    if asked.fullgraph:
+        changes["strict"] = True
+    graph.meta["name"] = made = records.unique(name)
+    if log.wants("graph"):
+        log.say("graph", f"{made} captured\n{graph.code.strip()}")
+    if not getattr(asked.backend, "reads_graph", False):
+        graph.write()
+    try:
+        with options.config.patch(**changes), records.timed("backend", made):
+            built = asked.backend(graph, inputs)
+    except Exception as e:
+        raise BackendRaised(e) from e
+    inner = getattr(built, "__func__", built)
+    if isinstance(inner, types.FunctionType):
+        _hook.skip(inner.__code__)  # what runs a graph is not a frame of the program
+    return built
 
 
 def install(region: Any, captured: Captured, name: str, argv: tuple[Any, ...]) -> Any:

@@ -101,20 +101,17 @@ def method_node(name: str) -> ArrayFunction | None:
 
 
 def made(name: str, function: Callable[..., Any]) -> ArrayFunction:
-    return ArrayFunction(name, in_doubles(function) if name in DIVIDING else function, on_tensors().ndarray)
+    divides = functools.partial(in_doubles, function) if name in DIVIDING else function
+    return ArrayFunction(name, divides, on_tensors().ndarray)
 
 
-def in_doubles(function: Callable[..., Any]) -> Callable[..., Any]:
+def in_doubles(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A division whose integers are doubles first, as in numpy: torch divides them in its default dtype."""
     array = on_tensors().ndarray
-
-    def divide(*args: Any, **kwargs: Any) -> Any:
-        tensors = [value.tensor for value in args if isinstance(value, array)]
-        if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-            args = tuple([value.astype("float64") if isinstance(value, array) else value for value in args])
-        return function(*args, **kwargs)
-
-    return divide
+    tensors = [value.tensor for value in args if isinstance(value, array)]
+    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        args = tuple([value.astype("float64") if isinstance(value, array) else value for value in args])
+    return function(*args, **kwargs)
 
 
 DIVIDING = frozenset({"__truediv__", "__rtruediv__", "divide", "true_divide"})

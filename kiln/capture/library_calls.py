@@ -11,7 +11,6 @@ import operator
 import os
 import random
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 from kiln.base.errors import Break
@@ -27,30 +26,23 @@ def only(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def of_one(action: Callable[..., Any]) -> Callable[..., Any]:
+def of_one(action: Any, m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """What callables of a class that take one argument do with it."""
-
-    def called(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-        if len(args) != 1 or kwargs:
-            return m.native(function, *args, **kwargs)
-        m.world.identify(function)
-        return action(m, function, args[0], mode)
-
-    return called
+    if len(args) != 1 or kwargs:
+        return m.native(function, *args, **kwargs)
+    m.world.identify(function)
+    return action(m, function, args[0], mode)
 
 
-@of_one
 def get_items(m: Machine, function: Any, value: Any, mode: str) -> Any:
     return only([operators.getitem(m, value, key) for key in function.__reduce__()[1]])
 
 
-@of_one
 def get_attributes(m: Machine, function: Any, value: Any, mode: str) -> Any:
     paths = function.__reduce__()[1]
     return only([functools.reduce(m.getattr, path.split("."), value) for path in paths])
 
 
-@of_one
 def call_method(m: Machine, function: Any, value: Any, mode: str) -> Any:
     maker, rest = function.__reduce__()[:2]
     parts: tuple[Any, ...] = tuple(getattr(maker, "args", ())) + tuple(rest)
@@ -79,7 +71,9 @@ def key_of_comparison(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 CALLERS.update({
-    operator.itemgetter: get_items, operator.attrgetter: get_attributes, operator.methodcaller: call_method,
+    operator.itemgetter: functools.partial(of_one, get_items),
+    operator.attrgetter: functools.partial(of_one, get_attributes),
+    operator.methodcaller: functools.partial(of_one, call_method),
     type(functools.cmp_to_key(lambda a, b: 0)): lambda m, function, args, kwargs, mode: native(
         m, function, args, kwargs),
 })  # fmt: skip

@@ -412,7 +412,7 @@ class Rebuilder:
         code = suspended(original, original.co_filename, index, slots(kept), names)
         function = types.FunctionType(code, frame.globals, frame.function.__name__)
         e = self.e
-        e.callee(runtime.advanced(function) if value.started else function)
+        e.callee(functools.partial(runtime.advanced, function) if value.started else function)
         e.end_call(push_frame(self, frame, kept, names))
 
     def error(self, value: BaseException) -> None:

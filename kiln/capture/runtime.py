@@ -289,20 +289,16 @@ def behind_call(depth: int, mode: str, done: Any, ways: dict[int, Any] | None, *
     return _hook.later(done, *own[:depth], *here, *own[depth:])
 
 
-def advanced(function: Any) -> Any:
-    """A generator function whose generators have been brought to their first yield."""
-
-    def make(*args: Any) -> Any:
-        generator = function(*args)
-        next(generator)
-        return generator
-
-    return make
+def advanced(function: Any, *args: Any) -> Any:
+    """A generator of this function that has been brought to its first yield."""
+    generator = function(*args)
+    next(generator)
+    return generator
 
 
 def finished_generator() -> Any:
     """A generator that is at its end."""
-    return advanced(lambda: (None for _ in "x"))()
+    return advanced(lambda: (None for _ in "x"))
 
 
 def watch_inputs(hook: Any, args: Any) -> Any:

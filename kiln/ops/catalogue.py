@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,9 +59,7 @@ def entry(overload: Any) -> Entry:
 
 def declared(function: Callable[..., Any]) -> str:
     """Where a function is written: file:line."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    code = function.__code__
+    code = inspect.unwrap(getattr(function, "func", function)).__code__
     path = Path(code.co_filename)
     where = path.relative_to(PACKAGE.parent) if path.is_relative_to(PACKAGE.parent) else path
     return f"{where}:{code.co_firstlineno}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from kiln.ops.layout import (
 )
 from kiln.ops.lift import is_symbolic
 from kiln.ops.meta import by_mask
-from kiln.ops.table import Rule, aten, overload, rule
+from kiln.ops.table import aten, overload, rule
 from kiln.ops.views import within
 
 
@@ -139,18 +140,15 @@ def _last(x: Tensor) -> FakeTensor:
     return make(x.shape, channels_last(tuple(x.shape)), x.dtype, x.device)
 
 
-def _keeping(op: Any, ranks: tuple[int, ...]) -> Rule:
-    def keep(x: Tensor, *rest: Any) -> Any:
-        if x.dim() not in ranks or not _is_last(x):
-            return NotImplemented
-        return _last(general(op, (similar(x), *rest), {}))
-
-    return keep
+def _keep(op: Any, ranks: tuple[int, ...], x: Tensor, *rest: Any) -> Any:
+    if x.dim() not in ranks or not _is_last(x):
+        return NotImplemented
+    return _last(general(op, (similar(x), *rest), {}))
 
 
 for _names, _ranks in KEEPING.items():
     for _op in map(overload, _names.split()):
-        rule(_op)(_keeping(_op, _ranks))
+        rule(_op)(partial(_keep, _op, _ranks))
 
 
 @rule(aten.roll.default)

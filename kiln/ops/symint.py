@@ -13,6 +13,7 @@ The operators of these classes and PyTorch's C++ code call the methods of `Node`
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -247,15 +248,11 @@ LAYOUTS: dict[str, Callable[..., Node]] = {
 # ------------------------------------------------------------------------------------------------- operations
 
 
-def _dividing(function: Callable[[Value, Value], Value]) -> Callable[[Value, Value], Value]:
+def _divided(function: Callable[[Value, Value], Value], a: Value, b: Value) -> Value:
     """A division, once it is sure that one may divide by the second number."""
-
-    def divided(a: Value, b: Value) -> Value:
-        if isinstance(b, Expr) and b.scope.decide(conditions.eq(b, 0)):
-            raise ZeroDivisionError("integer division or modulo by zero")
-        return function(a, b)
-
-    return divided
+    if isinstance(b, Expr) and b.scope.decide(conditions.eq(b, 0)):
+        raise ZeroDivisionError("integer division or modulo by zero")
+    return function(a, b)
 
 
 def _power(a: Value, b: Value) -> Value:
@@ -281,9 +278,10 @@ def _as_truth(value: Any) -> Truth:
 
 
 ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmetic.mul, "mod": _dividing(arithmetic.mod),
-    **dict.fromkeys(("floordiv", "int_floordiv"), _dividing(arithmetic.floordiv)),
-    **dict.fromkeys(("truediv", "int_truediv", "float_truediv"), _dividing(arithmetic.truediv)),
+    "add": arithmetic.add, "sub": arithmetic.sub, "mul": arithmetic.mul,
+    "mod": partial(_divided, arithmetic.mod),
+    **dict.fromkeys(("floordiv", "int_floordiv"), partial(_divided, arithmetic.floordiv)),
+    **dict.fromkeys(("truediv", "int_truediv", "float_truediv"), partial(_divided, arithmetic.truediv)),
     "pow": _power, "float_pow": _power, "pow_by_natural": _power, "sym_min": arithmetic.minimum,
     "sym_max": arithmetic.maximum, "bitwise_and": _bits("&"), "bitwise_or": _bits("|"),
     "bitwise_xor": _bits("^"), "lshift": _bits("<<"), "rshift": _bits(">>"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kiln.base.errors import Break
@@ -59,13 +60,9 @@ def not_captured(name: str) -> Break:
     return Break("opcode", f"{name} is not captured", "move this construct out of the compiled function")
 
 
-def refuse(name: str) -> Handler:
-    """An opcode that always breaks the graph."""
-
-    def broken(m: Machine, f: Frame, i: Instruction) -> Any:
-        raise not_captured(name)
-
-    return broken
+def refuse(name: str, m: Machine, f: Frame, i: Instruction) -> Any:
+    """Run an opcode that always breaks the graph."""
+    raise not_captured(name)
 
 
 REFUSED = frozenset("""
@@ -81,9 +78,9 @@ def build() -> list[Handler]:
     known = {name: op for name, op in dis.opmap.items() if op < 256 and not name.startswith(left_out)}
     lacking = known.keys() - NAMED.keys() - REFUSED - {"CACHE", "EXTENDED_ARG"} - SPECIALIZED
     assert not lacking, f"opcodes without a function: {sorted(lacking)}"
-    table: list[Handler] = [refuse("an unknown opcode")] * 256
+    table: list[Handler] = [partial(refuse, "an unknown opcode")] * 256
     for name, op in known.items():
-        table[op] = NAMED.get(name) or refuse(name)
+        table[op] = NAMED.get(name) or partial(refuse, name)
     return table
 
 

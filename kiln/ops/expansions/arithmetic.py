@@ -68,30 +68,21 @@ def settled(operands: tuple[Any, ...], dtype: torch.dtype) -> bool:
     return True
 
 
-def _normal(operation: Rule, kind: Kind) -> Rule:
+def _normal(operation: Rule, kind: Kind, *operands: Any) -> Any:
     """The expansion of an op at level prims: its operands converted to the dtype in which it computes."""
-
-    def convert(*operands: Any) -> Any:
-        dtype = kind(promoted(*operands))
-        if settled(operands, dtype):
-            return NotImplemented
-        return operation(*[of_kind(value, dtype) for value in operands])
-
-    return convert
+    dtype = kind(promoted(*operands))
+    if settled(operands, dtype):
+        return NotImplemented
+    return operation(*[of_kind(value, dtype) for value in operands])
 
 
-def _scaled(operation: Rule, kind: Kind) -> Rule:
+def _scaled(operation: Rule, kind: Kind, a: Any, b: Any) -> Any:
     """The same of products and quotients: one number that halves are scaled by keeps its places."""
-    convert = _normal(operation, kind)
-
-    def scale(a: Any, b: Any) -> Any:
-        dtype = kind(promoted(a, b))
-        single = isinstance(b, Tensor) and b.device.type == "cpu" and all(n == 1 for n in b.shape)
-        if not single or dtype not in HALF or b.dtype is dtype:
-            return convert(a, b)
-        return operation(widened(of_kind(a, dtype)), b.to(torch.float32)).to(dtype)
-
-    return scale
+    dtype = kind(promoted(a, b))
+    single = isinstance(b, Tensor) and b.device.type == "cpu" and all(n == 1 for n in b.shape)
+    if not single or dtype not in HALF or b.dtype is dtype:
+        return _normal(operation, kind, a, b)
+    return operation(widened(of_kind(a, dtype)), b.to(torch.float32)).to(dtype)
 
 
 def _as_is(dtype: torch.dtype) -> torch.dtype:
@@ -108,7 +99,7 @@ def _declare(names: str, overloads: str, kind: Kind) -> None:
             packet = getattr(aten, name)
             if overload in packet.overloads():
                 operation = getattr(packet, overload)
-                expansion(operation, complex_too=True)(_normal(operation, kind))
+                expansion(operation, complex_too=True)(partial(_normal, operation, kind))
 
 
 _declare(
@@ -155,9 +146,9 @@ def rsub(a: Tensor, b: Any, alpha: Any = 1) -> Any:
     return torch.add(-a if alpha == 1 else a * -alpha, b)
 
 
-def _with_number(operation: Rule, kind: Kind) -> Rule:
+def _with_number(operation: Rule, kind: Kind, a: Any, b: Any) -> Any:
     """The expansion of an overload for numbers, which no graph at level prims has."""
-    return lambda a, b: operation(*[of_kind(value, kind(promoted(a, b))) for value in (a, b)])
+    return operation(*[of_kind(value, kind(promoted(a, b))) for value in (a, b)])
 
 
 #: At level prims: operands of one dtype, no alpha.
@@ -167,11 +158,11 @@ ARITHMETIC: dict[str, Rule] = {
     "sub.Tensor": lambda a, b, *, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, True),
     "sub.Scalar": lambda a, b, alpha=1: _arithmetic(aten.sub.Tensor, a, b, alpha, False),
     "mul.Tensor": lambda a, b: (
-        torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _scaled(torch.mul, _as_is)(a, b)
+        torch.bitwise_and(a, b) if promoted(a, b) is torch.bool else _scaled(torch.mul, _as_is, a, b)
     ),
-    "mul.Scalar": _with_number(torch.mul, _as_is),
-    "div.Tensor": _scaled(torch.div, to_float),
-    "div.Scalar": _with_number(torch.div, to_float),
+    "mul.Scalar": partial(_with_number, torch.mul, _as_is),
+    "div.Tensor": partial(_scaled, torch.div, to_float),
+    "div.Scalar": partial(_with_number, torch.div, to_float),
 }
 expansions(ARITHMETIC, complex_too=True)
 
@@ -181,7 +172,7 @@ def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Any:
     """At level prims: operands of one dtype; without a mode a plain quotient."""
     if rounding_mode is None:
         return torch.div(a, b)
-    return _scaled(partial(torch.div, rounding_mode=rounding_mode), _as_is)(a, b)
+    return _scaled(partial(torch.div, rounding_mode=rounding_mode), _as_is, a, b)
 
 
 expansions({"floor_divide floor_divide.Scalar": lambda a, b: torch.div(a, b, rounding_mode="floor")})

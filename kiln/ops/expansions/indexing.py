@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -106,15 +107,13 @@ def _in_whole_steps(size: Any, extent: Any, ratio: float, exact: bool) -> bool:
     return np.array_equal(np.floor(turns * np.float32(ratio)), np.arange(size) // (size // extent))
 
 
-def _upsampled(exact: bool) -> Rule:
-    def run(x: Tensor, sizes: list[int], *scales: Any) -> Any:
-        given = scales + (None,) * (len(sizes) - len(scales))
-        return NotImplemented if 0 in x.shape else _nearest(x, sizes, given, exact)
-
-    return run
+def _upsampled(exact: bool, x: Tensor, sizes: list[int], *scales: Any) -> Any:
+    given = scales + (None,) * (len(sizes) - len(scales))
+    return NotImplemented if 0 in x.shape else _nearest(x, sizes, given, exact)
 
 
 expansions({
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d": _upsampled(exact=False),
-    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d": _upsampled(exact=True),
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d": partial(_upsampled, False),
+    "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d":
+        partial(_upsampled, True),
 })  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,27 +21,18 @@ UNARY = (
 BINARY = "add sub mul div maximum minimum clamp_min clamp_max pow".split()
 
 
-def _each(operation: Callable[..., Any]) -> Callable[..., Any]:
+def _each(operation: Callable[..., Any], tensors: list[Tensor], *others: Any, **scale: Any) -> list[Tensor]:
     """The operation for each tensor of a list, with what stands beside it in others, or is for all."""
-
-    def run(tensors: list[Tensor], *others: Any, **scale: Any) -> list[Tensor]:
-        rows = [other if isinstance(other, (list, tuple)) else [other] * len(tensors) for other in others]
-        return [operation(*row, **scale) for row in zip(tensors, *rows, strict=True)]
-
-    return run
-
-
-def _extreme(number: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
-    def choose(x: Tensor, bound: Any) -> Any:
-        return tensor(x, bound) if isinstance(bound, Tensor) else number(x, bound)
-
-    return choose
+    rows = [other if isinstance(other, (list, tuple)) else [other] * len(tensors) for other in others]
+    return [operation(*row, **scale) for row in zip(tensors, *rows, strict=True)]
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("maximum", "clamp_min"), _extreme(lambda x, v: torch.clamp(x, min=v), torch.maximum)),
-    **dict.fromkeys(("minimum", "clamp_max"), _extreme(lambda x, v: torch.clamp(x, max=v), torch.minimum)),
-}
+    **dict.fromkeys(("maximum", "clamp_min"), lambda x, bound: (
+        torch.maximum(x, bound) if isinstance(bound, Tensor) else torch.clamp(x, min=bound))),
+    **dict.fromkeys(("minimum", "clamp_max"), lambda x, bound: (
+        torch.minimum(x, bound) if isinstance(bound, Tensor) else torch.clamp(x, max=bound))),
+}  # fmt: skip
 
 
 def _declare(name: str, run: Callable[..., Any]) -> None:
@@ -53,7 +44,7 @@ def _declare(name: str, run: Callable[..., Any]) -> None:
 
 
 for _name in (*UNARY, *BINARY, "lerp"):
-    _declare(_name, _each(_OPERATIONS.get(_name) or getattr(torch, _name)))
+    _declare(_name, partial(_each, _OPERATIONS.get(_name) or getattr(torch, _name)))
 
 
 def _scaled(operation: Callable[..., Any], x: Tensor, a: Tensor, b: Tensor, factor: Tensor) -> Tensor:
@@ -63,29 +54,27 @@ def _scaled(operation: Callable[..., Any], x: Tensor, a: Tensor, b: Tensor, fact
     return (wide[0] + combined * factor).to(x.dtype)
 
 
-def _combined(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def run(tensors: list[Tensor], first: list[Tensor], second: list[Tensor], values: Any = 1) -> Any:
-        factors = values if isinstance(values, (list, tuple)) else [values] * len(tensors)
-        if isinstance(values, Tensor):
-            # The factors of all as one tensor: each multiplies as a tensor without dimensions does.
-            if values.device.type == "cpu" and all(x.device.type == "cuda" for x in tensors):
-                return [
-                    _scaled(operation, x, a, b, values.select(0, i))
-                    for i, (x, a, b) in enumerate(zip(tensors, first, second, strict=True))
-                ]
-            if any(x.device != values.device or x.dtype in HALF for x in tensors):
-                return NotImplemented
-            first = [a * values.select(0, i) for i, a in enumerate(first)]
-            factors = [1] * len(tensors)
-        return [
-            operation(x, a, b, value=v) for x, a, b, v in zip(tensors, first, second, factors, strict=True)
-        ]
-
-    return run
+def _combined(
+    operation: Callable[..., Any], tensors: list[Tensor], first: list[Tensor], second: list[Tensor],
+    values: Any = 1,
+) -> Any:  # fmt: skip
+    factors = values if isinstance(values, (list, tuple)) else [values] * len(tensors)
+    if isinstance(values, Tensor):
+        # The factors of all as one tensor: each multiplies as a tensor without dimensions does.
+        if values.device.type == "cpu" and all(x.device.type == "cuda" for x in tensors):
+            return [
+                _scaled(operation, x, a, b, values.select(0, i))
+                for i, (x, a, b) in enumerate(zip(tensors, first, second, strict=True))
+            ]
+        if any(x.device != values.device or x.dtype in HALF for x in tensors):
+            return NotImplemented
+        first = [a * values.select(0, i) for i, a in enumerate(first)]
+        factors = [1] * len(tensors)
+    return [operation(x, a, b, value=v) for x, a, b, v in zip(tensors, first, second, factors, strict=True)]
 
 
-_declare("addcmul", _combined(torch.addcmul))
-_declare("addcdiv", _combined(torch.addcdiv))
+_declare("addcmul", partial(_combined, torch.addcmul))
+_declare("addcdiv", partial(_combined, torch.addcdiv))
 
 
 expansions({
@@ -104,7 +93,7 @@ def unscaled(grads: list[Tensor], found: Tensor, factor: Tensor) -> Any:
     if not grads:
         return NotImplemented
     finite = [torch.isfinite(g).all() for g in grads]
-    found = torch.where(functools.reduce(torch.logical_and, finite), found, 1.0)
+    found = torch.where(reduce(torch.logical_and, finite), found, 1.0)
     return [(_wide(g) * factor.reshape(())).to(g.dtype) for g in grads], found
 
 
@@ -136,39 +125,36 @@ def _prepared(grad: Tensor, parameter: Tensor, decay: float, maximize: bool) -> 
     return grad + parameter * decay if decay else grad
 
 
-def _adam(decoupled: bool) -> Callable[..., Any]:
-    def run(
-        parameters: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor],
-        largest: list[Tensor], steps: list[Tensor], *, lr: Any, beta1: float, beta2: float,
-        weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None,
-        found_inf: Any = None,
-    ) -> Any:  # fmt: skip
-        plain = _scaled_back(grads, grad_scale)
-        new: tuple[list[Tensor], ...] = ([], [], [], [])
-        for i, (*own, step) in enumerate(zip(parameters, plain, means, squares, steps, strict=True)):
-            p, g, m, v = map(_wide, own)
-            g = _prepared(g, p, 0 if decoupled else weight_decay, maximize)
-            p = p - p * (lr * weight_decay) if decoupled and weight_decay else p
-            m = m + (g - m) * (1 - beta1)
-            v = v * beta2 + g * g * (1 - beta2)
-            highest = torch.maximum(_wide(largest[i]), v) if amsgrad else v
-            # The corrections for the start are taken in double precision, as one number.
-            count = step.to(torch.float64)
-            rise = 1 - torch.pow(beta1, count)
-            spread = torch.sqrt(highest) / torch.sqrt(1 - torch.pow(beta2, count)) + eps
-            p = p - m * (lr / rise) / spread
-            for out, value in zip(new, (p, m, v, highest), strict=True):
-                out.append(value.to(own[0].dtype))
-        old = parameters, means, squares, largest if amsgrad else squares
-        moved, first, second, tops, plain = _unless(found_inf, *zip(new, old, strict=True), (plain, grads))
-        return moved, plain, first, second, tops if amsgrad else []
-
-    return run
+def _adam(
+    decoupled: bool, parameters: list[Tensor], grads: list[Tensor], means: list[Tensor],
+    squares: list[Tensor], largest: list[Tensor], steps: list[Tensor], *, lr: Any, beta1: float, beta2: float,
+    weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None,
+    found_inf: Any = None,
+) -> Any:  # fmt: skip
+    plain = _scaled_back(grads, grad_scale)
+    new: tuple[list[Tensor], ...] = ([], [], [], [])
+    for i, (*own, step) in enumerate(zip(parameters, plain, means, squares, steps, strict=True)):
+        p, g, m, v = map(_wide, own)
+        g = _prepared(g, p, 0 if decoupled else weight_decay, maximize)
+        p = p - p * (lr * weight_decay) if decoupled and weight_decay else p
+        m = m + (g - m) * (1 - beta1)
+        v = v * beta2 + g * g * (1 - beta2)
+        highest = torch.maximum(_wide(largest[i]), v) if amsgrad else v
+        # The corrections for the start are taken in double precision, as one number.
+        count = step.to(torch.float64)
+        rise = 1 - torch.pow(beta1, count)
+        spread = torch.sqrt(highest) / torch.sqrt(1 - torch.pow(beta2, count)) + eps
+        p = p - m * (lr / rise) / spread
+        for out, value in zip(new, (p, m, v, highest), strict=True):
+            out.append(value.to(own[0].dtype))
+    old = parameters, means, squares, largest if amsgrad else squares
+    moved, first, second, tops, plain = _unless(found_inf, *zip(new, old, strict=True), (plain, grads))
+    return moved, plain, first, second, tops if amsgrad else []
 
 
 for _packet, _decoupled in ((aten._fused_adam, False), (aten._fused_adamw, True)):
     for _overload in ("default", "tensor_lr"):
-        expansion(getattr(_packet, _overload))(_adam(_decoupled))
+        expansion(getattr(_packet, _overload))(partial(_adam, _decoupled))
 
 
 @expansion(aten._fused_sgd.default, aten._fused_sgd.tensor_lr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,32 +41,24 @@ def total(x: Tensor, dims: Any = None, keepdim: bool = False, *, dtype: Any = No
     return torch.sum(x.to(start), dims_of(dims, x.dim()), keepdim).to(end)
 
 
-def _of_own_dtype(fold: Rule) -> Rule:
+def _of_own_dtype(fold: Rule, x: Tensor, *dims: Any, dtype: Any = None) -> Any:
     """A product or running sums; at level prims they are of their operand's dtype."""
-
-    def run(x: Tensor, *dims: Any, dtype: Any = None) -> Any:
-        start, end = _gathered(x, dtype)
-        if end is torch.bool or (dtype is None and x.dtype is start):
-            return NotImplemented
-        return fold(x.to(start), *dims).to(end)
-
-    return run
+    start, end = _gathered(x, dtype)
+    if end is torch.bool or (dtype is None and x.dtype is start):
+        return NotImplemented
+    return fold(x.to(start), *dims).to(end)
 
 
-product = _of_own_dtype(torch.prod)
-expansions({"prod prod.dim_int": product, "cumsum": _of_own_dtype(torch.cumsum)}, complex_too=True)
+product = partial(_of_own_dtype, torch.prod)
+expansions({"prod prod.dim_int": product, "cumsum": partial(_of_own_dtype, torch.cumsum)}, complex_too=True)
 
 
-def _truth(fold: Rule) -> Rule:
+def _truth(fold: Rule, x: Tensor, *dims: Any, **keep: Any) -> Any:
     """Whether some or all are true; at level prims the operand is bool."""
-
-    def run(x: Tensor, *dims: Any, **keep: Any) -> Any:
-        if x.dtype is torch.bool:
-            return NotImplemented
-        out = fold(x != 0, *dims, **keep)
-        return out.to(torch.uint8) if x.dtype is torch.uint8 else out
-
-    return run
+    if x.dtype is torch.bool:
+        return NotImplemented
+    out = fold(x != 0, *dims, **keep)
+    return out.to(torch.uint8) if x.dtype is torch.uint8 else out
 
 
 @expansion(aten.mean.default, aten.mean.dim)
@@ -257,8 +250,8 @@ def spread(grad: Tensor, x: Tensor, inner: int) -> Any:
 
 
 ONE_LINERS: dict[str, Rule] = {
-    "any any.dim any.dims": _truth(torch.any),
-    "all all.dim all.dims": _truth(torch.all),
+    "any any.dim any.dims": partial(_truth, torch.any),
+    "all all.dim all.dims": partial(_truth, torch.all),
     "var.correction": lambda x, dims=None, **how: _moments(x, dims, **how)[0],
     "std.correction": in_wide(lambda x, dims=None, **how: _deviation(x, dims, **how)[0]),
     "std_mean.correction": in_wide(_deviation),
