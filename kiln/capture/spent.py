@@ -24,7 +24,7 @@ def by(spent: set[Any], outputs: Sequence[Any], call: Callable[[], Any]) -> Any:
 
 def history(tensors: Sequence[Any]) -> list[Any]:
     """Autograd's nodes behind tensors, each once."""
-    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    stack = [node for node in map(_last, tensors) if node is not None]
     found: dict[Any, None] = {}
     while stack:
         node = stack.pop()
@@ -32,6 +32,14 @@ def history(tensors: Sequence[Any]) -> list[Any]:
             found[node] = None
             stack += [before for before, _ in reversed(node.next_functions) if before is not None]
     return list(found)
+
+
+def _last(value: Any) -> Any:
+    """The node of autograd's that gave a tensor; None also where autograd refuses to say."""
+    try:
+        return value.grad_fn
+    except RuntimeError:
+        return None
 
 
 def is_spent(spent: set[Any], value: Any) -> bool:
@@ -44,8 +52,10 @@ def ending(spent: set[Any], value: Any, results: Sequence[Any]) -> Callable[[Any
     is_parameter = value.real_type is torch.nn.Parameter
     if not value.requires_grad:
         return as_frozen if is_parameter else None
-    if value.grad_fn is not None:
+    if _last(value) is not None:
         return used_up if is_spent(spent, value) else None
+    if value._is_view():  # one taken without grad mode says so of what it shows; or it was written to since
+        return None
     made = torch.nn.Parameter if is_parameter else as_leaf
     others = [each for each in results if each.requires_grad and not is_spent(spent, each)]
     return None if any(getattr(node, "variable", None) is value for node in history(others)) else made

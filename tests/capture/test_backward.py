@@ -240,6 +240,30 @@ def test_leaf_that_leaves_the_graph():
     both(program, 1)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_view_without_grad_is_no_leaf(mode):
+    def program(how):
+        with mode():
+            return how(lambda x: (x.unsqueeze(0), x * 2))(torch.ones(3, requires_grad=True))
+
+    both(program, 1)
+
+
+def test_view_of_what_was_written_since():
+    """Autograd refuses to say how it was made; the program gets it as in eager."""
+
+    def program(how):
+        def f(x):
+            y = x * 2
+            part = y.chunk(2)[-1]
+            y.clamp_(-1, 1)
+            return part
+
+        return how(f)(torch.ones(3, requires_grad=True)).detach()
+
+    close(program(kiln.compile), program(lambda f: f))
+
+
 def test_two_optimizers():
     def program(how):
         torch.manual_seed(0)
