@@ -288,7 +288,9 @@ def repeat_interleave(
     times = x if repeats is None else repeats
     if output_size is not None or type(times) is not FakeTensor or not times.dim():
         return MISSING
-    size = number_of(m, m.torch_call(torch.sum, (times,), {}))
+    # Told the size, torch does not look for negative counts, and writes before its result.
+    below = m.torch_call(torch.any, (m.torch_call(torch.lt, (times, 0), {}),), {})
+    size = number_of(m, m.torch_call(torch.where, (below, -1, m.torch_call(torch.sum, (times,), {})), {}))
     given = (x,) if repeats is None else (x, repeats, dim)
     return m.torch_call(torch.repeat_interleave, given, {"output_size": size})
 

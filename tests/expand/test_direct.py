@@ -144,6 +144,7 @@ ELSEWHERE = {
     "aten.normal_functional.default": "random", "aten.native_dropout.default": "random",
     "aten._batch_norm_with_update_functional.default": "of GPUs, in tests/gpu",
     "aten.cudnn_batch_norm_backward.default": "of GPUs, in tests/gpu",
+    "aten._amp_foreach_non_finite_check_and_unscale.default": "of lists, in tests/capture/test_backward.py",
     "aten.lift.default": "recorded as the literal that it lifts",
     "aten.lift_fresh.default": "recorded as the literal that it lifts",
 }  # fmt: skip
