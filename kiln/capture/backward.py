@@ -61,7 +61,8 @@ def _of_tensor(tensor: Any, gradient: Any = None, retain_graph: Any = None, crea
 
 def _of_function(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: Any = False,
                  grad_variables: Any = None, inputs: Any = None) -> Args:  # fmt: skip
-    return _sequence(tensors), _sequence(grad_tensors or grad_variables), retain_graph, create_graph, inputs
+    given = grad_variables if grad_tensors is None else grad_tensors
+    return _sequence(tensors), _sequence(given), retain_graph, create_graph, inputs
 
 
 def _sequence(value: Any) -> Any:

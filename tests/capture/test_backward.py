@@ -156,7 +156,8 @@ def test_two_passes():
             h = model(x)
             a, b = h.square().mean(), h.abs().sum()
             (a + b).backward(retain_graph=True)
-            torch.autograd.backward([b], [b.detach()])
+            torch.autograd.backward([b], [b.detach()], retain_graph=True)
+            torch.autograd.backward(h, h.detach())
             return a, b
 
         return [t.detach() for t in f(torch.ones(2, 6))], [p.grad for p in model.parameters()]
