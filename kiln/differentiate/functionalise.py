@@ -75,8 +75,9 @@ class Functionaliser:
     read. A node whose reads are what they were is taken over as it is.
     """
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, learns: bool = False) -> None:
         self.recording = recording
+        self.learns = learns  # whether gradients may be asked for
         self.graph = Graph()
         self.graph._names = recording.graph._names
         self._places: dict[Node, Place] = {}
@@ -142,6 +143,10 @@ class Functionaliser:
         fake = self.fake(self.place(value)) if value.op == INPUT else None
         if fake is not None and fake.requires_grad and not fake.is_contiguous():
             why = "as_strided writes to an argument that requires grad and is not contiguous"
+            raise Break("as-strided", why, "use indexing")
+        if value.spec.offset != 0 and self.learns:
+            # Autograd takes the view of a gradient, too, with the place where the tensor starts.
+            why = "as_strided looks at a tensor that starts as late as what it was made of, with gradients"
             raise Break("as-strided", why, "use indexing")
         return value if value.spec.offset == 0 else self.emit(aten.clone.default, (value,), {})
 

@@ -140,7 +140,7 @@ class Tracer:
             for called in recording.graph.nodes:
                 if called.op in LOOKS_AT_GRAD_MODE:
                     called.op = InGradMode(called.op)
-        functional = Functionaliser(recording)
+        functional = Functionaliser(recording, any(primal.requires_grad for primal in self.primals))
         self.read(functional, 0, range(4))
         self.refuse_overlap(functional)
         if self.groups:

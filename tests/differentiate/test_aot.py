@@ -206,3 +206,23 @@ def test_an_argument_that_is_written_and_partly_read_is_refused_as_in_eager():
             raised.append(str(error.value))
     assert raised[0] == raised[1] and torch.equal(base, torch.arange(6.0))
     assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["overlapping-inputs"]
+
+
+@pytest.mark.parametrize("scatter", [
+    lambda x: torch.slice_scatter(x, x[:1], 0, 0, 1), lambda x: torch.select_scatter(x, x[0], 0, 0),
+    lambda x: torch.diagonal_scatter(x, x[0]),
+])  # fmt: skip
+def test_a_write_by_strides_to_what_starts_late_in_its_memory(scatter):
+    """The gradient has no such start: its zeros were elsewhere than the diagonal."""
+
+    def f(x):
+        y = scatter(x)
+        y.fill_diagonal_(1)
+        return y
+
+    told = []
+    for run in (f, kiln.compile(f)):
+        x = torch.arange(23.0)[3:].view(5, 4).detach().requires_grad_()
+        out = run(x)
+        told.append((out.detach(), torch.autograd.grad(out, x, torch.ones_like(out))))
+    torch.testing.assert_close(*told)
