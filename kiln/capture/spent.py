@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kiln.base.graph import reached
+
 
 def by(spent: set[Any], outputs: Sequence[Any], call: Callable[[], Any]) -> Any:
     """What a call gives that computes gradients of tensors; nodes of autograd's that it empties are noted."""
@@ -24,14 +26,12 @@ def by(spent: set[Any], outputs: Sequence[Any], call: Callable[[], Any]) -> Any:
 
 def history(tensors: Sequence[Any]) -> list[Any]:
     """Autograd's nodes behind tensors, each once."""
-    stack = [node for node in map(_last, tensors) if node is not None]
-    found: dict[Any, None] = {}
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found[node] = None
-            stack += [before for before, _ in reversed(node.next_functions) if before is not None]
-    return list(found)
+    last = [node for node in map(_last, tensors) if node is not None]
+    return list(reached(last, _before))
+
+
+def _before(node: Any) -> list[Any]:
+    return [before for before, _ in reversed(node.next_functions) if before is not None]
 
 
 def _last(value: Any) -> Any:

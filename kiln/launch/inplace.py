@@ -7,7 +7,7 @@ first, whatever the code takes for granted about memory that does not overlap.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection
 
 import torch
@@ -17,6 +17,7 @@ from kiln.base.graph import Node, nodes_in, reached
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
 from kiln.fuse.program import Program
+from kiln.fuse.repeats import nodes_of
 from kiln.fuse.steps import Launch, Step
 from kiln.generate.functions import FUNCTIONS, PARTLY_BY_LIBRARY
 from kiln.launch.memory import size_of
@@ -79,23 +80,19 @@ def with_writes_last(program: Program) -> list[Step]:
     Nothing can fail after them, so that they may write where the inputs lie. Those stay where they are that
     would keep more memory meanwhile than they write.
     """
+    if not program.overwrites:
+        return program.steps
     stays = {*program.graph.inputs, *nodes_in(program.graph.outputs)}
-    read = Counter[Node]()
-    for step in program.steps:
-        read.update(set(step.reads.values() if isinstance(step, Launch) else step.node.inputs()))
+    read = {node for step in program.steps for node in nodes_of(step)[1]}
 
     def may_wait(step: Step) -> bool:
-        if not isinstance(step, Launch) or not never_fails(step.kernel):
+        made, used = nodes_of(step)
+        if not isinstance(step, Launch) or any(n not in program.overwrites or n in read for n in made):
             return False
-        made = list(step.writes.values())
-        if any(node not in program.overwrites or read[node] for node in made):
-            return False
-        kept = [node for node in {*step.reads.values()} if node not in stays]
-        return sum(map(_bytes, kept)) <= sum(map(_bytes, made))
+        kept = {*used} - stays
+        return sum(map(_bytes, kept)) <= sum(map(_bytes, made)) and never_fails(step.kernel)
 
-    late = [step for step in program.steps if may_wait(step)] if program.overwrites else []
-    chosen = set(map(id, late))
-    return [*[step for step in program.steps if id(step) not in chosen], *late]
+    return sorted(program.steps, key=may_wait)
 
 
 def _bytes(node: Node) -> int:
