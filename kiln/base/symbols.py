@@ -241,6 +241,8 @@ class Scope:
         if not isinstance(value, Expr):
             return False
         for form, most in self._most.items():
+            if form.poly.keys().isdisjoint(value.poly):
+                continue  # the rest would be longer
             rest = sub(value, form)
             if not isinstance(rest, Expr) or len(rest.poly) <= len(value.poly):
                 if self.bounds(rest)[1] + most <= 0:

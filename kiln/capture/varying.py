@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -227,9 +228,9 @@ class Varying:
     def _asked_at(self, condition: Any) -> Any:
         """The line that asked a condition, or the first that asked about the same numbers."""
         about = condition.symbols()
-        exact = [record for record in self.scope.records if record.condition is condition]
-        near = [record for record in self.scope.records if record.condition.symbols() & about]
-        return next((record.where for record in (*exact, *near)), None)
+        exact = (record.where for record in self.scope.records if record.condition is condition)
+        near = (record.where for record in self.scope.records if record.condition.symbols() & about)
+        return next(chain(exact, near), None)
 
     def spelled(self, value: Any) -> str:
         """An expression or condition in the words of the program."""
