@@ -9,17 +9,19 @@ distributed modules, is not in the graph, and leaves it to Python.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
+from torch.autograd.graph import Node
 
-from kiln.base.errors import Break
+from kiln.base.errors import Break, Skip
+from kiln.base.outside import Outside
 from kiln.base.source import Attr
 from kiln.capture import spent
-from kiln.capture.calls import Args, Kwargs, handles, leaf
-from kiln.capture.frame import Machine, Recalled
+from kiln.capture.calls import METHODS, Args, Kwargs, handles, leaf
+from kiln.capture.frame import Machine, Recalled, Restart
 from kiln.capture.world import nested
 from kiln.ops.fake import FakeTensor, tensors_in
 from kiln.ops.layout import is_dense
@@ -41,7 +43,29 @@ def gradients(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         if real.requires_grad and (real._backward_hooks if id(fake) in chosen else not real.is_leaf):
             raise Break("backward", "gradients may flow through what was computed outside, or to hooks", HINT)
     outputs = list(tensors_in(args[0] if args else kwargs["outputs"]))
-    return spent.by(m.recorder.spent, outputs, lambda: leaf(m, torch.autograd.grad, args, kwargs))
+    return passed(m, outputs, lambda: leaf(m, torch.autograd.grad, args, kwargs))
+
+
+def passed(m: Machine, outputs: Sequence[Any], call: Callable[[], Any]) -> Any:
+    """What a call gives that goes back from tensors; where that changes an object capture begins again."""
+    nodes: list[Any] = [type(node) for node in spent.history(outputs)]
+    functions = {node._forward_cls for node in nodes if hasattr(node, "_forward_cls")}
+    outside = {cls: Outside(cls, "backward", "vjp") for cls in functions}
+    try:
+        return spent.by(m.recorder.spent, outputs, call)
+    finally:
+        changed = [cls.__name__ for cls, there in outside.items() if there.put_back()]
+        if changed:
+            why = f"the backward of {changed[0]} changes an object that others have"
+            raise Restart(m.safe_step(), Break("side-effect", why, "return what is new"))
+
+
+def hooked(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A hook on a node of autograd's: compiled code has other ones."""
+    raise Skip("a hook is registered on a node of autograd's, which compiled code does not have")
+
+
+METHODS.update({(Node, name): hooked for name in ("register_hook", "register_prehook")})
 
 
 @handles(torch.Tensor.backward)
@@ -95,7 +119,7 @@ def backward(m: Machine, tensors: Any, given: Any, retain: Any, create: Any, inp
         unwatched(m, each)
     kwargs = {"grad_outputs": given, "retain_graph": retain, "allow_unused": True}
     call = functools.partial(leaf, m, torch.autograd.grad, (tensors, tuple(reached)), kwargs)
-    found = spent.by(m.recorder.spent, tensors, call)
+    found = passed(m, tensors, call)
     for each, gradient in zip(reached, found, strict=True):
         if gradient is not None:
             accumulate(m, each, gradient)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import Node
 
 from kiln import _hook
 from kiln.base import marks
@@ -466,7 +467,8 @@ def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: A
     special = HANDLERS.get(id(getattr(type(owner), name, None)))
     if special is not None:
         return special(m, (owner, *args), kwargs)
-    handler = next((h for base in type(owner).__mro__ if (h := METHODS.get((base, name)))), None)
+    kinds = (*type(owner).__mro__, *([Node] if isinstance(owner, Node) else ()))
+    handler = next((h for kind in kinds if (h := METHODS.get((kind, name)))), None)
     if handler is not None:
         result = handler(m, owner, args, kwargs)
         if result is not MISSING:

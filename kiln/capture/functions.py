@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
 from typing import Any
 
 import torch
 
 from kiln.base.errors import Break
+from kiln.base.outside import Outside
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import Args, Kwargs, handles, leaf
 from kiln.capture.frame import Machine, Restart
-from kiln.capture.torch_calls import Named
+from kiln.capture.torch_calls import Named, lasts
 from kiln.capture.world import CONSTANTS
 from kiln.ops.fake import FakeTensor
 
@@ -29,6 +29,10 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     plain = mro_lookup(cls, "setup_context") is NO_SETUP and mro_lookup(cls, "vmap") is NO_VMAP
     if plain and not torch.is_grad_enabled():
         return apply_inline(m, cls, tuple(rest), kwargs)
+    own = vars(cls).values() if m.source(cls) is None else ()
+    if not all(lasts(m, getattr(part, "__func__", part)) for part in own if isinstance(part, staticmethod)):
+        why = f"{cls.__name__}, which is made here, refers to objects that are made here, too"
+        raise Break("foreign-object", why, "define it outside the compiled function")
     before = torch.get_rng_state()
     applied = Named(functools.partial(watched, m, cls), cls.__name__, cls)
     made = leaf(m, applied, tuple(rest), kwargs)
@@ -42,7 +46,7 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Apply an autograd function to fakes; where that changes an object capture begins again."""
-    given, outside = contents(m, (*args, *kwargs.values())), Outside(cls)
+    given, outside = contents(m, (*args, *kwargs.values())), Outside(cls, "forward", "setup_context")
     try:
         return cls.apply(*args, **kwargs)
     finally:
@@ -50,72 +54,6 @@ def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
         if changed or contents(m, (*args, *kwargs.values())) != given:
             why = f"{cls.__name__} changes an object that {'others have' if changed else 'it is given'}"
             raise Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
-
-
-class Outside:
-    """What the code of an autograd function names beside its own: globals, closures, and what these hold."""
-
-    def __init__(self, cls: Any) -> None:
-        self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.held: list[tuple[Any, Any]] = []
-        for name in ("forward", "setup_context"):
-            function = mro_lookup(cls, name)
-            function = getattr(function, "__func__", function)
-            if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
-                self.add(function)
-
-    def add(self, function: types.FunctionType) -> None:
-        there = function.__globals__
-        found = {name: there.get(name, MISSING) for name in function.__code__.co_names}
-        self.globals.append((there, found))
-        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-        package = function.__module__.partition(".")[0]  # objects of other ones may keep what they need
-        for value in [*found.values(), *cells]:
-            kind = value if isinstance(value, type) else type(value)
-            own = kind.__module__.partition(".")[0] == package and hasattr(value, "__dict__")
-            if own or kind in HOLDING and value is not kind:
-                self.held.append((value, parts_of(value)))
-
-    def put_back(self) -> bool:
-        """Let all hold what it held; whether something did not."""
-        changed = False
-        for there, found in self.globals:
-            for name, value in found.items():
-                if there.get(name, MISSING) is not value:
-                    changed = True
-                    there.update({name: value}) if value is not MISSING else there.pop(name)
-        for value, parts in self.held:
-            if not same(parts_of(value), parts):
-                changed = True
-                refill(value, parts)
-        return changed
-
-
-def parts_of(value: Any) -> Any:
-    """What an object holds, to be compared and put back."""
-    if type(value) not in HOLDING:
-        return dict(vars(value))
-    return dict(value) if isinstance(value, dict) else list(value)
-
-
-def same(parts: Any, others: Any) -> bool:
-    """Whether two such are made of the same objects."""
-    if isinstance(parts, dict):
-        return parts.keys() == others.keys() and all(others[key] is part for key, part in parts.items())
-    return len(parts) == len(others) and all(a is b for a, b in zip(parts, others, strict=True))
-
-
-def refill(value: Any, parts: Any) -> None:
-    if isinstance(value, type):
-        for name in vars(value).keys() - parts.keys():
-            delattr(value, name)
-        for name, part in parts.items():
-            if vars(value).get(name, MISSING) is not part:
-                setattr(value, name, part)
-        return
-    held = value if type(value) in HOLDING else value.__dict__
-    held.clear()
-    getattr(held, "update" if isinstance(held, (dict, set)) else "extend")(parts)
 
 
 def contents(m: Machine, values: Any) -> dict[int, Any]:
@@ -134,8 +72,6 @@ def contents(m: Machine, values: Any) -> dict[int, Any]:
     return found
 
 
-MISSING = object()
-HOLDING = frozenset({list, dict, set, deque})
 UNCHANGED = frozenset({*CONSTANTS, FakeTensor, type, types.ModuleType, types.FunctionType})
 
 

@@ -100,6 +100,23 @@ def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return made
 
 
+@handles(torch.Tensor, *[cls for cls in torch._tensor_classes if cls.layout is torch.strided], told=True)
+def legacy_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A tensor of a class: a `torch.Size` is its size; a tuple, which nodes have in its place, is data."""
+    if kwargs or len(args) != 1 or type(args[0]) is not torch.Size:
+        return leaf(m, function, args, kwargs)
+    typed = function is not torch.Tensor
+    device = {"device": "cuda"} if typed and function.is_cuda else {}
+    return leaf(m, torch.empty, args, {"dtype": function.dtype, **device} if typed else {})
+
+
+@handles(torch.Tensor.new)
+def legacy_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A tensor of another's type; of a `torch.Size` as above."""
+    sized = not kwargs and len(args) == 2 and type(args[1]) is torch.Size
+    return leaf(m, torch.Tensor.new_empty if sized else torch.Tensor.new, args, kwargs)
+
+
 @handles(torch.utils.hooks.BackwardHook)
 def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What a module uses to see the gradients that pass through it: an object of the graph."""
@@ -134,7 +151,7 @@ def remove_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 def lasts(m: Machine, value: Any) -> bool:
-    """Whether a value that a hook holds is the same whenever the graph runs."""
+    """Whether a value that a hook or a function holds is the same whenever the graph runs."""
     if type(value) in CONSTANTS or id(value) in m.world.pinned:
         return True
     match value:

@@ -102,7 +102,7 @@ def _constant(output: Constant, attributes: Mapping[str, Any], sizes: Sizes) -> 
 
 def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     """Takes the view outside the compiled graph, so that autograd knows it as eager's."""
-    base, steps, grad, claims = output.base, output.steps, output.requires_grad, output.claims
+    base, steps, grad, claims = output.base, output.steps, output.grad_mode, output.claims
     origin = None if isinstance(base, int) else origin_of(base, attributes)
     symbolic = any(expressions_in((step.args, step.kwargs)) for step in steps)
 

@@ -60,11 +60,11 @@ class Place:
         """The types of this tensor and of those that it is a view of."""
         return [place.spec for place in self.path()]
 
-    def steps(self) -> tuple[Step, ...]:
-        """The views that lead from the memory's own tensor here."""
-        if self.parent is None or self.step is None:
+    def steps(self, base: Place | None = None) -> tuple[Step, ...]:
+        """The views that lead from the memory's own tensor here, or from another on the path."""
+        if self.parent is None or self.step is None or self is base:
             return ()
-        return (*self.parent.steps(), self.step)
+        return (*self.parent.steps(base), self.step)
 
 
 class Functionaliser:

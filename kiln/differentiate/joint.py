@@ -100,14 +100,19 @@ class Given:
 class View:
     """An output that is a view of an argument or attribute (after write-back), or of the result `base`.
 
-    It is made by taking the steps outside the autograd function, in grad mode exactly where `requires_grad`;
+    It is made by taking the steps outside the autograd function, in `grad_mode` or not, as the program did;
     there is always a step (a `detach` is one). One that was taken without grad mode `claims` to require grad.
     """
 
     base: Origin | int
     steps: tuple[Step, ...]
-    requires_grad: bool
+    grad_mode: bool
     claims: bool
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it has a history."""
+        return self.grad_mode and self.claims
 
 
 @dataclass(frozen=True, eq=False, slots=True)

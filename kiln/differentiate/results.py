@@ -38,6 +38,8 @@ class Results:
         self.own: set[int] = set()
         """Results that nothing else may share memory with."""
         self._origins: dict[Memory, tuple[Origin, Place]] = {}
+        self._bases: dict[Memory, Place] = {}
+        """The tensors that outputs in a memory are views of, to autograd."""
         leaves: list[Any] = []
         self.nest = positions(nest, leaves)
         places = {id(t): functional.place(tracer.recording.node(t)) for t in leaves if is_fake(t)}
@@ -102,6 +104,7 @@ class Results:
         for leaf in leaves:
             if is_fake(leaf):
                 sharing.setdefault(places[id(leaf)].memory, set()).add(id(leaf))
+        self._bases = {memory: base_of([places[key] for key in keys]) for memory, keys in sharing.items()}
         fresh: dict[int, int] = {}
         for leaf in leaves:
             if not is_fake(leaf) or id(leaf) in fresh:
@@ -113,7 +116,7 @@ class Results:
             alone = len(sharing[place.memory]) == 1 and place not in self.functional.turned
             # One of several views that an op gives with a history refuses writes in place.
             alone = alone and (leaf.grad_fn is None or all(step.item is None for step in place.steps()))
-            if place.parent is None or alone and not odd:
+            if place is self._bases[place.memory] or alone and not odd:
                 if odd:
                     raise inner_leaf()
                 fresh[id(leaf)] = index = self.add(place, leaf, leaf.grad_fn is not None)
@@ -135,7 +138,7 @@ class Results:
             counted = 1 if fake.is_inference() else fake._version  # what is written through `data` is not
             self.mutated.append(Mutation(i, index, with_grad, counted if place.memory.seen else 0))
 
-    def _refuse_history(self, leaf: FakeTensor, place: Place) -> None:
+    def _refuse_history(self, leaf: FakeTensor, place: Place, base: Place) -> None:
         """Break for a view that was made a leaf, and for one that has another history than its base.
 
         A view taken without grad mode of a tensor that requires grad claims to require it as well, and will
@@ -143,9 +146,9 @@ class Results:
         """
         if not leaf.requires_grad:
             return
-        detached = any(step.op is aten.detach.default for step in place.steps())
+        detached = any(step.op is aten.detach.default for step in place.steps(base))
         if leaf.grad_fn is None:
-            if detached or not self.functional.fake(place.memory.root).requires_grad:
+            if detached or not self.functional.fake(base).requires_grad:
                 raise inner_leaf()
         elif detached:
             why = "an output was detached from a tensor that is seen outside, and written with gradients"
@@ -164,25 +167,26 @@ class Results:
             member = self.tracer.members.get(leaf.node)
             if own is place or member is not None:
                 return Given(member or origin)
-            self._refuse_history(leaf, place)
-            return View(origin, place.steps(), leaf.grad_fn is not None, leaf.requires_grad)
-        self._refuse_history(leaf, place)
-        root = self.functional.fake(memory.root)
+            self._refuse_history(leaf, place, memory.root)
+            return View(origin, place.steps(), in_grad_mode(leaf), leaf.requires_grad)
+        base = self._bases[memory]
+        self._refuse_history(leaf, place, base)
+        root = self.functional.fake(base)
         if leaf.requires_grad and root.grad_fn is None:
             why = "an output that requires grad views a tensor that does not"
             raise Break("output-view", why, "return a copy of it")
         index = next((i for i, fake in enumerate(self.fakes) if fake is root and i in self.own), -1)
         if index < 0:
-            index = self.add(memory.root, root, False)
+            index = self.add(base, root, False)
             self.own.add(index)
-            self._turn(index, root)
+            self._turn(index, root, base)
         if leaf.requires_grad and index not in self.tangents:
             self.tangents.append(index)
-        return View(index, place.steps(), leaf.grad_fn is not None, leaf.requires_grad)
+        return View(index, place.steps(base), in_grad_mode(leaf), leaf.requires_grad)
 
-    def _turn(self, index: int, root: FakeTensor) -> None:
+    def _turn(self, index: int, root: FakeTensor, base: Place) -> None:
         """Note what became of a base whose tensor changed its own shape: its gradient is of the first one."""
-        steps = self.functional.place(self.tracer.recording.node(root)).steps()
+        steps = self.functional.place(self.tracer.recording.node(root)).steps(base)
         if any(step.op is aten.as_strided.default for step in steps):
             why = "several outputs view a tensor that as_strided_ changed"
             raise Break("output-view", why, "return a copy of it")
@@ -193,10 +197,32 @@ class Results:
         return tuple([self.turned.get(index, ()) for index in self.tangents])
 
 
+def base_of(places: list[Place]) -> Place:
+    """What tensors in one memory are views of, to autograd: its own tensor, or one detached from that alone.
+
+    What torch's factories give is such a one: they detach what they have made.
+    """
+    first = {path[-2] if len(path := place.path()) > 1 else None for place in places}
+    alone = first.pop() if len(first) == 1 else None
+    if alone is not None and alone.step is not None and alone.step.op is aten.detach.default:
+        return alone
+    return places[0].memory.root
+
+
 def inner_leaf() -> Break:
     """The refusal of a graph that makes a leaf: nothing outside could give it a gradient."""
     why = "the graph makes a tensor that requires grad without computing it"
     return Break("inner-leaf", why, "make it outside the compiled function")
+
+
+def in_grad_mode(view: FakeTensor) -> bool:
+    """Whether a view was taken in grad mode: autograd lets others be written without gradients alone."""
+    if view.requires_grad or not view._is_view():
+        return view.grad_fn is not None
+    return bool(_creation(view) == _ORDINARY)
+
+
+_creation, _ORDINARY = torch._C._autograd._get_creation_meta, torch._C._autograd.CreationMeta.DEFAULT
 
 
 def is_fake(value: Any) -> bool:

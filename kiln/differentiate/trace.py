@@ -17,6 +17,7 @@ from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Uneven
 from kiln.base.expressions import Expr
 from kiln.base.graph import Node, mapped
+from kiln.base.outside import Outside
 from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
@@ -66,12 +67,25 @@ def switches() -> Iterator[None]:
         state.restore(before)
 
 
-def differentiated(outs: list[Any], inputs: list[Any], tangents: list[Any]) -> Sequence[torch.Tensor | None]:
-    """The gradients; a refusal of autograd's is a Break, so that eager raises it where it does."""
+def differentiated(
+    module: fx.GraphModule, outs: list[Any], inputs: list[Any], tangents: list[Any]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients; a refusal of autograd's is a Break, so that eager raises it where it does.
+
+    A backward of the program's that changes what is not its own is one, too: it must do so in every call.
+    """
+    owners = {getattr(node.target, "owner", None) for node in module.graph.nodes}
+    functions = [cls for cls in owners if isinstance(cls, type) and issubclass(cls, torch.autograd.Function)]
+    outside = [Outside(cls, "backward", "vjp") for cls in functions]
     try:
-        return gradients(outs, inputs, tangents)
+        found = gradients(outs, inputs, tangents)
     except (RuntimeError, NotImplementedError) as error:
         raise Break("backward", str(error), "the graph runs as it is, and its backward raises") from error
+    finally:
+        changed = [there.put_back() for there in outside]
+    if any(changed):
+        raise Break("backward", "a backward changes an object that others have", "return what is new")
+    return found
 
 
 class Overlap(Exception):
@@ -312,7 +326,7 @@ class Tracer:
             stack.enter_context(recording)
             tangents = [turned(tangent, steps) for tangent, steps in zip(tangents, turns, strict=True)]
             recording.origin = self.origin if self._origins else self.layer if self.layers else None
-            found = differentiated(outs, [self.edges[i] for i in wanted], tangents)
+            found = differentiated(self.module, outs, [self.edges[i] for i in wanted], tangents)
             recording.origin = None
         gradients: list[Node | None] = [None] * len(self.primals)
         if self.layers is not None:

@@ -552,6 +552,8 @@ def refuse_exotic(real: Tensor) -> None:
         )
     if real.is_quantized:
         raise Break("tensor-layout", f"a quantised tensor ({real.dtype}) is used", "dequantise it outside")
+    if torch._C._functorch.is_legacy_batchedtensor(real):
+        raise Break("tensor-layout", "a tensor of a batch of gradients is used", "compile what it is made of")
     if real.requires_grad and not (real.is_floating_point() or real.is_complex()):
         # Filled with a tensor that requires grad, eager's integers do too, and most calls on them raise.
         why = f"a tensor of {real.dtype} requires grad"

@@ -453,3 +453,82 @@ def test_counts_in_python():
     model, counting = network(), Counting()
     kiln.compile(lambda x: model(x).sum().backward(), backend=counting, fullgraph=True)(torch.ones(2, 6))
     assert len(counting.modules) == 1
+
+
+class Counts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        CALLS.append(1)
+        return gradient * 2
+
+
+CALLS: list[int] = []
+
+
+def counted_within(x):
+    Counts.apply(x).sum().backward()
+    return x.grad
+
+
+def counted_outside(x):
+    return Counts.apply(x).sin().sum()
+
+
+def made_here(x):
+    seen = []
+
+    class Here(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(1)
+            return gradient * 2
+
+    Here.apply(x).sum().backward()
+    return seen, x.grad
+
+
+def hooked_before(x):
+    y = x * 2
+    y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
+    y.sum().backward()
+    return x.grad
+
+
+def hooked_after(x):
+    y = x * 2
+    if y.requires_grad:
+        y.grad_fn.register_hook(lambda gradients, given: CALLS.append(1))
+    return y.sum()
+
+
+def checked(x):
+    return torch.autograd.gradcheck(torch.sin, (x.detach().double().requires_grad_(),), check_batched_grad=True)
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize(
+    "f", [counted_within, counted_outside, made_here, hooked_before, hooked_after, checked], ids=lambda f: f.__name__
+)
+def test_what_a_backward_does_beside_its_gradients_is_done_in_each_call(f, backend):
+    def program(how):
+        run, found = how(f), []
+        for _ in range(3):
+            CALLS.clear()
+            x = torch.ones(2, 3, requires_grad=True)
+            out = run(x)
+            if isinstance(out, torch.Tensor) and out.requires_grad:
+                out.backward()
+            found.append((out, x.grad, len(CALLS)))
+        return found
+
+    wanted = program(lambda f: f)
+    kiln.reset()
+    close(program(lambda f: kiln.compile(f, backend=backend)), wanted)

@@ -440,3 +440,21 @@ def test_a_tensor_that_is_subclassed_gives_eager_results():
 
 def test_an_index_tensor_without_dimensions_gives_eager_results():
     same_as_eager(lambda x, i: x[i] + x[torch.tensor(1)], X, torch.tensor(1))
+
+
+SIZED = {
+    "class": lambda x: torch.FloatTensor(x.size()).fill_(1),
+    "integers": lambda x: torch.LongTensor(x.size()).fill_(1),
+    "tensor": lambda x: torch.Tensor(x.shape).fill_(1),
+    "like": lambda x: x.new(x.shape).fill_(1),
+    "like a number": lambda x: x.sum().new(x.sum().shape).fill_(1),
+    "constant": lambda x: x.new(torch.Size([2, 3])).fill_(1),
+    "data": lambda x: x.new((2, 3)),
+    "values": lambda x: x.new_tensor(x.shape),
+}
+
+
+@pytest.mark.parametrize("make", SIZED.values(), ids=SIZED)
+def test_sizes_and_tuples_mean_different_things_to_old_constructors(make):
+    one_graph(make, X)
+    one_graph(make, X, how=How(options={"dynamic": True}))

@@ -669,3 +669,36 @@ def test_outputs_and_second_derivatives_of_varying_sizes():
         for n in (4, 6, 8, 10):
             Same()(step(f, n), step(compiled, n))
     assert len(log.graphs) <= 3
+
+
+def taken(x):
+    return x.t()
+
+
+def taken_without_gradients(x):
+    with torch.no_grad():
+        return x.t()
+
+
+@pytest.mark.parametrize("take", [taken, taken_without_gradients], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [lambda x: x * 1, torch.ones_like, lambda x: torch.rand(2, 2), lambda x: (x * 2).detach(), lambda x: x]
+)
+def test_a_view_that_comes_out_is_one_of_its_base_to_autograd(make, take):
+    def f(x):
+        base = make(x)
+        return base, take(base)
+
+    def seen(f):
+        given, weight = torch.ones(2, 2), torch.full((2, 2), 2.0, requires_grad=True)
+        torch.manual_seed(0)
+        base, view = f(given)
+        facts = [base._is_view(), view._base is base]
+        try:
+            view.add_(weight)  # a view that was taken without grad mode refuses it
+            (base * 2).sum().backward()
+        except RuntimeError as error:
+            return [*facts, str(error)[:30]]
+        return [*facts, weight.grad.tolist(), view.requires_grad]
+
+    assert seen(ahead(f)) == seen(f)

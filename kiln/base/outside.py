@@ -1,0 +1,76 @@
+"""What code that runs on fakes may change beside what it is given, to be put back."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from typing import Any
+
+MISSING = object()
+HOLDING = frozenset({list, dict, set, deque})
+
+
+class Outside:
+    """What methods of an autograd function name beside their own: globals, closures, and what these hold."""
+
+    def __init__(self, cls: type, *names: str) -> None:
+        self.globals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.held: list[tuple[Any, Any]] = []
+        for name in names:
+            function = getattr(cls, name, None)
+            function = getattr(function, "__func__", function)
+            if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
+                self.add(function)
+
+    def add(self, function: types.FunctionType) -> None:
+        there = function.__globals__
+        found = {name: there.get(name, MISSING) for name in function.__code__.co_names}
+        self.globals.append((there, found))
+        cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+        package = function.__module__.partition(".")[0]  # objects of other ones may keep what they need
+        for value in [*found.values(), *cells]:
+            kind = value if isinstance(value, type) else type(value)
+            own = kind.__module__.partition(".")[0] == package and hasattr(value, "__dict__")
+            if own or kind in HOLDING and value is not kind:
+                self.held.append((value, parts_of(value)))
+
+    def put_back(self) -> bool:
+        """Let all hold what it held; whether something did not."""
+        changed = False
+        for there, found in self.globals:
+            for name, value in found.items():
+                if there.get(name, MISSING) is not value:
+                    changed = True
+                    there.update({name: value}) if value is not MISSING else there.pop(name)
+        for value, parts in self.held:
+            if not same(parts_of(value), parts):
+                changed = True
+                refill(value, parts)
+        return changed
+
+
+def parts_of(value: Any) -> Any:
+    """What an object holds, to be compared and put back."""
+    if type(value) not in HOLDING:
+        return dict(vars(value))
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def same(parts: Any, others: Any) -> bool:
+    """Whether two such are made of the same objects."""
+    if isinstance(parts, dict):
+        return parts.keys() == others.keys() and all(others[key] is part for key, part in parts.items())
+    return len(parts) == len(others) and all(a is b for a, b in zip(parts, others, strict=True))
+
+
+def refill(value: Any, parts: Any) -> None:
+    if isinstance(value, type):
+        for name in vars(value).keys() - parts.keys():
+            delattr(value, name)
+        for name, part in parts.items():
+            if vars(value).get(name, MISSING) is not part:
+                setattr(value, name, part)
+        return
+    held = value if type(value) in HOLDING else value.__dict__
+    held.clear()
+    getattr(held, "update" if isinstance(held, (dict, set)) else "extend")(parts)
