@@ -508,8 +508,9 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
 
 def store_on_module(m: Machine, module: Any, name: str, item: Any) -> bool:
     """What nn.Module.__setattr__ does with plain values and buffers; False where its own code must say."""
-    parameter = isinstance(item, FakeTensor) and tensor_type(item) is not torch.Tensor
-    if isinstance(item, torch.nn.Module) or parameter or mro_lookup(type(module), name) is not MISSING:
+    tensor = isinstance(item, FakeTensor)
+    kept = tensor and (tensor_type(item) is not torch.Tensor or m.call(isinstance, (item, torch.nn.Buffer)))
+    if isinstance(item, torch.nn.Module) or kept or mro_lookup(type(module), name) is not MISSING:
         return False
     space, source = instance_space(module), m.source(module)
     if any(name in space.get(table, ()) for table in ("_parameters", "_modules")):

@@ -104,7 +104,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     value, kinds = args
     if type(value) is FakeTensor:
         kind = attributes.tensor_type(value)
-        return any(tensor_is(kind, value, k) for k in flat(kinds))
+        return any(tensor_is(m, kind, value, k) for k in flat(kinds))
     if type(value) is Generator:
         return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
     if type(value) in symbolic.SYMBOLIC:
@@ -130,9 +130,11 @@ def flat(kinds: Any) -> list[Any]:
     return [k for part in kinds for k in flat(part)] if isinstance(kinds, tuple) else [kinds]
 
 
-def tensor_is(kind: type, value: FakeTensor, wanted: Any) -> bool:
+def tensor_is(m: Machine, kind: type, value: FakeTensor, wanted: Any) -> bool:
     if wanted in LEGACY:
         return value.dtype is wanted.dtype and value.device.type == "cpu"
+    if wanted is torch.nn.Buffer:  # there are no instances: a tensor is one that says so
+        return m.truth(m.call(getattr, (value, "_is_buffer", False)))
     return isinstance(value, wanted) or isinstance(wanted, type) and issubclass(kind, wanted)
 
 

@@ -680,3 +680,19 @@ def test_module_with_half_precision_and_autocast():
             return y.float() + self.lin(x)
 
     one_graph(Cast(), G)
+
+
+class Holding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Buffer(torch.full((4,), 2.0))
+        self.shift = nn.Buffer(torch.ones(4), persistent=False)
+        self.plain = torch.zeros(4)
+
+
+def test_buffers_of_modules_made_here_are_their_state():
+    def f(x):
+        module = Holding()
+        return list(module.state_dict()), [name for name, _ in module.named_buffers()], x * module.scale + module.shift
+
+    one_graph(f, t(3, 4))
