@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dis
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -23,6 +21,7 @@ from kiln.base.expressions import Expr
 from kiln.base.fx import runner, to_fx
 from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
+from kiln.base.outside import computes
 from kiln.base.reports import fell_back
 from kiln.capture.nested import hide
 from kiln.capture.runtime import watch_gradient
@@ -209,19 +208,6 @@ def is_hook(node: fx.Node) -> bool:
     held: Any = node.args[1]
     hook = getattr(held.graph.owning_module, held.target, None) if isinstance(held, fx.Node) else held
     return not computes(hook)
-
-
-def computes(function: Any) -> bool:
-    """Whether a function reads only its arguments and torch, and writes only local variables."""
-    if type(function) is not FunctionType or function.__closure__ or function.__defaults__:
-        return False
-    for step in dis.get_instructions(function.__code__):
-        if step.opname.startswith(("STORE_", "DELETE_", "IMPORT_", "MAKE_")) and step.opname != "STORE_FAST":
-            return False
-        home = function.__globals__.get(step.argval) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else torch
-        if not str(getattr(home, "__module__", None) or getattr(home, "__name__", "")).startswith("torch"):
-            return False
-    return True
 
 
 def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:

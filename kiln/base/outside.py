@@ -1,10 +1,13 @@
-"""What code that runs on fakes may change beside what it is given, to be put back."""
+"""What code that runs on fakes may change beside what it is given: whether it can, and how it is put back."""
 
 from __future__ import annotations
 
+import dis
 import types
 from collections import deque
 from typing import Any
+
+import torch
 
 MISSING = object()
 HOLDING = frozenset({list, dict, set, deque})
@@ -74,3 +77,16 @@ def refill(value: Any, parts: Any) -> None:
     held = value if type(value) in HOLDING else value.__dict__
     held.clear()
     getattr(held, "update" if isinstance(held, (dict, set)) else "extend")(parts)
+
+
+def computes(function: Any) -> bool:
+    """Whether a function reads only its arguments and torch, and writes only local variables."""
+    if type(function) is not types.FunctionType or function.__closure__ or function.__defaults__:
+        return False
+    for step in dis.get_instructions(function.__code__):
+        if step.opname.startswith(("STORE_", "DELETE_", "IMPORT_", "MAKE_")) and step.opname != "STORE_FAST":
+            return False
+        home = function.__globals__.get(step.argval) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else torch
+        if not str(getattr(home, "__module__", None) or getattr(home, "__name__", "")).startswith("torch"):
+            return False
+    return True

@@ -48,6 +48,8 @@ def gradients(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 def passed(m: Machine, outputs: Sequence[Any], call: Callable[[], Any]) -> Any:
     """What a call gives that goes back from tensors; where that changes an object capture begins again."""
+    if m.recorder.watched:
+        raise Break("backward", "a hook on gradients may do more than compute", HINT)
     nodes: list[Any] = [type(node) for node in spent.history(outputs)]
     functions = {node._forward_cls for node in nodes if hasattr(node, "_forward_cls")}
     outside = {cls: Outside(cls, "backward", "vjp") for cls in functions}

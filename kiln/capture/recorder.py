@@ -161,6 +161,7 @@ class Recorder:
         self._numbers: dict[Expr, Node] = {}
         self._start: Node = self.graph._root
         self.spent: set[Any] = set()  # nodes of autograd's that a backward pass in the graph has emptied
+        self.watched = False  # whether autograd calls hooks that may do more than compute
         self.exchanged: dict[int, int] = {}  # how often tensors had been written that were given other data
         self._kept = 0
         self.asking = False  # whether torch is at work on fakes

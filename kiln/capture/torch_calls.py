@@ -20,6 +20,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from kiln.base import state
 from kiln.base.errors import Break, Skip
 from kiln.base.graph import mapped
+from kiln.base.outside import computes
 from kiln.base.source import Const, Derived
 from kiln.capture import runtime, symbolic
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
@@ -40,7 +41,7 @@ def folds(value: Any, *functions: Any) -> None:
             handles(function)(lambda m, args, kwargs: value)
 
 
-folds(True, "compiler.is_compiling", "compiler.is_dynamo_compiling", "_utils.is_compiling")
+folds(True, "compiler.is_dynamo_compiling", "_utils.is_compiling")
 folds(False, "jit.is_scripting", "jit.is_tracing", "_jit_internal.is_scripting", "onnx.is_in_onnx_export",
       "compiler.is_exporting", "_C._is_tracing", "jit._trace.is_tracing")  # fmt: skip
 folds(None, "_C._get_tracing_state", "_C._log_api_usage_once")
@@ -64,10 +65,6 @@ declare({
     torch.overrides.is_tensor_like: lambda m, args, kwargs: isinstance(args[0], torch.Tensor) or m.call(
         hasattr, (args[0], "__torch_function__")),
     torch._assert: assertion,
-    torch.utils.hooks.BackwardHook.setup_input_hook: lambda m, args, kwargs: m.torch_call(
-        runtime.watch_inputs, args, kwargs),
-    torch.utils.hooks.BackwardHook.setup_output_hook: lambda m, args, kwargs: m.torch_call(
-        runtime.watch_outputs, args, kwargs),
     # A generator made here is made by the graph, in every call.
     torch.Generator: lambda m, args, kwargs: m.native(m.recorder.effect, torch.Generator, args, kwargs),
     # A named block of a profile: the ops of a graph have no such blocks, the name is dropped.
@@ -87,6 +84,12 @@ refuses("tensor-layout", "a quantized tensor is made", "quantize outside the com
         torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic,
         torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor,
         torch._empty_affine_quantized, torch._empty_per_channel_affine_quantized)  # fmt: skip
+
+
+@handles(torch.compiler.is_compiling)
+def is_compiling(m: Machine, args: Args, kwargs: Kwargs) -> bool:
+    """Yes; but a module's call, which would leave out hooks that are always called, is as in eager."""
+    return m.frames[-1].function.__code__ is not torch.nn.Module._call_impl.__code__
 
 
 @handles(torch.nn.Parameter)
@@ -121,9 +124,28 @@ def legacy_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What a module uses to see the gradients that pass through it: an object of the graph."""
     if id(args[0]) not in m.world.pinned:
-        why = "backward hooks of a module that is not always the same one"
-        raise Break("backward-hook", why, "compile the module itself")
+        raise another_module()
+    m.recorder.watched = True
     return m.native(m.recorder.effect, torch.utils.hooks.BackwardHook, args, kwargs)
+
+
+def another_module() -> Break:
+    """The refusal of hooks that each call has others of."""
+    why = "backward hooks of a module that is not always the same one"
+    return Break("backward-hook", why, "compile the module itself")
+
+
+def watch(runs: Any, m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A step of the hook's at a module's inputs or outputs, where the graph has made the hook."""
+    if not m.recorder.holds(args[0]):
+        raise another_module()
+    return m.torch_call(runs, args, kwargs)
+
+
+declare({
+    torch.utils.hooks.BackwardHook.setup_input_hook: functools.partial(watch, runtime.watch_inputs),
+    torch.utils.hooks.BackwardHook.setup_output_hook: functools.partial(watch, runtime.watch_outputs),
+})  # fmt: skip
 
 
 @handles(torch.Tensor._is_view)  # type: ignore[attr-defined]
@@ -137,6 +159,7 @@ def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if kwargs or len(args) != 2 or not lasts(m, args[1]):
         why = "a hook closes over tensors of the graph, or what other calls may have another of"
         raise Break("tensor-hook", why, "register it outside the compiled function")
+    m.recorder.watched |= not computes(args[1])
     handle = m.native(m.recorder.effect, runtime.watch_gradient, args)
     m.steps[id(handle)] = m.safe_step()
     return handle

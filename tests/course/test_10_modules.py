@@ -696,3 +696,25 @@ def test_buffers_of_modules_made_here_are_their_state():
         return list(module.state_dict()), [name for name, _ in module.named_buffers()], x * module.scale + module.shift
 
     one_graph(f, t(3, 4))
+
+
+class Failing(nn.Module):
+    def forward(self, x, fails=True):
+        if fails:
+            raise ValueError("no")
+        return x + 1
+
+
+def test_hooks_that_are_always_called_are_called_where_a_module_raises():
+    module, seen = Failing(), []
+    module.register_forward_hook(lambda module, args, result: seen.append(result is None), always_call=True)
+
+    def f(x):
+        seen.clear()
+        try:
+            module(x)
+        except ValueError as error:
+            seen.append(str(error))
+        return list(seen), module(x, fails=False)
+
+    one_graph(f, t(3, 4))
