@@ -80,6 +80,8 @@ refuses("global-state", "torch's default device is changed", "use `with torch.de
 refuses("global-state", "hooks on saved tensors are set", "set them around the compiled function",
         torch._C._autograd._push_saved_tensors_default_hooks,
         torch._C._autograd._pop_saved_tensors_default_hooks)  # fmt: skip
+refuses("metadata-mutation", "two tensors are exchanged for each other", "make new tensors instead",
+        torch.utils.swap_tensors)  # fmt: skip
 refuses("tensor-layout", "a quantized tensor is made", "quantize outside the compiled function",
         torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic,
         torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor,
