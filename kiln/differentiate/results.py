@@ -219,10 +219,12 @@ def in_grad_mode(view: FakeTensor) -> bool:
     """Whether a view was taken in grad mode: autograd lets others be written without gradients alone."""
     if view.requires_grad or not view._is_view():
         return view.grad_fn is not None
-    return bool(_creation(view) == _ORDINARY)
+    return torch._C._autograd._get_creation_meta(view) not in _WITHOUT_GRADIENTS
 
 
-_creation, _ORDINARY = torch._C._autograd._get_creation_meta, torch._C._autograd.CreationMeta.DEFAULT
+_WITHOUT_GRADIENTS = [
+    torch._C._autograd.CreationMeta.NO_GRAD_MODE, torch._C._autograd.CreationMeta.INFERENCE_MODE
+]  # fmt: skip
 
 
 def is_fake(value: Any) -> bool:
