@@ -23,11 +23,11 @@ Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
 #: Operands that eager takes in the dtype of the tensor beside them where they are numbers, half types too.
-#: GPUs add them in float32, as all take what scales.
-SUMS = frozenset({"add", "sub"})
+#: GPUs add them and raise to them in float32, as all take what scales.
+WIDE_ON_GPUS = frozenset({"add", "sub", "pow"})
 NUMBERS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys((*SUMS, "eq", "ne", "lt", "le", "gt", "ge", "fmod", "remainder"), (0, 1)),
-    **dict.fromkeys(("div_floor", "pow"), (0,)),
+    **dict.fromkeys((*WIDE_ON_GPUS, "eq", "ne", "lt", "le", "gt", "ge", "fmod", "remainder"), (0, 1)),
+    "div_floor": (0,),
 }
 
 #: Functions that jump: two values that are nearly the same give another result.
@@ -222,7 +222,7 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
     if name == "div" and (mode := node.kwargs.get("rounding_mode")):
         name = f"div_{mode}"
     given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args[:count]]
-    if dtype in HALVES and (terms.rounds or name not in SUMS or node.spec.device.type == "cpu"):
+    if dtype in HALVES and (terms.rounds or name not in WIDE_ON_GPUS or node.spec.device.type == "cpu"):
         for place in NUMBERS.get(name, ()):
             given[place] = terms.stored(given[place])
     if name in DIVISIONS and not dtype.is_floating_point:

@@ -301,6 +301,20 @@ def test_a_number_is_compared_with_halves_as_a_half(dtype, number):
     same(lambda x: (F.threshold(x, number, 20.0), F.hardshrink(x, number)), x)
 
 
+def test_a_number_that_varies_is_a_half_beside_halves():
+    f = kiln.compile(lambda x, n: (x == n, x % n, x**n), dynamic=True)
+    for n in (0.1, 0.3, 1e-8):
+        x = torch.tensor([n, 0.0, 2.0], dtype=torch.float16)
+        for mine, eager in zip(f(x, n), (x == n, x % n, x**n), strict=True):
+            torch.testing.assert_close(mine, eager, equal_nan=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_bound_of_integers_is_one(dynamic):
+    x, f = torch.arange(-3, 4), kiln.compile(lambda x, n: F.threshold(x, n, 5), dynamic=dynamic)
+    assert all(torch.equal(f(x, n), F.threshold(x, n, 5)) for n in (-1.25, 1.5))
+
+
 @pytest.mark.parametrize("number", [0.1, 0.3, 1.1, 2.7])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_halves_at_a_number(dtype, number):

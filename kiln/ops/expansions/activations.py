@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, clamp, exp, log1p, sigmoid, tanh, where
 
 from kiln.ops.expansions.support import in_wide, number, widened, zero
+from kiln.ops.symint import SYMBOLIC
 from kiln.ops.table import Rule, aten, expansions
 
 ROOT_HALF = math.sqrt(0.5)
@@ -104,6 +105,14 @@ def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tenso
     return where((x <= low) | (x >= high), zero(grad), grad)
 
 
+def threshold(x: Tensor, bound: float, value: float) -> Any:
+    if not x.dtype.is_floating_point:  # eager takes the bound in the dtype
+        if type(bound) in SYMBOLIC:
+            return NotImplemented
+        bound = int(bound)
+    return where(widened(x) <= bound, number(value, x), x)
+
+
 def hardtanh(x: Tensor, low: float = -1, high: float = 1) -> Any:
     # Over integers the bounds are cut to integers first.
     return clamp(x, low, high) if x.dtype.is_floating_point else NotImplemented
@@ -191,7 +200,7 @@ PLAIN: dict[str, Rule] = {
     "rrelu_with_noise_backward": rrelu_backward,
     "hardshrink": lambda x, lambd=0.5: where((x >= -lambd) & (x <= lambd), zero(x), x),
     "hardshrink_backward softshrink_backward": shrink_backward,
-    "threshold": lambda x, bound, value: where(widened(x) <= bound, number(value, x), x),
+    "threshold": threshold,
     "threshold_backward": lambda grad, x, bound: where(widened(x) <= bound, zero(grad), grad),
     "hardtanh": hardtanh,
     "hardtanh_backward": hardtanh_backward,
