@@ -17,6 +17,8 @@ static PyMethodDef hook_methods[] = {
     {"skip", hook_skip, METH_O, "Frames of this code object are left alone."},
     {"hide", hook_hide, METH_VARARGS,
      "hide(code, how): keeps its frames out of tracebacks, as HIDDEN, INNER or GENERATED says."},
+    {"alone", (PyCFunction)(void (*)(void))hook_alone, METH_FASTCALL | METH_KEYWORDS,
+     "alone(function, *args, **kwargs): calls the function itself, whose frame is no region's."},
     {"then", hook_then, METH_O, "What a miss gives for the region to run on the arguments of the call."},
     {"in_python", hook_in_python, METH_VARARGS, "in_python(function, family): the function, run with the frame hook on."},
     {"family", hook_family, METH_NOARGS, "The family of the function that runs with the frame hook on, or None."},

@@ -100,6 +100,15 @@ static PyObject *call_alone(PyObject *function, PyObject *const *args, size_t na
     return result;
 }
 
+static PyObject *hook_alone(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    if (nargs == 0) {
+        PyErr_SetString(PyExc_TypeError, "alone() needs a function");
+        return NULL;
+    }
+    return call_alone(args[0], args + 1, nargs - 1, names);
+}
+
 /* Calls a function with bound arguments. */
 static PyObject *call_bound(PyObject *function, PyObject *const *slots)
 {

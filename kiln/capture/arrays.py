@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from kiln.base.errors import Break
+from kiln.base.graph import mapped
 from kiln.base.source import Source
 from kiln.base.symbols import LIMIT
 from kiln.capture.array_calls import (
@@ -26,7 +27,7 @@ from kiln.capture.calls import CALLERS, POLICIES, Args, Kwargs, foreign, handles
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import Machine
 from kiln.capture.rebuild import MAKERS, Raw, Rebuilder, Unbuildable
-from kiln.capture.torch_calls import literal_tensor
+from kiln.capture.torch_calls import literal_tensor, zeroed
 from kiln.capture.world import READERS, World, nested, rooted
 from kiln.check.guards import Equals
 from kiln.ops.fake import FakeTensor
@@ -127,7 +128,15 @@ def as_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     if args and isinstance(args[0], (numpy.ndarray, numpy.generic)):
         refuse_large(m, args[0])
         return constant_tensor(m, constant_array(args[0]), args[1:], kwargs)
+    if args and kwargs.get("dtype") is None and any(map(is_scalar, nested((m.world.touch_deep(args[0]),)))):
+        # In a graph's text they are numbers of Python, which count less.
+        alike = mapped(args[0], lambda v: v.like if type(v) is FakeArray else zeroed(v))
+        kwargs = {**kwargs, "dtype": m.native(function, alike).dtype}
     return literal_tensor(m, args, kwargs, function)
+
+
+def is_scalar(value: Any) -> bool:
+    return isinstance(value, numpy.generic)
 
 
 def make_array(r: Rebuilder, value: Any) -> None:

@@ -135,7 +135,7 @@ def eager(function: types.FunctionType) -> Callable[..., Any]:
 def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
     """Call the function itself on bound arguments."""
     args, kwargs = unbound(function, argv)
-    return function(*args, **kwargs)
+    return _hook.alone(function, *args, **kwargs)
 
 
 def unbound(function: types.FunctionType, argv: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

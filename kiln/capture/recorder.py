@@ -491,7 +491,8 @@ class Recorder:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return kind(*[self._argument(v) for v in value])
         if kind.__module__ == "numpy" and hasattr(value, "item") and value.shape == ():
-            return value.item()
+            if kind.__name__ != "bool":  # a truth is another number for torch than Python's
+                return value.item()
         known = self._results.get(id(value))
         return known if known is not None else self._attribute(value, f"_{kind.__name__}")
 

@@ -12,6 +12,7 @@ import torch
 
 from kiln.base.graph import Graph, Made, Node, nodes_in, substituted
 from kiln.ops.aliases import shows
+from kiln.ops.expansions.support import HALF, rounded
 from kiln.ops.layout import contiguous, reduced, wrap_dim
 from kiln.ops.symint import expr_of, wrap
 from kiln.ops.table import aten
@@ -62,11 +63,15 @@ def without_statistics(graph: Graph) -> Graph:
 def by_results(graph: Graph) -> Graph:
     """The graph, changed in place, whose gradients of clamped values look at what is kept, the results.
 
-    A number within the bounds is its own result, and those outside have a bound for it.
+    A number within the bounds is its own result, those outside have a bound for it: in the result's dtype,
+    while eager compares with the number as it was given.
     """
     clamped: dict[tuple[object, ...], Node] = {}
     for node in graph.nodes:
         if node.op is aten.hardtanh.default:
+            dtype, bounds = node.spec.dtype, node.args[1:]
+            if dtype in HALF and any(rounded(bound, dtype) != bound for bound in bounds):
+                continue
             clamped[(*node.args, *(-1, 1)[len(node.args) - 1 :])] = node
         elif node.op is aten.hardtanh_backward.default:
             grad, *given = node.args

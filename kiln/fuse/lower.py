@@ -22,8 +22,13 @@ Read: TypeAlias = "Callable[[Node, Coords, Term | None], Term]"
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
 
-#: Functions for which eager takes a number in the dtype of the tensor beside it, half types too.
-SUMS = frozenset({"add", "sub"})
+#: Operands that eager takes in the dtype of the tensor beside them where they are numbers, half types too.
+#: GPUs add them and raise to them in float32, as all take what scales.
+WIDE_ON_GPUS = frozenset({"add", "sub", "pow"})
+NUMBERS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys((*WIDE_ON_GPUS, "eq", "ne", "lt", "le", "gt", "ge", "fmod", "remainder"), (0, 1)),
+    "div_floor": (0,),
+}
 
 #: Functions that jump: two values that are nearly the same give another result.
 JUMPS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "floor", "ceil", "round", "trunc", "frac", "sign",
@@ -92,6 +97,14 @@ class Terms:
         if term.dtype not in HALVES or not isinstance(term, (Apply, Fold)):
             return term
         return self.make(Apply, "convert", (term,), term.dtype)  # type: ignore[no-any-return]
+
+    def stored(self, number: Term) -> Term:
+        """A number of a half type as it would lie in memory; other terms as they are."""
+        if not isinstance(number, Const) or number.dtype not in HALVES:
+            return number
+        if isinstance(number.value, float):
+            return self.const(rounded(number.value, number.dtype), number.dtype)
+        return self.make(Apply, "convert", (number,), number.dtype)  # type: ignore[no-any-return]
 
     def const(self, value: Any, dtype: torch.dtype) -> Term:
         if dtype.is_floating_point and not isinstance(value, float) and not hasattr(value, "scope"):
@@ -206,12 +219,12 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
     tensor = next(a for a in node.args if isinstance(a, Node))
     dtype = dtype_of(tensor)
     count = 1 if name in UNARY else 2
-    args = node.args[:count]
-    if terms.rounds and dtype in HALVES and name in SUMS:
-        args = tuple([rounded(a, dtype) if isinstance(a, float) else a for a in args])
-    given = [operand(terms, node, a, coords, valid, read, dtype) for a in args]
     if name == "div" and (mode := node.kwargs.get("rounding_mode")):
         name = f"div_{mode}"
+    given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args[:count]]
+    if dtype in HALVES and (terms.rounds or name not in WIDE_ON_GPUS or node.spec.device.type == "cpu"):
+        for place in NUMBERS.get(name, ()):
+            given[place] = terms.stored(given[place])
     if name in DIVISIONS and not dtype.is_floating_point:
         given[1] = terms.guarded(given[1], valid, 1)
     return terms.apply(name, dtype_of(node), *given)
@@ -259,7 +272,7 @@ def _clamp(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
     for bound, name in ((low, "maximum"), (high, "minimum")):
         if bound is not None:
             # Of zeros with two signs the second stays: that is x.
-            value = terms.apply(name, dtype, terms.const(bound, dtype), value)
+            value = terms.apply(name, dtype, terms.stored(terms.const(bound, dtype)), value)
     return value
 
 
@@ -276,7 +289,7 @@ def _clone(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: R
 
 @lowering("full")
 def _full(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
-    return terms.const(node.args[1], dtype_of(node))
+    return terms.stored(terms.const(node.args[1], dtype_of(node)))
 
 
 def is_drawn(node: Node) -> bool:

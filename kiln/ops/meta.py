@@ -281,7 +281,6 @@ DIVIDING = frozenset({"aten::div", "aten::floor_divide", "aten::remainder", "ate
 ASKED = Facts(
     lambda func: func in UNLIKE
     or torch.Tag.pointwise in func.tags
-    and func._schema.name.rstrip("_") not in DIVIDING
     and not any(arg.is_out for arg in func._schema.arguments)  # which the op may give another size
 )
 
@@ -292,16 +291,16 @@ def too_large(tensors: list[Tensor]) -> bool:
 
 
 def asked(func: Any, args: tuple[Any, ...]) -> Ask | None:
-    """What is asked: the op itself, on zeros, where only that knows what it takes and is cheap."""
-    x = args[0] if args else None
-    small = ASKED[func] and isinstance(x, Tensor) and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT
+    """What is asked: the op itself, on small numbers, where only that knows what it takes and is cheap."""
+    x = next((a for a in args if isinstance(a, Tensor)), None)
+    small = ASKED[func] and x is not None and x.device.type == "cpu" and x.numel() <= LARGEST_LAYOUT
     chosen = func in MASKED and by_mask(args[1])  # on zeros a mask chooses nothing
     return consult if small and not chosen else None
 
 
 def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-    """What `func` returns on zeros of these layouts, described; eager's error comes out when there is one."""
-    twins = zeros_of(tensors)
+    """What `func` returns for zeros so laid out, described; eager's error comes out when there is one."""
+    twins = filled(tensors, int(func._schema.name.rstrip("_") in DIVIDING))
     args, kwargs = with_twins((args, kwargs), tensors, twins)
     if kwargs.get("generator") is not None:
         kwargs = {**kwargs, "generator": None}
@@ -313,12 +312,12 @@ def consult(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: l
     return describe(out, twins, tensors[0].device if tensors else None)
 
 
-def zeros_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Real tensors of zeros on the CPU with the layouts of `tensors`, those of one memory in one memory."""
+def filled(tensors: list[Tensor], byte: int = 0) -> list[Tensor]:
+    """Real tensors of such bytes on the CPU, laid out as `tensors` are, those of one memory in one memory."""
     memories: dict[int, Tensor] = {}
     for t in sorted(tensors, key=lambda t: -reach(t) * t.itemsize):
         size = -(-reach(t) * t.itemsize // 16) * 16
-        memories.setdefault(id(memory_of(t)), torch.zeros(size, dtype=torch.uint8, device=CPU))
+        memories.setdefault(id(memory_of(t)), torch.full((size,), byte, dtype=torch.uint8, device=CPU))
     twins = []
     for t in tensors:
         memory = memories[id(memory_of(t))].view(t.dtype)

@@ -49,6 +49,10 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[in
                  groups: int) -> Any:  # fmt: skip
     size, kernel, dtype = x.shape, weight.shape, x.dtype
     rank = len(size) - 2
+    if rank > 0 and not size[1] and dtype is not weight.dtype:  # eager multiplies the two, which promotes
+        both = [t.to(torch.promote_types(dtype, weight.dtype)) for t in (x, weight)]
+        rest = stride, padding, dilation, transposed, output_padding, groups
+        return aten.convolution.default(*both, bias, *rest)
     if rank < 1 or len(kernel) != len(size) or 0 in size or 0 in kernel:
         return NotImplemented
     if dtype is not weight.dtype or dtype not in FLOATS or x.device != weight.device:

@@ -187,6 +187,8 @@ def _power(a: Operand, b: Operand) -> Any:
     dtype = common_dtype(a, b)
     if dtype not in INEXACT and type(b) in (int, torch.SymInt) and below_zero(b):
         raise Mismatch("an integer to a negative power")
+    if dtype is torch.bool:
+        return NotImplemented
     return like(a, dtype) if type(b) in NUMBERS else over((a, b), dtype)
 
 

@@ -48,6 +48,27 @@ def test_scalars_are_scalars(a):
     return one, type(one) is np.float64, isinstance(one, float), isinstance(one, np.ndarray), isinstance(a, np.ndarray), type(a)
 
 
+@program(X, np.float64(0.5), np.int64(3), np.bool_(True))
+def test_scalars_in_lists_have_dtypes(x, half, three, true):
+    listed = [half, 1]
+    return torch.tensor(listed), torch.tensor([[three / 4], [2.5]]), torch.as_tensor((three, 1.5, x.sum())), torch.tensor([true])
+
+
+@program(X, np.bool_(True))
+def test_a_truth_is_a_number(x, true):
+    return torch.full((2,), true), x.long() + true, torch.arange(true), x * true
+
+
+def test_scalars_in_a_list_that_goes_on_after_a_break():
+    def weigh(x):
+        places, weights = x.numpy(), []
+        for j in range(places[0]):
+            weights.append(1 - (places[1] - j) / 40)
+        return torch.tensor(weights)
+
+    pin(same_as_eager(weigh, torch.tensor([2, 3])), breaks=1, graphs=2)
+
+
 @program(A)
 def test_writes_go_through_views(a):
     row, kept = a[0], a[1, 1]

@@ -200,3 +200,18 @@ def test_conversions_that_copy_have_memory_of_their_own(mode, dynamic):
 
     mine, eager = seen(lambda f: kiln.compile(f, dynamic=dynamic)), seen(lambda f: f)
     assert mine[:2] == eager[:2] and not mine[2].breaks and len(mine[2].graphs) == 1
+
+
+def picked(x, i):
+    return x[i] * 2
+
+
+def test_a_frame_that_the_hook_found_is_replayed_as_it_is():
+    """Generators run in Python, and what they call is captured as their frames start."""
+    def program(x, places):
+        return tuple(picked(x, i) for i in places if print(end="") is None)
+
+    places = [torch.tensor([1]), torch.tensor([5])]
+    assert torch.equal(kiln.compile(program)(torch.arange(3.0), places[:1])[0], torch.tensor([2.0]))
+    with pytest.raises(IndexError, match="index 5 is out of bounds"):
+        kiln.compile(program)(torch.arange(3.0), places)

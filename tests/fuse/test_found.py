@@ -112,6 +112,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
                                               ["v0 = (a1 * a1 + a0).flip(1).cumsum(1)", "v1 = torch.copysign(a1, v0)"]),
     "a norm of equal elements": ([plain(1, 16, 3, 33)], ["a0.select(0, 0).fill_(1)", "v0 = F.group_norm(F.mish(a0), 1).mean()"]),
     "a result equal to what is written": ([plain(3, grad=True), plain(3)], ["a1.zero_()", "v0 = a1 / (a0.abs() + 1)", "v1 = v0.zero_()"]),
+    "a convolution over no channels is of both dtypes": ([plain(2, 0, 4, dtype="bf16")], ["v0 = torch.ones(3, dtype=F.conv1d(a0, torch.ones(3, 0, 1)).dtype) * 2"]),
     "a mean of infinities": ([replace(plain(4, 7, 5), special=True)], ["v0 = torch.var_mean(a0.clamp(min=0.25), 1)[1]"]),
 }  # fmt: skip
 
@@ -284,6 +285,45 @@ def test_booleans():
     a, b = torch.tensor([True, False, True, True]), torch.tensor([True, True, False, False])
     same(lambda a, b: (a + b, a * b, a ^ b, ~a, a < b, a <= b, a.sum(), a.amax(), a.amin(), a.prod(), a + 1, a.cumsum(0)), a, b)
     same(lambda a, b: a - b, a, b)
+
+
+@pytest.mark.parametrize("f", [lambda x: x**x, lambda x: True**x, lambda x: x % True, lambda x: x % x, lambda x: True << x, lambda x: 2 << (x + 0.5)])
+def test_what_eager_has_no_kernel_for(f):
+    assert isinstance(same(f, torch.tensor([True, False])), NotImplementedError)
+
+
+@pytest.mark.parametrize("number", [0.1, 0.3, 1.1, 2.7])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_number_is_compared_with_halves_as_a_half(dtype, number):
+    x = torch.tensor([number, -number, 2 * number, number / 2]).to(dtype)
+    same(lambda x: (x == number, x != number, x < number, x >= number, x % number, number % x, number // x, torch.fmod(x, number)), x)
+    same(lambda x: (x - number, x + number, number - x, torch.full_like(x, number) - x, x.clamp(max=number) == number), x)
+    same(lambda x: (F.threshold(x, number, 20.0), F.hardshrink(x, number)), x)
+
+
+def test_a_number_that_varies_is_a_half_beside_halves():
+    f = kiln.compile(lambda x, n: (x == n, x % n, x**n), dynamic=True)
+    for n in (0.1, 0.3, 1e-8):
+        x = torch.tensor([n, 0.0, 2.0], dtype=torch.float16)
+        for mine, eager in zip(f(x, n), (x == n, x % n, x**n), strict=True):
+            torch.testing.assert_close(mine, eager, equal_nan=True)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_bound_of_integers_is_one(dynamic):
+    x, f = torch.arange(-3, 4), kiln.compile(lambda x, n: F.threshold(x, n, 5), dynamic=dynamic)
+    assert all(torch.equal(f(x, n), F.threshold(x, n, 5)) for n in (-1.25, 1.5))
+
+
+@pytest.mark.parametrize("number", [0.1, 0.3, 1.1, 2.7])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_halves_at_a_number(dtype, number):
+    def gradients(x):
+        x = x.detach().requires_grad_()
+        made = F.hardtanh(x, -number, number), F.threshold(x, number, 20.0), F.hardshrink(x, number), F.softshrink(x, number)
+        return tuple(torch.autograd.grad(y.sum(), x)[0] for y in made)
+
+    same(gradients, torch.tensor([number, -number, 2 * number, -3 * number, number / 2]).to(dtype))
 
 
 @pytest.mark.parametrize("f", [

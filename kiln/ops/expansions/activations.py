@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, clamp, exp, log1p, sigmoid, tanh, where
 
-from kiln.ops.expansions.support import in_wide, number, zero
+from kiln.ops.expansions.support import in_wide, number, widened, zero
+from kiln.ops.symint import SYMBOLIC
 from kiln.ops.table import Rule, aten, expansions
 
 ROOT_HALF = math.sqrt(0.5)
@@ -98,9 +99,18 @@ def shrink_backward(grad: Tensor, x: Tensor, lambd: float) -> Tensor:
 
 
 def hardtanh_backward(grad: Tensor, x: Tensor, low: float, high: float) -> Tensor:
+    x = widened(x)
     if x.device.type == "cpu":
         return where((x > low) & (x < high), grad, zero(grad))
     return where((x <= low) | (x >= high), zero(grad), grad)
+
+
+def threshold(x: Tensor, bound: float, value: float) -> Any:
+    if not x.dtype.is_floating_point:  # eager takes the bound in the dtype
+        if type(bound) in SYMBOLIC:
+            return NotImplemented
+        bound = int(bound)
+    return where(widened(x) <= bound, number(value, x), x)
 
 
 def hardtanh(x: Tensor, low: float = -1, high: float = 1) -> Any:
@@ -176,8 +186,6 @@ WIDE: dict[str, Rule] = {
     "softplus": softplus,
     "softplus_backward": softplus_backward,
     "softshrink": softshrink,
-    "hardshrink": lambda x, lambd=0.5: where((x >= -lambd) & (x <= lambd), zero(x), x),
-    "hardshrink_backward softshrink_backward": shrink_backward,
     "glu": glu,
     "glu_backward": glu_backward,
     "log_sigmoid_forward": log_sigmoid,
@@ -187,11 +195,13 @@ WIDE: dict[str, Rule] = {
     "logit": logit,
     "logit_backward": logit_backward,
 }  # fmt: skip
-#: Those that round nothing but their result.
+#: Those that round nothing but their result; halves are compared with numbers as halves, or are widened.
 PLAIN: dict[str, Rule] = {
     "rrelu_with_noise_backward": rrelu_backward,
-    "threshold": lambda x, bound, value: where(x <= bound, number(value, x), x),
-    "threshold_backward": lambda grad, x, bound: where(x <= bound, zero(grad), grad),
+    "hardshrink": lambda x, lambd=0.5: where((x >= -lambd) & (x <= lambd), zero(x), x),
+    "hardshrink_backward softshrink_backward": shrink_backward,
+    "threshold": threshold,
+    "threshold_backward": lambda grad, x, bound: where(widened(x) <= bound, zero(grad), grad),
     "hardtanh": hardtanh,
     "hardtanh_backward": hardtanh_backward,
 }
