@@ -19,6 +19,7 @@ static PyMethodDef hook_methods[] = {
      "hide(code, how): keeps its frames out of tracebacks, as HIDDEN, INNER or GENERATED says."},
     {"then", hook_then, METH_O, "What a miss gives for the region to run on the arguments of the call."},
     {"in_python", hook_in_python, METH_VARARGS, "in_python(function, family): the function, run with the frame hook on."},
+    {"original", hook_original, METH_VARARGS, "original(function, argv): calls the function itself on bound arguments."},
     {"family", hook_family, METH_NOARGS, "The family of the function that runs with the frame hook on, or None."},
     {"later", (PyCFunction)(void (*)(void))hook_later, METH_FASTCALL,
      "later(function, *values): a call that is left to whoever runs the region."},

@@ -118,13 +118,21 @@ static PyObject *call_bound(PyObject *function, PyObject *const *slots)
         ready = PyDict_Update(keywords, extra) == 0;
     if (ready) {
         PyObject *before = left_alone;
-        left_alone = function;
+        left_alone = depth > 0 ? function : NULL;
         result = PyObject_Call(function, args, keywords);
         left_alone = before;
     }
     Py_XDECREF(args);
     Py_XDECREF(keywords);
     return result;
+}
+
+static PyObject *hook_original(PyObject *module, PyObject *args)
+{
+    PyObject *function, *slots;
+    if (!PyArg_ParseTuple(args, "O!O!:original", &PyFunction_Type, &function, &PyTuple_Type, &slots))
+        return NULL;
+    return call_bound(function, ((PyTupleObject *)slots)->ob_item);
 }
 
 /* `~runner` in a trampoline. */

@@ -111,7 +111,7 @@ def again(function: types.FunctionType, before: tuple[Any, ...]) -> Callable[...
 
     def run(*argv: Any) -> Any:
         state.restore(before)
-        return original(function, argv)
+        return _hook.original(function, argv)
 
     _hook.skip(run.__code__)
     return run
@@ -119,7 +119,7 @@ def again(function: types.FunctionType, before: tuple[Any, ...]) -> Callable[...
 
 def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
     """A function that could not be captured, as it is, on bound arguments; its calls still may be."""
-    return _hook.in_python(lambda *argv: original(function, argv), family)
+    return _hook.in_python(lambda *argv: _hook.original(function, argv), family)
 
 
 def eager(function: types.FunctionType) -> Callable[..., Any]:
@@ -127,15 +127,9 @@ def eager(function: types.FunctionType) -> Callable[..., Any]:
 
     def run(*argv: Any) -> Any:
         with hook(on=False):
-            return original(function, argv)
+            return _hook.original(function, argv)
 
     return run
-
-
-def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
-    """Call the function itself on bound arguments."""
-    args, kwargs = unbound(function, argv)
-    return function(*args, **kwargs)
 
 
 def unbound(function: types.FunctionType, argv: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -200,3 +200,24 @@ def test_conversions_that_copy_have_memory_of_their_own(mode, dynamic):
 
     mine, eager = seen(lambda f: kiln.compile(f, dynamic=dynamic)), seen(lambda f: f)
     assert mine[:2] == eager[:2] and not mine[2].breaks and len(mine[2].graphs) == 1
+
+
+def test_a_frame_that_others_call_runs_in_python_once():
+    """The hook would make a region of it again, which would run it in Python, and so on."""
+
+    def step(x, zero, log):
+        log.append(1)
+        zero.data.add_(1)
+        return x * 2 + zero.requires_grad_()
+
+    def f(x, zero, log):
+        def each():
+            for _ in range(2):
+                print(end="")
+                yield step(x, zero, log)
+
+        return sum(each())
+
+    log, zero = [], torch.zeros(())
+    out = kiln.compile(f)(torch.ones(3), zero, log)
+    assert (out.tolist(), log, zero.item(), zero.requires_grad) == ([7.0] * 3, [1, 1], 2.0, True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
-from kiln.capture import attributes, builtin_calls, operators, symbolic
+from kiln.capture import attributes, builtin_calls, calls, operators, symbolic
 from kiln.capture.frame import NULL, Frame, Machine, UserError
 from kiln.capture.opcodes.control import sequence
 from kiln.capture.opcodes.table import computes, consumes, not_captured, opcode
@@ -27,12 +27,19 @@ def build_map(m: Machine, f: Frame, i: Instruction) -> Any:
     return m.native(lambda: dict(zip(keys, flat[1::2], strict=True)))
 
 
+def build_string(m: Machine, f: Frame, i: Instruction) -> str:
+    """The pieces of a formatted text as one; those from before a break may have been left open."""
+    pieces = take(f, i.arg)
+    calls.look(pieces)
+    return "".join(pieces)
+
+
 computes(0, {
     "BUILD_TUPLE": lambda m, f, i: tuple(take(f, i.arg)),
     "BUILD_LIST": lambda m, f, i: take(f, i.arg),
     "BUILD_SET": lambda m, f, i: m.native(set, symbolic.concrete(take(f, i.arg))),
     "BUILD_MAP": build_map,
-    "BUILD_STRING": lambda m, f, i: "".join(take(f, i.arg)),
+    "BUILD_STRING": build_string,
     "BUILD_SLICE": lambda m, f, i: slice(*take(f, i.arg)),
     "LOAD_BUILD_CLASS": lambda m, f, i: __build_class__,
 })  # fmt: skip
