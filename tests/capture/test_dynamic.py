@@ -589,3 +589,10 @@ def test_functions_made_anew_that_are_alike():
         return g
 
     vary(f, [(counted(3), made(k)) for k in (1, 1, 1, 2, 2)], compiles=2)
+
+
+def test_numbers_beside_the_infinite():
+    def f(x, n):
+        return x * max(n, -math.inf), x * min(n, math.inf), x if n < math.inf else -x, x if n != math.nan else -x
+
+    vary(f, [(counted(3), n) for n in (1.5, 2.5, 3.5, 4.25)], compiles=2)
