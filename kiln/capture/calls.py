@@ -17,7 +17,7 @@ import random
 import reprlib
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -550,6 +550,17 @@ def native(
     world.looked = world.looked or recorded
     with m.recorder.mode() if recorded else contextlib.nullcontext():
         return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
+
+
+def standing_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The values and what stands in their containers, which may hold themselves."""
+    seen, left = set[int](), list(values)
+    while left:
+        value = left.pop()
+        yield value
+        if type(value) in (list, tuple, dict, set, frozenset) and id(value) not in seen:
+            seen.add(id(value))
+            left += (*value, *value.values()) if type(value) is dict else value
 
 
 def runs_python(kinds: Iterable[Any]) -> bool:

@@ -43,13 +43,19 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Apply an autograd function to fakes; where that changes an object capture begins again."""
     given, outside = contents(m, (*args, *kwargs.values())), Outside(cls)
+    if outside.watch(m, (*args, *kwargs.values())):
+        raise refused(m, f"{cls.__name__} is given a module, which its backward may run and differentiate")
     try:
         return cls.apply(*args, **kwargs)
     finally:
         changed = outside.put_back()
         if changed or contents(m, (*args, *kwargs.values())) != given:
-            why = f"{cls.__name__} changes an object that {'others have' if changed else 'it is given'}"
-            raise Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
+            whose = "others have" if changed else "it is given"
+            raise refused(m, f"{cls.__name__} changes an object that {whose}")
+
+
+def refused(m: Machine, why: str) -> Restart:
+    return Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
 
 
 class Outside:
@@ -75,6 +81,24 @@ class Outside:
             own = kind.__module__.partition(".")[0] == package and hasattr(value, "__dict__")
             if own or kind in HOLDING and value is not kind:
                 self.held.append((value, parts_of(value)))
+
+    def watch(self, m: Machine, values: Any) -> bool:
+        """Add what stands, to any depth, in objects from outside that it is given; whether modules do."""
+        seen, left = set[int](), [(value, False) for value in values]
+        while left:
+            value, outside = left.pop()
+            if id(value) in seen or type(value) in UNCHANGED or isinstance(value, (torch.Tensor, type)):
+                continue
+            if isinstance(value, torch.nn.Module):
+                return True
+            seen.add(id(value))
+            outside = outside or m.source(value) is not None and id(value) not in m.world.shadows
+            parts: Any = value if isinstance(value, (tuple, frozenset)) else ()
+            if type(value) in HOLDING or hasattr(value, "__dict__"):
+                parts = parts_of(value)
+                self.held += [(value, parts)] if outside else ()
+            left += [(part, outside) for part in (parts.values() if isinstance(parts, dict) else parts)]
+        return False
 
     def put_back(self) -> bool:
         """Let all hold what it held; whether something did not."""

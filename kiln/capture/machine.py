@@ -55,7 +55,7 @@ from kiln.capture.opcodes.all import TABLE
 from kiln.capture.recipes import Call
 from kiln.capture.recorder import Recorder, describe
 from kiln.capture.variables import PASSIVE, read_all
-from kiln.capture.world import MISSING, World, nested
+from kiln.capture.world import MISSING, World
 from kiln.check.guards import Distinct, FunctionState
 from kiln.ops.fake import FakeTensor, needed
 
@@ -270,7 +270,7 @@ class Machine:
 
     def operate(self, function: Callable[..., Any], /, *args: Any) -> Any:
         """Run an operation of native code; special methods of what stands in its operands are interpreted."""
-        risky = calls.runs_python({type(value) for value in nested(args)})
+        risky = calls.runs_python(map(type, calls.standing_in(args)))
         return self.native(hooked.interpreting(self, function) if risky else function, *args)
 
     def consume(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
