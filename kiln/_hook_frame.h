@@ -100,15 +100,6 @@ static PyObject *call_alone(PyObject *function, PyObject *const *args, size_t na
     return result;
 }
 
-static PyObject *hook_alone(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
-{
-    if (nargs == 0) {
-        PyErr_SetString(PyExc_TypeError, "alone() needs a function");
-        return NULL;
-    }
-    return call_alone(args[0], args + 1, nargs - 1, names);
-}
-
 /* Calls a function with bound arguments. */
 static PyObject *call_bound(PyObject *function, PyObject *const *slots)
 {
@@ -127,13 +118,21 @@ static PyObject *call_bound(PyObject *function, PyObject *const *slots)
         ready = PyDict_Update(keywords, extra) == 0;
     if (ready) {
         PyObject *before = left_alone;
-        left_alone = function;
+        left_alone = depth > 0 ? function : NULL;
         result = PyObject_Call(function, args, keywords);
         left_alone = before;
     }
     Py_XDECREF(args);
     Py_XDECREF(keywords);
     return result;
+}
+
+static PyObject *hook_original(PyObject *module, PyObject *args)
+{
+    PyObject *function, *slots;
+    if (!PyArg_ParseTuple(args, "O!O!:original", &PyFunction_Type, &function, &PyTuple_Type, &slots))
+        return NULL;
+    return call_bound(function, ((PyTupleObject *)slots)->ob_item);
 }
 
 /* `~runner` in a trampoline. */

@@ -238,6 +238,34 @@ static int has_key(PyObject *container, PyObject *key, int wanted)
     return has == -2 ? 0 : has < 0 ? -1 : has == wanted;
 }
 
+/* `alike` of check/values.py; -1 with an error. */
+static int alike(PyObject *a, PyObject *b)
+{
+    if (a == b)
+        return 1;
+    if (Py_TYPE(a) != Py_TYPE(b))
+        return 0;
+    if (PyTuple_CheckExact(a)) {
+        Py_ssize_t n = PyTuple_GET_SIZE(a);
+        int same = PyTuple_GET_SIZE(b) == n;
+        for (Py_ssize_t i = 0; same == 1 && i < n; i++)
+            same = alike(PyTuple_GET_ITEM(a, i), PyTuple_GET_ITEM(b, i));
+        return same;
+    }
+    if (PyDict_CheckExact(a)) {
+        Py_ssize_t position = 0;
+        int same = PyDict_GET_SIZE(a) == PyDict_GET_SIZE(b);
+        for (PyObject *key, *value; same == 1 && PyDict_Next(a, &position, &key, &value);) {
+            PyObject *other = PyDict_GetItemWithError(b, key);
+            same = other != NULL ? alike(value, other) : PyErr_Occurred() ? -1 : 0;
+        }
+        return same;
+    }
+    bool constant = PyLong_CheckExact(a) || PyFloat_CheckExact(a) || PyComplex_CheckExact(a) || PyUnicode_CheckExact(a) ||
+                    PyBytes_CheckExact(a);
+    return constant ? same_constant(a, b) : 0;
+}
+
 static int same_function(PyObject *value, PyObject *state)
 {
     if (!PyFunction_Check(value))
@@ -245,8 +273,10 @@ static int same_function(PyObject *value, PyObject *state)
     PyFunctionObject *f = (PyFunctionObject *)value;
     PyObject *defaults = f->func_defaults ? f->func_defaults : Py_None;
     PyObject *kwdefaults = f->func_kwdefaults ? f->func_kwdefaults : Py_None;
-    return f->func_code == PyTuple_GET_ITEM(state, 0) && defaults == PyTuple_GET_ITEM(state, 1) &&
-           kwdefaults == PyTuple_GET_ITEM(state, 2);
+    if (f->func_code != PyTuple_GET_ITEM(state, 0))
+        return 0;
+    int same = alike(defaults, PyTuple_GET_ITEM(state, 1));
+    return same == 1 ? alike(kwdefaults, PyTuple_GET_ITEM(state, 2)) : same;
 }
 
 /* operand: (class, name, value) or (class, name) when the name is to be absent */

@@ -276,12 +276,16 @@ def function_of(symbols: Iterable[Symbol], text: str) -> Callable[..., Any]:
     return function
 
 
+NAMED = {"inf": "math.inf", "-inf": "-math.inf", "nan": "math.nan"}
+
+
 def render(value: Any, level: int) -> str:
     """Python source for a number, expression or condition, in parentheses where it binds below `level`."""
     if isinstance(value, Condition):
         return render_condition(value)
     if not isinstance(value, Expr):
-        return repr(value) if value >= 0 or level < 2 else f"({value!r})"
+        text = NAMED.get(repr(value)) or repr(value)
+        return text if value >= 0 or level < 2 else f"({text})"
     if isinstance(value, Symbol):
         return value.name
     if value.op is SUM:

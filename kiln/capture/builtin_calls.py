@@ -278,7 +278,7 @@ def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec
     """`format(convert(value), spec)`."""
     value = symbolic.concrete(value)
     if convert is ascii:
-        value = m.native(ascii, value)
+        value = m.operate(ascii, value)
     elif convert is not None:
         value = text_of(m, value, "__str__" if convert is str else "__repr__")
     method = operators.python_method(m, value, "__format__")
@@ -314,7 +314,7 @@ def text_of(m: Machine, value: Any, name: str) -> str:
         m.world.identify(value)
     if isinstance(value, types.MethodType):
         raise Break("identity", "the text of a method holds an address", "use its __name__")
-    return str(m.native(str if name == "__str__" else repr, value))
+    return str(m.operate(str if name == "__str__" else repr, value))
 
 
 @handles(str)

@@ -17,7 +17,7 @@ import random
 import reprlib
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -546,13 +546,28 @@ def native(
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
         why = "the memory of an array is read"
         raise Break("data-dependent", why, "read it outside the compiled function")
-    risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
-    run = hooked.interpreting(m, function) if risky else function
+    run = hooked.interpreting(m, function) if runs_python(kinds) else function
     moves = any(hasattr(kind, "__next__") for kind in kinds)
     recorded = FakeTensor in kinds
     world.looked = world.looked or recorded
     with m.recorder.mode() if recorded else contextlib.nullcontext():
         return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
+
+
+def standing_in(values: Iterable[Any]) -> Iterator[Any]:
+    """The values and what stands in their containers, which may hold themselves."""
+    seen, left = set[int](), list(values)
+    while left:
+        value = left.pop()
+        yield value
+        if type(value) in (list, tuple, dict, set, frozenset) and id(value) not in seen:
+            seen.add(id(value))
+            left += (*value, *value.values()) if type(value) is dict else value
+
+
+def runs_python(kinds: Iterable[Any]) -> bool:
+    """Whether native code that meets instances of these classes may run special methods in Python."""
+    return any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
 
 
 BUFFERS = (bytearray, memoryview, array.array)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.base.outside import Outside
+from kiln.base.outside import HOLDING, Outside, parts_of
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import Args, Kwargs, handles, leaf
 from kiln.capture.frame import Machine, Restart
@@ -47,13 +47,38 @@ def apply_function(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Apply an autograd function to fakes; where that changes an object capture begins again."""
     given, outside = contents(m, (*args, *kwargs.values())), Outside(cls, "forward", "setup_context")
+    if watch(m, outside, (*args, *kwargs.values())):
+        raise refused(m, f"{cls.__name__} is given a module, which its backward may run and differentiate")
     try:
         return cls.apply(*args, **kwargs)
     finally:
         changed = outside.put_back()
         if changed or contents(m, (*args, *kwargs.values())) != given:
-            why = f"{cls.__name__} changes an object that {'others have' if changed else 'it is given'}"
-            raise Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
+            whose = "others have" if changed else "it is given"
+            raise refused(m, f"{cls.__name__} changes an object that {whose}")
+
+
+def refused(m: Machine, why: str) -> Restart:
+    return Restart(m.safe_step(), Break("side-effect", why, "give it tensors, and return what is new"))
+
+
+def watch(m: Machine, outside: Outside, values: Any) -> bool:
+    """Add what stands, to any depth, in objects from outside that it is given; whether modules do."""
+    seen, left = set[int](), [(value, False) for value in values]
+    while left:
+        value, known = left.pop()
+        if id(value) in seen or type(value) in UNCHANGED or isinstance(value, (torch.Tensor, type)):
+            continue
+        if isinstance(value, torch.nn.Module):
+            return True
+        seen.add(id(value))
+        known = known or m.source(value) is not None and id(value) not in m.world.shadows
+        parts: Any = value if isinstance(value, (tuple, frozenset)) else ()
+        if type(value) in HOLDING or hasattr(value, "__dict__"):
+            parts = parts_of(value)
+            outside.held += [(value, parts)] if known else ()
+        left += [(part, known) for part in (parts.values() if isinstance(parts, dict) else parts)]
+    return False
 
 
 def contents(m: Machine, values: Any) -> dict[int, Any]:

@@ -35,6 +35,7 @@ from kiln.capture import (  # noqa: F401  (some are here for the handlers that t
     torch_calls,
     transforms,
 )
+from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import OpenText
 from kiln.capture.frame import (
     LAST_INSTRUCTION,
@@ -266,6 +267,11 @@ class Machine:
             raise
         except Exception as e:
             raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
+
+    def operate(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Run an operation of native code; special methods of what stands in its operands are interpreted."""
+        risky = calls.runs_python(map(type, calls.standing_in(args)))
+        return self.native(hooked.interpreting(self, function) if risky else function, *args)
 
     def consume(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run native code that moves iterators; where it breaks, capture starts anew and breaks before it."""

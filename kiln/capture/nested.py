@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,16 @@ FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 # What compiles kernels does so while the program runs, too, by means (LLVM, Triton) that are Python code.
 STAGES = tuple([os.path.join(HERE, stage) + os.sep for stage in ("expand", "fuse", "generate", "launch")])
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
-current = threading.local()  # .machine: the capture that runs native code
+
+
+class Native:
+    """What frames belong to that native code starts which a capture runs: they are interpreted."""
+
+    __slots__ = ("machine", "regions")
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        self.regions: list[Any] = []  # a frame does not keep the region that it runs
 
 
 def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
@@ -31,13 +39,10 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
             # Objects die when the collector finds them, anybody's: what they do then is not the program.
             _hook.leave_alone(code)
             return None
-        machine = getattr(current, "machine", None)
-        if machine is not None:
-            return interpreted(machine, function)
         family = _hook.family()
         if family is None or not ours(function):
             return None
-        return region_of(function, family)
+        return interpreted(family, function) if type(family) is Native else region_of(function, family)
 
     _hook.set_frame_callback(found)
 
@@ -57,29 +62,24 @@ def ours(function: types.FunctionType) -> bool:
 def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Native code run by a capture: the Python frames that it starts are interpreted."""
 
+    inside = _hook.in_python(function, Native(machine))
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = getattr(current, "machine", None)
-        current.machine = machine
         with hook(on=True):
-            try:
-                return function(*args, **kwargs)
-            finally:
-                current.machine = before
+            return inside(*args, **kwargs)
 
     _hook.skip(run.__code__)
     return run
 
 
-def interpreted(machine: Any, function: types.FunctionType) -> Any:
-    if function.__code__.co_filename.startswith(HERE):
-        return None
-
+def interpreted(native: Native, function: types.FunctionType) -> Any:
     def inline(region: Any, argv: tuple[Any, ...]) -> Any:
         with hook(on=False):
             args, kwargs = unbound(function, argv)
-            return machine.call(function, args, kwargs)
+            return native.machine.call(function, args, kwargs)
 
-    return _hook.Region(function, inline)
+    native.regions.append(_hook.Region(function, inline))
+    return native.regions[-1]
 
 
 class hook:  # noqa: N801
@@ -111,7 +111,7 @@ def again(function: types.FunctionType, before: tuple[Any, ...]) -> Callable[...
 
     def run(*argv: Any) -> Any:
         state.restore(before)
-        return original(function, argv)
+        return _hook.original(function, argv)
 
     _hook.skip(run.__code__)
     return run
@@ -119,7 +119,7 @@ def again(function: types.FunctionType, before: tuple[Any, ...]) -> Callable[...
 
 def unchanged(function: types.FunctionType, family: Any) -> Callable[..., Any]:
     """A function that could not be captured, as it is, on bound arguments; its calls still may be."""
-    return _hook.in_python(lambda *argv: original(function, argv), family)
+    return _hook.in_python(lambda *argv: _hook.original(function, argv), family)
 
 
 def eager(function: types.FunctionType) -> Callable[..., Any]:
@@ -127,15 +127,9 @@ def eager(function: types.FunctionType) -> Callable[..., Any]:
 
     def run(*argv: Any) -> Any:
         with hook(on=False):
-            return original(function, argv)
+            return _hook.original(function, argv)
 
     return run
-
-
-def original(function: types.FunctionType, argv: tuple[Any, ...]) -> Any:
-    """Call the function itself on bound arguments."""
-    args, kwargs = unbound(function, argv)
-    return _hook.alone(function, *args, **kwargs)
 
 
 def unbound(function: types.FunctionType, argv: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

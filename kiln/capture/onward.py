@@ -91,10 +91,15 @@ class Resumption:
 
     def calling(self, frames: list[Frame], k: int, again: bool, head: bool) -> Onward:
         frame, inner, callee = frames[k], self.onward(frames, k + 1), frames[k + 1]
-        kept = frame.before[: len(frame.before) - operands(frame.code.instructions[frame.index])]
+        depth = len(frame.before) - operands(frame.code.instructions[frame.index])
+        kept, called = frame.before[:depth], frame.before[depth:]
         shape, names, mode = slots(kept), bound(frame, frame.index), callee.mode
+        # Of a call that broke before, what is left again stands in the place of the program's own call.
+        first = next((value.mode for value in called if type(value) is runtime.Within), mode)
+        own = tuple([name for name in names if name != OBJECT])
+        names = (*own, OBJECT) if OBJECT in names else names
         rests = {
-            way: self.function(frame, frame.index, shape, names, rest, mode)
+            way: self.function(frame, frame.index, shape, own, rest, first)
             for way, rest in inner.rests.items()
         }
         done, ways = None, None
@@ -139,7 +144,7 @@ class Resumption:
         key = code, place, shape, names, id(frame.globals), id(rest), mode
         known: types.FunctionType | None = self.cache.get(key)
         if known is None:
-            replace = rest and Replace(runtime.Within(rest), named(rest.__code__), mode)
+            replace = rest and Replace(runtime.Within(rest, mode), named(rest.__code__), mode)
             built, places = resume_places(code, place, shape, names, replace)
             self.cache["origin", id(built)] = (built, code, places)
             known = self.cache[key] = types.FunctionType(built, frame.globals)

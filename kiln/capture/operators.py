@@ -182,7 +182,7 @@ def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> A
     m.world.touch_deep(b)
     m.world.looked = m.world.looked or any(type(v) is FakeTensor for v in nested((a, b)))
     with m.recorder.mode():
-        return m.view(m.native(function, a, b))
+        return m.view(m.operate(function, a, b))
 
 
 def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
@@ -318,14 +318,14 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     m.world.touch(container)
     factory = container.default_factory if isinstance(container, collections.defaultdict) else None
     missing = python_method(m, container, "__missing__") if isinstance(container, dict) else None
-    if (factory or missing) is not None and not m.native(dict.__contains__, container, key):
+    if (factory or missing) is not None and not m.operate(dict.__contains__, container, key):
         if missing is not None:
             return m.inline(missing, (container, key), {}, mode)
         value = m.call(factory, ())
         dict.__setitem__(container, key, value)
         return value
     refuse_opaque(m, container, f"an item of a {kind.__name__} is read")
-    return m.view(m.native(operator.getitem, container, key))
+    return m.view(m.operate(operator.getitem, container, key))
 
 
 def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
@@ -359,13 +359,13 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         return
     m.world.touch(container)
     refuse_opaque(m, container, "an item is written")
-    m.native(operator.setitem, container, key, value)
+    m.operate(operator.setitem, container, key, value)
 
 
 def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
     """`del container[key]`."""
     if type(container) is FakeTensor:
-        m.native(operator.delitem, container, key)
+        m.operate(operator.delitem, container, key)
     key = plain_key(m, container, key, "__delitem__")
     method = python_method(m, container, "__delitem__")
     if method is not None:
@@ -373,7 +373,7 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
         return
     m.world.touch(container)
     refuse_opaque(m, container, "an item is deleted")
-    m.native(operator.delitem, container, key)
+    m.operate(operator.delitem, container, key)
 
 
 def refuse_opaque(m: Machine, container: Any, what: str) -> None:
@@ -417,4 +417,4 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
     if isinstance(container, (list, tuple)):
         return any(equal(m, item, value) for item in container)
     refuse_opaque(m, container, "membership is asked")
-    return bool(m.native(operator.contains, container, value))
+    return bool(m.operate(operator.contains, container, value))

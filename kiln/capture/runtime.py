@@ -262,12 +262,12 @@ class Rest:
 
 
 class Within:
-    """The rest of an inlined call; where it is captured it is inlined, too."""
+    """The rest of an inlined call; where it is captured it is inlined, too. `mode` is the call's own."""
 
-    __slots__ = ("function",)
+    __slots__ = ("function", "mode")
 
-    def __init__(self, function: types.FunctionType) -> None:
-        self.function = function
+    def __init__(self, function: types.FunctionType, mode: str) -> None:
+        self.function, self.mode = function, mode
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args)

@@ -77,6 +77,7 @@ CONSTANTS = frozenset({
     int, float, complex, str, bytes, bool, type(None), type(Ellipsis), type(NotImplemented), range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo,
 })  # fmt: skip
+OF_NUMBERS = (slice, torch.Size)  # constants whose numbers may vary
 BY_IDENTITY = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
     types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
@@ -206,7 +207,7 @@ class World:
     def outside(self, value: Any, source: Source) -> Any:
         """The program's view of a value read from outside, with the guards that the read calls for."""
         kind = type(value)
-        if kind in CONSTANTS and kind is not slice:
+        if kind in CONSTANTS and kind not in OF_NUMBERS:
             if (kind is int or kind is float) and self.varying.numbers:
                 number = self.varying.number(value, source, not rooted(source))
                 if number is not None:
@@ -462,9 +463,9 @@ class World:
         self.guard(Length(source, len(value)))
         items = [self.outside(item, Item(source, i)) for i, item in enumerate(value)]
         same = all(a is b for a, b in zip(items, value, strict=True))
-        # The results of torch ops are sequences with names in C, which only their own constructor builds.
-        named = hasattr(type(value), "n_sequence_fields")
-        copy = value if same else type(value)(items) if named else tuple.__new__(type(value), items)
+        # Sizes and the results of torch ops are sequences in C, which only their own constructor builds.
+        native = type(value) is torch.Size or hasattr(type(value), "n_sequence_fields")
+        copy = value if same else type(value)(items) if native else tuple.__new__(type(value), items)
         if copy is not value and hasattr(value, "__dict__"):
             copy.__dict__.update(value.__dict__)  # read as those of any object from outside
         return self.stands_for(copy, value, source)
@@ -910,7 +911,7 @@ SHADOWED = (
 )  # fmt: skip
 
 READERS: dict[type, Reader] = {
-    slice: World.bounds,
+    slice: World.bounds, torch.Size: World.immutable,
     torch.Tensor: World.tensor, torch.nn.Parameter: World.tensor, types.FunctionType: World.function,
     types.MethodType: World.method, types.BuiltinFunctionType: World.native_method,
     BUILTIN_METHOD: World.native_method, tuple: World.immutable,

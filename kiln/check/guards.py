@@ -11,7 +11,7 @@ from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.source import Const, Source, readable
 from kiln.check.values import MISSING as MISSING
-from kiln.check.values import is_plain, keys_of, mro_lookup, same, show, typed
+from kiln.check.values import alike, is_plain, keys_of, mro_lookup, same, show, typed
 
 
 class Paths(Protocol):
@@ -275,7 +275,7 @@ class SetEquals(Guard):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FunctionState(Guard):
-    """The code, defaults and keyword defaults of a function, by identity."""
+    """The code of a function, by identity, and defaults and keyword defaults that are alike."""
 
     code: CodeType
     defaults: Any
@@ -287,14 +287,14 @@ class FunctionState(Guard):
     def test(self, value: Any) -> bool:
         return (
             value.__code__ is self.code
-            and value.__defaults__ is self.defaults
-            and value.__kwdefaults__ is self.kwdefaults
+            and alike(value.__defaults__, self.defaults)
+            and alike(value.__kwdefaults__, self.kwdefaults)
         )
 
     def describe(self, value: Any) -> str:
         if getattr(value, "__code__", None) is not self.code:
             return f" ran {self.code.co_name} (line {self.code.co_firstlineno}), now another function"
-        if value.__defaults__ is not self.defaults:
+        if not alike(value.__defaults__, self.defaults):
             return f" had defaults {show(self.defaults)}, now {show(value.__defaults__)}"
         return f" had keyword defaults {show(self.kwdefaults)}, now {show(value.__kwdefaults__)}"
 

@@ -45,6 +45,22 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def alike(a: Any, b: Any) -> bool:
+    """Whether two defaults of functions, or tables of them, hold the same constants and the same objects."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is tuple:
+        return len(a) == len(b) and all(map(alike, a, b))
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(alike(value, b[key]) for key, value in a.items())
+    return type(a) in NUMBERS_AND_TEXTS and same(a, b)
+
+
+NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
+
+
 def typed(elements: set[Any] | frozenset[Any]) -> set[tuple[type, Any]]:
     """The elements with their types, so that 1 and True differ."""
     return {(type(e), e) for e in elements}

@@ -414,8 +414,45 @@ def closures_of_a_loop(x):
     return [g(x) for g in out], n
 
 
+class Twice:
+    """Cuts more than once while it is made, and where it is written to."""
+
+    def __init__(self, v):
+        cut()
+        self.v = v
+        cut()
+        self.w = [self.v * 2]
+        cut()
+
+    @property
+    def both(self):
+        cut()
+        return cut(self.v)
+
+    @both.setter
+    def both(self, v):
+        cut()
+        self.v = v
+        cut()
+        self.w.append(v)
+
+    def __setitem__(self, key, v):
+        cut()
+        self.w[key] = v
+        cut()
+
+
+def cut_more_than_once(x):
+    made, out = Twice(2), []
+    for n in range(2):
+        out.append(Twice(x * n))
+    made.both = 3
+    made[0] = made.both + Twice(4).v
+    return made.v, made.w, [(each.v, each.w) for each in out]
+
+
 PROGRAMS = [
-    comprehensions, generator_expression, callbacks, iterator_protocol, special_methods, descriptors, decorators,
+    cut_more_than_once, comprehensions, generator_expression, callbacks, iterator_protocol, special_methods, descriptors, decorators,
     loop_with_try_and_finally, nested_loops_with_handlers, nonlocal_names, cells_rebound, deleted_and_unbound_names, expressions,
     conditions, slices, recursion, iterators, generators, unwinding, handled_exceptions, chained_exceptions, managers, outside_state,
     views, coroutines, closures_of_a_loop,

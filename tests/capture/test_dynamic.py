@@ -559,3 +559,40 @@ def test_products_in_inference_mode():
             x, w = counted(n, 1, 1), counted(5, 1)
             torch.testing.assert_close(compiled(x, w), f(x, w))
     assert len(seen.graphs) == 1 and not seen.fallbacks
+
+
+def test_sizes_that_are_kept_over_a_break_vary():
+    def f(x):
+        size, parts = x.shape, [x.shape[:2]]
+        y = x.flatten()
+        print(end="")
+        return y.view(size) * 2, y.view(*parts[0], -1), size, size.numel()
+
+    vary(f, [(counted(n, n + 1, 4),) for n in (2, 3, 5, 6)], compiles=3, breaks=2)
+
+
+def test_sizes_that_are_given_vary():
+    def f(x, size):
+        return x.view(size) * 2 if size[-1] == 4 else x
+
+    vary(f, [(counted(n * 4), torch.Size((n, 4))) for n in (2, 3, 5, 6)], compiles=2)
+
+
+def test_functions_made_anew_that_are_alike():
+    def f(x, g):
+        return g(x)
+
+    def made(k):
+        def g(x, n=k, size=(2, k), *, by=2.5):
+            return x * n + by + size[0]
+
+        return g
+
+    vary(f, [(counted(3), made(k)) for k in (1, 1, 1, 2, 2)], compiles=2)
+
+
+def test_numbers_beside_the_infinite():
+    def f(x, n):
+        return x * max(n, -math.inf), x * min(n, math.inf), x if n < math.inf else -x, x if n != math.nan else -x
+
+    vary(f, [(counted(3), n) for n in (1.5, 2.5, 3.5, 4.25)], compiles=2)

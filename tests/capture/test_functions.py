@@ -78,3 +78,59 @@ def test_what_only_reads_is_one_graph() -> None:
         x = torch.ones(3, requires_grad=True)
         compiled(x).sum().backward()
     assert len(log.graphs) == 1 and not log.breaks and torch.allclose(x.grad, x.cos())
+
+
+class Layer(torch.nn.Linear):
+    """A layer that keeps what it saw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.detach()
+        return super().forward(x)
+
+
+class Again(torch.autograd.Function):
+    """A layer whose forward is computed once more in the backward pass, and differentiated there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layers: Any) -> torch.Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        return layers[0](x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layers[0](x).backward(grad)
+        return x.grad, None
+
+
+class Remembered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, store: dict[str, Any]) -> torch.Tensor:
+        store["thing"].last = x * 2
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * 3, None
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+def test_modules_and_things_that_it_is_given_hold_no_fakes(backend: str) -> None:
+    layers = torch.nn.ModuleList([Layer(3, 3)])
+    store = {"thing": type("Thing", (), {})()}
+    kiln.reset()
+    compiled = kiln.compile(lambda x: Remembered.apply(Again.apply(x.sin(), layers), store) + 1, backend=backend)
+    with records.collect() as log:
+        for n in range(2, 5):
+            x, y = (torch.ones(n, 3, requires_grad=True) for _ in range(2))
+            layers.zero_grad()
+            compiled(x).sum().backward()
+            grads = [p.grad.clone() for p in layers.parameters()]
+            assert torch.equal(layers[0].seen, x.sin()) and torch.equal(store["thing"].last, layers[0](x.sin()) * 2)
+            layers.zero_grad()
+            (layers[0](y.sin()) * 3 + 1).sum().backward()
+            for got, wanted in zip([x.grad, *grads], [y.grad, *(p.grad for p in layers.parameters())], strict=True):
+                torch.testing.assert_close(got, wanted)
+    assert "side-effect" in {b.kind for b in log.breaks}

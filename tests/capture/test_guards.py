@@ -819,3 +819,46 @@ def test_context_variables_are_read_in_every_call():
             change(step)
             assert compiled(torch.ones(3)).equal(f(torch.ones(3)))
     assert len(seen.graphs) == 4
+
+
+class Told:
+    """Its special methods, which native code runs, go by a global."""
+
+    def __eq__(self, other):
+        return NUMBER == 1
+
+    def __lt__(self, other):
+        return NUMBER == 1
+
+    def __hash__(self):
+        return 3
+
+    def __repr__(self):
+        return str(NUMBER)
+
+    def __format__(self, spec):
+        return spec + str(NUMBER)
+
+    def __index__(self):
+        return NUMBER
+
+
+NUMBER = 1
+BY_NATIVE_CODE = {
+    "format": lambda x: ("{:a}".format(Told()), "{b}".format(b=Told()), "%s %d" % (Told(), Told())),
+    "text": lambda x: (str([Told()]), f"{(Told(),)}"),
+    "equal": lambda x: ([Told()] == [Told()], (1, Told()) == (1, Told()), {1: Told()} == {1: Told()}),
+    "order": lambda x: ((Told(), 1) < (Told(), 2), [Told()].count(Told()), (1, [Told()]) in [(1, [Told()])]),
+    "set": lambda x: len({Told(), Told()}),
+    "key": lambda x: ({Told(): 1, Told(): 2}, {Told(): 7}.get(Told())),
+    "number": lambda x: (int(Told()), list(range(Told())), [5, 6, 7][Told()]),
+}
+
+
+@pytest.mark.parametrize("name", BY_NATIVE_CODE)
+def test_what_special_methods_read_that_native_code_runs_is_guarded(name, monkeypatch):
+    function = BY_NATIVE_CODE[name]
+    compiled = kiln.compile(lambda x: (str(function(x)), x + 1), backend="eager")
+    for number in (1, 2, 1):
+        monkeypatch.setitem(globals(), "NUMBER", number)
+        assert compiled(t(2))[0] == str(function(t(2)))

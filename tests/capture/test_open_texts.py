@@ -103,3 +103,13 @@ def test_texts_that_change_together_are_left_open_together():
     for n in range(5):
         watch(X, [(f"a{n}", f"b{n}"), (f"c{n}", f"d{n}"), ("same", f"e{n}")])
     assert EAGER or len(watch.backend.modules) == 2
+
+
+def test_written_before_a_break_and_joined_after_it():
+    def f(x, name):
+        return x + 1, f"{name}{print(end='')}!"
+
+    watch = Watch(f)
+    for text in NAMES:
+        watch(X, text)
+    watch.pin(breaks=4)

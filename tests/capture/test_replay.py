@@ -215,3 +215,24 @@ def test_a_frame_that_the_hook_found_is_replayed_as_it_is():
     assert torch.equal(kiln.compile(program)(torch.arange(3.0), places[:1])[0], torch.tensor([2.0]))
     with pytest.raises(IndexError, match="index 5 is out of bounds"):
         kiln.compile(program)(torch.arange(3.0), places)
+
+
+def test_a_frame_that_others_call_runs_in_python_once():
+    """The hook would make a region of it again, which would run it in Python, and so on."""
+
+    def step(x, zero, log):
+        log.append(1)
+        zero.data.add_(1)
+        return x * 2 + zero.requires_grad_()
+
+    def f(x, zero, log):
+        def each():
+            for _ in range(2):
+                print(end="")
+                yield step(x, zero, log)
+
+        return sum(each())
+
+    log, zero = [], torch.zeros(())
+    out = kiln.compile(f)(torch.ones(3), zero, log)
+    assert (out.tolist(), log, zero.item(), zero.requires_grad) == ([7.0] * 3, [1, 1], 2.0, True)

@@ -67,10 +67,10 @@ CASES = [
     (Absent(X, "flag"), 5, with_flag(3), "x had no attribute 'flag' of its own, now 3"),
     (SetEquals(X, frozenset({1})), {1}, {True}, "x was {1}, now {True}"),
     (
-        FunctionState(X, one.__code__, tuple([1]), one.__kwdefaults__),
+        FunctionState(X, one.__code__, (True,), one.__kwdefaults__),
         None,
         one,
-        "x had defaults (1,), now (1,)",
+        "x had defaults (True,), now (1,)",
     ),
     (Custom(X, lambda v: v > 0, "was positive"), 1, -1, "x was positive, now -1"),
 ]
@@ -126,6 +126,15 @@ def test_functions():
     function.__kwdefaults__ = {"k": 3}
     assert not check(guard, (function,))
     assert guard.why((function,)) == "x had keyword defaults None, now {'k': 3}"
+    listed = [1]
+    for was, like, other in (((1, 2.5, ("a",)), (1, 2.5, ("a",)), (1, -0.0, ("a",))), ((listed,), (listed,), ([1],))):
+        guard = FunctionState(X, function.__code__, was, {"k": was})
+        function.__defaults__, function.__kwdefaults__ = like, {"k": like}
+        assert check(guard, (function,))
+        function.__kwdefaults__ = {"k": other}
+        assert not check(guard, (function,))
+        function.__defaults__, function.__kwdefaults__ = other, {"k": like}
+        assert not check(guard, (function,))
     function.__code__ = (lambda x: x).__code__
     assert not check(guard, (function,)) and "now another function" in guard.why((function,))
 
