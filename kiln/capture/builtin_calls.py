@@ -286,7 +286,7 @@ def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec
         value = text_of(m, value, "__str__")
     if type(value) is FakeTensor and not value.dim():
         raise tensor_text()
-    return str(m.native(format, value, spec))
+    return str(m.operate(format, value, spec))
 
 
 def tensor_text() -> Break:
@@ -312,7 +312,7 @@ def text_of(m: Machine, value: Any, name: str) -> str:
         m.world.identify(value)
     if isinstance(value, types.MethodType):
         raise Break("identity", "the text of a method holds an address", "use its __name__")
-    return str(m.native(str if name == "__str__" else repr, value))
+    return str(m.operate(str if name == "__str__" else repr, value))
 
 
 @handles(str)
@@ -522,7 +522,8 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch(owner)
     key = kwargs.get("key")
     wrapped = None if key is None else (lambda value: m.call(key, (value,)))
-    m.native(list.sort, owner, key=wrapped, reverse=kwargs.get("reverse", False))
+    options = {**kwargs, "key": wrapped}
+    m.operate(lambda: list.sort(owner, *args, **options), about=() if key else (owner,))
     return None
 
 

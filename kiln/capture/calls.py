@@ -544,13 +544,20 @@ def native(
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
         why = "the memory of an array is read"
         raise Break("data-dependent", why, "read it outside the compiled function")
-    risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
-    run = hooked.interpreting(m, function) if risky else function
+    owner = function.args[0] if type(function) is functools.partial else getattr(function, "__self__", None)
+    run = called_back(m, function, owner, *args, *kwargs.values())
     moves = any(hasattr(kind, "__next__") for kind in kinds)
     recorded = FakeTensor in kinds
     world.looked = world.looked or recorded
     with m.recorder.mode() if recorded else contextlib.nullcontext():
         return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
+
+
+def called_back(m: Machine, function: Any, *values: Any) -> Any:
+    """Native code, so that methods of the program's which it runs for these values are interpreted."""
+    kinds: set[Any] = {type(value) for value in nested(values, hashed=True)}
+    risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
+    return hooked.interpreting(m, function) if risky else function
 
 
 BUFFERS = (bytearray, memoryview, array.array)

@@ -267,6 +267,11 @@ class Machine:
         except Exception as e:
             raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
 
+    def operate(self, function: Callable[..., Any], /, *args: Any, about: Args | None = None) -> Any:
+        """Run native code that may run methods of its arguments, or of what it is `about` among them."""
+        about = args if about is None else about
+        return self.native(calls.called_back(self, function, *about), *args)
+
     def consume(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run native code that moves iterators; where it breaks, capture starts anew and breaks before it."""
         try:

@@ -12,6 +12,8 @@ import torch
 
 from kiln import _hook
 from kiln.base import marks, state
+from kiln.capture import purity
+from kiln.capture.frame import UserError
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -71,15 +73,26 @@ def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., An
 
 
 def interpreted(machine: Any, function: types.FunctionType) -> Any:
-    if function.__code__.co_filename.startswith(HERE):
+    if function.__code__.co_filename.startswith(HERE) or purity.python_policy(function) == "native":
         return None
 
     def inline(region: Any, argv: tuple[Any, ...]) -> Any:
+        now: Any = getattr(current, "machine", None)
+        if now is not machine:
+            return original(function, argv)  # code knows the region that ran last, whoever's
         with hook(on=False):
             args, kwargs = unbound(function, argv)
-            return machine.call(function, args, kwargs)
+            try:
+                return machine.call(function, args, kwargs)
+            except UserError as e:
+                if not isinstance(e.error, Exception):
+                    raise
+                error = e.error
+        raise error  # native code may wait for it
 
-    return _hook.Region(function, inline)
+    region = _hook.Region(function, inline)
+    machine.world.keep.append(region)
+    return region
 
 
 class hook:  # noqa: N801

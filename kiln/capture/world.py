@@ -931,11 +931,23 @@ READER_BASES: tuple[tuple[Any, Reader], ...] = (
 )
 
 
-def nested(values: Iterable[Any]) -> Iterable[Any]:
-    """The values and what stands inside their lists, tuples and dicts."""
-    for value in values:
+def nested(values: Iterable[Any], hashed: bool = False) -> Iterable[Any]:
+    """The values and what stands inside their lists, tuples and dicts, of each of these but once.
+
+    With `hashed` keys of dicts and what stands inside sets and deques come, too.
+    """
+    left, seen = list(values)[::-1], set[int]()
+    while left:
+        value = left.pop()
         yield value
-        if type(value) in (list, tuple):
-            yield from nested(value)
-        elif type(value) is dict:
-            yield from nested(value.values())
+        kind = type(value)
+        if kind not in NESTS and not (hashed and kind in HASHED) or not value or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if hashed and kind is dict:
+            left.extend(value)
+        left.extend(reversed(value.values()) if kind is dict else [*value][::-1])
+
+
+NESTS = frozenset({list, tuple, dict})
+HASHED = frozenset({set, frozenset, collections.deque})

@@ -24,13 +24,13 @@ def take(f: Frame, n: int | None) -> list[Any]:
 def build_map(m: Machine, f: Frame, i: Instruction) -> Any:
     flat = take(f, 2 * (i.arg or 0))
     keys = symbolic.concrete(flat[::2])
-    return m.native(lambda: dict(zip(keys, flat[1::2], strict=True)))
+    return m.operate(dict, zip(keys, flat[1::2], strict=True), about=tuple(keys))
 
 
 computes(0, {
     "BUILD_TUPLE": lambda m, f, i: tuple(take(f, i.arg)),
     "BUILD_LIST": lambda m, f, i: take(f, i.arg),
-    "BUILD_SET": lambda m, f, i: m.native(set, symbolic.concrete(take(f, i.arg))),
+    "BUILD_SET": lambda m, f, i: m.operate(set, symbolic.concrete(take(f, i.arg))),
     "BUILD_MAP": build_map,
     "BUILD_STRING": lambda m, f, i: "".join(take(f, i.arg)),
     "BUILD_SLICE": lambda m, f, i: slice(*take(f, i.arg)),
@@ -81,15 +81,15 @@ def dict_merge(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
 
 consumes(1, {
     "LIST_APPEND": lambda m, f, i, value: target(m, f, i).append(value),
-    "SET_ADD": lambda m, f, i, value: m.native(target(m, f, i).add, symbolic.concrete(value)),
+    "SET_ADD": lambda m, f, i, value: m.operate(target(m, f, i).add, symbolic.concrete(value)),
     "LIST_EXTEND": list_extend,
-    "SET_UPDATE": lambda m, f, i, items: m.native(target(m, f, i).update, sequence(m, items)),
-    "DICT_UPDATE": lambda m, f, i, items: target(m, f, i).update(mapping(m, items)),
+    "SET_UPDATE": lambda m, f, i, items: m.operate(target(m, f, i).update, sequence(m, items)),
+    "DICT_UPDATE": lambda m, f, i, items: m.operate(target(m, f, i).update, mapping(m, items)),
     "DICT_MERGE": dict_merge,
 })  # fmt: skip
 consumes(2, {
-    "MAP_ADD": lambda m, f, i, key, value: m.native(
-        target(m, f, i).__setitem__, symbolic.concrete(key), value),
+    "MAP_ADD": lambda m, f, i, key, value: m.operate(
+        target(m, f, i).__setitem__, symbolic.concrete(key), value, about=(key,)),
 })  # fmt: skip
 
 CONVERSIONS = (None, str, repr, ascii)
