@@ -10,8 +10,10 @@ import torch
 from torch.autograd.grad_mode import _exit_inference_mode
 from torch.utils._device import _device_constructors
 
+from kiln.base import tracebacks
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
+from kiln.bytecode.decode import Instruction
 from kiln.capture import (  # noqa: F401  (some are here for the handlers that they declare)
     attributes,
     backward,
@@ -51,6 +53,7 @@ from kiln.capture.frame import (
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.opcodes.all import TABLE
+from kiln.capture.opcodes.errors import set_context
 from kiln.capture.recipes import Call
 from kiln.capture.recorder import Recorder, describe
 from kiln.capture.variables import PASSIVE, read_all
@@ -140,9 +143,7 @@ class Machine:
             try:
                 jump = table[instruction.op](self, frame, instruction)
             except UserError as e:
-                if e.step < 0:
-                    e.step = self.raised.setdefault(id(e.error), self.safe_step())
-                    self.world.keep.append(e.error)
+                self.note(frame, instruction, e)
                 self.unwind(frame, e)
                 continue
             except Break as e:
@@ -156,6 +157,25 @@ class Machine:
                 raise Yielded(stack.pop())
             else:
                 frame.index = jump
+
+    def note(self, frame: Frame, instruction: Instruction, raised: UserError) -> None:
+        """Let an exception know where it comes from; one that is raised again knows it already."""
+        error = raised.error
+        if raised.step < 0:
+            raised.step = self.raised.setdefault(id(error), self.safe_step())
+            self.world.keep.append(error)
+            if instruction.name == "RERAISE" or instruction.name == "RAISE_VARARGS" and not instruction.arg:
+                return
+            if self.source(error) is None:
+                set_context(error, self.handled())
+        if self.source(error) is None:
+            code = frame.code.code
+            line = instruction.line or code.co_firstlineno
+            tracebacks.add_place(error, code, frame.globals, instruction.offset, line)
+
+    def handled(self) -> BaseException | None:
+        """The exception that the program handles, in this frame or in one that called it."""
+        return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
 
     def look_at(self, history: bool) -> None:
         """The program looks at a fact of a tensor, or at its history, which copied calls have another of."""
@@ -210,8 +230,6 @@ class Machine:
         if handler is None:
             raise raised
         error = raised.error
-        if frame.handled and error.__context__ is None and error is not frame.handled[-1]:
-            error.__context__ = frame.handled[-1]
         del frame.stack[handler.depth :]
         if handler.lasti:
             frame.stack.append(LAST_INSTRUCTION)
@@ -265,6 +283,8 @@ class Machine:
         except (UserError, Break, Bug, Skip, Restart, Looked, Recalled, Unfit, Yielded, RecursionError):
             raise
         except Exception as e:
+            if isinstance(e.__context__, UserError):
+                e.__context__ = None
             raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
 
     def operate(self, function: Callable[..., Any], /, *args: Any, about: Args | None = None) -> Any:

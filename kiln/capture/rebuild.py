@@ -417,9 +417,9 @@ class Rebuilder:
 
     def error(self, value: BaseException) -> None:
         self.call(runtime.make_error, Raw(type(value)), value.args, runtime.error_state(value))
-        if value.__cause__ is not None or value.__context__ is not None or value.__suppress_context__:
+        chain = value.__cause__, value.__context__, value.__suppress_context__, value.__traceback__
+        if any(part is not None and part is not False for part in chain):
             self.named(value)
-            chain = value.__cause__, value.__context__, value.__suppress_context__
             self.then(runtime.chain_error, value, *chain)
 
     def object(self, value: Any) -> None:
@@ -535,7 +535,7 @@ MAKERS: dict[type, Maker] = {
     **dict.fromkeys((types.BuiltinFunctionType, BUILTIN_METHOD, types.MethodWrapperType),
                     Rebuilder.native_method),
     **dict.fromkeys((types.MethodDescriptorType, types.WrapperDescriptorType, torch._ops.OpOverload,
-                     torch._ops.OpOverloadPacket), Rebuilder.constant),
+                     torch._ops.OpOverloadPacket, types.TracebackType, types.FrameType), Rebuilder.constant),
     **dict.fromkeys((set, frozenset), lambda r, value: r.call(type(value), tuple(value))),
     **dict.fromkeys((collections.OrderedDict, collections.Counter),
                     lambda r, value: r.call(type(value), dict(value))),

@@ -5,9 +5,12 @@ PYTEST_DONT_REWRITE: the programs hold assert statements of their own.
 
 from __future__ import annotations
 
+import sys
+import traceback
+
 import pytest
 
-from tests.support import How, one_graph, t
+from tests.support import How, one_graph, program, same_as_eager, t
 
 X = t(3, 4)
 LOG: list = []
@@ -145,3 +148,82 @@ def test_what_holds_itself():
         return x * 2, repr(items), str(table), items in [table, items]
 
     one_graph(f, X)
+
+
+def fail(kind=ValueError, *args):
+    raise kind(*args)
+
+
+def entries(trace):
+    return [(line.name, line.lineno, line.line, line.colno) for line in traceback.extract_tb(trace)]
+
+
+class Watched:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.seen = kind, error.args, trace is error.__traceback__, trace.tb_lineno, trace.tb_next.tb_lineno
+        return True
+
+
+@program(X)
+def test_caught_exceptions_have_their_traceback(x):
+    with Watched() as watched:
+        fail(KeyError, "k")
+    try:
+        fail(ValueError, "v")
+    except ValueError as e:
+        trace = e.__traceback__
+        seen = trace.tb_lineno, trace.tb_next.tb_frame.f_code.co_name, sys.exc_info()[2] is trace
+    return x + 1, seen, watched.seen, ValueError().__traceback__
+
+
+def test_tracebacks_after_a_break():
+    def f(x):
+        never = KeyError("never raised")
+        try:
+            try:
+                fail(ValueError, "v")
+            finally:
+                y = x + 1
+        except ValueError as e:
+            text, kept = traceback.format_exc(), e
+            try:
+                {}["k"]
+            except KeyError as inner:
+                seen = inner.__context__ is e, entries(inner.__traceback__)
+        return y * 2, text, seen, entries(kept.__traceback__), never.__traceback__
+
+    assert same_as_eager(f, X).graphs == 2
+
+
+@program(X)
+def test_contexts_are_set_where_something_is_raised(x):
+    seen = []
+    try:
+        try:
+            fail(KeyError, 1)
+        except KeyError:
+            try:
+                fail(ValueError, 2)
+            except ValueError as e:
+                e.__context__ = None
+                raise
+    except ValueError as e:
+        seen.append(e.__context__)
+    first, second = ValueError(1), ValueError(2)
+    first.__context__, second.__context__ = second, first
+    try:
+        try:
+            raise first
+        except ValueError:
+            raise KeyError(3)
+    except KeyError as e:
+        seen.append(e.__context__ is first)
+    for cause in (5, ValueError):
+        try:
+            raise KeyError(4) from cause
+        except (KeyError, TypeError) as e:
+            seen.append((repr(e), repr(e.__cause__)))
+    return x + 1, seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import Frame, Handled, Machine, UserError
 from kiln.capture.opcodes.table import computes, not_captured, opcode
@@ -91,39 +92,43 @@ def prepare_reraise(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack[-2:] = [remaining_group(*f.stack[-2:])]
 
 
-def as_error(m: Machine, value: Any) -> BaseException:
+def as_error(m: Machine, value: Any, what: str) -> BaseException:
+    made = value
     if isinstance(value, type) and issubclass(value, BaseException):
-        value = m.call(value, ())
-    if not isinstance(value, BaseException):
-        raise UserError(TypeError("exceptions must derive from BaseException"))
-    return value
+        made = m.call(value, ())
+        if not isinstance(made, BaseException):
+            text = f"calling {value} should have returned an instance of BaseException, not {type(made)}"
+            raise UserError(TypeError(text))
+    if not isinstance(made, BaseException):
+        raise UserError(TypeError(f"{what} must derive from BaseException"))
+    return made
 
 
 @opcode("RAISE_VARARGS")
 def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
-    handled = [e for frame in (*m.frames[:-1], f) for e in frame.handled]  # those of the callers included
     if not i.arg:
-        raise UserError(handled[-1] if handled else RuntimeError("No active exception to reraise"))
-    error = as_error(m, f.stack[-i.arg])
+        raise UserError(m.handled() or RuntimeError("No active exception to reraise"))
+    error = as_error(m, f.stack[-i.arg], "exceptions")
+    if m.source(error) is not None:
+        raise Break("raises", f"a {type(error).__name__} from outside is raised here", "")
     if i.arg == 2:
         cause = f.stack[-1]
-        error.__cause__ = cause if cause is None else as_error(m, cause)
-    set_context(error, handled)
+        error.__cause__ = cause if cause is None else as_error(m, cause, "exception causes")
     raise UserError(error)
 
 
-def set_context(error: BaseException, handled: list[BaseException]) -> None:
-    """What a raise statement does: the exception being handled becomes the context, without a cycle."""
-    current = handled[-1] if handled else error
-    if current is error:
+def set_context(error: BaseException, handled: BaseException | None) -> None:
+    """What raising does: the exception being handled becomes the context, without a cycle."""
+    if handled is None or handled is error:
         return
-    at = current
-    while at.__context__ is not None:
+    at, seen = handled, set[int]()
+    while at.__context__ is not None and id(at) not in seen:
+        seen.add(id(at))
         if at.__context__ is error:
             at.__context__ = None
             break
         at = at.__context__
-    error.__context__ = current
+    error.__context__ = handled
 
 
 @opcode("RERAISE")
