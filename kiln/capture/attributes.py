@@ -498,7 +498,11 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
     if type(value) is types.CellType:
         m.world.write_cell(value, item)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
-        slot = is_data_descriptor(mro_lookup(type(value), name))
+        found = mro_lookup(type(value), name)
+        slot = is_data_descriptor(found)
+        if slot and isinstance(found, NATIVE_DESCRIPTORS) and not found.__objclass__.__flags__ & 1 << 9:
+            why = f"{name} of a {type(value).__name__}, which native code looks at, is written"
+            raise Break("attribute-write", why, "set it outside the compiled function")
         if instance_space(value) is None and not slot and not isinstance(value, type):
             m.native(setattr, value, name, item)  # raises
         m.world.write_slot(value, name, item)

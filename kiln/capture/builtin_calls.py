@@ -12,16 +12,17 @@ import operator
 import sys
 import types
 from collections.abc import Callable
+from inspect import CO_OPTIMIZED
 from typing import Any
 
 import torch
 
-from kiln.base.errors import Break
+from kiln.base.errors import Break, Skip
 from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
 from kiln.capture.fake_arrays import FakeArray, OpenNumber
-from kiln.capture.frame import Frame, Machine, UserError
+from kiln.capture.frame import Frame, Machine, Restart, UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Iterating, Mapped, stop_iteration
 from kiln.capture.rebuild import MAKERS
@@ -230,6 +231,8 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(locals)
 def local_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     frame = m.frames[-1]
+    if not frame.code.code.co_flags & CO_OPTIMIZED:
+        return frame.locals
     for name in list(frame.lazy):
         first_read(m, frame, name)
     cells = {name: m.world.read_cell(cell) for name, cell in frame.cells.items()}
@@ -265,8 +268,19 @@ def exception_info(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return (None, None, None)
 
 
-refuses("io", "input or output happens here", "move it out of the compiled function",
-        print, input, open, exec, eval, compile, breakpoint, sys.exit)  # fmt: skip
+@handles(exec, eval)
+def run_text(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Text that is run: in a frame of its own where it may name variables that are cells in this one."""
+    code, why = m.frames[-1].code.code, Break("io", *IO)
+    if len(args) == 1 and (code.co_cellvars or code.co_freevars):
+        if len(m.frames) == 1:
+            raise Skip("text is run that may name variables which functions share", why)
+        raise Restart(m.safe_step(m.frames[:-1]), why)
+    raise why
+
+
+IO = "input or output happens here", "move it out of the compiled function"
+refuses("io", *IO, print, input, open, compile, breakpoint, sys.exit)
 refuses("frame", "the running frame is inspected", "pass what is needed as an argument", sys._getframe)
 refuses("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function",
         sys.getrecursionlimit, sys.getsizeof, sys.is_finalizing)  # fmt: skip
@@ -337,8 +351,21 @@ def by_dunder(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
             return m.torch_call(torch.abs, args, kwargs)
         method = operators.python_method(m, args[0], f"__{function.__name__}__")
         if method is not None:
-            return m.call(method, args, kwargs)
+            result = m.call(method, args, kwargs)
+            fits = type(result) in GIVEN.get(function, {type(result)})
+            return result if fits else answered(m, function, args, result)
     return native(m, function, args, kwargs)
+
+
+#: What such methods give as it should be; what Python makes of others it says itself.
+GIVEN = {int: {int, torch.SymInt}, operator.index: {int, torch.SymInt}, float: {float, torch.SymFloat},
+         complex: {complex}, bytes: {bytes}}  # fmt: skip
+
+
+def answered(m: Machine, function: Any, args: Args, result: Any) -> Any:
+    """What a builtin makes of a result of the special method that it has asked."""
+    methods = {f"__{function.__name__}__": lambda *args: result}
+    return m.native(function, type(type(args[0]).__name__, (), methods)(), *args[1:])
 
 
 for _sign, _binary in {**operators.BINARY, **operators.COMPARE}.items():
@@ -529,7 +556,7 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 
 METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
 METHODS[dict, "__contains__"] = lambda m, owner, args, kwargs: (
-    MISSING if (known := m.world.contains(owner, args[0])) is None else known)
+    MISSING if len(args) != 1 or (known := m.world.contains(owner, args[0])) is None else known)
 METHODS[list, "sort"] = sort_list
 METHODS[list, "append"] = METHODS[collections.deque, "append"] = lambda m, owner, args, kwargs: (
     None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING)
@@ -542,7 +569,8 @@ def in_order(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return values
 
 
-FILLED = compile("fill(locals())", "<class body>", "exec")
+#: Names of the namespace, which a metaclass may have given, are not asked for.
+FILLED = compile("global fill, locals; fill(locals())", "<class body>", "exec")
 
 
 @handles(__build_class__)

@@ -51,7 +51,9 @@ POSITIONAL = {id(function): counts for function, counts in (
     (functools.reduce, range(2, 4)), (filter, TWO), (map, range(2, 99)), (format, range(1, 3)),
     (operator.getitem, TWO), (operator.setitem, THREE), (operator.delitem, TWO), (operator.contains, TWO),
     (operator.truth, ONE), (operator.not_, ONE), (operator.is_, TWO), (operator.is_not, TWO),
-    (vars, range(2)), (dir, range(2)), (locals, range(1)), (globals, range(1)), (reversed, ONE),
+    (object.__delattr__, TWO), (object.__setattr__, THREE), (type.__setattr__, THREE),
+    (object.__getattribute__, TWO), (type.__getattribute__, TWO), (vars, range(2)), (dir, range(2)),
+    (locals, range(1)), (globals, range(1)), (reversed, ONE),
 )}  # fmt: skip
 
 
@@ -488,7 +490,8 @@ def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode:
     """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `Tensor.add(x, y)`."""
     if args and type(args[0]) is FakeTensor and function.__objclass__ in torch.Tensor.__mro__[:-1]:
         return leaf(m, function, args, kwargs)
-    if not args:
+    unfit = id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)])
+    if not args or unfit:
         return m.native(function, *args, **kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:

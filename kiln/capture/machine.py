@@ -105,6 +105,7 @@ class Machine:
         self.exchanged: list[int] = []  # steps at which tensors get other data that the graph has read before
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
         self.copying, self.copies = True, 0  # whether others are copied from them, and how many were
+        self.memos: list[Any] = []  # what the deep copies of the program have made so far
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
         self.lines: dict[tuple[Any, int], str] = {}  # code and place in it -> the line, as tracebacks show it
 

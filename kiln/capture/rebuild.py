@@ -310,9 +310,13 @@ class Rebuilder:
             self.immutable(value, tuple)
 
     def immutable(self, value: Any, base: Any) -> None:
-        """An instance of a subclass of tuple or frozenset, with the attributes that it has."""
-        self.call(functools.partial(base.__new__, type(value)), tuple(base.__iter__(value)))
+        """An instance of a subclass of an immutable type, with the attributes that it has."""
         attributes = instance_space(value)
+        if attributes is None and base in PLAIN_VALUES:
+            self.constant(value)
+            return
+        plain = PLAIN_VALUES[base](value) if base in PLAIN_VALUES else tuple(base.__iter__(value))
+        self.call(functools.partial(base.__new__, type(value)), plain)
         if attributes:
             self.named(value)
             self.then(runtime.fill_object, value, dict(attributes), {})
@@ -559,11 +563,16 @@ MAKERS: dict[type, Maker] = {
     runtime.Within: Rebuilder.constant,
     Unread: lambda r, value: r.source(value.source),
 }  # fmt: skip
+#: What instances of subclasses of these types are without their class.
+PLAIN_VALUES: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__, int: int.__int__, float: float.__float__, bytes: bytes.__bytes__,
+    complex: complex.__complex__,
+}  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
     ((type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType),
      Rebuilder.constant),
     (tuple, Rebuilder.named_tuple),
     (frozenset, lambda r, value: r.immutable(value, frozenset)),
-    ((str, int, float, bytes, complex), Rebuilder.constant),
+    *((base, lambda r, value, base=base: r.immutable(value, base)) for base in PLAIN_VALUES),
 )  # fmt: skip

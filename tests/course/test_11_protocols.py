@@ -5,12 +5,13 @@ PYTEST_DONT_REWRITE: the programs hold assert statements of their own.
 
 from __future__ import annotations
 
+import copy  # noqa: F401  (in texts that are evaluated)
 import sys
 import traceback
 
 import pytest
 
-from tests.support import How, one_graph, program, same_as_eager, t
+from tests.support import How, kiln, one_graph, program, same_as_eager, t
 
 X = t(3, 4)
 LOG: list = []
@@ -227,3 +228,206 @@ def test_contexts_are_set_where_something_is_raised(x):
         except (KeyError, TypeError) as e:
             seen.append((repr(e), repr(e.__cause__)))
     return x + 1, seen
+
+
+class Tagged(int):
+    def __new__(cls, tag):
+        made = int.__new__(cls, len(tag))
+        made.tag = tag
+        return made
+
+    def __getnewargs__(self):
+        return (self.tag,)
+
+
+def test_an_int_with_attributes_is_new_in_every_call():
+    def f(x):
+        tagged = Tagged([1])
+        print("", end="")
+        tagged.tag.append(2)
+        return x + 1, tagged.tag, tagged + 1, type(tagged).__name__
+
+    assert same_as_eager(f, X).breaks == 1
+
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+    def asked(self, *args):
+        return self.value
+
+    __int__ = __float__ = __complex__ = __index__ = __round__ = __bytes__ = __len__ = __abs__ = asked
+
+
+class Unlisted:
+    __match_args__ = ["value"]
+
+
+class Twice:
+    __match_args__ = ("value", "value")
+
+
+class Numbered:
+    __match_args__ = (1,)
+
+
+class Number(int):
+    pass
+
+
+def matched(value):
+    match value:
+        case Answer(value=1, other=2) | Answer(1):
+            return "answer"
+        case Unlisted(one) | Numbered(one):
+            return one
+        case Twice(one, two):
+            return one, two
+        case Number(one):
+            return "number", one
+        case {"a": one, **rest}:
+            return one, rest
+        case [one, *rest]:
+            return one, rest
+
+
+def keywords(**kw):
+    return list(kw)
+
+
+def generator(*items):
+    for item in items:
+        if isinstance(item, Exception):
+            raise item
+        got = yield item
+        if got is not None:
+            yield got
+
+
+ANSWERS = """
+[attempt(lambda: function(Answer(value))) for value in (1, 1.5, "s", 2j) for function in (int, float, complex, round)]
+[attempt(lambda: function(Answer(value))) for value in (1, -1, "s", b"b") for function in (bytes, len, bool, abs)]
+[attempt(lambda: matched(value)) for value in (Answer(1), Unlisted(), Twice(), Numbered())]
+matched(Number(3)), matched({"a": 1, "b": 2}), matched("text"), matched(range(3)), matched(bytearray(b"12"))
+attempt(lambda: keywords(**{1: 2}))
+attempt(lambda: keywords(**5))
+attempt(lambda: keywords(*5))
+attempt(lambda: keywords(a=1, **{"a": 2}))
+attempt(lambda: [*5]), attempt(lambda: {**5})
+keywords(b=1, **{"a": 2, "c": 3})
+attempt(lambda: {}.__contains__()), attempt(lambda: object.__setattr__(1, 2)), attempt(lambda: object.__delattr__())
+attempt(lambda: generator(1).send(2))
+attempt(lambda: generator(1).throw(5)), attempt(lambda: generator(1).throw(KeyError(1), 2))
+attempt(lambda: generator(1).throw(KeyError, (1, 2)))
+attempt(lambda: copy.copy(generator(1)))
+copy.deepcopy(slice([1], [2])), copy.copy((1, [2])), copy.deepcopy(3)
+"""
+
+
+@pytest.mark.parametrize("text", ANSWERS.strip().splitlines())
+def test_errors_say_what_python_says(text):
+    one_graph(eval(f"lambda x: (x * 2, {text})", globals()), X)
+
+
+@program(X)
+def test_a_stop_iteration_that_is_raised_in_a_generator(x):
+    try:
+        list(generator(1, StopIteration(4)))
+    except RuntimeError as e:
+        seen = str(e), repr(e.__cause__), e.__context__ is e.__cause__, e.__suppress_context__
+    return x + 1, seen
+
+
+@program(X)
+def test_a_generator_that_runs_itself(x):
+    def own():
+        yield attempt(lambda: next(made))
+
+    made = own()
+    return x + 1, list(made)
+
+
+class Upper(dict):
+    def __missing__(self, key):
+        if key.startswith("__") or key == "len":
+            raise KeyError(key)
+        return key.upper()
+
+
+class Prepared(type):
+    @classmethod
+    def __prepare__(cls, name, bases):
+        return Upper()
+
+    def __new__(cls, name, bases, space):
+        return super().__new__(cls, name, bases, dict(space))
+
+
+@program(X)
+def test_class_bodies_have_the_namespace_that_they_are_given(x):
+    y = 1
+
+    class Body(metaclass=Prepared):
+        a = unheard_of  # noqa: F821
+        b = len("ab")
+
+    class Plain:
+        locals()["y"] = 44
+        z = y
+        names = sorted(locals())
+        try:
+            del absent  # noqa: F821
+        except NameError as e:
+            text = str(e), e.name
+
+    return x + 1, Body.a, Body.b, Plain.z, Plain.names, Plain.text
+
+
+@program(X)
+def test_names_that_are_not_there(x):
+    seen = []
+    try:
+        unheard_of  # noqa: B018, F821
+    except NameError as e:
+        seen.append((str(e), e.name))
+    try:
+        from functools import unheard_of  # noqa: F401
+    except ImportError as e:
+        seen.append((str(e), e.name, e.path))
+    for kind in (5, "s", BaseExceptionGroup):
+        try:
+            try:
+                raise ExceptionGroup("g", [ValueError(1)])
+            except* kind:
+                seen.append(1)
+        except TypeError as e:
+            seen.append(str(e))
+    return x + 1, seen
+
+
+def test_text_that_names_shared_variables():
+    def f(x):
+        n = 3
+
+        def inner():
+            return n + eval("n + 1")
+
+        return x + 1, inner()
+
+    same_as_eager(f, X)
+
+
+def test_native_attributes_are_checked_when_they_are_written():
+    def f(x):
+        return x + 1, attempt(lambda: setattr(fail, "__name__", 5)), attempt(lambda: setattr(fail, "__code__", 5))
+
+    same_as_eager(f, X)
+
+
+def test_addresses_that_are_no_keys():
+    def f(x):
+        return x + 1, {}[id(x)]
+
+    with pytest.raises(KeyError):
+        kiln.compile(f, backend="eager")(X)

@@ -30,19 +30,24 @@ def pop_except(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("CHECK_EXC_MATCH")
 def check_exc_match(m: Machine, f: Frame, i: Instruction) -> Any:
     error, kinds = f.stack[-2:]
+    refuse_others(kinds)
+    f.stack[-1] = isinstance(error, kinds)
+
+
+def refuse_others(kinds: Any) -> None:
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             text = "catching classes that do not inherit from BaseException is not allowed"
             raise UserError(TypeError(text))
-    f.stack[-1] = isinstance(error, kinds)
 
 
 @opcode("CHECK_EG_MATCH")
 def check_group_match(m: Machine, f: Frame, i: Instruction) -> Any:
     """`except* kinds`: the part of the group that matches is handled, the rest stays below it."""
     error, kinds = f.stack[-2:]
+    refuse_others(kinds)
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-        if isinstance(kind, type) and issubclass(kind, BaseExceptionGroup):
+        if issubclass(kind, BaseExceptionGroup):
             text = "catching ExceptionGroup with except* is not allowed. Use except instead."
             raise UserError(TypeError(text))
     match, rest = split_group(m, error, kinds)
