@@ -115,6 +115,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
         if isinstance(hook, types.FunctionType) and type(k).__module__.partition(".")[0] not in TRUSTED:
+            m.world.class_attr(type(k), "__instancecheck__", hook)
             if m.truth(m.inline(hook, (k, value), {})):
                 return True
         elif m.native(isinstance, value, k):

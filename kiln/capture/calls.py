@@ -406,6 +406,7 @@ def call_class(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str) -> 
     """Make an instance: `__new__`, then `__init__`, each inlined where it is Python."""
     meta_call = attributes.mro_lookup(type(cls), "__call__")
     if isinstance(meta_call, types.FunctionType) and not purity.native_class(cls):
+        m.world.class_attr(type(cls), "__call__", meta_call)
         return m.inline(meta_call, (cls, *args), kwargs, "opaque")
     if purity.native_class(cls):
         return native(m, cls, args, kwargs)

@@ -298,6 +298,16 @@ class Rebuilder:
             raise Unbuildable(value, self.steps[id(value)])
         self.e.const(value)
 
+    def enumerated(self, value: enum.Enum) -> None:
+        """A member of an enumeration; one that is being made is not one yet."""
+        base = next((base for base in PLAIN_VALUES if isinstance(value, base)), None)
+        if "_name_" in value.__dict__:
+            self.constant(value)
+        elif base is None:
+            self.object(value)
+        else:
+            self.immutable(value, base)
+
     def sequence(self, value: Any) -> None:
         for item in value:
             self.push(item)
@@ -570,8 +580,8 @@ PLAIN_VALUES: dict[type, Callable[[Any], Any]] = {
 }  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
-    ((type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType),
-     Rebuilder.constant),
+    ((type, types.ModuleType, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
+    (enum.Enum, Rebuilder.enumerated),
     (tuple, Rebuilder.named_tuple),
     (frozenset, lambda r, value: r.immutable(value, frozenset)),
     *((base, lambda r, value, base=base: r.immutable(value, base)) for base in PLAIN_VALUES),

@@ -431,3 +431,83 @@ def test_addresses_that_are_no_keys():
 
     with pytest.raises(KeyError):
         kiln.compile(f, backend="eager")(X)
+
+
+class Shared:
+    """A class whose attributes are counted up, read through its objects and those of a class below."""
+
+    count = 1
+
+
+class Below(Shared):
+    pass
+
+
+def restore():
+    Shared.count = 1
+    HELD.n = 0
+
+
+HELD = Shared()
+RESTORED = How(setup=restore, state=lambda: (Shared.count, HELD.n))
+
+
+def test_attributes_of_classes_are_read_as_written():
+    def f(x):
+        one, other = Shared(), Below()
+        Shared.count += 1
+        seen = one.count, other.count, Below.count
+        Below.count = 7
+        seen += one.count, other.count, Below.count
+        Below.count = Shared.count
+        return x + 1, seen
+
+    one_graph(f, X, how=RESTORED)
+
+
+def test_methods_of_classes_are_exchanged():
+    def f(x):
+        def new(self):
+            return "new"
+
+        before = hasattr(Below, "method")
+        Shared.method = new
+        seen = Below().method(), Shared.method(5)
+        del Shared.method
+        return x + 1, before, seen, hasattr(Below, "method")
+
+    assert same_as_eager(f, X, how=RESTORED).breaks
+
+
+def made(held):
+    """A class whose methods hold objects, in their closure and as defaults."""
+
+    class Made:
+        def __init__(self, given=held):
+            held.n = held.n + 1
+            given.n = given.n + 1
+
+        def __len__(self):
+            held.n = held.n + 1
+            return 2
+
+        def __getattr__(self, name):
+            held.n = held.n + 1
+            return name
+
+        def __add__(self, other, given=held):
+            given.n = given.n + 1
+            return other
+
+    return Made
+
+
+MADE = made(HELD)
+
+
+def test_what_methods_hold_is_changed_once():
+    def f(x):
+        one = MADE()
+        return x + 1, len(one), one.absent, one + 5, HELD.n
+
+    one_graph(f, X, how=RESTORED)
