@@ -61,7 +61,7 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
     found = mro_lookup(kind, name)
     source = world.source(value) if id(value) not in world.shadows else None
     if isinstance(value, enum.Enum) and not isinstance(found, types.FunctionType):
-        return m.native(getattr, value, name)
+        return load_from_member(m, value, name)
     if found is not MISSING and is_data_descriptor(found):
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
@@ -87,6 +87,17 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
     return load_by_hook(m, value, name, mode, untouched, hooks)
+
+
+def load_from_member(m: Machine, value: enum.Enum, name: str) -> Any:
+    """An attribute of a member of an enumeration, which may have more than a name and a value."""
+    pending = m.world.read_slot(value, name)
+    if pending is not MISSING and pending is not DELETED:
+        return pending
+    source = m.source(value)
+    if source is not None and name in value.__dict__ and name not in ("_name_", "_value_"):
+        return m.world.outside(value.__dict__[name], DictAttr(source, name))
+    return m.native(getattr, value, name)
 
 
 def load_by_hook(m: Machine, value: Any, name: str, mode: str, untouched: bool, hooks: bool) -> Any:

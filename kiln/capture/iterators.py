@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from kiln.base.errors import Break
 from kiln.capture import attributes
-from kiln.capture.frame import Frame, Machine, Restart, UserError, Yielded
+from kiln.capture.frame import Frame, Machine, Restart, UserError, Yielded, set_context
 from kiln.capture.world import MISSING
 
 MOST_TURNS = 64  # of a generator from outside, which may have no end
@@ -97,7 +97,11 @@ class Generator(Iterating):
 
     def thrown(self, raised: UserError) -> None:
         """Go to the handler of an exception that is raised where the generator waits, or end it."""
-        frame, machine = self.frame, self.machine
+        frame, machine, error = self.frame, self.machine, raised.error
+        raised.step = machine.raised.setdefault(id(error), machine.safe_step())
+        machine.world.keep.append(error)
+        if frame.handled and machine.source(error) is None:
+            set_context(error, frame.handled[-1])
         machine.frames.append(frame)
         try:
             machine.note(frame, frame.code.instructions[frame.index], raised)

@@ -49,11 +49,11 @@ from kiln.capture.frame import (
     Unfit,
     UserError,
     Yielded,
+    set_context,
 )
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.nodes import Args, Kwargs
 from kiln.capture.opcodes.all import TABLE
-from kiln.capture.opcodes.errors import set_context
 from kiln.capture.recipes import Call
 from kiln.capture.recorder import Recorder, describe
 from kiln.capture.variables import PASSIVE, read_all

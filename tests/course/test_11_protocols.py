@@ -5,7 +5,9 @@ PYTEST_DONT_REWRITE: the programs hold assert statements of their own.
 
 from __future__ import annotations
 
+import contextlib
 import copy  # noqa: F401  (in texts that are evaluated)
+import enum
 import sys
 import traceback
 
@@ -511,3 +513,67 @@ def test_what_methods_hold_is_changed_once():
         return x + 1, len(one), one.absent, one + 5, HELD.n
 
     one_graph(f, X, how=RESTORED)
+
+
+class Member(enum.IntFlag):
+    ONE = 1
+    TWO = 2
+
+    def __init__(self, value):
+        self.count = 0
+
+
+def clear_members():
+    for member in Member:
+        member.count = 0
+        member._inverted_ = None
+
+
+def test_members_of_enumerations_have_attributes():
+    def f(x):
+        Member.ONE.count += 2
+        return x + Member.ONE.count, Member.ONE.count, (~Member.ONE).value, ~~Member.TWO, Member.TWO.count
+
+    how = How(setup=clear_members, state=lambda: [member.count for member in Member])
+    one_graph(f, X, how=how)
+    compiled = kiln.compile(f, backend="eager")
+    assert [compiled(X)[1] for _ in range(3)] == [4, 6, 8]
+
+
+@contextlib.contextmanager
+def raising(error):
+    try:
+        yield
+    finally:
+        raise error
+
+
+class Falsy(ExceptionGroup):
+    def __bool__(self):
+        return False
+
+    def derive(self, errors):
+        return Falsy(self.message, errors)
+
+
+@program(X)
+def test_contexts_of_what_is_thrown_into_generators(x):
+    errors = [ValueError(n) for n in range(3)]
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(raising(errors[2]))
+            stack.enter_context(raising(errors[1]))
+            raise errors[0]
+    except ValueError as e:
+        chain = []
+        while e is not None:
+            chain.append(e.args)
+            e = e.__context__
+    try:
+        try:
+            raise Falsy("group", [TypeError(1), ValueError(2)])
+        except* TypeError:
+            raise
+    except Falsy as group:
+        text = repr(group)
+    return x + 1, chain, text

@@ -112,7 +112,8 @@ def as_error(m: Machine, value: Any, what: str) -> BaseException:
 @opcode("RAISE_VARARGS")
 def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
     if not i.arg:
-        raise UserError(m.handled() or RuntimeError("No active exception to reraise"))
+        handled = m.handled()
+        raise UserError(RuntimeError("No active exception to reraise") if handled is None else handled)
     error = as_error(m, f.stack[-i.arg], "exceptions")
     if m.source(error) is not None:
         raise Break("raises", f"a {type(error).__name__} from outside is raised here", "")
@@ -120,20 +121,6 @@ def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
         cause = f.stack[-1]
         error.__cause__ = cause if cause is None else as_error(m, cause, "exception causes")
     raise UserError(error)
-
-
-def set_context(error: BaseException, handled: BaseException | None) -> None:
-    """What raising does: the exception being handled becomes the context, without a cycle."""
-    if handled is None or handled is error:
-        return
-    at, seen = handled, set[int]()
-    while at.__context__ is not None and id(at) not in seen:
-        seen.add(id(at))
-        if at.__context__ is error:
-            at.__context__ = None
-            break
-        at = at.__context__
-    error.__context__ = handled
 
 
 @opcode("RERAISE")
