@@ -21,7 +21,7 @@ from kiln.base.errors import Break, Skip
 from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
-from kiln.capture.fake_arrays import FakeArray, OpenNumber
+from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Frame, Machine, Restart, UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Iterating, Mapped, stop_iteration
@@ -94,10 +94,9 @@ declare({
     object.__setattr__: raw_set_attribute,
     type.__setattr__: raw_set_attribute,
     BaseException.__setattr__: raw_set_attribute,
-    object.__init__: lambda m, args, kwargs: None,
-    object.__new__: lambda m, args, kwargs: m.native(object.__new__, args[0]),
 })  # fmt: skip
-runs_now(issubclass, callable, sys.intern, dataclasses.fields, dataclasses.is_dataclass)
+runs_now(issubclass, callable, object.__init__, object.__new__, sys.intern)
+runs_now(dataclasses.fields, dataclasses.is_dataclass)
 
 
 @handles(isinstance)
@@ -107,7 +106,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         kind = attributes.tensor_type(value)
         return any(tensor_is(kind, value, k) for k in flat(kinds))
     if type(value) is Generator:
-        return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
+        return m.native(issubclass, types.GeneratorType, kinds)
     if type(value) in symbolic.SYMBOLIC:
         value = symbolic.SEEN_AS[type(value)]()  # all numbers of a type are alike here
     elif isinstance(value, OpenNumber):
@@ -296,7 +295,10 @@ def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec
         value = text_of(m, value, "__str__" if convert is str else "__repr__")
     method = operators.python_method(m, value, "__format__")
     if method is not None:
-        return str(m.inline(method, (value, spec), {}))
+        made = m.inline(method, (value, spec), {})
+        if not isinstance(made, (str, OpenText)):
+            raise UserError(TypeError(f"__format__ must return a str, not {type(made).__name__}"))
+        return str(made)
     if type(value) not in operators.PLAIN and not spec:
         value = text_of(m, value, "__str__")
     if type(value) is FakeTensor and not value.dim():
@@ -317,7 +319,10 @@ def text_of(m: Machine, value: Any, name: str) -> str:
         if attributes.mro_lookup(type(value), "__str__") is object.__str__:
             method = operators.python_method(m, value, "__repr__")
     if method is not None:
-        return str(m.inline(method, (value,), {}))
+        made = m.inline(method, (value,), {})
+        if not isinstance(made, (str, OpenText)):
+            raise UserError(TypeError(f"{method.__name__} returned non-string (type {type(made).__name__})"))
+        return str(made)
     value = symbolic.concrete(m.world.touch_deep(value))
     bare = attributes.mro_lookup(type(value), "__repr__") is object.__repr__
     if bare and not isinstance(value, (type, BaseException)) or isinstance(value, types.FunctionType):
@@ -351,7 +356,7 @@ def by_dunder(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
         if type(args[0]) is FakeTensor and function is abs:
             return m.torch_call(torch.abs, args, kwargs)
         method = operators.python_method(m, args[0], f"__{function.__name__}__")
-        if method is not None:
+        if method is not None and not (function is operator.index and isinstance(args[0], int)):
             result = m.call(method, args, kwargs)
             fits = type(result) in GIVEN.get(function, {type(result)})
             return result if fits else answered(m, function, args, result)
@@ -436,6 +441,8 @@ def together(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(sum)
 def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     result = args[1] if len(args) > 1 else kwargs.get("start", 0)
+    if isinstance(result, (str, bytes, bytearray)):
+        return m.native(sum, *args, **kwargs)  # raises
     for item in items_of(m, args[0]):
         if type(item) is OpenNumber and sys.version_info >= (3, 12):  # where floats are summed exactly
             raise item.needed()
@@ -598,7 +605,8 @@ def decorate_class(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any
 
 declare({
     vars: lambda m, args, kwargs: (
-        m.getattr(args[0], "__dict__") if args else local_variables(m, args, kwargs)),
+        local_variables(m, args, kwargs) if not args else m.getattr(args[0], "__dict__")
+        if hasattr(args[0], "__dict__") else m.native(vars, *args)),
     dataclasses.make_dataclass: lambda m, args, kwargs: m.world.made_class(
         m.native(dataclasses.make_dataclass, *args, **kwargs)),
 })  # fmt: skip

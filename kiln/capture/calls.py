@@ -42,8 +42,8 @@ from kiln.ops.fake import FakeTensor
 HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}
 ALIVE: list[Any] = []
 ONE, TWO, THREE = range(1, 2), range(2, 3), range(3, 4)
-#: Builtins without keyword arguments, and how many arguments they take: with others Python itself says
-#: what is wrong.
+#: Builtins without keyword arguments, but for a few, and how many others they take: with more or less Python
+#: itself says what is wrong.
 POSITIONAL = {id(function): counts for function, counts in (
     (isinstance, TWO), (issubclass, TWO), (len, ONE), (hasattr, TWO), (getattr, range(2, 4)),
     (setattr, THREE), (delattr, TWO), (callable, ONE), (id, ONE), (hash, ONE), (iter, range(1, 3)),
@@ -53,8 +53,11 @@ POSITIONAL = {id(function): counts for function, counts in (
     (operator.truth, ONE), (operator.not_, ONE), (operator.is_, TWO), (operator.is_not, TWO),
     (object.__delattr__, TWO), (object.__setattr__, THREE), (type.__setattr__, THREE),
     (object.__getattribute__, TWO), (type.__getattribute__, TWO), (vars, range(2)), (dir, range(2)),
-    (locals, range(1)), (globals, range(1)), (reversed, ONE),
+    (locals, range(1)), (globals, range(1)), (reversed, ONE), (sum, range(1, 3)), (sorted, ONE),
+    (max, range(1, 99)), (min, range(1, 99)), (list, range(2)), (tuple, range(2)), (set, range(2)),
+    (frozenset, range(2)),
 )}  # fmt: skip
+KEYWORDED = frozenset(map(id, (sum, sorted, max, min)))
 
 
 def handles(*functions: Any, told: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -99,7 +102,7 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
     if handler is not None:
         if m.world.texts and id(function) not in KEEPING:
             look(nested((*args, *kwargs.values())))
-        if id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)]):
+        if unfit(function, args, kwargs):
             return m.native(function, *args, **kwargs)
         return handler(m, args, kwargs)
     caller = CALLERS.get(type(function))
@@ -109,6 +112,12 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
         if isinstance(function, kind):
             return caller(m, function, args, kwargs, mode)
     return call_object(m, function, args, kwargs, mode)
+
+
+def unfit(function: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a builtin refuses these arguments."""
+    counts = POSITIONAL.get(id(function))
+    return counts is not None and (len(args) not in counts or bool(kwargs) and id(function) not in KEYWORDED)
 
 
 def look(values: Iterable[Any]) -> None:
@@ -491,8 +500,7 @@ def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode:
     """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `Tensor.add(x, y)`."""
     if args and type(args[0]) is FakeTensor and function.__objclass__ in torch.Tensor.__mro__[:-1]:
         return leaf(m, function, args, kwargs)
-    unfit = id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)])
-    if not args or unfit:
+    if not args or unfit(function, args, kwargs):
         return m.native(function, *args, **kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:

@@ -376,11 +376,12 @@ class Machine:
         if known is not None:
             return known
         self.world.touch(value)
-        for name in ("__bool__", "__len__"):
-            method = attributes.type_lookup(self, kind, name)
-            if isinstance(method, types.FunctionType):
-                return bool(self.native(operators.TRUTH[name], self.inline(method, (value,), {})))
-        return bool(self.native(bool, value))
+        name = "__len__" if attributes.mro_lookup(kind, "__bool__") is MISSING else "__bool__"
+        attributes.type_lookup(self, kind, "__bool__")
+        method = attributes.type_lookup(self, kind, name)
+        if isinstance(method, types.FunctionType):
+            return bool(self.native(operators.TRUTH[name], self.inline(method, (value,), {})))
+        return bool(self.operate(bool, value))
 
     def iterate(self, value: Any) -> Any:
         """`iter(value)` as the program would see it."""
@@ -403,7 +404,7 @@ class Machine:
             if not hasattr(type(made), "__next__"):
                 raise UserError(TypeError(f"iter() returned non-iterator of type '{type(made).__name__}'"))
             return made
-        if method is None:
+        if attributes.mro_lookup(kind, "__iter__") is MISSING:
             indexed = attributes.type_lookup(self, kind, "__getitem__")
             if isinstance(indexed, types.FunctionType):
                 return Indexed(self, value)

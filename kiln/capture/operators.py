@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import operator
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ def checked_length(value: Any) -> int:
     n = operator.index(value)
     if n < 0:
         raise ValueError("__len__() should return >= 0")
+    if n > sys.maxsize:
+        raise OverflowError("cannot fit 'int' into an index-sized integer")
     return n
 
 
@@ -337,7 +340,7 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
 
 def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
     """A key or index without symbolic numbers, unless Python code of the user's is to see it."""
-    if type(key) not in PLAIN and isinstance(container, collections.abc.Sequence):
+    if not isinstance(key, (int, str)) and isinstance(container, collections.abc.Sequence):
         index = python_method(m, key, "__index__")
         if index is not None:
             return m.call(index, (key,))
@@ -407,13 +410,14 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
         value = symbolic.concrete(value)
     if type(value) is OpenText:
         raise value.needed()
-    known = m.world.contains(container, value)
-    if known is not None:
-        return known
+    there = m.world.contains(container, value)
+    if there is not None:
+        return there
     method = python_method(m, container, "__contains__")
     if method is not None:
         return m.truth(m.inline(method, (container, value), {}))
-    if isinstance(container, Generator) or python_method(m, container, "__iter__") is not None:
+    known = attributes.mro_lookup(type(container), "__contains__") is not MISSING
+    if isinstance(container, Generator) or not known and python_method(m, container, "__iter__") is not None:
         try:
             iterator = m.iterate(container)
         except UserError as e:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy  # noqa: F401  (in texts that are evaluated)
 import enum
+import operator  # noqa: F401
 import sys
 import traceback
 
@@ -324,7 +325,40 @@ attempt(lambda: generator(1).throw(5)), attempt(lambda: generator(1).throw(KeyEr
 attempt(lambda: generator(1).throw(KeyError, (1, 2)))
 attempt(lambda: copy.copy(generator(1)))
 copy.deepcopy(slice([1], [2])), copy.copy((1, [2])), copy.deepcopy(3)
+attempt(lambda: sum()), attempt(lambda: sum([1], 2, 3)), attempt(lambda: sum(["a"], "")), sum([1.5], start=2)
+attempt(lambda: sorted()), attempt(lambda: sorted([1], len)), attempt(lambda: max()), attempt(lambda: list(1, 2))
+attempt(lambda: len(Answer(1 << 70))), attempt(lambda: not Answer(1 << 70)), attempt(lambda: vars(5))
+attempt(lambda: object.__init__(Answer(1), 2)), attempt(lambda: object.__new__()), attempt(lambda: object.__new__(int))
+attempt(lambda: 1 in Unasked()), attempt(lambda: iter(Unasked())), attempt(lambda: bool(Unasked()))
+attempt(lambda: str(Unasked())), attempt(lambda: f"{Unasked():5}"), attempt(lambda: repr(Unasked()))
+[*range(9)][Seventh(3)], operator.index(Seventh(4)), int(Seventh(5))
 """
+
+
+class Unasked:
+    """Says no to what its other methods would do."""
+
+    __contains__ = __iter__ = __bool__ = None
+
+    def __getitem__(self, at):
+        return 1
+
+    def __len__(self):
+        return 1
+
+    def __str__(self):
+        return 5
+
+    def __format__(self, spec):
+        return 6
+
+    def __repr__(self):
+        return 7
+
+
+class Seventh(int):
+    def __index__(self):
+        return 7
 
 
 @pytest.mark.parametrize("text", ANSWERS.strip().splitlines())
