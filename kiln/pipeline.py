@@ -77,7 +77,6 @@ def frame_region(function: types.FunctionType, between: Between) -> Any:
 nested.install(frame_region)
 hide(nested, runtime, state)
 _hook.leave_alone(_find_and_load.__code__)  # modules that the program imports on its way
-_hook.hide(runtime.make_error.__code__, _hook.HIDDEN)
 
 
 class BackendRaised(Exception):

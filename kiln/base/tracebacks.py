@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from opcode import opmap
 from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import Any
 
 from kiln.base.errors import Place
 from kiln.base.places import places_of
@@ -18,6 +20,26 @@ def add_lines(error: BaseException, places: Sequence[Place]) -> None:
         frame = FunctionType(_code(place), {"sys": sys})()
         trace = TracebackType(trace, frame, frame.f_lasti, place.line)
     error.__traceback__ = trace
+
+
+def add_place(error: BaseException, code: CodeType, space: dict[str, Any], offset: int, line: int) -> None:
+    """Put an entry for a place in this code before the traceback of an error, as if its frame had run."""
+    here, length = _given.__code__, len(code.co_code)
+    shown = here.replace(
+        co_code=here.co_code + bytes((_NOP, 0)) * ((length - len(here.co_code)) // 2),
+        co_filename=code.co_filename, co_name=code.co_name, co_qualname=code.co_qualname,
+        co_firstlineno=code.co_firstlineno, co_linetable=code.co_linetable,
+    )  # fmt: skip
+    frame = FunctionType(shown, space)(sys._getframe)
+    error.__traceback__ = TracebackType(error.__traceback__, frame, offset, line)
+
+
+def _given(frame: Any, /) -> Any:
+    frame = frame()
+    return frame
+
+
+_NOP = opmap["NOP"]
 
 
 def retold(places: Mapping[int, str], error: BaseException) -> None:

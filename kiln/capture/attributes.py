@@ -43,12 +43,14 @@ def load(m: Machine, value: Any, name: str, mode: str = "opaque") -> Any:
         return load_from_class(m, value, name)
     custom = mro_lookup(kind, "__getattribute__")
     if isinstance(custom, types.FunctionType):
+        m.world.class_attr(kind, "__getattribute__", custom)
         try:
             return m.inline(custom, (value, name), {})
         except UserError as e:
             hook = mro_lookup(kind, "__getattr__")
             if not isinstance(e.error, AttributeError) or not isinstance(hook, types.FunctionType):
                 raise
+            m.world.class_attr(kind, "__getattr__", hook)
             return m.inline(hook, (value, name), {}, mode)
     return load_from_object(m, value, name, mode)
 
@@ -59,7 +61,7 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
     found = mro_lookup(kind, name)
     source = world.source(value) if id(value) not in world.shadows else None
     if isinstance(value, enum.Enum) and not isinstance(found, types.FunctionType):
-        return m.native(getattr, value, name)
+        return load_from_member(m, value, name)
     if found is not MISSING and is_data_descriptor(found):
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
@@ -76,17 +78,38 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
         if space is not None and name in space:
             return m.view(space[name])
     untouched = source is not None and pending is MISSING
-    if found is not MISSING:
+    written = world.written(kind, name)
+    if found is not MISSING or written is not MISSING:
         if untouched and space is not None:
             world.absent(value, name)
+        if written is not MISSING:
+            return written
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
+    return load_by_hook(m, value, name, mode, untouched, hooks)
+
+
+def load_from_member(m: Machine, value: enum.Enum, name: str) -> Any:
+    """An attribute of a member of an enumeration, which may have more than a name and a value."""
+    pending = m.world.read_slot(value, name)
+    if pending is not MISSING and pending is not DELETED:
+        return pending
+    source = m.source(value)
+    if source is not None and name in value.__dict__ and name not in ("_name_", "_value_"):
+        return m.world.outside(value.__dict__[name], DictAttr(source, name))
+    return m.native(getattr, value, name)
+
+
+def load_by_hook(m: Machine, value: Any, name: str, mode: str, untouched: bool, hooks: bool) -> Any:
+    """An attribute that is nowhere: what `__getattr__` says, or an error."""
+    kind, world = type(value), m.world
+    source = world.source(value) if id(value) not in world.shadows else None
     hook = mro_lookup(kind, "__getattr__") if hooks else MISSING
     if hook is torch.nn.Module.__getattr__:
         return load_from_module(m, value, name)
     if untouched:
         world.absent(value, name)
-    if hooks and source is not None:
+    if hooks and (source is not None or isinstance(hook, types.FunctionType)):
         world.class_attr(kind, "__getattr__", hook)
     if isinstance(hook, types.FunctionType):
         world.class_attr(kind, name, MISSING)
@@ -241,16 +264,16 @@ def load_from_class(m: Machine, cls: type, name: str) -> Any:
     methods = (types.FunctionType, classmethod, staticmethod)
     if isinstance(cls, enum.EnumMeta) and not isinstance(mro_lookup(cls, name), methods):
         return class_value(m, m.native(getattr, cls, name), cls, name)
-    pending = world.read_slot(cls, name)
-    if pending is not MISSING and pending is not DELETED:
-        return pending
+    written = world.written(cls, name)
+    if written is not MISSING:
+        return written
     found = mro_lookup(cls, name)
     world.class_attr(cls, name, found)
     if found is not MISSING:
         return from_class(m, found, cls, name)
     if on_meta is not MISSING:
         return bind(m, on_meta, cls, meta, name)
-    hook = mro_lookup(meta, "__getattr__")
+    hook = type_lookup(m, meta, "__getattr__")
     if isinstance(hook, types.FunctionType):
         return m.inline(hook, (cls, name), {})
     return m.native(getattr, cls, name)
@@ -484,7 +507,7 @@ def store_by_protocol(m: Machine, value: Any, name: str, item: Any, mode: str = 
                 raise lacking(kind, name, "setter")
             m.call(m.world.constant(found.fset), (value, item), {}, mode)
             return
-        setter = mro_lookup(type(found), "__set__")
+        setter = type_lookup(m, type(found), "__set__")
         if isinstance(setter, types.FunctionType):
             m.call(setter, (m.world.constant(found), value, item), {}, mode)
             return
@@ -498,12 +521,26 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
     if type(value) is types.CellType:
         m.world.write_cell(value, item)
     elif m.source(value) is not None and id(value) not in m.world.shadows:
-        slot = is_data_descriptor(mro_lookup(type(value), name))
+        if isinstance(value, type):
+            refuse_behaviour(value, name, item)
+        found = mro_lookup(type(value), name)
+        slot = is_data_descriptor(found)
+        if slot and isinstance(found, NATIVE_DESCRIPTORS) and not found.__objclass__.__flags__ & 1 << 9:
+            why = f"{name} of a {type(value).__name__}, which native code looks at, is written"
+            raise Break("attribute-write", why, "set it outside the compiled function")
         if instance_space(value) is None and not slot and not isinstance(value, type):
             m.native(setattr, value, name, item)  # raises
         m.world.write_slot(value, name, item)
     else:
         m.native(type.__setattr__ if isinstance(value, type) else object.__setattr__, value, name, item)
+
+
+def refuse_behaviour(cls: type, name: str, item: Any = None) -> None:
+    """Break where an attribute of a class from outside is written by which its objects behave otherwise."""
+    found, dunder = mro_lookup(cls, name), name.startswith("__") and name.endswith("__")
+    if dunder or any(hasattr(type(value), "__get__") for value in (found, item)):
+        why = f"{name} of the class {cls.__name__} is replaced"
+        raise Break("class-write", why, "change the class outside the compiled function")
 
 
 def store_on_module(m: Machine, module: Any, name: str, item: Any) -> bool:
@@ -591,7 +628,7 @@ def delete_by_protocol(m: Machine, value: Any, name: str, mode: str = "opaque") 
             raise lacking(kind, name, "deleter")
         m.call(found.fdel, (value,), {}, mode)
         return
-    deleter = mro_lookup(type(found), "__delete__") if found is not MISSING else MISSING
+    deleter = type_lookup(m, type(found), "__delete__") if found is not MISSING else None
     if isinstance(deleter, types.FunctionType):
         m.call(deleter, (found, value), {}, mode)
         return
@@ -599,6 +636,9 @@ def delete_by_protocol(m: Machine, value: Any, name: str, mode: str = "opaque") 
         m.world.write_cell(value, MISSING)
     elif isinstance(value, types.ModuleType):
         m.world.write_global(vars(value), name, MISSING)
+    elif isinstance(value, type) and m.source(value) is not None:
+        why = f"{name} of the class {value.__name__} is deleted"
+        raise Break("class-write", why, "change the class outside the compiled function")
     elif m.source(value) is not None and id(value) not in m.world.shadows:
         pending = m.world.read_slot(value, name)
         nowhere = name not in (instance_space(value) or ()) and found is MISSING

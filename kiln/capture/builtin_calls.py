@@ -12,16 +12,17 @@ import operator
 import sys
 import types
 from collections.abc import Callable
+from inspect import CO_OPTIMIZED
 from typing import Any
 
 import torch
 
-from kiln.base.errors import Break
+from kiln.base.errors import Break, Skip
 from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
-from kiln.capture.fake_arrays import FakeArray, OpenNumber
-from kiln.capture.frame import Frame, Machine, UserError
+from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
+from kiln.capture.frame import Frame, Machine, Restart, UserError
 from kiln.capture.identity import Address
 from kiln.capture.iterators import Generator, Iterating, Mapped, stop_iteration
 from kiln.capture.rebuild import MAKERS
@@ -93,10 +94,9 @@ declare({
     object.__setattr__: raw_set_attribute,
     type.__setattr__: raw_set_attribute,
     BaseException.__setattr__: raw_set_attribute,
-    object.__init__: lambda m, args, kwargs: None,
-    object.__new__: lambda m, args, kwargs: m.native(object.__new__, args[0]),
 })  # fmt: skip
-runs_now(issubclass, callable, sys.intern, dataclasses.fields, dataclasses.is_dataclass)
+runs_now(issubclass, callable, object.__init__, object.__new__, sys.intern)
+runs_now(dataclasses.fields, dataclasses.is_dataclass)
 
 
 @handles(isinstance)
@@ -106,7 +106,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         kind = attributes.tensor_type(value)
         return any(tensor_is(m, kind, value, k) for k in flat(kinds))
     if type(value) is Generator:
-        return any(issubclass(types.GeneratorType, k) for k in flat(kinds))
+        return m.native(issubclass, types.GeneratorType, kinds)
     if type(value) in symbolic.SYMBOLIC:
         value = symbolic.SEEN_AS[type(value)]()  # all numbers of a type are alike here
     elif isinstance(value, OpenNumber):
@@ -114,6 +114,7 @@ def is_instance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     for k in flat(kinds):
         hook = attributes.mro_lookup(type(k), "__instancecheck__")
         if isinstance(hook, types.FunctionType) and type(k).__module__.partition(".")[0] not in TRUSTED:
+            m.world.class_attr(type(k), "__instancecheck__", hook)
             if m.truth(m.inline(hook, (k, value), {})):
                 return True
         elif m.native(isinstance, value, k):
@@ -232,6 +233,8 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(locals)
 def local_variables(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     frame = m.frames[-1]
+    if not frame.code.code.co_flags & CO_OPTIMIZED:
+        return frame.locals
     for name in list(frame.lazy):
         first_read(m, frame, name)
     cells = {name: m.world.read_cell(cell) for name, cell in frame.cells.items()}
@@ -267,8 +270,19 @@ def exception_info(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return (None, None, None)
 
 
-refuses("io", "input or output happens here", "move it out of the compiled function",
-        print, input, open, exec, eval, compile, breakpoint, sys.exit)  # fmt: skip
+@handles(exec, eval)
+def run_text(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """Text that is run: in a frame of its own where it may name variables that are cells in this one."""
+    code, why = m.frames[-1].code.code, Break("io", *IO)
+    if len(args) == 1 and (code.co_cellvars or code.co_freevars):
+        if len(m.frames) == 1:
+            raise Skip("text is run that may name variables which functions share", why)
+        raise Restart(m.safe_step(m.frames[:-1]), why)
+    raise why
+
+
+IO = "input or output happens here", "move it out of the compiled function"
+refuses("io", *IO, print, input, open, compile, breakpoint, sys.exit)
 refuses("frame", "the running frame is inspected", "pass what is needed as an argument", sys._getframe)
 refuses("interpreter-state", "the state of the interpreter is read", "read it outside the compiled function",
         sys.getrecursionlimit, sys.getsizeof, sys.is_finalizing)  # fmt: skip
@@ -283,12 +297,15 @@ def formatted(m: Machine, value: Any, convert: Callable[[Any], str] | None, spec
         value = text_of(m, value, "__str__" if convert is str else "__repr__")
     method = operators.python_method(m, value, "__format__")
     if method is not None:
-        return str(m.inline(method, (value, spec), {}))
+        made = m.inline(method, (value, spec), {})
+        if not isinstance(made, (str, OpenText)):
+            raise UserError(TypeError(f"__format__ must return a str, not {type(made).__name__}"))
+        return str(made)
     if type(value) not in operators.PLAIN and not spec:
         value = text_of(m, value, "__str__")
     if type(value) is FakeTensor and not value.dim():
         raise tensor_text()
-    return str(m.native(format, value, spec))
+    return str(m.operate(format, value, spec))
 
 
 def tensor_text() -> Break:
@@ -304,7 +321,10 @@ def text_of(m: Machine, value: Any, name: str) -> str:
         if attributes.mro_lookup(type(value), "__str__") is object.__str__:
             method = operators.python_method(m, value, "__repr__")
     if method is not None:
-        return str(m.inline(method, (value,), {}))
+        made = m.inline(method, (value,), {})
+        if not isinstance(made, (str, OpenText)):
+            raise UserError(TypeError(f"{method.__name__} returned non-string (type {type(made).__name__})"))
+        return str(made)
     value = symbolic.concrete(m.world.touch_deep(value))
     bare = attributes.mro_lookup(type(value), "__repr__") is object.__repr__
     if bare and not isinstance(value, (type, BaseException)) or isinstance(value, types.FunctionType):
@@ -338,9 +358,22 @@ def by_dunder(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
         if type(args[0]) is FakeTensor and function is abs:
             return m.torch_call(torch.abs, args, kwargs)
         method = operators.python_method(m, args[0], f"__{function.__name__}__")
-        if method is not None:
-            return m.call(method, args, kwargs)
+        if method is not None and not (function is operator.index and isinstance(args[0], int)):
+            result = m.call(method, args, kwargs)
+            fits = type(result) in GIVEN.get(function, {type(result)})
+            return result if fits else answered(m, function, args, result)
     return native(m, function, args, kwargs)
+
+
+#: What such methods give as it should be; what Python makes of others it says itself.
+GIVEN = {int: {int, torch.SymInt}, operator.index: {int, torch.SymInt}, float: {float, torch.SymFloat},
+         complex: {complex}, bytes: {bytes}}  # fmt: skip
+
+
+def answered(m: Machine, function: Any, args: Args, result: Any) -> Any:
+    """What a builtin makes of a result of the special method that it has asked."""
+    methods = {f"__{function.__name__}__": lambda *args: result}
+    return m.native(function, type(type(args[0]).__name__, (), methods)(), *args[1:])
 
 
 for _sign, _binary in {**operators.BINARY, **operators.COMPARE}.items():
@@ -410,6 +443,8 @@ def together(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(sum)
 def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     result = args[1] if len(args) > 1 else kwargs.get("start", 0)
+    if isinstance(result, (str, bytes, bytearray)):
+        return m.native(sum, *args, **kwargs)  # raises
     for item in items_of(m, args[0]):
         if type(item) is OpenNumber and sys.version_info >= (3, 12):  # where floats are summed exactly
             raise item.needed()
@@ -524,13 +559,14 @@ def sort_list(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch(owner)
     key = kwargs.get("key")
     wrapped = None if key is None else (lambda value: m.call(key, (value,)))
-    m.native(list.sort, owner, key=wrapped, reverse=kwargs.get("reverse", False))
+    options = {**kwargs, "key": wrapped}
+    m.operate(lambda: list.sort(owner, *args, **options), about=() if key else (owner,))
     return None
 
 
 METHODS[dict, "get"] = METHODS[dict, "__getitem__"] = dict_get
 METHODS[dict, "__contains__"] = lambda m, owner, args, kwargs: (
-    MISSING if (known := m.world.contains(owner, args[0])) is None else known)
+    MISSING if len(args) != 1 or (known := m.world.contains(owner, args[0])) is None else known)
 METHODS[list, "sort"] = sort_list
 METHODS[list, "append"] = METHODS[collections.deque, "append"] = lambda m, owner, args, kwargs: (
     None if len(args) == 1 and not kwargs and m.world.append(owner, args) else MISSING)
@@ -543,7 +579,8 @@ def in_order(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     return values
 
 
-FILLED = compile("fill(locals())", "<class body>", "exec")
+#: Names of the namespace, which a metaclass may have given, are not asked for.
+FILLED = compile("global fill, locals; fill(locals())", "<class body>", "exec")
 
 
 @handles(__build_class__)
@@ -570,7 +607,8 @@ def decorate_class(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any
 
 declare({
     vars: lambda m, args, kwargs: (
-        m.getattr(args[0], "__dict__") if args else local_variables(m, args, kwargs)),
+        local_variables(m, args, kwargs) if not args else m.getattr(args[0], "__dict__")
+        if hasattr(args[0], "__dict__") else m.native(vars, *args)),
     dataclasses.make_dataclass: lambda m, args, kwargs: m.world.made_class(
         m.native(dataclasses.make_dataclass, *args, **kwargs)),
 })  # fmt: skip

@@ -17,7 +17,7 @@ import random
 import reprlib
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -43,8 +43,8 @@ from kiln.ops.fake import FakeTensor
 HANDLERS: dict[int, Callable[[Any, Args, Kwargs], Any]] = {}
 ALIVE: list[Any] = []
 ONE, TWO, THREE = range(1, 2), range(2, 3), range(3, 4)
-#: Builtins without keyword arguments, and how many arguments they take: with others Python itself says
-#: what is wrong.
+#: Builtins without keyword arguments, but for a few, and how many others they take: with more or less Python
+#: itself says what is wrong.
 POSITIONAL = {id(function): counts for function, counts in (
     (isinstance, TWO), (issubclass, TWO), (len, ONE), (hasattr, TWO), (getattr, range(2, 4)),
     (setattr, THREE), (delattr, TWO), (callable, ONE), (id, ONE), (hash, ONE), (iter, range(1, 3)),
@@ -52,8 +52,13 @@ POSITIONAL = {id(function): counts for function, counts in (
     (functools.reduce, range(2, 4)), (filter, TWO), (map, range(2, 99)), (format, range(1, 3)),
     (operator.getitem, TWO), (operator.setitem, THREE), (operator.delitem, TWO), (operator.contains, TWO),
     (operator.truth, ONE), (operator.not_, ONE), (operator.is_, TWO), (operator.is_not, TWO),
-    (vars, range(2)), (dir, range(2)), (locals, range(1)), (globals, range(1)), (reversed, ONE),
+    (object.__delattr__, TWO), (object.__setattr__, THREE), (type.__setattr__, THREE),
+    (object.__getattribute__, TWO), (type.__getattribute__, TWO), (vars, range(2)), (dir, range(2)),
+    (locals, range(1)), (globals, range(1)), (reversed, ONE), (sum, range(1, 3)), (sorted, ONE),
+    (max, range(1, 99)), (min, range(1, 99)), (list, range(2)), (tuple, range(2)), (set, range(2)),
+    (frozenset, range(2)),
 )}  # fmt: skip
+KEYWORDED = frozenset(map(id, (sum, sorted, max, min)))
 
 
 def handles(*functions: Any, told: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -98,7 +103,7 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
     if handler is not None:
         if m.world.texts and id(function) not in KEEPING:
             look(nested((*args, *kwargs.values())))
-        if id(function) in POSITIONAL and (kwargs or len(args) not in POSITIONAL[id(function)]):
+        if unfit(function, args, kwargs):
             return m.native(function, *args, **kwargs)
         return handler(m, args, kwargs)
     caller = CALLERS.get(type(function))
@@ -108,6 +113,12 @@ def call(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str = "opa
         if isinstance(function, kind):
             return caller(m, function, args, kwargs, mode)
     return call_object(m, function, args, kwargs, mode)
+
+
+def unfit(function: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a builtin refuses these arguments."""
+    counts = POSITIONAL.get(id(function))
+    return counts is not None and (len(args) not in counts or bool(kwargs) and id(function) not in KEYWORDED)
 
 
 def look(values: Iterable[Any]) -> None:
@@ -405,6 +416,7 @@ def call_class(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str) -> 
     """Make an instance: `__new__`, then `__init__`, each inlined where it is Python."""
     meta_call = attributes.mro_lookup(type(cls), "__call__")
     if isinstance(meta_call, types.FunctionType) and not purity.native_class(cls):
+        m.world.class_attr(type(cls), "__call__", meta_call)
         return m.inline(meta_call, (cls, *args), kwargs, "opaque")
     if purity.native_class(cls):
         return native(m, cls, args, kwargs)
@@ -490,7 +502,7 @@ def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode:
     """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `Tensor.add(x, y)`."""
     if args and type(args[0]) is FakeTensor and function.__objclass__ in torch.Tensor.__mro__[:-1]:
         return leaf(m, function, args, kwargs)
-    if not args:
+    if not args or unfit(function, args, kwargs):
         return m.native(function, *args, **kwargs)
     handler = HANDLERS.get(id(function))
     if handler is not None:
@@ -546,7 +558,8 @@ def native(
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
         why = "the memory of an array is read"
         raise Break("data-dependent", why, "read it outside the compiled function")
-    run = hooked.interpreting(m, function) if runs_python(kinds) else function
+    owner = function.args[0] if type(function) is functools.partial else getattr(function, "__self__", None)
+    run = called_back(m, function, owner, *args, *kwargs.values())
     moves = any(hasattr(kind, "__next__") for kind in kinds)
     recorded = FakeTensor in kinds
     world.looked = world.looked or recorded
@@ -554,20 +567,11 @@ def native(
         return m.view(m.consume(run, args, kwargs) if moves else m.native(run, *args, **kwargs))
 
 
-def standing_in(values: Iterable[Any]) -> Iterator[Any]:
-    """The values and what stands in their containers, which may hold themselves."""
-    seen, left = set[int](), list(values)
-    while left:
-        value = left.pop()
-        yield value
-        if type(value) in (list, tuple, dict, set, frozenset) and id(value) not in seen:
-            seen.add(id(value))
-            left += (*value, *value.values()) if type(value) is dict else value
-
-
-def runs_python(kinds: Iterable[Any]) -> bool:
-    """Whether native code that meets instances of these classes may run special methods in Python."""
-    return any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
+def called_back(m: Machine, function: Any, *values: Any) -> Any:
+    """Native code, so that methods of the program's which it runs for these values are interpreted."""
+    kinds: set[Any] = {type(value) for value in nested(values, hashed=True)}
+    risky = any(kind not in PLAIN_ARGUMENTS and purity.has_dunders(kind) for kind in kinds)
+    return hooked.interpreting(m, function) if risky else function
 
 
 BUFFERS = (bytearray, memoryview, array.array)

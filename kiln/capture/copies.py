@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy as copying
+import copyreg
 import enum
 import types
 from collections.abc import Callable
@@ -12,16 +13,16 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.capture import attributes, runtime
+from kiln.capture import attributes, purity, runtime
 from kiln.capture.calls import Args, Kwargs, call, handles
-from kiln.capture.frame import Machine
+from kiln.capture.frame import Machine, UserError
+from kiln.capture.iterators import Generator
 from kiln.capture.world import CONSTANTS
 from kiln.ops.fake import FakeTensor
 
-ATOMS = (
-    type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, range,
-    *CONSTANTS,
-)  # fmt: skip
+ATOMS = (type, enum.Enum, types.ModuleType)
+ATOMIC = frozenset(
+    {*CONSTANTS, types.FunctionType, types.BuiltinFunctionType, property, range, types.CodeType} - {slice})
 CONTAINERS = (
     list, dict, set, frozenset, tuple, collections.deque, collections.OrderedDict, collections.defaultdict,
     collections.Counter,
@@ -35,7 +36,7 @@ def shallow(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     (value,) = args
     if type(value) is FakeTensor:
         return m.torch_call(torch.Tensor.detach, (value,), {}) if not value.requires_grad else refused(value)
-    if isinstance(value, ATOMS):
+    if is_atom(value) or type(value) is slice:
         return value
     if type(value) in CONTAINERS:
         return m.native(copying.copy, m.world.touch(value))
@@ -48,18 +49,30 @@ def shallow(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(copying.deepcopy)
 def deep(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     memo = args[1] if len(args) > 1 else kwargs.get("memo")
-    return deep_copy(m, args[0], {} if memo is None else memo)
+    if memo is None:
+        memo = {}
+        m.memos.append(memo)
+    if not any(memo is made for made in m.memos):
+        return refused(args[0])  # whoever brings one may look into it
+    return deep_copy(m, args[0], memo)
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is its own copy."""
+    return type(value) in ATOMIC or isinstance(value, ATOMS)
 
 
 def deep_copy(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
     """The deep copy of a value; `memo` holds the copies made so far by id."""
-    if isinstance(value, ATOMS):
+    if is_atom(value):
         return value
     if id(value) in memo:
         return memo[id(value)]
     m.world.keep.append(value)
     if type(value) is FakeTensor:
         made = tensor(m, value)
+    elif type(value) is slice:
+        made = slice(*[deep_copy(m, part, memo) for part in (value.start, value.stop, value.step)])
     elif type(value) in CONTAINERS:
         made = container(m, value, memo)
     else:
@@ -95,7 +108,11 @@ def instance(m: Machine, value: Any, part: Callable[[Any], Any], memo: dict[int,
     cls = type(value)
     natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
     lookup = attributes.mro_lookup
-    if natives != [object] or any(lookup(cls, name) is not lookup(object, name) for name in HOOKS):
+    if cls is Generator:
+        raise UserError(TypeError("cannot pickle 'generator' object"))
+    hooked = any(lookup(cls, name) is not lookup(object, name) for name in HOOKS)
+    known = hooked or cls in copyreg.dispatch_table or cls.__module__ in purity.OWN_MODULES
+    if natives != [object] or known:
         return refused(value)
     made = m.native(runtime.make_object, cls)
     memo[id(value)] = made

@@ -41,6 +41,20 @@ class UserError(Exception):
         self.error, self.step = error, step
 
 
+def set_context(error: BaseException, handled: BaseException | None) -> None:
+    """What raising does: the exception being handled becomes the context, without a cycle."""
+    if handled is None or handled is error:
+        return
+    at, seen = handled, set[int]()
+    while at.__context__ is not None and id(at) not in seen:
+        seen.add(id(at))
+        if at.__context__ is error:
+            at.__context__ = None
+            break
+        at = at.__context__
+    error.__context__ = handled
+
+
 RETURN: Any = object()  # what an opcode gives when its frame returns the top of the stack
 YIELD: Any = object()  # likewise for a generator that gives the top of the stack
 

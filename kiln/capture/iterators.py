@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from kiln.base.errors import Break
 from kiln.capture import attributes
-from kiln.capture.frame import Frame, Machine, Restart, UserError, Yielded
+from kiln.capture.frame import Frame, Machine, Restart, UserError, Yielded, set_context
 from kiln.capture.world import MISSING
 
 MOST_TURNS = 64  # of a generator from outside, which may have no end
@@ -16,6 +16,13 @@ MOST_TURNS = 64  # of a generator from outside, which may have no end
 def stop_iteration(result: Any) -> StopIteration:
     """The end of a generator that returned `result`."""
     return StopIteration() if result is None else StopIteration(result)
+
+
+def ended_early(error: StopIteration) -> RuntimeError:
+    """What the end of an iteration becomes that leaves a generator by being raised."""
+    made = RuntimeError("generator raised StopIteration")
+    made.__cause__ = made.__context__ = error
+    return made
 
 
 class Iterating:
@@ -55,6 +62,10 @@ class Generator(Iterating):
     def advance(self, sent: Any = None, error: BaseException | None = None) -> Any:
         """Run to the next yield; MISSING at the end, with the return value in `result`."""
         frame, machine = self.frame, self.machine
+        if any(running is frame for running in machine.frames):
+            raise UserError(ValueError("generator already executing"))
+        if not self.started and sent is not None:
+            raise UserError(TypeError("can't send non-None value to a just-started generator"))
         if self.done:
             if error is not None:
                 raise UserError(error)
@@ -69,11 +80,7 @@ class Generator(Iterating):
         elif error is not None:
             frame.index -= 1
             frame.stack.append(sent)
-            try:
-                machine.unwind(frame, UserError(error, machine.safe_step()))
-            except UserError:
-                self.done = True
-                raise
+            self.thrown(UserError(error))
         else:
             frame.stack.append(sent)
         try:
@@ -83,10 +90,27 @@ class Generator(Iterating):
         except UserError as e:
             self.done = True
             if isinstance(e.error, StopIteration):
-                e.error = RuntimeError("generator raised StopIteration")
+                e.error = ended_early(e.error)
             raise
         self.done = True
         return MISSING
+
+    def thrown(self, raised: UserError) -> None:
+        """Go to the handler of an exception that is raised where the generator waits, or end it."""
+        frame, machine, error = self.frame, self.machine, raised.error
+        raised.step = machine.raised.setdefault(id(error), machine.safe_step())
+        machine.world.keep.append(error)
+        if frame.handled and machine.source(error) is None:
+            set_context(error, frame.handled[-1])
+        machine.frames.append(frame)
+        try:
+            machine.note(frame, frame.code.instructions[frame.index], raised)
+            machine.unwind(frame, raised)
+        except UserError:
+            self.done = True
+            raise
+        finally:
+            machine.frames.pop()
 
     def move(self, settle: Callable[[], None]) -> None:
         """A generator from outside goes on: what it does is the program's, if it comes to its end."""
@@ -107,8 +131,14 @@ class Generator(Iterating):
 
     def throw(self, kind: Any, value: Any = None, trace: Any = None) -> Any:
         error = kind
-        if isinstance(kind, type):
-            error = value if isinstance(value, kind) else kind() if value is None else kind(value)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            given = value if isinstance(value, tuple) else () if value is None else (value,)
+            error = value if isinstance(value, kind) else self.machine.call(kind, given)
+        elif not isinstance(kind, BaseException):
+            text = "exceptions must be classes or instances deriving from BaseException"
+            raise UserError(TypeError(f"{text}, not {type(kind).__name__}"))
+        elif value is not None:
+            raise UserError(TypeError("instance exception may not have a separate value"))
         return self.finish(self.advance(None, error))
 
     def finish(self, value: Any) -> Any:

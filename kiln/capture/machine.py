@@ -10,8 +10,10 @@ import torch
 from torch.autograd.grad_mode import _exit_inference_mode
 from torch.utils._device import _device_constructors
 
+from kiln.base import tracebacks
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Source
+from kiln.bytecode.decode import Instruction
 from kiln.capture import (  # noqa: F401  (some are here for the handlers that they declare)
     attributes,
     backward,
@@ -35,7 +37,6 @@ from kiln.capture import (  # noqa: F401  (some are here for the handlers that t
     torch_calls,
     transforms,
 )
-from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import OpenText
 from kiln.capture.frame import (
     LAST_INSTRUCTION,
@@ -48,6 +49,7 @@ from kiln.capture.frame import (
     Unfit,
     UserError,
     Yielded,
+    set_context,
 )
 from kiln.capture.iterators import Generator, Indexed
 from kiln.capture.nodes import Args, Kwargs
@@ -103,6 +105,7 @@ class Machine:
         self.exchanged: list[int] = []  # steps at which tensors get other data that the graph has read before
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
         self.copying, self.copies = True, 0  # whether others are copied from them, and how many were
+        self.memos: list[Any] = []  # what the deep copies of the program have made so far
         self.steps: dict[int, int] = {}  # id of an object that cannot be rebuilt -> the step that made it
         self.lines: dict[tuple[Any, int], str] = {}  # code and place in it -> the line, as tracebacks show it
 
@@ -141,9 +144,7 @@ class Machine:
             try:
                 jump = table[instruction.op](self, frame, instruction)
             except UserError as e:
-                if e.step < 0:
-                    e.step = self.raised.setdefault(id(e.error), self.safe_step())
-                    self.world.keep.append(e.error)
+                self.note(frame, instruction, e)
                 self.unwind(frame, e)
                 continue
             except Break as e:
@@ -157,6 +158,25 @@ class Machine:
                 raise Yielded(stack.pop())
             else:
                 frame.index = jump
+
+    def note(self, frame: Frame, instruction: Instruction, raised: UserError) -> None:
+        """Let an exception know where it comes from; one that is raised again knows it already."""
+        error = raised.error
+        if raised.step < 0:
+            raised.step = self.raised.setdefault(id(error), self.safe_step())
+            self.world.keep.append(error)
+            if instruction.name == "RERAISE" or instruction.name == "RAISE_VARARGS" and not instruction.arg:
+                return
+            if self.source(error) is None:
+                set_context(error, self.handled())
+        if self.source(error) is None:
+            code = frame.code.code
+            line = instruction.line or code.co_firstlineno
+            tracebacks.add_place(error, code, frame.globals, instruction.offset, line)
+
+    def handled(self) -> BaseException | None:
+        """The exception that the program handles, in this frame or in one that called it."""
+        return next((frame.handled[-1] for frame in reversed(self.frames) if frame.handled), None)
 
     def look_at(self, history: bool) -> None:
         """The program looks at a fact of a tensor, or at its history, which copied calls have another of."""
@@ -211,8 +231,6 @@ class Machine:
         if handler is None:
             raise raised
         error = raised.error
-        if frame.handled and error.__context__ is None and error is not frame.handled[-1]:
-            error.__context__ = frame.handled[-1]
         del frame.stack[handler.depth :]
         if handler.lasti:
             frame.stack.append(LAST_INSTRUCTION)
@@ -266,12 +284,14 @@ class Machine:
         except (UserError, Break, Bug, Skip, Restart, Looked, Recalled, Unfit, Yielded, RecursionError):
             raise
         except Exception as e:
+            if isinstance(e.__context__, UserError):
+                e.__context__ = None
             raise UserError(e.with_traceback(None)) from None  # without the interpreter's own frames
 
-    def operate(self, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run an operation of native code; special methods of what stands in its operands are interpreted."""
-        risky = calls.runs_python(map(type, calls.standing_in(args)))
-        return self.native(hooked.interpreting(self, function) if risky else function, *args)
+    def operate(self, function: Callable[..., Any], /, *args: Any, about: Args | None = None) -> Any:
+        """Run native code that may run methods of its arguments, or of what it is `about` among them."""
+        about = args if about is None else about
+        return self.native(calls.called_back(self, function, *about), *args)
 
     def consume(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run native code that moves iterators; where it breaks, capture starts anew and breaks before it."""
@@ -356,11 +376,12 @@ class Machine:
         if known is not None:
             return known
         self.world.touch(value)
-        for name in ("__bool__", "__len__"):
-            method = attributes.type_lookup(self, kind, name)
-            if isinstance(method, types.FunctionType):
-                return bool(self.native(operators.TRUTH[name], self.inline(method, (value,), {})))
-        return bool(self.native(bool, value))
+        name = "__len__" if attributes.mro_lookup(kind, "__bool__") is MISSING else "__bool__"
+        attributes.type_lookup(self, kind, "__bool__")
+        method = attributes.type_lookup(self, kind, name)
+        if isinstance(method, types.FunctionType):
+            return bool(self.native(operators.TRUTH[name], self.inline(method, (value,), {})))
+        return bool(self.operate(bool, value))
 
     def iterate(self, value: Any) -> Any:
         """`iter(value)` as the program would see it."""
@@ -383,7 +404,7 @@ class Machine:
             if not hasattr(type(made), "__next__"):
                 raise UserError(TypeError(f"iter() returned non-iterator of type '{type(made).__name__}'"))
             return made
-        if method is None:
+        if attributes.mro_lookup(kind, "__iter__") is MISSING:
             indexed = attributes.type_lookup(self, kind, "__getitem__")
             if isinstance(indexed, types.FunctionType):
                 return Indexed(self, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from kiln import _hook
 from kiln.base import marks, state
+from kiln.capture import purity
+from kiln.capture.frame import UserError
 
 HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
@@ -18,16 +21,7 @@ FOREIGN = (HERE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 # What compiles kernels does so while the program runs, too, by means (LLVM, Triton) that are Python code.
 STAGES = tuple([os.path.join(HERE, stage) + os.sep for stage in ("expand", "fuse", "generate", "launch")])
 PACKAGES = ("site-packages" + os.sep, "dist-packages" + os.sep)
-
-
-class Native:
-    """What frames belong to that native code starts which a capture runs: they are interpreted."""
-
-    __slots__ = ("machine", "regions")
-
-    def __init__(self, machine: Any) -> None:
-        self.machine = machine
-        self.regions: list[Any] = []  # a frame does not keep the region that it runs
+current = threading.local()  # .machine: the capture that runs native code
 
 
 def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
@@ -39,10 +33,13 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
             # Objects die when the collector finds them, anybody's: what they do then is not the program.
             _hook.leave_alone(code)
             return None
+        machine = getattr(current, "machine", None)
+        if machine is not None:
+            return interpreted(machine, function)
         family = _hook.family()
         if family is None or not ours(function):
             return None
-        return interpreted(family, function) if type(family) is Native else region_of(function, family)
+        return region_of(function, family)
 
     _hook.set_frame_callback(found)
 
@@ -62,24 +59,40 @@ def ours(function: types.FunctionType) -> bool:
 def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Native code run by a capture: the Python frames that it starts are interpreted."""
 
-    inside = _hook.in_python(function, Native(machine))
-
     def run(*args: Any, **kwargs: Any) -> Any:
+        before = getattr(current, "machine", None)
+        current.machine = machine
         with hook(on=True):
-            return inside(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                current.machine = before
 
     _hook.skip(run.__code__)
     return run
 
 
-def interpreted(native: Native, function: types.FunctionType) -> Any:
+def interpreted(machine: Any, function: types.FunctionType) -> Any:
+    if function.__code__.co_filename.startswith(HERE) or purity.python_policy(function) == "native":
+        return None
+
     def inline(region: Any, argv: tuple[Any, ...]) -> Any:
+        now: Any = getattr(current, "machine", None)
+        if now is not machine:
+            return _hook.original(function, argv)  # code knows the region that ran last, whoever's
         with hook(on=False):
             args, kwargs = unbound(function, argv)
-            return native.machine.call(function, args, kwargs)
+            try:
+                return machine.call(function, args, kwargs)
+            except UserError as e:
+                if not isinstance(e.error, Exception):
+                    raise
+                error = e.error
+        raise error  # native code may wait for it
 
-    native.regions.append(_hook.Region(function, inline))
-    return native.regions[-1]
+    region = _hook.Region(function, inline)
+    machine.world.keep.append(region)
+    return region
 
 
 class hook:  # noqa: N801

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import operator
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ def checked_length(value: Any) -> int:
     n = operator.index(value)
     if n < 0:
         raise ValueError("__len__() should return >= 0")
+    if n > sys.maxsize:
+        raise OverflowError("cannot fit 'int' into an index-sized integer")
     return n
 
 
@@ -91,28 +94,37 @@ def by_methods(m: Machine, sign: str, a: Any, b: Any, mode: str) -> Any:
     """The same by the special methods of the operands."""
     ta, tb, stem = type(a), type(b), sign.rstrip("=")
     name = DUNDER[stem]
-    if sign != stem:
-        method = python_method(m, a, f"__i{name}__")
-        if method is not None:
-            result = m.inline(method, (a, b), {}, mode)
-            if result is not NotImplemented:
-                return result
-    left, right = python_method(m, a, f"__{name}__"), python_method(m, b, f"__r{name}__")
-    if left is None and right is None:
+    first = said_by(m, a, f"__i{name}__", b) if sign != stem else None
+    left, right = said_by(m, a, f"__{name}__", b), said_by(m, b, f"__r{name}__", a)
+    if OPAQUE in (first, left, right) or first is left is right is None:
         return native_binary(m, BINARY[sign], a, b)
-    first, second = (left, (a, b)), (right, (b, a))
-    if right is not None and tb is not ta and issubclass(tb, ta):
-        first, second = second, first
-    for method, operands in (first, second):
+    pairs = [(left, (a, b)), (right, (b, a))]
+    if tb is ta:
+        pairs.pop()
+    elif issubclass(tb, ta) and right is not attributes.mro_lookup(ta, f"__r{name}__"):
+        pairs.reverse()
+    for method, operands in ((first, (a, b)), *pairs):
         if method is not None:
             result = m.inline(method, operands, {}, mode)
             if result is not NotImplemented:
                 return result
-        elif operands[0] is a and left is None and sign == stem and hasattr(ta, f"__{name}__"):
-            result = m.native(getattr(ta, f"__{name}__"), a, b)
-            if result is not NotImplemented:
-                return result
-    raise UserError(TypeError(f"unsupported operand type(s) for {sign}: '{ta.__name__}' and '{tb.__name__}'"))
+    shown = "** or pow()" if sign == "**" else sign
+    text = f"unsupported operand type(s) for {shown}: '{ta.__name__}' and '{tb.__name__}'"
+    raise UserError(TypeError(text))
+
+
+OPAQUE: Any = object()
+
+
+def said_by(m: Machine, value: Any, name: str, other: Any) -> Any:
+    """The Python function by which an operand answers; None where it does not, OPAQUE where others do."""
+    if type(value) in PLAIN:
+        return OPAQUE if isinstance(other, (int, float, str, complex, types.NoneType, bytes)) else None
+    method = attributes.mro_lookup(type(value), name)
+    m.world.class_attr(type(value), name, method)
+    if isinstance(method, types.FunctionType):
+        return method
+    return None if method is MISSING or method is getattr(object, name, MISSING) else OPAQUE
 
 
 EXACT = 1 << 53  # up to which every int is a double
@@ -201,28 +213,31 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
                 return sign == "!="
             return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
         return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
-    name, reflected = (f"__{COMPARE[s].__name__}__" for s in (sign, COMPARE_MIRROR[sign]))
-    left, right = python_method(m, a, name), python_method(m, b, reflected)
-    by_equality = sign == "!=" and left is None and plain(ta, "__ne__")
-    if by_equality and python_method(m, a, "__eq__") is not None:
-        result = compare(m, "==", a, b)
-        return result if result is NotImplemented else not m.truth(result)
-    if left is None and right is None:
-        if sign in ("==", "!=") and plain(ta, "__eq__") and plain(tb, "__eq__"):
-            return m.same(a, b) == (sign == "==")
+    signs = (sign, COMPARE_MIRROR[sign])
+    left, right = (rich(m, s, *pair) for s, pair in zip(signs, ((a, b), (b, a)), strict=True))
+    if OPAQUE in (left, right):
         return native_binary(m, COMPARE[sign], a, b)
     pairs = [(left, (a, b)), (right, (b, a))]
-    if right is not None and tb is not ta and issubclass(tb, ta):
+    if tb is not ta and issubclass(tb, ta):
         pairs.reverse()
     for method, operands in pairs:
         if method is not None:
-            result = m.inline(method, operands, {}, mode)
+            opposite = sign == "!=" and method.__name__ == "__eq__"
+            result = m.inline(method, operands, {}, "opaque" if opposite else mode)
             if result is not NotImplemented:
-                return result
+                return not m.truth(result) if opposite else result
     if sign in ("==", "!="):
         return m.same(a, b) == (sign == "==")
     text = f"'{sign}' not supported between instances of '{ta.__name__}' and '{tb.__name__}'"
     raise UserError(TypeError(text))
+
+
+def rich(m: Machine, sign: str, value: Any, other: Any) -> Any:
+    """How an operand answers a comparison; what is not unequal by a method of its own is so by `==`."""
+    method = said_by(m, value, f"__{COMPARE[sign].__name__}__", other)
+    if sign == "!=" and method is None and type(value) not in PLAIN:
+        return said_by(m, value, "__eq__", other)
+    return method
 
 
 def settled(m: Machine, sign: str, a: Any, b: Any, out: Any) -> Any:
@@ -257,11 +272,6 @@ def beyond(sign: str, bound: float, low: float, high: float, closed: bool) -> bo
     return sign in ("<", "<=") if most else None
 
 
-def plain(cls: type, name: str) -> bool:
-    """Whether a class has a special method from object alone."""
-    return getattr(cls, name) is getattr(object, name)
-
-
 def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
     function, dunder = UNARY[name]
     if type(value) is FakeTensor:
@@ -277,7 +287,7 @@ def unary(m: Machine, name: str, value: Any, mode: str = "opaque") -> Any:
     method = python_method(m, value, dunder)
     if method is not None:
         return m.inline(method, (value,), {}, mode)
-    return m.native(function, value)
+    return m.operate(function, value)
 
 
 READABLE = (
@@ -325,12 +335,12 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
         dict.__setitem__(container, key, value)
         return value
     refuse_opaque(m, container, f"an item of a {kind.__name__} is read")
-    return m.view(m.operate(operator.getitem, container, key))
+    return m.view(m.operate(operator.getitem, container, key, about=asked(container, key)))
 
 
 def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
     """A key or index without symbolic numbers, unless Python code of the user's is to see it."""
-    if type(key) not in PLAIN and isinstance(container, collections.abc.Sequence):
+    if not isinstance(key, (int, str)) and isinstance(container, collections.abc.Sequence):
         index = python_method(m, key, "__index__")
         if index is not None:
             return m.call(index, (key,))
@@ -339,6 +349,11 @@ def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
     if python_method(m, container, name) is not None:
         return key
     return symbolic.concrete(key)
+
+
+def asked(container: Any, key: Any) -> tuple[Any, ...]:
+    """Whose methods may be asked where a key is sought; what a native container holds is not."""
+    return (key,) if type(container) in (list, tuple, dict, set, frozenset) else (container, key)
 
 
 def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaque") -> None:
@@ -359,7 +374,7 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         return
     m.world.touch(container)
     refuse_opaque(m, container, "an item is written")
-    m.operate(operator.setitem, container, key, value)
+    m.operate(operator.setitem, container, key, value, about=asked(container, key))
 
 
 def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
@@ -373,7 +388,7 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
         return
     m.world.touch(container)
     refuse_opaque(m, container, "an item is deleted")
-    m.operate(operator.delitem, container, key)
+    m.operate(operator.delitem, container, key, about=asked(container, key))
 
 
 def refuse_opaque(m: Machine, container: Any, what: str) -> None:
@@ -395,13 +410,14 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
         value = symbolic.concrete(value)
     if type(value) is OpenText:
         raise value.needed()
-    known = m.world.contains(container, value)
-    if known is not None:
-        return known
+    there = m.world.contains(container, value)
+    if there is not None:
+        return there
     method = python_method(m, container, "__contains__")
     if method is not None:
         return m.truth(m.inline(method, (container, value), {}))
-    if isinstance(container, Generator) or python_method(m, container, "__iter__") is not None:
+    known = attributes.mro_lookup(type(container), "__contains__") is not MISSING
+    if isinstance(container, Generator) or not known and python_method(m, container, "__iter__") is not None:
         try:
             iterator = m.iterate(container)
         except UserError as e:
@@ -417,4 +433,4 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
     if isinstance(container, (list, tuple)):
         return any(equal(m, item, value) for item in container)
     refuse_opaque(m, container, "membership is asked")
-    return bool(m.operate(operator.contains, container, value))
+    return bool(m.operate(operator.contains, container, value, about=asked(container, value)))

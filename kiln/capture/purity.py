@@ -33,10 +33,11 @@ NOT_LEAF = frozenset(
 )
 #: Modules of the standard library and of torch whose Python functions run as they are.
 NATIVE_MODULES = frozenset({
-    "re", "re._compiler", "re._parser", "typing", "inspect", "enum", "string", "textwrap", "fractions",
-    "decimal", "numbers", "statistics", "bisect", "heapq", "_py_abc", "abc", "keyword", "ast", "datetime",
-    "posixpath", "genericpath", "fnmatch", "torch._C", "torch._prims_common", "torch.nn._reduction",
-    "importlib.metadata", "importlib.util", "packaging.version", "torch._utils", "torch.torch_version",
+    "re", "re._compiler", "re._parser", "typing", "typing_extensions", "inspect", "enum", "string",
+    "textwrap", "fractions", "decimal", "numbers", "statistics", "bisect", "heapq", "_py_abc", "abc",
+    "keyword", "ast", "datetime", "posixpath", "genericpath", "fnmatch", "torch._C", "torch._prims_common",
+    "torch.nn._reduction", "importlib.metadata", "importlib.util", "packaging.version", "torch._utils",
+    "torch.torch_version",
     "json", "json.decoder", "json.encoder", "difflib", "unicodedata", "colorsys", "types", "torch.overrides",
     "torch._sources", "torch._namedtensor_internals",
 })  # fmt: skip
@@ -215,8 +216,11 @@ NATIVE_BASES = NATIVE_CLASSES | {object, int, float, str, math.__class__, torch.
 
 
 DUNDERS = tuple(f"__{name}__" for name in """
-    eq ne lt le gt ge hash bool len iter next getitem contains call index int float str repr format add radd
-    sub rsub mul rmul neg abs enter exit missing reversed
+    eq ne lt le gt ge hash bool len iter next getitem setitem delitem contains call index int float complex
+    str repr format bytes neg pos invert abs round enter exit missing reversed length_hint
+""".split())  # fmt: skip
+DUNDERS += tuple(f"__{way}{name}__" for way in ("", "r", "i") for name in """
+    add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift
 """.split())  # fmt: skip
 
 
@@ -227,7 +231,11 @@ def has_dunders(cls: Any) -> bool:
     if known or not cls.__flags__ & 1 << 9:
         return False
     found = (vars(base).get(name) for base in cls.__mro__ for name in DUNDERS)
-    return any(isinstance(method, types.FunctionType) for method in found)
+    return any(not isinstance(method, NATIVE_METHODS) for method in found)
+
+
+NATIVE_METHODS = (types.NoneType, types.WrapperDescriptorType, types.MethodDescriptorType,
+                  types.ClassMethodDescriptorType, types.BuiltinFunctionType)  # fmt: skip
 
 
 SHALLOW = frozenset("""

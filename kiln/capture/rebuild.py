@@ -298,6 +298,16 @@ class Rebuilder:
             raise Unbuildable(value, self.steps[id(value)])
         self.e.const(value)
 
+    def enumerated(self, value: enum.Enum) -> None:
+        """A member of an enumeration; one that is being made is not one yet."""
+        base = next((base for base in PLAIN_VALUES if isinstance(value, base)), None)
+        if "_name_" in value.__dict__:
+            self.constant(value)
+        elif base is None:
+            self.object(value)
+        else:
+            self.immutable(value, base)
+
     def sequence(self, value: Any) -> None:
         for item in value:
             self.push(item)
@@ -310,9 +320,13 @@ class Rebuilder:
             self.immutable(value, tuple)
 
     def immutable(self, value: Any, base: Any) -> None:
-        """An instance of a subclass of tuple or frozenset, with the attributes that it has."""
-        self.call(functools.partial(base.__new__, type(value)), tuple(base.__iter__(value)))
+        """An instance of a subclass of an immutable type, with the attributes that it has."""
         attributes = instance_space(value)
+        if attributes is None and base in PLAIN_VALUES:
+            self.constant(value)
+            return
+        plain = PLAIN_VALUES[base](value) if base in PLAIN_VALUES else tuple(base.__iter__(value))
+        self.call(functools.partial(base.__new__, type(value)), plain)
         if attributes:
             self.named(value)
             self.then(runtime.fill_object, value, dict(attributes), {})
@@ -417,9 +431,9 @@ class Rebuilder:
 
     def error(self, value: BaseException) -> None:
         self.call(runtime.make_error, Raw(type(value)), value.args, runtime.error_state(value))
-        if value.__cause__ is not None or value.__context__ is not None or value.__suppress_context__:
+        chain = value.__cause__, value.__context__, value.__suppress_context__, value.__traceback__
+        if any(part is not None and part is not False for part in chain):
             self.named(value)
-            chain = value.__cause__, value.__context__, value.__suppress_context__
             self.then(runtime.chain_error, value, *chain)
 
     def object(self, value: Any) -> None:
@@ -535,7 +549,7 @@ MAKERS: dict[type, Maker] = {
     **dict.fromkeys((types.BuiltinFunctionType, BUILTIN_METHOD, types.MethodWrapperType),
                     Rebuilder.native_method),
     **dict.fromkeys((types.MethodDescriptorType, types.WrapperDescriptorType, torch._ops.OpOverload,
-                     torch._ops.OpOverloadPacket), Rebuilder.constant),
+                     torch._ops.OpOverloadPacket, types.TracebackType, types.FrameType), Rebuilder.constant),
     **dict.fromkeys((set, frozenset), lambda r, value: r.call(type(value), tuple(value))),
     **dict.fromkeys((collections.OrderedDict, collections.Counter),
                     lambda r, value: r.call(type(value), dict(value))),
@@ -559,11 +573,16 @@ MAKERS: dict[type, Maker] = {
     runtime.Within: Rebuilder.constant,
     Unread: lambda r, value: r.source(value.source),
 }  # fmt: skip
+#: What instances of subclasses of these types are without their class.
+PLAIN_VALUES: dict[type, Callable[[Any], Any]] = {
+    str: str.__str__, int: int.__int__, float: float.__float__, bytes: bytes.__bytes__,
+    complex: complex.__complex__,
+}  # fmt: skip
 MAKER_BASES: tuple[tuple[Any, Maker], ...] = (
     (BaseException, Rebuilder.error),
-    ((type, types.ModuleType, enum.Enum, types.GenericAlias, types.UnionType, types.CodeType),
-     Rebuilder.constant),
+    ((type, types.ModuleType, types.GenericAlias, types.UnionType, types.CodeType), Rebuilder.constant),
+    (enum.Enum, Rebuilder.enumerated),
     (tuple, Rebuilder.named_tuple),
     (frozenset, lambda r, value: r.immutable(value, frozenset)),
-    ((str, int, float, bytes, complex), Rebuilder.constant),
+    *((base, lambda r, value, base=base: r.immutable(value, base)) for base in PLAIN_VALUES),
 )  # fmt: skip

@@ -177,8 +177,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
         except UserError as e:
             if varying.reads:
                 raise Unfit from None
-            kind = type(e.error).__name__
-            raise Restart(e.step, Break("raises", f"{kind} is raised here: {e.error}", "")) from None
+            raise Restart(e.step, Break("raises", f"{told(e.error)} is raised here", "")) from None
         except (KilnError, Restart, Looked, Recalled, Unfit, Unsettled):
             raise
         except Exception as e:
@@ -208,6 +207,17 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     if ended is not None:
         ended.__traceback__ = ended.__context__ = None
     return captured
+
+
+def told(error: BaseException) -> str:
+    """An exception in words, where they are not code of the program's."""
+    kind = type(error)
+    if isinstance(kind.__str__, types.FunctionType):
+        return kind.__name__
+    try:
+        return f"{kind.__name__} ({error})"
+    except Exception:
+        return kind.__name__
 
 
 def release(machine: Machine, root: Frame) -> None:

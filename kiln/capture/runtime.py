@@ -52,21 +52,13 @@ def make_error(cls: type[BaseException], args: tuple[Any, ...], attributes: dict
     error.args = args
     for name, value in attributes.items():
         object.__setattr__(error, name, value)
-    try:
-        raise error  # native code that leaves a with block counts on a traceback
-    except BaseException:
-        error.__context__ = None
-    try:
-        return error
-    finally:
-        del error  # which holds this frame, and through it those that called it
+    return error
 
 
-def chain_error(
-    error: BaseException, cause: BaseException | None, context: BaseException | None, suppress: bool
-) -> None:
-    error.__cause__, error.__context__ = cause, context
-    error.__suppress_context__ = suppress
+def chain_error(error: BaseException, cause: BaseException | None, context: BaseException | None,
+                suppress: bool, trace: types.TracebackType | None) -> None:  # fmt: skip
+    error.__cause__, error.__context__, error.__suppress_context__ = cause, context, suppress
+    error.__traceback__ = trace
 
 
 def make_object(cls: type) -> Any:

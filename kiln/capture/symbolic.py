@@ -67,14 +67,20 @@ def concrete(value: Any) -> Any:
 
 def holds_symbols(value: Any) -> bool:
     """Whether a symbolic number stands in the nest `value`."""
-    kind = type(value)
-    if kind in SYMBOLIC:
-        return True
-    if kind is slice:
-        return any(type(part) in SYMBOLIC for part in (value.start, value.stop, value.step))
-    if isinstance(value, dict):
-        return any(holds_symbols(part) for pair in value.items() for part in pair)
-    return isinstance(value, COMPOUND) and any(holds_symbols(part) for part in value)
+    left, seen = [value], set[int]()
+    while left:
+        value = left.pop()
+        kind = type(value)
+        if kind in SYMBOLIC:
+            return True
+        if not isinstance(value, COMPOUND) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if kind is slice:
+            left += (value.start, value.stop, value.step)
+        else:
+            left += (*value, *value.values()) if isinstance(value, dict) else value
+    return False
 
 
 def simple(value: Any) -> Any:

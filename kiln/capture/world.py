@@ -172,6 +172,7 @@ class World:
         self.specialises = True  # whether the backend may build on the facts of example inputs
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
+        self.class_writes = False  # whether writes to attributes of classes are held back
         self.made_cells: set[int] = set()  # ids of the cells made during capture
         self.made_classes: set[int] = set()  # and of the classes: nobody else changes them
         self.keep: list[Any] = []
@@ -676,6 +677,15 @@ class World:
             self.writes += 1  # a container may be changed through it
         return DELETED if value is MISSING else value
 
+    def written(self, cls: type, name: str) -> Any:
+        """What was written to the attribute of a class, or of a base, that a lookup finds first."""
+        if self.class_writes:
+            for base in cls.__mro__:
+                pending = self.pending(self.instance.get(id(base)), name)
+                if pending is not MISSING or name in base.__dict__:
+                    return pending
+        return MISSING
+
     def write_slot(self, owner: Any, name: str, value: Any) -> None:
         """Hold back `owner.name = value` (or its deletion, with MISSING) for an object from outside."""
         self.writes += 1
@@ -686,6 +696,7 @@ class World:
             else:
                 shadow.copy[name] = value
             return
+        self.class_writes = self.class_writes or isinstance(owner, type)
         overlay = self.instance.setdefault(id(owner), Overlay(owner, self.sources[id(owner)]))
         if overlay.writes.get(name) is MISSING:
             del overlay.writes[name]
@@ -799,6 +810,9 @@ class World:
 
     def class_attr(self, cls: type, name: str, value: Any) -> None:
         """A lookup of `name` along the MRO of `cls` was made."""
+        if isinstance(value, types.FunctionType) and not self.made_here(cls, name):
+            if value.__closure__ or value.__defaults__ or value.__kwdefaults__:
+                self.constant(value)  # what it holds is from outside, too
         if not cls.__flags__ & IMMUTABLE_TYPE and id(cls) not in self.made_classes:
             self.guard(ClassAttr(cls, name, value))
 
@@ -932,11 +946,23 @@ READER_BASES: tuple[tuple[Any, Reader], ...] = (
 )
 
 
-def nested(values: Iterable[Any]) -> Iterable[Any]:
-    """The values and what stands inside their lists, tuples and dicts."""
-    for value in values:
+def nested(values: Iterable[Any], hashed: bool = False) -> Iterable[Any]:
+    """The values and what stands inside their lists, tuples and dicts, of each of these but once.
+
+    With `hashed` keys of dicts and what stands inside sets and deques come, too.
+    """
+    left, seen = list(values)[::-1], set[int]()
+    while left:
+        value = left.pop()
         yield value
-        if type(value) in (list, tuple):
-            yield from nested(value)
-        elif type(value) is dict:
-            yield from nested(value.values())
+        kind = type(value)
+        if kind not in NESTS and not (hashed and kind in HASHED) or not value or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if hashed and kind is dict:
+            left.extend(value)
+        left.extend(reversed(value.values()) if kind is dict else [*value][::-1])
+
+
+NESTS = frozenset({list, tuple, dict})
+HASHED = frozenset({set, frozenset, collections.deque})

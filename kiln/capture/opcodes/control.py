@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import collections.abc
 from collections.abc import Callable
 from typing import Any
 
@@ -155,15 +154,16 @@ def unpack_ex(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack[-1:] = reversed(parts)
 
 
-def sequence(m: Machine, value: Any) -> list[Any]:
-    """The items of an iterable, as a fresh list."""
+def sequence(m: Machine, value: Any, unfit: str = "") -> list[Any]:
+    """The items of an iterable, as a fresh list; `unfit` says of anything else that it is none."""
     if type(value) in (list, tuple):
         return list(m.world.touch(value))
     try:
         iterator = m.iterate(value)
     except UserError as e:
-        if isinstance(e.error, TypeError) and "not iterable" in str(e.error):
-            raise UserError(TypeError(f"cannot unpack non-iterable {type(value).__name__} object")) from None
+        if isinstance(e.error, TypeError) and attributes.mro_lookup(type(value), "__iter__") is MISSING:
+            text = unfit or f"cannot unpack non-iterable {type(value).__name__} object"
+            raise UserError(TypeError(text)) from None
         raise
     items = []
     while (item := m.next(iterator)) is not MISSING:
@@ -199,35 +199,64 @@ def send(m: Machine, f: Frame, i: Instruction) -> Any:
 # ---------------------------------------------------------------------- match
 
 
+#: What types say of themselves in their flags: how patterns see them.
+IS_SEQUENCE, IS_MAPPING, MATCHES_SELF = 1 << 5, 1 << 6, 1 << 22
+
+
 def match_keys(m: Machine, f: Frame, i: Instruction) -> Any:
     subject, keys = f.stack[-2:]
-    found = all(operators.contains(m, subject, key) for key in keys)
-    return tuple(operators.getitem(m, subject, key) for key in keys) if found else None
+    seen, get = [], None if type(subject) is dict else m.getattr(subject, "get")
+    for at, key in enumerate(keys):
+        if key in keys[:at]:
+            raise UserError(ValueError(f"mapping pattern checks duplicate key ({key!r})"))
+        if get is not None:
+            seen.append(m.call(get, (key, MISSING)))
+        else:
+            found = operators.contains(m, subject, key)
+            seen.append(operators.getitem(m, subject, key) if found else MISSING)
+        if seen[-1] is MISSING:
+            return None
+    return tuple(seen)
 
 
 computes(0, {
     "GET_LEN": lambda m, f, i: builtin_calls.length(m, (f.stack[-1],), {}),
-    "MATCH_MAPPING": lambda m, f, i: isinstance(f.stack[-1], collections.abc.Mapping),
-    "MATCH_SEQUENCE": lambda m, f, i: isinstance(f.stack[-1], collections.abc.Sequence)
-    and not isinstance(f.stack[-1], (str, bytes, bytearray)),
+    "MATCH_MAPPING": lambda m, f, i: bool(type(f.stack[-1]).__flags__ & IS_MAPPING),
+    "MATCH_SEQUENCE": lambda m, f, i: bool(type(f.stack[-1]).__flags__ & IS_SEQUENCE),
     "MATCH_KEYS": match_keys,
 })  # fmt: skip
 
 
 def match_attributes(m: Machine, subject: Any, cls: Any, count: int, names: tuple[str, ...]) -> Any:
+    if not isinstance(cls, type):
+        raise UserError(TypeError("called match pattern must be a class"))
     if not m.truth(m.call(builtins.isinstance, (subject, cls))):
         return None
-    positional: tuple[str, ...] = ()
+    positional: Any = ()
     found: list[Any] = []
     if count:
-        if cls in (bool, bytearray, bytes, dict, float, frozenset, int, list, set, str, tuple):
+        positional = builtin_calls.get_attribute(m, (cls, "__match_args__", MISSING), {})
+        itself = positional is MISSING and cls.__flags__ & MATCHES_SELF
+        positional = () if positional is MISSING else positional
+        kind, most = type(positional), 1 if itself else len(positional) if type(positional) is tuple else 0
+        if kind is not tuple:
+            text = f"{cls.__name__}.__match_args__ must be a tuple (got {kind.__name__})"
+            raise UserError(TypeError(text))
+        if most < count:
+            plural = "" if most == 1 else "s"
+            text = f"{cls.__name__}() accepts {most} positional sub-pattern{plural} ({count} given)"
+            raise UserError(TypeError(text))
+        if itself:
             found.append(subject)
-        else:
-            positional = attributes.load(m, cls, "__match_args__")
-            if len(positional) < count:
-                what = f"{cls.__name__}() accepts {len(positional)} positional sub-patterns ({count} given)"
-                raise UserError(TypeError(what))
+    seen: list[str] = []
     for name in (*positional[:count], *names):
+        if type(name) is not str:
+            text = f"__match_args__ elements must be strings (got {type(name).__name__})"
+            raise UserError(TypeError(text))
+        if name in seen:
+            text = f"{cls.__name__}() got multiple sub-patterns for attribute {name!r}"
+            raise UserError(TypeError(text))
+        seen.append(name)
         try:
             found.append(m.getattr(subject, name))
         except UserError as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.frame import Frame, Handled, Machine, UserError
 from kiln.capture.opcodes.table import computes, not_captured, opcode
@@ -29,19 +30,24 @@ def pop_except(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("CHECK_EXC_MATCH")
 def check_exc_match(m: Machine, f: Frame, i: Instruction) -> Any:
     error, kinds = f.stack[-2:]
+    refuse_others(kinds)
+    f.stack[-1] = isinstance(error, kinds)
+
+
+def refuse_others(kinds: Any) -> None:
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             text = "catching classes that do not inherit from BaseException is not allowed"
             raise UserError(TypeError(text))
-    f.stack[-1] = isinstance(error, kinds)
 
 
 @opcode("CHECK_EG_MATCH")
 def check_group_match(m: Machine, f: Frame, i: Instruction) -> Any:
     """`except* kinds`: the part of the group that matches is handled, the rest stays below it."""
     error, kinds = f.stack[-2:]
+    refuse_others(kinds)
     for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-        if isinstance(kind, type) and issubclass(kind, BaseExceptionGroup):
+        if issubclass(kind, BaseExceptionGroup):
             text = "catching ExceptionGroup with except* is not allowed. Use except instead."
             raise UserError(TypeError(text))
     match, rest = split_group(m, error, kinds)
@@ -91,39 +97,30 @@ def prepare_reraise(m: Machine, f: Frame, i: Instruction) -> Any:
     f.stack[-2:] = [remaining_group(*f.stack[-2:])]
 
 
-def as_error(m: Machine, value: Any) -> BaseException:
+def as_error(m: Machine, value: Any, what: str) -> BaseException:
+    made = value
     if isinstance(value, type) and issubclass(value, BaseException):
-        value = m.call(value, ())
-    if not isinstance(value, BaseException):
-        raise UserError(TypeError("exceptions must derive from BaseException"))
-    return value
+        made = m.call(value, ())
+        if not isinstance(made, BaseException):
+            text = f"calling {value} should have returned an instance of BaseException, not {type(made)}"
+            raise UserError(TypeError(text))
+    if not isinstance(made, BaseException):
+        raise UserError(TypeError(f"{what} must derive from BaseException"))
+    return made
 
 
 @opcode("RAISE_VARARGS")
 def raise_varargs(m: Machine, f: Frame, i: Instruction) -> Any:
-    handled = [e for frame in (*m.frames[:-1], f) for e in frame.handled]  # those of the callers included
     if not i.arg:
-        raise UserError(handled[-1] if handled else RuntimeError("No active exception to reraise"))
-    error = as_error(m, f.stack[-i.arg])
+        handled = m.handled()
+        raise UserError(RuntimeError("No active exception to reraise") if handled is None else handled)
+    error = as_error(m, f.stack[-i.arg], "exceptions")
+    if m.source(error) is not None:
+        raise Break("raises", f"a {type(error).__name__} from outside is raised here", "")
     if i.arg == 2:
         cause = f.stack[-1]
-        error.__cause__ = cause if cause is None else as_error(m, cause)
-    set_context(error, handled)
+        error.__cause__ = cause if cause is None else as_error(m, cause, "exception causes")
     raise UserError(error)
-
-
-def set_context(error: BaseException, handled: list[BaseException]) -> None:
-    """What a raise statement does: the exception being handled becomes the context, without a cycle."""
-    current = handled[-1] if handled else error
-    if current is error:
-        return
-    at = current
-    while at.__context__ is not None:
-        if at.__context__ is error:
-            at.__context__ = None
-            break
-        at = at.__context__
-    error.__context__ = current
 
 
 @opcode("RERAISE")

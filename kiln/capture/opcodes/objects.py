@@ -9,6 +9,7 @@ from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, calls, operators, symbolic
 from kiln.capture.frame import NULL, Frame, Machine, UserError
+from kiln.capture.iterators import ended_early
 from kiln.capture.opcodes.control import sequence
 from kiln.capture.opcodes.table import computes, consumes, not_captured, opcode
 
@@ -24,7 +25,7 @@ def take(f: Frame, n: int | None) -> list[Any]:
 def build_map(m: Machine, f: Frame, i: Instruction) -> Any:
     flat = take(f, 2 * (i.arg or 0))
     keys = symbolic.concrete(flat[::2])
-    return m.operate(dict, list(zip(keys, flat[1::2], strict=True)))
+    return m.operate(dict, zip(keys, flat[1::2], strict=True), about=tuple(keys))
 
 
 def build_string(m: Machine, f: Frame, i: Instruction) -> str:
@@ -55,14 +56,8 @@ def target(m: Machine, f: Frame, i: Instruction) -> Any:
 
 
 def list_extend(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
-    try:
-        items = sequence(m, value)
-    except UserError as e:
-        if isinstance(e.error, TypeError) and "non-iterable" in str(e.error):
-            text = f"Value after * must be an iterable, not {type(value).__name__}"
-            raise UserError(TypeError(text)) from None
-        raise
-    target(m, f, i).extend(items)
+    unfit = f"Value after * must be an iterable, not {type(value).__name__}"
+    target(m, f, i).extend(sequence(m, value, unfit))
 
 
 def mapping(m: Machine, value: Any) -> dict[Any, Any]:
@@ -77,12 +72,29 @@ def mapping(m: Machine, value: Any) -> dict[Any, Any]:
     return {key: operators.getitem(m, value, key) for key in keys}
 
 
+def shown(function: Any) -> str:
+    """How a function is called in what Python says of its arguments."""
+    name = getattr(function, "__qualname__", None)
+    if name is None:
+        return str(function)
+    module = getattr(function, "__module__", None)
+    return f"{name}()" if module in (None, "builtins") else f"{module}.{name}()"
+
+
+def keywords_of(m: Machine, function: Any, value: Any) -> dict[str, Any]:
+    """The keyword arguments that `**value` of a call stands for."""
+    if not hasattr(value, "keys"):
+        text = f"{shown(function)} argument after ** must be a mapping, not {type(value).__name__}"
+        raise UserError(TypeError(text))
+    return mapping(m, value)
+
+
 def dict_merge(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
-    items, merged = mapping(m, value), target(m, f, i)
+    items, merged = keywords_of(m, f.stack[-(i.arg or 1) - 2], value), target(m, f, i)
     for key in items:
         if key in merged:
-            name = getattr(f.stack[-(i.arg or 1) - 2], "__qualname__", "function")
-            raise UserError(TypeError(f"{name}() got multiple values for keyword argument '{key}'"))
+            name = shown(f.stack[-(i.arg or 1) - 2])
+            raise UserError(TypeError(f"{name} got multiple values for keyword argument '{key}'"))
     merged.update(items)
 
 
@@ -91,12 +103,12 @@ consumes(1, {
     "SET_ADD": lambda m, f, i, value: m.operate(target(m, f, i).add, symbolic.concrete(value)),
     "LIST_EXTEND": list_extend,
     "SET_UPDATE": lambda m, f, i, items: m.operate(target(m, f, i).update, sequence(m, items)),
-    "DICT_UPDATE": lambda m, f, i, items: target(m, f, i).update(mapping(m, items)),
+    "DICT_UPDATE": lambda m, f, i, items: m.operate(target(m, f, i).update, mapping(m, items)),
     "DICT_MERGE": dict_merge,
 })  # fmt: skip
 consumes(2, {
     "MAP_ADD": lambda m, f, i, key, value: m.operate(
-        target(m, f, i).__setitem__, symbolic.concrete(key), value),
+        target(m, f, i).__setitem__, symbolic.concrete(key), value, about=(key,)),
 })  # fmt: skip
 
 CONVERSIONS = (None, str, repr, ascii)
@@ -167,8 +179,11 @@ def call_function_ex(m: Machine, f: Frame, i: Instruction) -> Any:
     keywords = f.stack.pop() if (i.arg or 0) & 1 else {}
     first, second, args = take(f, 3)
     function = second if versions.HERE.null_first else first
-    kwargs = mapping(m, keywords)
-    f.stack.append(m.call(function, tuple(sequence(m, args)), kwargs, "push"))
+    kwargs = keywords_of(m, function, keywords)
+    if not all(isinstance(name, str) for name in kwargs):
+        raise UserError(TypeError("keywords must be strings"))
+    unfit = f"{shown(function)} argument after * must be an iterable, not {type(args).__name__}"
+    f.stack.append(m.call(function, tuple(sequence(m, args, unfit)), kwargs, "push"))
 
 
 @opcode("CALL_INTRINSIC_1")
@@ -179,7 +194,7 @@ def call_intrinsic(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack[-1] = operators.unary(m, "UNARY_POSITIVE", f.stack[-1])
     elif i.value == "INTRINSIC_STOPITERATION_ERROR":
         if isinstance(f.stack[-1], StopIteration):
-            f.stack[-1] = RuntimeError("generator raised StopIteration")
+            f.stack[-1] = ended_early(f.stack[-1])
     else:
         raise not_captured(i.value)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
-import operator
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from kiln.base.errors import Break
 from kiln.base.source import Const
 from kiln.bytecode.decode import Instruction
+from kiln.capture import operators
 from kiln.capture.frame import NULL, RETURN, Frame, Machine, Unread, UserError
 from kiln.capture.opcodes.table import computes, consumes, opcode, steps
 from kiln.capture.variables import first_read, unbound
@@ -92,7 +93,7 @@ def free_unbound(name: str, f: Frame) -> UserError:
     if name in f.code.code.co_cellvars:
         return unbound(name)
     text = f"cannot access free variable '{name}' where it is not associated with a value in enclosing scope"
-    return UserError(NameError(text))
+    return UserError(NameError(text, name=name))
 
 
 @opcode("MAKE_CELL")
@@ -112,9 +113,31 @@ def load_deref(m: Machine, f: Frame, i: Instruction) -> Any:
     return value
 
 
+def named(m: Machine, f: Frame, i: Instruction, space: Any, other: Callable[[], Any]) -> Any:
+    """A name of a class body: its own, or another; the metaclass may have given it a mapping of its kind."""
+    if type(space) is dict:
+        return space[i.value] if i.value in space else other()
+    try:
+        return operators.getitem(m, space, i.value)
+    except UserError as e:
+        if not isinstance(e.error, KeyError):
+            raise
+    return other()
+
+
 def named_or_deref(m: Machine, f: Frame, i: Instruction, space: Any) -> Any:
-    """A name of a class body: its own, or that of the function around it."""
-    return space[i.value] if i.value in space else load_deref(m, f, i)
+    return named(m, f, i, space, lambda: load_deref(m, f, i))
+
+
+def delete_name(m: Machine, f: Frame, i: Instruction) -> None:
+    try:
+        operators.delitem(m, f.locals, i.value)
+    except UserError as e:
+        raise undefined(i.value) if isinstance(e.error, KeyError) else e from None
+
+
+def undefined(name: str) -> UserError:
+    return UserError(NameError(f"name '{name}' is not defined", name=name))
 
 
 @opcode("DELETE_DEREF")
@@ -129,7 +152,7 @@ def find_global(m: Machine, f: Frame, name: str) -> Any:
         space = f.globals.get("__builtins__", builtins)
         space = vars(space) if isinstance(space, types.ModuleType) else space
         if name not in space:
-            raise UserError(NameError(f"name '{name}' is not defined"))
+            raise undefined(name)
         plain = space is BUILTIN and id(space) not in m.world.spaces
         value = BUILTIN[name] if plain else m.world.read_global(space, name)
         if space is BUILTIN:
@@ -153,7 +176,7 @@ def load_global(m: Machine, f: Frame, i: Instruction) -> Any:
 @opcode("DELETE_GLOBAL")
 def delete_global(m: Machine, f: Frame, i: Instruction) -> Any:
     if m.world.read_global(f.globals, i.value) in (MISSING, DELETED):
-        raise UserError(NameError(f"name '{i.value}' is not defined"))
+        raise undefined(i.value)
     m.world.write_global(f.globals, i.value, MISSING)
 
 
@@ -195,8 +218,11 @@ def import_from(m: Machine, f: Frame, i: Instruction) -> Any:
         f.stack.append(m.getattr(f.stack[-1], i.value))
     except UserError as e:
         if isinstance(e.error, AttributeError):
-            text = f"cannot import name {i.value!r} from {f.stack[-1].__name__!r}"
-            raise UserError(ImportError(text)) from None
+            module = f.stack[-1]
+            name, path = (getattr(module, key, None) for key in ("__name__", "__file__"))
+            text = f"cannot import name {i.value!r} from {name or '<unknown module name>'!r}"
+            error = ImportError(f"{text} ({path or 'unknown location'})", name=name, path=path)
+            raise UserError(error) from None
         raise
 
 
@@ -219,17 +245,17 @@ computes(0, {
     "LOAD_DEREF": load_deref,
     "LOAD_CLASSDEREF": lambda m, f, i: named_or_deref(m, f, i, f.locals),
     "LOAD_LOCALS": lambda m, f, i: f.locals,
-    "LOAD_NAME": lambda m, f, i: f.locals[i.value] if i.value in f.locals else find_global(m, f, i.value),
+    "LOAD_NAME": lambda m, f, i: named(m, f, i, f.locals, lambda: find_global(m, f, i.value)),
 })  # fmt: skip
 computes(1, {"LOAD_FROM_DICT_OR_DEREF": lambda m, f, i, space: named_or_deref(m, f, i, space)})
 consumes(0, {
-    "DELETE_NAME": lambda m, f, i: f.locals.pop(i.value, None),
+    "DELETE_NAME": delete_name,
     "SETUP_ANNOTATIONS": lambda m, f, i: f.locals.setdefault("__annotations__", {}),
 })  # fmt: skip
 consumes(1, {
     "POP_TOP": lambda m, f, i, value: None,
     "END_FOR": lambda m, f, i, value: None,
     "STORE_DEREF": lambda m, f, i, value: m.world.write_cell(f.cells[i.value], value),
-    "STORE_NAME": lambda m, f, i, value: operator.setitem(f.locals, i.value, value),
+    "STORE_NAME": lambda m, f, i, value: operators.setitem(m, f.locals, i.value, value),
     "STORE_GLOBAL": lambda m, f, i, value: m.world.write_global(f.globals, i.value, value),
 })  # fmt: skip
