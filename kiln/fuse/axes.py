@@ -26,9 +26,11 @@ def axes_for(scope: Scope, shape: Sequence[Any]) -> list[Axis]:
     return [axis(scope, n, f"i{d}") for d, n in enumerate(shape) if n != 1]
 
 
-def runs(shape: Sequence[Any], sizes: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
+def runs(shape: Sequence[Any], sizes: list[Any]) -> list[tuple[list[int], list[int]]] | None:
     """Dimensions of `shape` and axes, cut into the shortest runs of equal extent; None when they differ."""
     dims = [d for d, n in enumerate(shape) if n != 1]
+    if [shape[d] for d in dims] == sizes:  # as most are
+        return [([d], [j]) for j, d in enumerate(dims)]
     found: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(dims) and j < len(sizes):
@@ -78,9 +80,9 @@ def coordinates(shape: Sequence[Any], axes: Sequence[Axis]) -> tuple[Any, ...] |
     if matched is None or any(len(dims) > 1 for dims, _ in matched):
         return None
     coords: list[Any] = [0] * len(shape)
-    for (d,), places in matched:
-        place: Any = 0
-        for p in places:
+    for (d,), (first, *more) in matched:
+        place: Any = axes[first].variable
+        for p in more:
             place = place * axes[p].size + axes[p].variable
         coords[d] = place
     return tuple(coords)

@@ -450,23 +450,22 @@ def at(terms: Terms, value: Term, source: Sequence[Any]) -> Term:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of a node follows from elements of its inputs at known places."""
     spec = node.spec
-    if not isinstance(spec, TensorSpec) or name_of(node.op) not in LOWER or not supported(spec):
+    name = name_of(node.op)
+    if not isinstance(spec, TensorSpec) or name not in LOWER or not supported(spec):
         return False
-    if name_of(node.op) in CONDITIONS and not CONDITIONS[name_of(node.op)](node):
+    if name in CONDITIONS and not CONDITIONS[name](node):
         return False
-    if name_of(node.op) == "pow" and isinstance(node.args[1], Expr) and not spec.dtype.is_floating_point:
+    if name == "pow" and isinstance(node.args[1], Expr) and not spec.dtype.is_floating_point:
         return False  # eager's kernel raises where an integer's power is negative
-    count = 1 if name_of(node.op) in UNARY else 2
-    more = len(node.args) > count or node.kwargs.keys() - {"rounding_mode"}
-    if more and LOWER[name_of(node.op)] is _elementwise:
+    count = 1 if name in UNARY else 2
+    more = len(node.args) > count or node.kwargs and node.kwargs.keys() - {"rounding_mode"}
+    if more and LOWER[name] is _elementwise:
         return False  # a variant of the op with more arguments
-    if name_of(node.op) == "cat" and len(node.args[0]) > (PIECES if large(spec) else SMALL_PIECES):
+    if name == "cat" and len(node.args[0]) > (PIECES if large(spec) else SMALL_PIECES):
         return False
-    if name_of(node.op) in TERNARY and (node.kwargs or not spec.dtype.is_floating_point):
+    if name in TERNARY and (node.kwargs or not spec.dtype.is_floating_point):
         return False
-    if name_of(node.op) == "index" and any(
-        i is not None and i.spec.dtype not in INDICES for i in node.args[1]
-    ):
+    if name == "index" and any(i is not None and i.spec.dtype not in INDICES for i in node.args[1]):
         return False
     return all(isinstance(n.spec, TensorSpec) and supported(n.spec) for n in node.inputs())
 

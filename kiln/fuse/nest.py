@@ -240,14 +240,14 @@ class Kernel:
 
 def children(term: Term) -> tuple[Term, ...]:
     """The terms that a term is made of."""
-    if isinstance(term, Apply):
+    if type(term) is Apply:
         return term.args
-    if isinstance(term, Fold):
+    if type(term) is Fold:
         return term.parts
-    if isinstance(term, (Load, Place)):
-        inner = tuple([place.term for place in term.places])
-        return (*inner, term.valid) if isinstance(term, Load) and term.valid is not None else inner
-    return ()
+    if not isinstance(term, (Load, Place)):
+        return ()
+    inner = tuple([place.term for place in term.places]) if term.places else ()
+    return (*inner, term.valid) if type(term) is Load and term.valid is not None else inner
 
 
 def rebuilt(term: Term, made: Mapping[int, Term]) -> Term:

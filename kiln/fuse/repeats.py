@@ -19,29 +19,28 @@ from kiln.fuse.costs import elements
 from kiln.fuse.steps import Call, Launch, Step
 from kiln.fuse.views import is_map
 
-#: Blocks that are fused, the last of which something else follows: three, or four where those differ.
-FUSED = (3, 4)
-#: Fewer blocks are not worth the search.
-FEWEST = 6
-#: The share of a graph that must be spared: where steps do not repeat, all of it is fused once more.
-WORTH = 0.3
+#: Blocks that are fused, the last of which something else follows: three, or four where those differ. With
+#: each the share of a graph that must be spared: where steps do not repeat, all of it is fused once more.
+FUSED = {3: 0.1, 4: 0.3}
+#: Fewer blocks are not worth the search; but those of a graph that was made with few of them are.
+FEWEST, OF_FEW = 6, 4
 #: First blocks that may be unlike the others.
 SKIPPED = 3
 #: Nodes that tell a place in a block.
 WINDOW = 8
 
 
-def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]]) -> list[Step]:
+def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]], fewest: int = OF_FEW) -> list[Step]:
     """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs."""
-    found = blocks_of(graph)
+    found = blocks_of(graph, fewest)
     if found is not None and found.adds_up(partial_sums(graph, graph.users())):
         found = None
-    for fused in FUSED if found is not None else ():
+    for fused, share in FUSED.items() if found is not None else ():
         assert found is not None
         found.spared = found.run.count - fused
-        if found.spared * found.run.period < WORTH * len(graph.nodes):
+        if found.spared * found.run.period < share * len(graph.nodes):
             break
-        steps = unrolled(found, fuse_repeats(found.shortened(), fuse))
+        steps = unrolled(found, fuse_repeats(found.shortened(), fuse, FEWEST))
         if steps is not None:
             return steps
     return fuse(graph)
@@ -59,7 +58,7 @@ class Run:
     count: int
 
 
-def runs(marks: Sequence[int]) -> list[Run]:
+def runs(marks: Sequence[int], fewest: int = FEWEST) -> list[Run]:
     """The runs of blocks in a sequence, those with most nodes first."""
     last: dict[tuple[int, ...], int] = {}
     found: list[Run] = []
@@ -76,7 +75,7 @@ def runs(marks: Sequence[int]) -> list[Run]:
         done[period] = end
         # What comes before the first block differs from a block: the next one is the first that counts.
         run = Run(place, period, (end - place) // period)
-        if run.count >= FEWEST:
+        if run.count >= fewest:
             found.append(run)
     return sorted(found, key=lambda run: run.period * run.count, reverse=True)
 
@@ -93,7 +92,7 @@ def marks_of(graph: Graph) -> list[int]:
         if kind is Node:
             return type_of(value.spec)
         if kind is tuple or kind is list:
-            return (kind, *[form(item) for item in value])
+            return (kind, *[type_of(one.spec) if type(one) is Node else form(one) for one in value])
         if kind is dict:
             return tuple([(key, form(item)) for key, item in value.items()])
         if kind is float:
@@ -120,16 +119,39 @@ def marks_of(graph: Graph) -> list[int]:
     return marks
 
 
-def blocks_of(graph: Graph) -> Blocks | None:
-    """The longest run of equal blocks in a graph."""
-    if len(graph.nodes) < FEWEST * 2:
+def blocks_of(graph: Graph, fewest: int = FEWEST) -> Blocks | None:
+    """The longest run of equal blocks in a graph, so many at least."""
+    if len(graph.nodes) < fewest * 2:
         return None
-    for run in runs(marks_of(graph)):
+    marks = marks_of(graph)
+    for found in runs(marks, fewest):
+        run = aligned(graph, marks, found)
         for skipped in range(SKIPPED):
             blocks = Blocks(graph, Run(run.start + skipped * run.period, run.period, run.count - skipped))
-            if blocks.run.count >= FEWEST and blocks.agree():
+            if blocks.run.count >= fewest and blocks.agree():
                 return blocks
     return None
+
+
+def aligned(graph: Graph, marks: Sequence[int], run: Run) -> Run:
+    """A run begun where no block ends between two reads of a value that one block owns."""
+    index = {node: i for i, node in enumerate(graph.nodes)}
+    end = run.start + run.period * run.count
+    while end < len(marks) and marks[end] == marks[end - run.period]:
+        end += 1
+    first: dict[Node, int] = {}
+    last: dict[Node, int] = {}
+    for place in range(run.start, end):
+        for read in graph.nodes[place].inputs():
+            if not run.start - run.period <= index.get(read, -1) < end:
+                first.setdefault(read, place)
+                last[read] = place
+    apart = set(range(run.period))
+    for read, low in first.items():
+        if last[read] - low < run.period:  # others are read by all blocks
+            apart.difference_update([(i - run.start) % run.period for i in range(low + 1, last[read] + 1)])
+    start = run.start + min(apart, default=0)
+    return Run(start, run.period, (end - start) // run.period)
 
 
 class Blocks:
@@ -142,7 +164,7 @@ class Blocks:
         self.fixed: set[Node] = set()
         self.families: dict[Node, tuple[list[Node], int]] = {}
         self.copies: dict[Node, Node] = {}  # of what follows the blocks in the short graph
-        self.spared = run.count - FUSED[0]
+        self.spared = run.count - min(FUSED)
         """The blocks that are not fused."""
 
     def block(self, node: Node) -> int | None:

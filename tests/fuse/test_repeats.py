@@ -6,9 +6,10 @@ from torch import nn
 
 import kiln
 from kiln.base import records
+from kiln.base.graph import Graph, TensorSpec
 from kiln.expand.expand import expand
 from kiln.fuse import program, reading, repeats
-from kiln.fuse.repeats import Run, runs
+from kiln.fuse.repeats import Run, blocks_of, marks_of, runs
 from kiln.ops.record import recorded
 
 
@@ -205,6 +206,30 @@ def test_runs_are_found_by_what_nodes_do():
     assert runs(marks)[0] == Run(15, 12, 8)
     assert runs(list(range(40))) == []
     assert runs([1, 2] * (repeats.FEWEST + 2) + [3] * 2)[0].period == 2
+
+
+def test_blocks_begin_where_no_weight_is_read_on_both_sides():
+    """The first layer lacks its first op: what repeats begins in the midst of a layer."""
+    aten, spec = torch.ops.aten, TensorSpec((4,), (1,), torch.float32, torch.device("cpu"))
+    graph = Graph()
+    x = graph.input("x", spec)
+    for layer in range(9):
+        weight = graph.input("weight", spec)
+        x = graph.call(aten.mul.Tensor, (x, weight), spec=spec) if layer else x
+        for op in (aten.sin, aten.cos, aten.exp, aten.neg, aten.abs, aten.tanh, aten.relu, aten.sigmoid):
+            x = graph.call(op.default, (x,), spec=spec)
+        x = graph.call(aten.add.Tensor, (x, weight), spec=spec)
+    graph.outputs = (x,)
+    assert runs(marks_of(graph))[0] == Run(10, 10, 7)
+    found = blocks_of(graph)
+    assert found is not None and found.run == Run(19, 10, 6) and graph.nodes[19].op is aten.mul.Tensor
+
+
+def test_of_few_layers_three_are_fused(fused):
+    with torch.no_grad():
+        for layers in (5, 9):
+            compared(Net(layers), torch.randn(3, 16))
+    assert len(fused) == 2 and fused[0] == fused[1]
 
 
 def test_steps_that_lack_something_are_refused(monkeypatch, fused):
