@@ -112,11 +112,11 @@ class Streams(Rows):
         return right
 
     def only_reads(self) -> bool:
-        """Whether a nest folds rows from memory with little to compute: half lines come faster then."""
+        """Whether a nest folds what lies in memory with little to compute: half lines come faster then."""
         nest, vector, folds = self.nest, self.vector, self.nest.folds()
-        if vector is None or not vector.reduced or self.width * 4 != LINE or moved(nest) < last_cache():
+        if vector is None or not folds or self.width * 4 != LINE or moved(nest) < last_cache():
             return False
-        if any(f.phase or f.running for f in folds) or not all(s.kept for s in nest.stores):
+        if any(f.phase or f.running or f.place for f in folds) or not all(s.kept for s in nest.stores):
             return False
         found = terms(f.value for f in folds)
         whole = all(t.dtype.itemsize == 4 for t in found if isinstance(t, Load))
