@@ -283,6 +283,9 @@ def test_pieces_of_memory_that_do_not_follow_each_other_are_asked_for(monkeypatc
     assert "@llvm.prefetch" in far and "@llvm.prefetch" not in near
     assert "@llvm.prefetch" not in Emitter(nest_of(lambda a: a.sum((0, 2)), rand(9, 5, 9000)), 16).fn.text()
     check(lambda a: (batch_norm(a), a.sum((0, 2, 3))), planes, atol=1e-3)
+    monkeypatch.setattr(streams.Streams, "rows_in_pieces", lambda self: False)
+    less = Emitter(nest_of(batch_norm, planes), 16).fn.text()
+    assert far.count("@llvm.prefetch") > less.count("@llvm.prefetch"), "the next row while this one is written"
 
 
 @wide
