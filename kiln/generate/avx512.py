@@ -340,12 +340,12 @@ def rounder(near: Value, loose: bool) -> Value:
 
 
 def power_and_rest(x: Value, rounder: Value, loose: bool) -> tuple[Value, Value]:
-    """A float p and a small r: e^x is p (1 + r) over the power that the rounder was made for.
+    """A float p and a small r: e^x is p e^r over the power that the rounder was made for.
 
-    As exact as `exp_summed`, which see.
+    With r^2 / 2, but where it may be `loose`, it is as exact as `exp_summed`, which see.
     """
     power, _, r, _ = _power_and_rest(x, _registers(x, _entries(_PARTS[loose])), rounder)
-    return power, r if loose else r * fma(r, 0.5, 1.0)
+    return power, r
 
 
 def _power_and_rest(

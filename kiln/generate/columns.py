@@ -323,7 +323,7 @@ class Columns(Words, Streams):
         results: list[Value] = []
         for fold in folds:
             held = carried[len(results) : len(results) + len(fold.parts)]
-            if fold.kind == "sum" and (held[0].type.kind == "f64" or self.blocked):
+            if fold.kind == "sum" and (self.blocked or held[0].type.scalar in (F32, F64)):
                 results.append(self.added(fold.value, held[0]))
                 continue
             if is_affine(fold.value):
@@ -353,14 +353,15 @@ class Columns(Words, Streams):
         return all(type(n) is int for n in steps) and steps[-1:] > [0] and steps == sorted(set(steps))[::-1]
 
     def added(self, term: Term, held: Value) -> Value:
-        """A sum of doubles after a turn, by the units that multiply where others convert floats meanwhile."""
+        """A sum after a turn; products and sums in one."""
         if isinstance(term, Apply) and term.op == "mul":
             a, b = (held.like(self.value(part)) for part in term.args)
             return fma(a, b, held)
         return self.sum_of(held, held.like(self.value(term)))
 
     def sum_of(self, held: Value, value: Value) -> Value:
-        add = self.module.own.get("add_64")
+        """A sum, of doubles by the units that multiply where others convert floats meanwhile."""
+        add = self.module.own.get("add_64") if held.type.scalar == F64 else None
         return held + value if add is None or held.type.width % 8 else add(held, value)
 
     def ran(self, fold: Fold, held: Value, value: Value) -> tuple[Value, Value]:

@@ -56,6 +56,7 @@ LONG = 400  # lines of a function whose loops are not worth being unrolled, howe
 
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
+DOUBLES = 2  # vectors of a turn that computes in double
 
 
 class Emitter(Tiles, Online, Columns):
@@ -69,7 +70,7 @@ class Emitter(Tiles, Online, Columns):
         self.crossing = crossing(nest, width, schedule.tile)
         if self.crossing is not None:
             self.vector, self.width = self.crossing.along, width
-        if self.only_reads():
+        elif self.only_reads():
             self.width //= 2
         self.blocked = nest.several and bool(nest.reduced)
         if self.blocked:
@@ -263,8 +264,10 @@ class Emitter(Tiles, Online, Columns):
         simple = len(varying(found, loops)) <= SHORT_TURN and all(
             t.op not in COSTLY if isinstance(t, Apply) else not getattr(t, "places", ()) for t in found
         )
-        if not simple or any(t.dtype.itemsize > 4 for t in found if isinstance(t, (Load, Apply))):
+        if not simple:
             return 1
+        if any(t.dtype.itemsize > 4 for t in found if isinstance(t, (Load, Apply))):
+            most = min(most, DOUBLES)
         indices = [t.index for t in found if isinstance(t, (Load, Place)) and isinstance(t.index, Expr)]
         return most if all(access_cost(i, self.vector) <= 1 for i in indices) else 1
 
@@ -322,11 +325,22 @@ class Emitter(Tiles, Online, Columns):
         """
         count = len(carried)
         others = [part for fold in folds for part in self.neutral(fold, self.width)] * (sets - 1)
+        held = [*carried, *others]
 
         def turn(i: Value, held: list[Value]) -> list[Value]:
             return [*held[count:], *body(i, held[:count])]
 
-        held = self.fn.loop(start, stop, self.width, [*carried, *others], turn)
+        def several(i: Value, held: list[Value]) -> list[Value]:
+            for k in range(sets):
+                held = turn(i + k * self.width if k else i, held)
+            return held
+
+        wide = any(fold.dtype.itemsize > 4 for fold in folds)
+        if sets > 1 and (self.now or wide):  # memory is not what is waited for
+            step = sets * self.width
+            whole = start + (stop - start) / step * step
+            held, start = self.fn.loop(start, whole, step, held, several), whole
+        held = self.fn.loop(start, stop, self.width, held, turn)
         return reduce(partial(combined, folds), [held[k : k + count] for k in range(0, len(held), count)])
 
     def rest(self, turn: Callable[..., list[Value]], end: Value, i: Value, held: list[Value]) -> list[Value]:

@@ -112,11 +112,11 @@ class Streams(Rows):
         return right
 
     def only_reads(self) -> bool:
-        """Whether a nest folds rows from memory with little to compute: half lines come faster then."""
+        """Whether a nest folds what lies in memory with little to compute: half lines come faster then."""
         nest, vector, folds = self.nest, self.vector, self.nest.folds()
-        if vector is None or not vector.reduced or self.width * 4 != LINE or moved(nest) < last_cache():
+        if vector is None or not folds or self.width * 4 != LINE or moved(nest) < last_cache():
             return False
-        if any(f.phase or f.running for f in folds) or not all(s.kept for s in nest.stores):
+        if any(f.phase or f.running or f.place for f in folds) or not all(s.kept for s in nest.stores):
             return False
         found = terms(f.value for f in folds)
         whole = all(t.dtype.itemsize == 4 for t in found if isinstance(t, Load))
@@ -197,6 +197,11 @@ class Streams(Rows):
         if vector is not None and vector.reduced and loops and self.now == 0:
             self.fetch_piece(loops[-1], hinted(vector.size), [f.value for f in folds])
 
+    def rows_in_pieces(self) -> bool:
+        """Whether what is folded lies in pieces that do not follow each other."""
+        vector, folded = self.vector, self.nest.reduced
+        return vector is not None and vector in folded[1:] and hinted(vector.size) <= LONGEST_PIECE
+
     def fetch_piece(self, axis: Axis, length: int, roots: list[Term], least: int = 1) -> None:
         """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.
 
@@ -240,19 +245,19 @@ class Streams(Rows):
     def fetched(self, axis: Axis) -> list[Load]:
         """What is asked for: reads along rows of some length that the nearest caches hold.
 
-        Where a row is read in order and little is computed, the processor is there first.
+        Where a row is read in order, in one piece, and little is computed, the processor is there first.
         """
         nest, vector = self.nest, self.vector
         assert vector is not None
         if self.row_length() > LONGEST:
             return []
-        slow = self.slow(nest.terms())
+        waits = nest.reduced and (self.slow(nest.terms()) or self.rows_in_pieces())
         roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
         found = []
         for load in terms(roots):
             if not isinstance(load, Load) or not isinstance(load.index, Expr) or load.valid is not None:
                 continue
-            if not (load.places or nest.reduced and slow):
+            if not (load.places or waits):
                 continue
             steps = {p.symbol for p in load.places} | {vector.variable}
             linear = [load.index.poly.get((step,)) for step in steps]

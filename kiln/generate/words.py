@@ -166,23 +166,27 @@ class Words(Rows):
         rounder = avx512.rounder(near, loose).splat(width)
 
         def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
-            *bounds, sums, rests = held
+            *bounds, sums, rests, squares = held
             powers = []
             for k in range(count):
                 word, live = self.word(read, i + k * step, last, first)
                 bounds = [b.intrinsic(name, word) for b, name in zip(bounds, BOUNDS, strict=True)]
                 for half, counts in zip(_halves(word), live, strict=True):
                     power, rest = avx512.power_and_rest(half, rounder, loose)
-                    power = power if counts is None else counts.where(power, 0.0)
-                    powers.append(fma(power, rest, power) if loose else power)
-                    rests = rests if loose else fma(power, rest, rests)
-            return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests]
+                    powers.append(power if counts is None else counts.where(power, 0.0))
+                    if loose:
+                        rests = fma(powers[-1], rest, rests)
+                        continue
+                    part = powers[-1] * rest
+                    rests, squares = rests + part, fma(part, rest, squares)
+            return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests, squares]
 
-        held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 2
+        held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 3
         block = VECTORS * width
         whole = low + (end - low) / block * block
         held = fn.loop(low, whole, block, held, partial(some, block // step, None))
-        *bounds, sums, rests = fn.loop(whole, end, step, held, partial(some, 1, end))
+        *bounds, sums, rests, squares = fn.loop(whole, end, step, held, partial(some, 1, end))
+        rests = rests if loose else fma(squares, 0.5, rests)
         positive, negative = map(_reduced, bounds, BOUNDS)
 
         def least_negative() -> list[Value]:
@@ -197,11 +201,11 @@ class Words(Rows):
         smallest = (negative < 0).where(_float(negative), 0.0)
         fine = (absolute(near) <= FAR) & (largest <= near + ABOVE) & (smallest >= near - BELOW)
         power, rest = map(first_lane, avx512.power_and_rest(largest.splat(width), rounder, loose))
-        both = [sums] if loose else [sums, rests]
-        both = across_lanes(both, lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
         if loose:
-            return [fine, largest, both[0] / fma(power, rest, power)]
-        power, rest, total, more = (v.to(F64) for v in (power, rest, *both))
+            (total,) = across_lanes([sums + rests], lambda a, b: [a[0] + b[0]])
+            return [fine, largest, total / fma(power, rest, power)]
+        both = across_lanes([sums, rests], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+        power, rest, total, more = (v.to(F64) for v in (power, rest * fma(rest, 0.5, 1.0), *both))
         return [fine, largest, ((total + more) / fma(power, rest, power)).to(F32)]
 
 

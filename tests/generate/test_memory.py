@@ -283,6 +283,9 @@ def test_pieces_of_memory_that_do_not_follow_each_other_are_asked_for(monkeypatc
     assert "@llvm.prefetch" in far and "@llvm.prefetch" not in near
     assert "@llvm.prefetch" not in Emitter(nest_of(lambda a: a.sum((0, 2)), rand(9, 5, 9000)), 16).fn.text()
     check(lambda a: (batch_norm(a), a.sum((0, 2, 3))), planes, atol=1e-3)
+    monkeypatch.setattr(streams.Streams, "rows_in_pieces", lambda self: False)
+    less = Emitter(nest_of(batch_norm, planes), 16).fn.text()
+    assert far.count("@llvm.prefetch") > less.count("@llvm.prefetch"), "the next row while this one is written"
 
 
 @wide
@@ -542,9 +545,40 @@ def test_rows_from_memory_are_read_in_half_lines(monkeypatch):
     for function in (lambda a: a.sum(-1), lambda a: a.amax(-1), lambda a: (a * a).sum(-1)):
         assert Emitter(nest_of(function, x), 16).width == 8
         check(function, x, kernels=1)
+    assert Emitter(nest_of(lambda a: a.argmax(-1), x), 16).width == 16, "its places take longer"
     for other in (lambda a: a.exp().sum(-1), lambda a: a.softmax(-1), lambda a: a.cumsum(-1)):
         assert Emitter(nest_of(other, x), 16).width == 16
     assert Emitter(nest_of(lambda a: a.sum(-1), rand(5, 1000)), 16).width == 16
+
+
+@wide
+@pytest.mark.parametrize("shape", [(50, 1000), (131, 203), (9, 2001)])
+def test_columns_from_memory_are_read_in_half_lines(shape, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x = rand(*shape)
+    for function in (lambda a: a.sum(0), lambda a: a.amax(0), lambda a: (a.double() * a).sum(0)):
+        assert Emitter(nest_of(function, x), 16).width == 8
+        check(function, x, kernels=1)
+    assert Emitter(nest_of(lambda a: a.float().sum(0), x.bfloat16()), 16).width == 16
+
+
+def variance(x):
+    return x.var(-1, correction=0)
+
+
+@pytest.mark.parametrize("length", [1, 15, 31, 32, 47, 49, 127, 1000, 9001])
+def test_sums_in_double_take_two_vectors_a_turn(length):
+    x = rand(5, length) + 100
+    check(lambda a: (a.double() * a).sum(-1), x, rtol=1e-14)
+    (got,), reference = compile_graph(recorded(variance, x))([x]), exact(variance, x)
+    assert error(got, reference) <= 2 * error(variance(x), reference)
+
+
+def test_products_are_summed_up_without_being_rounded():
+    assert "llvm.fma" in Emitter(nest_of(lambda a: (a * a).sum(-1), rand(5, 4000)), 16).fn.text()
+    x, y = rand(40, 4000), rand(40, 4000)
+    for function in (lambda a, b: (a * b).sum(-1), lambda a, b: (a * b).sum(0), lambda a, b: (a * b).sum()):
+        check(function, x, y, atol=1e-3)
 
 
 @wide
