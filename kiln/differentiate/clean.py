@@ -176,13 +176,14 @@ def part(graph: Graph, outputs: tuple[Any, ...], results: Results) -> tuple[Any,
     taken: set[Node] = set()
     written = {m.index: graph.inputs[m.primal] for m in results.mutated}
     new = list(outputs)
-    for i in sorted(results.own):
+    own = set(results.own.values())
+    for i in sorted(own):
         root = root_of(new[i])
         if root in taken or root.op is INPUT or root.op is CONSTANT:
             new[i] = copied(graph, new[i])
         taken.add(root)
     for i in range(len(results.values)):
-        if i in results.own:
+        if i in own:
             continue
         root = root_of(new[i])
         if root in written.values() and (root is not new[i] or root is not written.get(i)):

@@ -35,7 +35,7 @@ class Results:
         """The views that lead from a result to its tensor, where that changed its own shape later."""
         self.mutated: list[Mutation] = []
         self.outputs: list[Output] = []
-        self.own: set[int] = set()
+        self.own: dict[Place, int] = {}
         """Results that nothing else may share memory with."""
         self._origins: dict[Memory, tuple[Origin, Place]] = {}
         self._bases: dict[Memory, Place] = {}
@@ -119,8 +119,7 @@ class Results:
             if place is self._bases[place.memory] or alone and not odd:
                 if odd:
                     raise inner_leaf()
-                fresh[id(leaf)] = index = self.add(place, leaf, leaf.grad_fn is not None)
-                self.own.add(index)
+                fresh[id(leaf)] = self.own[place] = self.add(place, leaf, leaf.grad_fn is not None)
         return fresh
 
     def _mutations(self) -> None:
@@ -175,10 +174,9 @@ class Results:
         if leaf.requires_grad and root.grad_fn is None:
             why = "an output that requires grad views a tensor that does not"
             raise Break("output-view", why, "return a copy of it")
-        index = next((i for i, fake in enumerate(self.fakes) if fake is root and i in self.own), -1)
+        index = self.own.get(base, -1)
         if index < 0:
-            index = self.add(base, root, False)
-            self.own.add(index)
+            index = self.own[base] = self.add(base, root, False)
             self._turn(index, root, base)
         if leaf.requires_grad and index not in self.tangents:
             self.tangents.append(index)

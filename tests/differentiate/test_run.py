@@ -680,11 +680,12 @@ def taken_without_gradients(x):
         return x.t()
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("take", [taken, taken_without_gradients], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "make", [lambda x: x * 1, torch.ones_like, lambda x: torch.rand(2, 2), lambda x: (x * 2).detach(), lambda x: x]
 )
-def test_a_view_that_comes_out_is_one_of_its_base_to_autograd(make, take):
+def test_a_view_that_comes_out_is_one_of_its_base_to_autograd(make, take, mode):
     def f(x):
         base = make(x)
         return base, take(base)
@@ -692,8 +693,9 @@ def test_a_view_that_comes_out_is_one_of_its_base_to_autograd(make, take):
     def seen(f):
         given, weight = torch.ones(2, 2), torch.full((2, 2), 2.0, requires_grad=True)
         torch.manual_seed(0)
-        base, view = f(given)
-        facts = [base._is_view(), view._base is base]
+        with mode():
+            base, view = f(given)
+        facts = [base._is_view(), view._base is base, view.data_ptr() == base.data_ptr()]
         try:
             view.add_(weight)  # a view that was taken without grad mode refuses it
             (base * 2).sum().backward()
