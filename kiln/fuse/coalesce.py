@@ -119,6 +119,7 @@ class Coalescing(Groups):
     def rebuild(self, group: Group) -> None:
         """Make the terms of a group anew after its axes changed."""
         group.memo.clear()
+        group.makes_others = False
         group.terms = self.new_terms()
         group.costs.clear()
         group.spots.clear()
@@ -162,14 +163,15 @@ class Coalescing(Groups):
             if self.holds(earlier.reads, earlier, later.position, leaving):
                 return False
         home, other = (earlier, later) if upward else (later, earlier)
-        trial = Group(home.position, list(earlier.axes), self.new_terms(), list(earlier.members))
-        trial.reads.update(earlier.reads)
+        trial = earlier.copy()
+        trial.position = home.position
         for root in trial.reads:
             self.reading[root].add(trial.position)
         before = {m: place[m] for m in (*earlier.members, *later.members)}
         place.update(dict.fromkeys(before, home.position))
         try:
-            self.rebuild(trial)
+            if not upward or earlier.makes_others:  # what is made anew here may not be any more
+                self.rebuild(trial)
             merged = all(self.adopts(trial, member) for member in later.members)
         except Misfit:
             merged = False

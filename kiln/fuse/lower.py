@@ -66,6 +66,13 @@ class Terms:
         self._phases: dict[int, int] = {}
         self._runs: dict[int, frozenset[int]] = {}  # the phases of running folds that terms read
 
+    def copy(self) -> Terms:
+        """What makes more of them, the same ones for equal."""
+        made = Terms(self.scope, self.rounds)
+        made._known, made._computed = dict(self._known), dict(self._computed)
+        made._phases, made._runs = dict(self._phases), dict(self._runs)
+        return made
+
     def make(self, kind: Callable[..., Any], *fields: Any) -> Any:
         key = (kind, *[(type(f), repr(f)) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
         known = self._known.get(key)

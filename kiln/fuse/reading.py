@@ -63,6 +63,16 @@ class Group:
     reads: set[Node] = field(default_factory=set)
     spots: dict[Node, set[Coords]] = field(default_factory=dict)
     """The coordinates at which members are read."""
+    makes_others: bool = False
+    """Whether values of other groups are made here, too."""
+
+    def copy(self) -> Group:
+        """Another group of the same nodes, which may grow where this one stays as it is."""
+        spots = {node: set(places) for node, places in self.spots.items()}
+        return Group(
+            self.position, list(self.axes), self.terms.copy(), list(self.members), dict(self.memo),
+            dict(self.costs), set(self.reads), spots, self.makes_others,
+        )  # fmt: skip
 
     @property
     def kept(self) -> list[Axis]:
@@ -154,6 +164,7 @@ class Groups:
                     self.read_at(group, node, coords)
                 return self.element(group, node, coords, valid)
             if self.small(group, node) and not self.split_up(group, node, coords):
+                group.makes_others = True
                 return self.element(group, node, coords, valid)
         spec: TensorSpec = node.spec
         index = self.scope.shorter(place_of(coords, spec))
