@@ -97,10 +97,12 @@ def holds_tensors(values: Iterable[Any]) -> bool:
 def held_by(value: Any) -> Iterable[Any]:
     """What an object holds, as far as tensors may be there."""
     match value:
-        case list() | tuple() | set() | frozenset():
-            return value
+        case list():
+            return list.__iter__(value)
+        case tuple():
+            return tuple.__iter__(value)
         case dict():
-            return value.values()
+            return dict.values(value)
         case types.MethodType():
             return (value.__self__, value.__func__)
         case types.FunctionType():
@@ -122,7 +124,6 @@ DECLINED: WeakKeyDictionary[types.CodeType, int] = WeakKeyDictionary()
 
 def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Native code run by a capture: the Python frames that it starts are interpreted."""
-
     inside = _hook.in_python(function, Native(machine))
 
     def run(*args: Any, **kwargs: Any) -> Any:
