@@ -41,8 +41,8 @@ def power(m: Machine, function: Any, a: Any, b: Any, *modulus: Any) -> Any:
 
 def float_power(m: Machine, function: Any, a: Any, b: Any) -> Any:
     """`math.pow`: of a positive number, what `**` gives of its float."""
-    if type(a) in (int, float) and a > 0:
-        return operators.binary(m, "**", float(a), b)
+    if m.truth(operators.compare(m, ">", a, 0)):
+        return operators.binary(m, "**", of_one_number(m, float, a), b)
     return m.native(math.pow, *symbolic.concrete((a, b)))
 
 

@@ -603,6 +603,6 @@ def test_powers_that_count_steps():
 
     def f(x, step):
         first, second = 1 - 0.9**step, 1 - math.pow(0.999, step)
-        return x.addcdiv(x, x.abs().sqrt() / math.sqrt(second) + 1e-8, value=-(1e-3 / first)), pow(2.5, step), first
+        return x.addcdiv(x, x.abs().sqrt() / math.sqrt(second) + 1e-8, value=-(1e-3 / first)), pow(2.5, step), math.pow(step, -0.5)
 
     vary(f, [(counted(3), n) for n in (1, 2, 3, 7, 50)], compiles=2)
