@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -39,6 +41,9 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
         family = _hook.family()
         if family is None or not ours(function):
             return None
+        if packaged(code) and tensorless(code, function.__globals__, argv):
+            DECLINED[code] = DECLINED.get(code, 0) + 1
+            return None if DECLINED[code] > PATIENCE else False  # to be asked again, or never
         return region_of(function, family)
 
     _hook.set_frame_callback(found)
@@ -47,13 +52,69 @@ def install(region_of: Callable[[types.FunctionType, Any], Any]) -> None:
 def ours(function: types.FunctionType) -> bool:
     """Whether a frame of it is worth capturing: the user's code, not torch's nor the standard library's."""
     code = function.__code__
-    name = code.co_filename
     if code.co_name.startswith("<") and code.co_name != "<lambda>" or marks.of(function):
         return False
     if str(function.__globals__.get("__name__")).partition(".")[0] == "numpy":
         return False
-    package = any(part in name for part in PACKAGES) and not name.startswith(FOREIGN[:2])
-    return package or not name.startswith(FOREIGN)
+    return packaged(code) or not code.co_filename.startswith(FOREIGN)
+
+
+def packaged(code: types.CodeType) -> bool:
+    """Whether it is code of an installed library, neither torch's nor Kiln's."""
+    name = code.co_filename
+    return any(part in name for part in PACKAGES) and not name.startswith(FOREIGN[:2])
+
+
+def tensorless(code: types.CodeType, there: dict[str, Any], values: Iterable[Any]) -> bool:
+    """Whether code has nothing to do with tensors: none is among the values, nor named what makes them.
+
+    Such code of libraries (locks, progress bars, parsers) breaks at every turn, and has nothing to capture.
+    """
+    return not any(map(of_torch, map(there.get, code.co_names))) and not holds_tensors(values)
+
+
+def of_torch(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return isinstance(name, str) and name.partition(".")[0] in ("torch", "numpy")
+
+
+def holds_tensors(values: Iterable[Any]) -> bool:
+    """Whether tensors, arrays or modules are among the values, or in what a few of them hold, and these."""
+    left = list(values)
+    for _ in range(STEPS):
+        kinds = {type(value) for value in left}
+        if any(issubclass(kind, COMPUTING) or kind.__module__ == "numpy" for kind in kinds):
+            return True
+        left = list(islice((part for value in left for part in islice(held_by(value), PARTS)), 8 * PARTS))
+    return False
+
+
+def held_by(value: Any) -> Iterable[Any]:
+    """What an object holds, as far as tensors may be there."""
+    match value:
+        case list():
+            return list.__iter__(value)
+        case tuple():
+            return tuple.__iter__(value)
+        case dict():
+            return dict.values(value)
+        case types.MethodType():
+            return (value.__self__, value.__func__)
+        case types.FunctionType():
+            cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
+            return [cell.cell_contents for cell in cells] + list(value.__defaults__ or ())
+        case type() | types.ModuleType():
+            return ()
+        case _:
+            return list(getattr(value, "__dict__", {}).values())
+
+
+COMPUTING = (torch.Tensor, torch.nn.Module)
+#: How far tensors are looked for: so many steps, and so many parts of each value.
+STEPS, PARTS = 4, 24
+#: How often code that had no tensors is asked about again.
+PATIENCE = 32
+DECLINED: WeakKeyDictionary[types.CodeType, int] = WeakKeyDictionary()
 
 
 def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,6 +39,13 @@ def power(m: Machine, function: Any, a: Any, b: Any, *modulus: Any) -> Any:
     return operators.binary(m, "**", a, b)
 
 
+def float_power(m: Machine, function: Any, a: Any, b: Any) -> Any:
+    """`math.pow`: of a positive number, what `**` gives of its float."""
+    if m.truth(operators.compare(m, ">", a, 0)):
+        return operators.binary(m, "**", of_one_number(m, float, a), b)
+    return m.native(math.pow, *symbolic.concrete((a, b)))
+
+
 def product(m: Machine, function: Any, values: Any, start: Any = 1) -> Any:
     return reduce(partial(operators.binary, m, "*"), values, start)
 
@@ -62,7 +69,7 @@ def torch_extreme(m: Machine, function: Any, a: Any, b: Any) -> Any:
 RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(symbolic.FUNCTIONS, of_one_number),
     **dict.fromkeys((torch.sym_max, torch.sym_min), torch_extreme),
-    int: whole, operator.index: index, pow: power, math.prod: product,
+    int: whole, operator.index: index, pow: power, math.pow: float_power, math.prod: product,
     complex: lambda m, f, *args, **named: m.native(f, *symbolic.concrete(args), **symbolic.concrete(named)),
     divmod: lambda m, f, a, b: (operators.binary(m, "//", a, b), operators.binary(m, "%", a, b)),
     torch.sym_int: lambda m, f, value: whole(m, int, value),

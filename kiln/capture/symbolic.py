@@ -104,7 +104,8 @@ def number(value: Any) -> Any:
 def arithmetic(sign: str, a: Any, b: Any) -> Any:
     """`a sign b` of two numbers, at least one of them symbolic."""
     left, right = number(a), number(b)
-    if sign in ("**", "<<", ">>"):
+    positive = type(left) is float and left > 0  # to any power a float
+    if sign in ("<<", ">>") or sign == "**" and not positive:
         right = number(concrete(b))  # its sign says whether an int or a float comes out, or an error
     if sign in ("/", "//", "%") and decide(conditions.eq(right, 0)):
         return INFIX[sign][1](concrete(a), concrete(b))  # raises

@@ -562,3 +562,43 @@ def test_an_object_with_a_finalizer_is_made_and_goes_once(breaks, closes):
         events.clear()
         assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 8.0))
         assert events == ["open", ("close", 3)]
+
+
+LIBRARY = """
+def tick(n, table=()):
+    print(end="")
+    return n + 1
+
+def scaled(x, holder):
+    print(end="")
+    return x * 2
+
+def made(n):
+    print(end="")
+    return torch.ones(n)
+"""
+
+
+@pytest.mark.skipif(EAGER, reason="looks at regions")
+def test_code_of_libraries_without_tensors_is_no_region():
+    """Locks, progress bars and parsers break at every turn, and there is nothing in them to capture."""
+    library = {"torch": torch}
+    exec(compile(LIBRARY, "/usr/lib/site-packages/library.py", "exec"), library)
+
+    def f(x):
+        def each():
+            for n in range(3):
+                print(end="")
+                holder = type("Holder", (), {})()
+                holder.parts = [{"x": x}]
+                yield library["scaled"](x, None) * library["tick"](n) + library["made"](n + 1).sum()
+                library["tick"](1, holder)
+
+        return sum(each())
+
+    with records.collect() as log:
+        got = kiln.compile(f, backend="eager")(X)
+    assert torch.equal(got, f(X))
+    broken = [b.place.function for b in log.breaks]
+    assert {"scaled", "made", "tick"} == {*broken} - {f.__qualname__, f"{f.__qualname__}.<locals>.each"}
+    assert broken.count("tick") == 1  # that with an object which holds a tensor

@@ -596,3 +596,13 @@ def test_numbers_beside_the_infinite():
         return x * max(n, -math.inf), x * min(n, math.inf), x if n < math.inf else -x, x if n != math.nan else -x
 
     vary(f, [(counted(3), n) for n in (1.5, 2.5, 3.5, 4.25)], compiles=2)
+
+
+def test_powers_that_count_steps():
+    """How optimizers correct their means: a number to the power of the step that they are at."""
+
+    def f(x, step):
+        first, second = 1 - 0.9**step, 1 - math.pow(0.999, step)
+        return x.addcdiv(x, x.abs().sqrt() / math.sqrt(second) + 1e-8, value=-(1e-3 / first)), pow(2.5, step), math.pow(step, -0.5)
+
+    vary(f, [(counted(3), n) for n in (1, 2, 3, 7, 50)], compiles=2)
