@@ -30,7 +30,7 @@ from kiln.bytecode.resume import (
     resume_places,
 )
 from kiln.capture import runtime
-from kiln.capture.frame import Frame
+from kiln.capture.frame import Frame, Unread
 from kiln.capture.rebuild import Rebuilder, bound, push_frame, slots
 from kiln.capture.shape import after, operands
 from kiln.capture.variables import INSIDE
@@ -79,7 +79,7 @@ class Resumption:
                 continue
             index, shape = out
             names, again = bound(frame, index), comes_back(frame, index)
-            function = self.function(frame, index, shape, names)
+            function = self.function(frame, *self.origin(frame.code.code, index), shape, names)
             rests[way], loops = function, loops or again
             leave, given = (_hook.later, self.region(function)) if head else (runtime.Rest, way)
             epilogues.append(Epilogue(leave, shape, names, (given,)))
@@ -92,15 +92,23 @@ class Resumption:
     def calling(self, frames: list[Frame], k: int, again: bool, head: bool) -> Onward:
         frame, inner, callee = frames[k], self.onward(frames, k + 1), frames[k + 1]
         kept = frame.before[: len(frame.before) - operands(frame.code.instructions[frame.index])]
-        shape, names, mode = slots(kept), bound(frame, frame.index), callee.mode
+        shape, names, mode, payload = slots(kept), bound(frame, frame.index), callee.mode, callee.payload
+        behind = frame.code.code, landing(frame.code.code, frame.index + 1)
+        broken = self.cache.get(("broken", id(frame.code.code)))
+        if broken is not None and broken[0] == frame.index:
+            # What is called is left of a call that broke before: the frame goes on as behind the whole call.
+            code, place = self.origin(frame.code.code, frame.index)
+            mode, behind = broken[1], (code, landing(code, place + 1))
+            names = tuple(name for name in names if name != OBJECT)
+            payload = Unread(*frame.lazy[OBJECT]) if OBJECT in frame.lazy else frame.locals.get(OBJECT)
         rests = {
-            way: self.function(frame, frame.index, shape, names, rest, mode)
+            way: self.function(frame, *self.origin(frame.code.code, frame.index), shape, names, rest, mode)
             for way, rest in inner.rests.items()
         }
         done, ways = None, None
         if inner.gives:
-            index, result = landing(frame.code.code, frame.index + 1), () if mode == "drop" else (VALUE,)
-            done = self.region(self.function(frame, index, (*shape, *result), names))
+            result = () if mode == "drop" else (VALUE,)
+            done = self.region(self.function(frame, *self.origin(*behind), (*shape, *result), names))
         if head:
             ways = {way: self.region(rest) for way, rest in rests.items()}
         depth = sum(slot not in (NULL, LASTI) for slot in shape)
@@ -114,7 +122,7 @@ class Resumption:
         def push(r: Rebuilder) -> int:
             count = push_frame(r, frame, kept, names)
             if extra:
-                r.push(callee.payload)
+                r.push(payload)
             return count + len(extra) + inner.push(r)
 
         gives = head or inner.gives or frame.code.handler(frame.index) is not None
@@ -132,16 +140,19 @@ class Resumption:
         self.codes.insert(0, built)
         return types.FunctionType(built, frame.globals)
 
-    def function(self, frame: Frame, index: int, shape: tuple[Slot, ...], names: tuple[str, ...],
-                 rest: types.FunctionType | None = None, mode: str = "") -> types.FunctionType:  # fmt: skip
-        """What goes on at `index`, or with the rest of the call there; one for each place and shape."""
-        code, place = self.origin(frame.code.code, index)
+    def function(self, frame: Frame, code: types.CodeType, place: int, shape: tuple[Slot, ...],
+                 names: tuple[str, ...], rest: types.FunctionType | None = None,
+                 mode: str = "") -> types.FunctionType:  # fmt: skip
+        """What goes on at a place, or with the rest of the call there; one for each place and shape."""
         key = code, place, shape, names, id(frame.globals), id(rest), mode
         known: types.FunctionType | None = self.cache.get(key)
         if known is None:
             replace = rest and Replace(runtime.Within(rest), named(rest.__code__), mode)
             built, places = resume_places(code, place, shape, names, replace)
             self.cache["origin", id(built)] = (built, code, places)
+            if replace is not None:
+                called = next(row for row in reversed(places) if places[row] == place)
+                self.cache["broken", id(built)] = called, mode
             known = self.cache[key] = types.FunctionType(built, frame.globals)
             known.__qualname__, known.__module__ = frame.function.__qualname__, frame.function.__module__
         return known
