@@ -262,6 +262,11 @@ class Machine:
         frame.mode, frame.payload = mode, payload
         flags = function.__code__.co_flags
         if flags & CO_GENERATOR:
+            for instruction in frame.code.instructions:  # a call goes so far: what it made cells of stays so
+                frame.index = instruction.index
+                if instruction.name == "RETURN_GENERATOR":
+                    break
+                TABLE[instruction.op](self, frame, instruction)
             return Generator(self, frame)
         if flags & (CO_COROUTINE | CO_ASYNC_GENERATOR):
             why = f"{function.__qualname__} is a coroutine"

@@ -602,3 +602,78 @@ def test_code_of_libraries_without_tensors_is_no_region():
     broken = [b.place.function for b in log.breaks]
     assert {"scaled", "made", "tick"} == {*broken} - {f.__qualname__, f"{f.__qualname__}.<locals>.each"}
     assert broken.count("tick") == 1  # that with an object which holds a tensor
+
+
+class Slowly:
+    """What it does breaks again and again."""
+
+    def __init__(self, n, times):
+        self.n = n
+        for _ in range(times):
+            self.step()
+        kiln.graph_break()
+        self.step()
+        kiln.graph_break()
+        self.step()
+
+    def step(self):
+        self.n = self.n + 1
+        kiln.graph_break()
+
+    def __setitem__(self, key, value):
+        kiln.graph_break()
+        self.n = self.n * key
+        kiln.graph_break()
+        self.last = value
+
+    def __setattr__(self, name, value):
+        kiln.graph_break()
+        super().__setattr__(name, value)
+        kiln.graph_break()
+
+
+def test_calls_that_break_more_than_once_give_what_they_are_for():
+    class Twice:
+        def __init__(self, n):
+            kiln.graph_break()
+            self.n = n
+            kiln.graph_break()
+            self.m = n + 1
+
+        def __setitem__(self, key, value):
+            kiln.graph_break()
+            self.n = self.n * key
+            kiln.graph_break()
+            self.last = value
+
+    def f(x):
+        one = Twice(3)
+        one[2] = x + one.m
+        pair = [Twice(1), Slowly(1, 2)]
+        pair[1][3] = x * 2
+        return x + pair[1].n + one.n, one.last, pair[0].m, pair[1].last
+
+    same_as_eager(f, X)
+
+
+def test_a_generator_that_has_not_started_has_its_cells():
+    @contextlib.contextmanager
+    def counting(step):
+        n = 0
+
+        def seen():
+            return n, step
+
+        kiln.graph_break()
+        yield seen
+        n = n + step
+        kiln.graph_break()
+
+    def f(x):
+        y = x + 1
+        with counting(2) as seen:
+            before = seen()
+            y = y * seen()[1]
+        return y, before, seen()
+
+    same_as_eager(f, X)
