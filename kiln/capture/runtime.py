@@ -169,6 +169,14 @@ def entered(kind: Any) -> Any:
     return made
 
 
+def muted(*filters: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> warnings.catch_warnings[None]:
+    """A block of warnings that is entered, with what was set in it."""
+    block: warnings.catch_warnings[None] = entered(warnings.catch_warnings)
+    for function, args, kwargs in filters:
+        function(*args, **kwargs)
+    return block
+
+
 def write_attribute(owner: Any, name: str, value: Any) -> None:
     native_slot(type(owner), "__setattr__")(owner, name, value)
 

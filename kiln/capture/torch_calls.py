@@ -252,14 +252,17 @@ def catch_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if m.source(block) is not None or m.getattr(block, "_record"):
         raise _in_python(m, "warnings are recorded")
     m.muted += 1
-    m.world.entered[id(block)] = (runtime.entered, warnings.catch_warnings)
+    m.world.entered[id(block)] = (runtime.muted,)
 
 
-@handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings)
-def filter_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """Filters stay as they are, and so does what is given while capturing."""
+@handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings, told=True)
+def filter_warnings(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """Filters stay as they are while capturing; code behind a break in the block has them."""
     if "error" in (*args[:1], kwargs.get("action")):
         raise _in_python(m, "warnings are made exceptions")
+    blocks = [key for key, (run, *_) in m.world.entered.items() if run is runtime.muted]
+    if blocks:
+        m.world.entered[blocks[-1]] += ((function, args, kwargs),)
 
 
 @handles(warnings.catch_warnings.__exit__)

@@ -6,6 +6,7 @@ PYTEST_DONT_REWRITE: the programs hold assert statements of their own.
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -544,3 +545,15 @@ def test_hooks_on_saved_tensors_that_the_program_sets(x):
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved * 2, lambda packed: packed):
         y = x.sin() * x
     return y
+
+
+def test_filters_of_warnings_hold_behind_a_break():
+    def f(x):
+        y = x + 1
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="no more")
+            kiln.graph_break()
+            warnings.warn("no more", FutureWarning, stacklevel=2)
+            return y * 2
+
+    assert same_as_eager(f, t(3)).graphs == 2
