@@ -200,7 +200,23 @@ def test_seeds_that_no_machine_word_holds_have_one_graph():
     assert EAGER or (len(watch.backend.modules) <= 3 and not watch.breaks)
 
 
-def test_torchs_own_seeds_compile_no_graph_in_each_step():
+class Drawing:
+    """The default generator, whose own seeds are the same in each run of the tests."""
+
+    def __init__(self, generator):
+        self.generator, self.numbers = generator, random.Random(0)
+
+    def seed(self):
+        self.generator.manual_seed(found := self.numbers.getrandbits(64))
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self.generator, name)
+
+
+def test_torchs_own_seeds_compile_no_graph_in_each_step(monkeypatch):
+    monkeypatch.setattr(torch.random, "default_generator", Drawing(torch.random.default_generator))
+
     class Layer(nn.Module):
         def forward(self, x):
             self.seed = int(torch.seed() % sys.maxsize)
