@@ -5,6 +5,8 @@ from __future__ import annotations
 import dis
 import types
 from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +52,20 @@ class Outside:
                 changed = True
                 refill(value, parts)
         return changed
+
+
+@contextmanager
+def going_back(functions: Iterable[type]) -> Iterator[list[type]]:
+    """A block in which backwards of autograd functions run on fakes; after it, those that changed something.
+
+    What they changed is put back.
+    """
+    outside = {cls: Outside(cls, "backward", "vjp") for cls in functions}
+    changed: list[type] = []
+    try:
+        yield changed
+    finally:
+        changed += [cls for cls, there in outside.items() if there.put_back()]
 
 
 def parts_of(value: Any) -> Any:

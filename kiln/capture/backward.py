@@ -17,7 +17,7 @@ import torch.distributed
 from torch.autograd.graph import Node
 
 from kiln.base.errors import Break, Skip
-from kiln.base.outside import Outside
+from kiln.base.outside import going_back
 from kiln.base.source import Attr
 from kiln.capture import spent
 from kiln.capture.calls import METHODS, Args, Kwargs, handles, leaf
@@ -51,14 +51,13 @@ def passed(m: Machine, outputs: Sequence[Any], call: Callable[[], Any]) -> Any:
     if m.recorder.watched:
         raise Break("backward", "a hook on gradients may do more than compute", HINT)
     nodes: list[Any] = [type(node) for node in spent.history(outputs)]
-    functions = {node._forward_cls for node in nodes if hasattr(node, "_forward_cls")}
-    outside = {cls: Outside(cls, "backward", "vjp") for cls in functions}
+    changed: list[type] = []
     try:
-        return spent.by(m.recorder.spent, outputs, call)
+        with going_back({node._forward_cls for node in nodes if hasattr(node, "_forward_cls")}) as changed:
+            return spent.by(m.recorder.spent, outputs, call)
     finally:
-        changed = [cls.__name__ for cls, there in outside.items() if there.put_back()]
         if changed:
-            why = f"the backward of {changed[0]} changes an object that others have"
+            why = f"the backward of {changed[0].__name__} changes an object that others have"
             raise Restart(m.safe_step(), Break("side-effect", why, "return what is new"))
 
 

@@ -17,7 +17,7 @@ from kiln.base.collecting import uncollected
 from kiln.base.errors import Break, Uneven
 from kiln.base.expressions import Expr
 from kiln.base.graph import Node, mapped
-from kiln.base.outside import Outside
+from kiln.base.outside import going_back
 from kiln.base.places import marked
 from kiln.differentiate.alias import layout_of, overlapping
 from kiln.differentiate.clean import clean
@@ -76,14 +76,12 @@ def differentiated(
     """
     owners = {getattr(node.target, "owner", None) for node in module.graph.nodes}
     functions = [cls for cls in owners if isinstance(cls, type) and issubclass(cls, torch.autograd.Function)]
-    outside = [Outside(cls, "backward", "vjp") for cls in functions]
     try:
-        found = gradients(outs, inputs, tangents)
+        with going_back(functions) as changed:
+            found = gradients(outs, inputs, tangents)
     except (RuntimeError, NotImplementedError) as error:
         raise Break("backward", str(error), "the graph runs as it is, and its backward raises") from error
-    finally:
-        changed = [there.put_back() for there in outside]
-    if any(changed):
+    if changed:
         raise Break("backward", "a backward changes an object that others have", "return what is new")
     return found
 
