@@ -100,6 +100,7 @@ def _bits(number: float) -> int:
 # The float nearest to ln(2), and the rest: 32nds times the first, less what they are near to, are exact.
 LN2_FLOAT, LN2_REST = 0.693147182464599609375, -1.904654299957768e-09
 ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
+_ONE_MORE = round(LANES / functions.LN2)  # sixteenths of a power of two that are nearest to e
 #: Whether powers may be loose, to how many parts of one a table has, and to what is added to round to them.
 _PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
 #: How far `exp_reaching` reaches: up to 2^64.
@@ -334,18 +335,29 @@ def exp_near(x: Value, tables: tuple[Value, ...], loose: bool) -> tuple[Value, V
     return fma(power * r, functions.polynomial(r, _NEAR), power), bits
 
 
-def rounder(near: Value, loose: bool) -> Value:
+def rounder(near: Value) -> Value:
     """What `power_and_rest` adds to take powers over one near to that of a number."""
-    return fma(near, -1 / functions.LN2, _ROUNDERS[loose])
+    return fma(near, -1 / functions.LN2, ROUNDER_NEAR)
 
 
-def power_and_rest(x: Value, rounder: Value, loose: bool) -> tuple[Value, Value]:
+def power_and_rest(x: Value, rounder: Value) -> tuple[Value, Value]:
     """A float p and a small r: e^x is p e^r over the power that the rounder was made for.
 
-    With r^2 / 2, but where it may be `loose`, it is as exact as `exp_summed`, which see.
+    With r^2 / 2 it is as exact as `exp_summed`, which see.
     """
-    power, _, r, _ = _power_and_rest(x, _registers(x, _entries(_PARTS[loose])), rounder)
+    power, _, r, _ = _power_and_rest(x, _registers(x, _entries(_NEAR_STEPS)), rounder)
     return power, r
+
+
+def loose_factors(x: Value) -> tuple[Value, Value]:
+    """Two floats whose product is e^x, but for a factor that all x have, to 2^-11; 0 and any far below 0.
+
+    The second is what is left of x, and 1: its power, nearly.
+    """
+    t = fma(x, 1 / functions.LN2, ROUNDER)
+    n = t - (ROUNDER + _ONE_MORE / LANES)
+    turned = tuple(_POWERS[(k - _ONE_MORE) % LANES] for k in range(LANES))
+    return registers.scaled(looked_up(turned, t.bits(I32)), n), fma(n, -LN2_FLOAT, x)
 
 
 def _power_and_rest(
@@ -487,6 +499,12 @@ def to_bf16(low: Value, high: Value) -> Value:
     """Two registers rounded to one of bf16."""
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     return low.fn.call(name, BF16.wide(2 * LANES), high, low)
+
+
+def products_of_pairs(total: Value, a: Value, b: Value) -> Value:
+    """Sums of floats, with two products of neighbours in bf16 each; what is no normal number counts as 0."""
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return total.fn.call(name, total.type, total, a.bits(BF16), b.bits(BF16))
 
 
 #: By name, what stands in place of the functions of `kiln.generate.functions`; loose ones where results are

@@ -13,12 +13,12 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import MAX, MIN, SUM, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import SHORT, is_call, is_plain, source
-from kiln.fuse.nest import Apply, Axis, Fold, Place, Term, children, is_affine, terms
+from kiln.fuse.nest import Apply, Axis, Fold, Load, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
 from kiln.generate.functions import compute_type, exp_below, is_nan
 from kiln.generate.lanes import combined, lanes, shuffled, varying
-from kiln.generate.llvm import F32, F64, U32, Type, Value, fma
+from kiln.generate.llvm import F32, F64, I16, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
 from kiln.generate.softmax import LOWEST, guarded, pair
 from kiln.generate.streams import Streams
@@ -32,12 +32,16 @@ WAITING = 4096
 TOGETHER = 4
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
-SHORT_TOGETHER = 8
+SHORT_TOGETHER = 16  # an even number
 SMALL_SQUARES = 0x20000000  # the bits of 2^-63
 #: Rows after which a sum of floats starts anew, at least.
 ANEW = 16
-#: The lanes of two registers, in turn.
-_IN_TURN = [lane // 2 + lane % 2 * avx512.LANES for lane in range(2 * avx512.LANES)]
+#: The lanes of two registers, in turn; in turn by fours.
+_IN_TURN, _BY_FOURS = (
+    [k // (2 * n) * n + k % n + k // n % 2 * avx512.LANES for k in range(2 * avx512.LANES)] for n in (1, 4)
+)
+#: Where the first and the second register of the latter are in two rows of words, side by side.
+_BESIDE = [[k // 8 * 8 + k % 8 // 2 + k % 2 * 32 + half for k in range(32)] for half in (0, 4)]
 
 
 Memory: TypeAlias = "list[Value]"
@@ -262,20 +266,13 @@ class Columns(Words, Streams):
     def with_short(
         self, strip: Strip, held: list[Value], first: Value, count: int, short: list[list[Term]]
     ) -> list[Value]:  # fmt: skip
-        """The same by sums of floats; again where squares are too large or small, which is rare.
-
-        Even and odd columns go apart, if they can: words are read whole.
-        """
-        pairs = self.lanes == 2 * self.width and all(map(self.pairs, (factors[0] for factors in short)))
-        halves = 2 if pairs else 1
-        sums = [[self.fn.constant(0.0, F32.wide(self.lanes // halves))] * halves for _ in short]
-        for _ in self.at_rows(strip, first, count):
-            known: Any = ({}, {})
-            for parts, factors in zip(sums, short, strict=True):
-                values = [self.value(factors[0])] if not pairs else self.halves_of(factors[0], known)
-                for n, value in enumerate(values):
-                    parts[n] = fma(value, value, parts[n]) if len(factors) > 1 else parts[n] + value
-        whole = [parts[0] if len(parts) == 1 else shuffled(parts[0], _IN_TURN, parts[1]) for parts in sums]
+        """The same by sums of floats; again where squares are too large or small, which is rare."""
+        pairs = self.lanes == 2 * self.width and all(self.pairs(factors[0]) for factors in short)
+        if pairs and self.in_words and all(isinstance(factors[0], Load) for factors in short):
+            sums, order = self.by_two_rows(strip, first, count, short), _BY_FOURS
+        else:
+            sums, order = self.by_each_row(strip, first, count, short, 2 if pairs else 1), _IN_TURN
+        whole = [parts[0] if len(parts) == 1 else shuffled(parts[0], order, parts[1]) for parts in sums]
         usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, whole, strict=True)]
         outside = None
         for parts, factors in zip(sums, short, strict=True):
@@ -292,6 +289,36 @@ class Columns(Words, Streams):
             return self.fn.loop(first, first + count, 1, held, row)
 
         return self.fn.rarely(outside, usual, again)
+
+    def by_each_row(
+        self, strip: Strip, first: Value, count: int, short: list[list[Term]], halves: int
+    ) -> list[list[Value]]:  # fmt: skip
+        """Sums of floats; where there are two halves, even and odd columns go apart: words are read whole."""
+        sums = [[self.fn.constant(0.0, F32.wide(self.lanes // halves))] * halves for _ in short]
+        for _ in self.at_rows(strip, first, count):
+            known: Any = ({}, {})
+            for parts, factors in zip(sums, short, strict=True):
+                values = [self.value(factors[0])] if halves == 1 else self.halves_of(factors[0], known)
+                for n, value in enumerate(values):
+                    parts[n] = fma(value, value, parts[n]) if len(factors) > 1 else parts[n] + value
+        return sums
+
+    def by_two_rows(
+        self, strip: Strip, first: Value, count: int, short: list[list[Any]]
+    ) -> list[list[Value]]:  # fmt: skip
+        """The same of numbers as they are in memory, two rows at once, whose products are summed in pairs."""
+        sums = [[self.fn.constant(0.0, F32.wide(self.width))] * 2 for _ in short]
+        ones = self.fn.constant(0x3F80, I16.wide(self.lanes))
+        above: list[Value] = []
+        for _ in self.at_rows(strip, first, count):
+            known: Any = ({}, {})
+            words = [self.words_at(factors[0], known) for factors in short]
+            for parts, factors, before, word in zip(sums, short, above, words, strict=False):
+                for n, places in enumerate(_BESIDE):
+                    both = shuffled(before, places, word)
+                    parts[n] = avx512.products_of_pairs(parts[n], both, both if len(factors) > 1 else ones)
+            above = [] if above else words
+        return sums
 
     def halves_of(self, term: Term, known: Any) -> list[Value]:
         """A value at the even and at the odd columns at hand."""

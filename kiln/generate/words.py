@@ -6,6 +6,7 @@ afterwards whether all powers were floats, are found among the numbers as they a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,6 +25,8 @@ from kiln.generate.scalar import FOLDS
 LINE = 64
 #: Vectors of a block.
 VECTORS = 8
+#: Sums that are carried, so that they do not wait for each other.
+SUMS = 4
 #: What is found of bits: the largest number if it is positive, the smallest if it is negative.
 BOUNDS = ("smax", "umax")
 #: How far above and below the first number of a row others may be, and how far that may be from 0.
@@ -31,6 +34,8 @@ ABOVE, BELOW, FAR = 64.0, 80.0, 2.0**15
 
 
 Known: TypeAlias = "tuple[dict[int, Value], dict[int, Value]]"
+Read: TypeAlias = "list[tuple[Value, list[Any]]]"
+"""Registers of bits, and which of their halves count."""
 
 
 class Words(Rows):
@@ -136,7 +141,7 @@ class Words(Rows):
     def word(self, load: Load, place: Value, end: Value | None, other: Value) -> tuple[Value, list[Any]]:
         """The bits of a register of numbers, and which of the halves count: `other` stands for the rest."""
         assert self.vector is not None
-        fn, kind = self.fn, other.type.wide(8 * LINE // other.type.bits)
+        fn, kind = self.fn, other.type
         self.push()
         self.variables[self.vector.variable] = place
         address = self.address(load, kind)
@@ -146,64 +151,97 @@ class Words(Rows):
             return fn.load(address, kind), [None] * parts
         live = (place.splat(kind.width) + self.ramp(kind.width)) < end
         name, align = f"llvm.masked.load.{kind.suffix}.p0", fn.constant(kind.bits // 8, I32)
-        read = fn.call(name, kind, address, align, live, other.splat(kind.width))
+        read = fn.call(name, kind, address, align, live, other)
         return read, [live] if parts == 1 else [shuffled(live, range(k, kind.width, 2)) for k in range(2)]
 
     def by_words(self, read: Load, loose: bool) -> list[Value]:
-        """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-22 or 2^-13.
+        """Whether all is well, the largest of a row, and the sum of powers below it, to 2^-22 or 2^-11.
 
         The sum is divided by what the largest value counts in it, which is 1 then.
         """
-        fn, width, kind = self.fn, self.width, I16 if read.dtype is torch.bfloat16 else I32
-        step = 8 * LINE // kind.bits
+        kind = I16 if read.dtype is torch.bfloat16 else I32
+        assert self.vector is not None
+        self.push()
+        self.variables[self.vector.variable] = self.index(self.vector.low)
+        first = self.fn.load(self.address(read, kind), kind).splat(8 * LINE // kind.bits)
+        self.pop()
+        return self.loosely(read, first) if loose else self.exactly(read, first)
+
+    def each_word(
+        self, read: Load, first: Value, held: list[Value], body: Callable[..., list[Value]], vectors: int = 1
+    ) -> list[Value]:
+        """A loop over the words of a row, of so many vectors at once, and one over those that are left.
+
+        The body is given, for each word, its bits and which of its halves count, and what is held; the first
+        number of the row stands for those that do not count.
+        """
         assert self.vector is not None
         low, end = self.index(self.vector.low), self.index(self.vector.size)
-        self.push()
-        self.variables[self.vector.variable] = low
-        first = fn.load(self.address(read, kind), kind)
-        self.pop()
-        near = _float(first)
-        rounder = avx512.rounder(near, loose).splat(width)
+        step = first.type.width
+        block = max(vectors * self.width, step)
 
         def some(count: int, last: Value | None, i: Value, held: list[Value]) -> list[Value]:
-            *bounds, sums, rests, squares = held
-            powers = []
-            for k in range(count):
-                word, live = self.word(read, i + k * step, last, first)
-                bounds = [b.intrinsic(name, word) for b, name in zip(bounds, BOUNDS, strict=True)]
-                for half, counts in zip(_halves(word), live, strict=True):
-                    power, rest = avx512.power_and_rest(half, rounder, loose)
-                    powers.append(power if counts is None else counts.where(power, 0.0))
-                    if loose:
-                        rests = fma(powers[-1], rest, rests)
-                        continue
-                    part = powers[-1] * rest
-                    rests, squares = rests + part, fma(part, rest, squares)
-            return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests, squares]
+            return body([self.word(read, i + k * step, last, first) for k in range(count)], held)
 
-        held = [first.splat(step)] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 3
-        block = VECTORS * width
         whole = low + (end - low) / block * block
-        held = fn.loop(low, whole, block, held, partial(some, block // step, None))
-        *bounds, sums, rests, squares = fn.loop(whole, end, step, held, partial(some, 1, end))
-        rests = rests if loose else fma(squares, 0.5, rests)
-        positive, negative = map(_reduced, bounds, BOUNDS)
+        held = self.fn.loop(low, whole, block, held, partial(some, block // step, None))
+        return self.fn.loop(whole, end, step, held, partial(some, 1, end))
+
+    def largest_word(self, read: Load, first: Value, bits: Value) -> Value:
+        """The largest number of a row, given the largest one of the signed numbers that the bits are."""
 
         def least_negative() -> list[Value]:
-            def one(last: Value | None, i: Value, held: list[Value]) -> list[Value]:
-                return [held[0].intrinsic("umin", self.word(read, i, last, first)[0])]
+            def less(words: Read, held: list[Value]) -> list[Value]:
+                return [held[0].intrinsic("umin", words[0][0])]
 
-            found = fn.loop(low, whole, step, [first.splat(step)], partial(one, None))
-            return [_reduced(fn.loop(whole, end, step, found, partial(one, end))[0], "umin")]
+            return [_reduced(self.each_word(read, first, [first], less)[0], "umin")]
 
-        (bits,) = fn.rarely(positive < 0, [positive], least_negative)  # all are below 0
-        largest = _float(bits)
+        positive = _reduced(bits, "smax")
+        return _float(self.fn.rarely(positive < 0, [positive], least_negative)[0])  # all are below 0
+
+    def loosely(self, read: Load, first: Value) -> list[Value]:
+        """The same to 2^-11; powers of what is far below 0 are 0."""
+        fn, width = self.fn, self.width
+
+        def some(words: Read, held: list[Value]) -> list[Value]:
+            most, *sums = held
+            for half, counts in _floats(words):
+                power, rest = avx512.loose_factors(half)
+                power = power if counts is None else counts.where(power, 0.0)
+                sums = [*sums[1:], fma(power, rest, sums[0])]
+            return [_folded("smax", most, words), *sums]
+
+        held = [first, *[fn.constant(0.0, F32.wide(width))] * SUMS]
+        most, *sums = self.each_word(read, first, held, some, VECTORS)
+        (total,) = across_lanes([tree(sums, FOLDS["sum"][2])], lambda a, b: [a[0] + b[0]])
+        largest = self.largest_word(read, first, most)
+        power, rest = map(first_lane, avx512.loose_factors(largest.splat(width)))
+        return [(absolute(largest) <= ABOVE) & total.compare("eq", total), largest, total / (power * rest)]
+
+    def exactly(self, read: Load, first: Value) -> list[Value]:
+        """The same to 2^-22, in terms of the first number, where all powers are floats."""
+        fn, width, near = self.fn, self.width, _float(first_lane(first))
+        rounder = avx512.rounder(near).splat(width)
+
+        def some(words: Read, held: list[Value]) -> list[Value]:
+            *bounds, sums, rests, squares = held
+            powers = []
+            for half, counts in _floats(words):
+                power, rest = avx512.power_and_rest(half, rounder)
+                powers.append(power if counts is None else counts.where(power, 0.0))
+                part = powers[-1] * rest
+                rests, squares = rests + part, fma(part, rest, squares)
+            bounds = [_folded(name, b, words) for b, name in zip(bounds, BOUNDS, strict=True)]
+            return [*bounds, sums + tree(powers, FOLDS["sum"][2]), rests, squares]
+
+        held = [first] * len(BOUNDS) + [fn.constant(0.0, F32.wide(width))] * 3
+        most, negative, sums, rests, squares = self.each_word(read, first, held, some, VECTORS)
+        negative = _reduced(negative, "umax")
         smallest = (negative < 0).where(_float(negative), 0.0)
+        largest = self.largest_word(read, first, most)
         fine = (absolute(near) <= FAR) & (largest <= near + ABOVE) & (smallest >= near - BELOW)
-        power, rest = map(first_lane, avx512.power_and_rest(largest.splat(width), rounder, loose))
-        if loose:
-            (total,) = across_lanes([sums + rests], lambda a, b: [a[0] + b[0]])
-            return [fine, largest, total / fma(power, rest, power)]
+        power, rest = map(first_lane, avx512.power_and_rest(largest.splat(width), rounder))
+        rests = fma(squares, 0.5, rests)
         both = across_lanes([sums, rests], lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
         power, rest, total, more = (v.to(F64) for v in (power, rest * fma(rest, 0.5, 1.0), *both))
         return [fine, largest, ((total + more) / fma(power, rest, power)).to(F32)]
@@ -220,6 +258,17 @@ def _halves(word: Value) -> list[Value]:
         return [word.bits(F32)]
     both = word.bits(I32)
     return [(both << 16).bits(F32), (both & -0x10000).bits(F32)]
+
+
+def _floats(words: Read) -> list[tuple[Value, Any]]:
+    """The halves of words, and which lanes of them count."""
+    return [pair for word, live in words for pair in zip(_halves(word), live, strict=True)]
+
+
+def _folded(name: str, value: Value, words: Read) -> Value:
+    for word, _ in words:
+        value = value.intrinsic(name, word)
+    return value
 
 
 def _float(bits: Value) -> Value:
