@@ -215,7 +215,7 @@ def timed(step: Callable[[], object], module: nn.Module) -> dict[str, float]:
 STAGES = {
     "capture": "kiln.pipeline:capture", "trace": "kiln.ahead:trace", "partition": "kiln.ahead:partition",
     "arrange": "kiln.compiler:arranged", "fuse": "kiln.launch.program:fused",
-    "write": "kiln.launch.program:plan_on", "machine code": "kiln.launch.cuda:Loading.finish",
+    "write": "kiln.launch.gpu:plan_on", "machine code": "kiln.launch.cuda:Loading.finish",
     "plan": "kiln.launch.device:DevicePlanner.plan",
 }  # fmt: skip
 

@@ -38,17 +38,16 @@ from kiln.differentiate.trace import trace
 from kiln.differentiate.training import Compiler, Run
 from kiln.expand.expand import expand
 from kiln.ops.cudnn_rnn import of_packed
-from kiln.ops.fake import make
+from kiln.ops.levels import LEVELS
 from kiln.ops.lift import is_symbolic
 from kiln.ops.random import draw
+from kiln.ops.record import fake_of
 from kiln.ops.symint import wrap
 
 # What stands between the program and its compiled graphs.
 hide(finish, parts, results, run, training)
 
 T = TypeVar("T")
-
-LEVELS = ("aten", "core", "prims")
 
 LOST = frozenset({
     "_enter_inference_mode", "_set_default_dtype", "set_default_dtype", "manual_seed", "seed",
@@ -293,8 +292,7 @@ def through_fx(compiler: GraphCompiler, graph: Graph) -> Run:
 def example(spec: Any) -> Any:
     """A value of a type, without data."""
     if isinstance(spec, TensorSpec):
-        shape, stride = (tuple(map(wrap, sizes)) for sizes in (spec.shape, spec.stride))
-        return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
+        return fake_of(spec)
     if isinstance(spec, (tuple, list)):
         return type(spec)(map(example, spec))
     return wrap(spec) if isinstance(spec, Expr) else None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,16 +16,22 @@ import torch
 from kiln import _hook, _launch, backends, modules, pipeline, redirect
 from kiln.base import dump, live, log, marks, strict
 from kiln.base import records as recorded
+from kiln.base.later import later
 from kiln.base.options import Backend, Compile, unknown
 from kiln.base.options import config as config
-from kiln.observe.explain import Captured, Explanation
-from kiln.observe.minify import Minified
-from kiln.observe.minify import minify as reduced
 from kiln.shared import Alike, Kept, outline
+
+if TYPE_CHECKING:
+    from kiln.observe.explain import Captured, Explanation
+    from kiln.observe.minify import Minified
 
 register_backend = backends.register_backend
 list_backends = backends.list_backends
 lookup_backend = backends.lookup_backend
+
+explanation = later("kiln.observe.explain:Explanation")
+captured = later("kiln.observe.explain:Captured.of")
+reduced = later("kiln.observe.minify:minify")
 
 ARGUMENTS = ("model", "fullgraph", "dynamic", "backend", "mode", "options", "disable")
 
@@ -53,10 +59,10 @@ def compile(
     if mode is not None and options:
         raise ValueError("compile takes a mode or options, not both: mode is a name for a set of options")
     given = dict(options or {})
-    bound, backend_name = backends.resolve(backend, mode, given)
+    bound = backends.resolve(backend, mode, given)
     if disable:
         return (lambda function: function) if model is None else model
-    asked = Compile(bound, backend_name, bool(fullgraph), dynamic, mode, MappingProxyType(given))
+    asked = Compile(bound, bool(fullgraph), dynamic, mode, MappingProxyType(given))
     again = functools.partial(
         compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend, mode=mode, options=options
     )
@@ -401,7 +407,8 @@ def explain(f: Any, **arguments: Any) -> Callable[..., Explanation]:
     def explained(*args: Any, **kwargs: Any) -> Explanation:
         with recorded.collect() as collected:
             result = compiled(*args, **kwargs)
-        return Explanation(collected, result)
+        found: Explanation = explanation(collected, result)
+        return found
 
     return explained
 
@@ -425,7 +432,8 @@ def capture(f: Any, *args: Any, **kwargs: Any) -> Captured:
 
     with recorded.collect() as collected:
         result = compile(f, fullgraph=True, backend=keep)(*args, **kwargs)
-    return Captured.of(collected, seen, result)
+    found: Captured = captured(collected, seen, result)
+    return found
 
 
 def minify(f: Any, *args: Any, path: Any = None, **arguments: Any) -> Minified:
@@ -436,7 +444,8 @@ def minify(f: Any, *args: Any, path: Any = None, **arguments: Any) -> Minified:
     ("kiln_report.py") that ends with an error while the fault is there. Where capture itself fails the script
     holds the function's source. A program that does not fail is a KilnError.
     """
-    return reduced(f, args, arguments, path, compile)
+    found: Minified = reduced(f, args, arguments, path, compile)
+    return found
 
 
 def install() -> redirect.Redirection:

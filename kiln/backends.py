@@ -67,30 +67,24 @@ def lookup_backend(backend: str | Backend) -> Backend:
     return _registered[backend]
 
 
-def resolve(backend: str | Backend, mode: str | None, options: Mapping[str, Any]) -> tuple[Backend, str]:
-    """The backend for one compile call, with its mode and options checked and bound, and its name."""
+def resolve(backend: str | Backend, mode: str | None, options: Mapping[str, Any]) -> Backend:
+    """The backend for one compile call, with its mode and options checked and bound."""
     if mode is not None and mode not in MODES:
         raise unknown("mode", mode, MODES)
     found = lookup_backend(backend)
-    if not isinstance(backend, str):
-        return _bound(found, mode, options), getattr(backend, "__name__", type(backend).__name__)
-    if backend in _native:
+    if isinstance(backend, str) and backend in _native:
         for name in options:
             if name not in OPTION_NAMES:
                 raise unknown(f"option of backend {backend!r}:", name, OPTION_NAMES)
         with_changes(config.now, options)
-        return found, backend
-    return _bound(found, mode, options), backend
-
-
-def _bound(backend: Backend, mode: str | None, options: Mapping[str, Any]) -> Backend:
-    """Hand mode and options to a backend as keywords, where they were given."""
+        return found
+    # Another backend takes mode and options as keywords, where they were given.
     given: dict[str, Any] = {}
     if mode not in (None, "default"):
         given["mode"] = mode
     if options:
         given["options"] = dict(options)
-    return partial(backend, **given) if given else backend
+    return partial(found, **given) if given else found
 
 
 def _names() -> str:

@@ -119,7 +119,7 @@ def all_modules() -> Iterator[None]:
     """Compile every module at its outermost call, until a program compiles something itself."""
     plain: Any = torch.nn.Module.__call__
     known: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
-    backend, name = backends.resolve(backends.DEFAULT, None, {})
+    backend = backends.resolve(backends.DEFAULT, None, {})
 
     def compiled(region: Any, argv: tuple[Any, ...]) -> Any:
         module, args, kwargs = argv
@@ -127,7 +127,7 @@ def all_modules() -> Iterator[None]:
             return plain(module, *args, **kwargs)
         own = known.get(module)
         if own is None:
-            asked = Compile(backend, name, name=type(module).__qualname__)
+            asked = Compile(backend, name=type(module).__qualname__)
             own = known[module] = pipeline.region(plain, asked)
         return own(module, *args, **kwargs)
 

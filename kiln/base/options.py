@@ -41,7 +41,6 @@ class Compile:
     """What one `kiln.compile` call asked for, shared by all regions that come of it, resume functions too."""
 
     backend: Backend
-    backend_name: str = "eager"
     fullgraph: bool = False
     dynamic: bool | None = None
     mode: str | None = None

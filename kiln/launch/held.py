@@ -26,8 +26,7 @@ from kiln.launch.cache import disk
 from kiln.launch.layers import more_held, repeated
 from kiln.launch.native import set_up
 from kiln.launch.plan import linked
-from kiln.launch.program import Run, compile_graph
-from kiln.launch.tune import Way, choice
+from kiln.launch.program import Run, choice, compile_graph
 from kiln.ops.meta import reach
 
 
@@ -108,12 +107,12 @@ def gains(graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], fr
     """Whether the frozen form of a graph is the faster one, by the clock."""
     untuned = replace(settings, mode="default")
     tensors = [held[i] for i in frozen.held]
-    ways: dict[str, Way] = {
+    ways = {
         "frozen": lambda: ("frozen", lambda: Held(frozen, compile_graph(frozen.rest, untuned), tensors).run),
         "plain": lambda: ("plain", lambda: compile_graph(graph, untuned)),
     }
     store, specs = disk(settings.cache_bytes), [node.spec for node in graph.inputs]
-    return choice(str(graph), ways, specs, store, held) == "frozen"
+    return bool(choice(str(graph), ways, specs, store, held) == "frozen")
 
 
 class Held:

@@ -298,8 +298,9 @@ class Planner:
             if len(launch.kernel.stages) > 1 and not self.device[0]:
                 for later, earlier in successors(launch.kernel).items():
                     pairs[later] = [*pairs.get(later, ()), *earlier]
-        for read in pairs.get(buffer, ()):
-            left = self.events.value(launch.reads.get(read) or launch.writes.get(read) or node)
+        found = [launch.reads.get(read) or launch.writes.get(read) or node for read in pairs.get(buffer, ())]
+        own = self.program.overwrites.get(node)
+        for left in sorted(map(self.events.value, found), key=lambda left: left is not own):
             if left in self.homes and left not in self.taken and self.gives_way(left, node):
                 self.taken.add(left)
                 return left

@@ -16,6 +16,7 @@ from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Uneven
 from kiln.base.fx import runner
 from kiln.base.graph import Graph, Node, TensorSpec, tensors
+from kiln.base.later import later
 from kiln.base.options import Settings, config
 from kiln.base.progress import working
 from kiln.expand.edited import EditedFile, revisable
@@ -38,18 +39,17 @@ from kiln.fuse.views import supported
 from kiln.generate.code import generate
 from kiln.generate.cpu import assembly
 from kiln.launch.cache import disk
-from kiln.launch.device import plan_on
 from kiln.launch.few import Few, few_of
-from kiln.launch.graphs import Recorded, can_record
 from kiln.launch.inplace import with_writes_last
 from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
-from kiln.launch.sides import Sides, parted
-from kiln.launch.templates import with_templates
-from kiln.launch.told import tell
-from kiln.launch.tune import choice, tuned
 
 aten = torch.ops.aten
+
+# What few programs need: graphs over a GPU and the CPU, those that somebody wants explained or tuned.
+parted, Sides = later("kiln.launch.sides:parted"), later("kiln.launch.sides:Sides")
+choice, tuned = later("kiln.launch.tune:choice"), later("kiln.launch.tune:tuned")
+tell = later("kiln.launch.told:tell")
 
 Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 
@@ -78,26 +78,6 @@ def on_cpu(program: Program, device: torch.device, settings: Settings, dump: Dum
         return plan
 
     return Begun(finish, code is None or code.is_here, made)
-
-
-def on_gpu(program: Program, device: torch.device, settings: Settings, dump: Dump) -> Begun:
-    """A program as a plan that starts kernels on a GPU."""
-    if settings.tunes:
-        program = with_templates(program, device, disk(settings.cache_bytes), dump.title)
-    program.steps = with_writes_last(program)
-    with records.timed("generate", dump.name, dump.half), working(f"generating code for {dump.title}"):
-        planned = plan_on(program, device, disk(settings.cache_bytes), apart=not settings.records)
-
-    def finish() -> Run:
-        plan = planned()
-        plan.title = dump.title
-        dump.show("plan", "plan", "txt", lambda: str(plan))
-        places = {node: i for i, node in enumerate(program.graph.inputs)}
-        written = frozenset(places[node] for node in program.overwrites.values())
-        recorded = settings.records and can_record(program)
-        return Recorded(plan, device.index or 0, written) if recorded else plan
-
-    return Begun(finish, is_done=False)
 
 
 def revised(dump: Dump, text: str) -> str:
@@ -221,7 +201,7 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
 #: For each device how its graphs are fused, and how a program becomes a function.
 TARGETS: dict[str, tuple[Fusing, Link]] = {
     "cpu": (WAYS["usual"], on_cpu),
-    "cuda": (Fusing(GRIDS), on_gpu),
+    "cuda": (Fusing(GRIDS), later("kiln.launch.gpu:on_gpu")),
 }
 
 

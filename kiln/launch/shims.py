@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.graph import Node, TensorSpec, argument
+from kiln.base.expressions import hinted
+from kiln.base.graph import Node, TensorSpec, argument, tensors
 from kiln.launch.native import function
 from kiln.ops.levels import with_gradients
 from kiln.ops.table import overload
@@ -196,6 +197,5 @@ MAKERS: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {
 
 def work_of_call(node: Node) -> float:
     """About how many operations an eager kernel makes, for what letting go of the GIL is worth."""
-    shapes = [[int(getattr(n, "hint", n)) for n in read.spec.shape] for read in node.inputs()
-              if isinstance(read.spec, TensorSpec)]  # fmt: skip
+    shapes = [[*map(hinted, spec.shape)] for spec in tensors([read.spec for read in node.inputs()])]
     return float(sum(map(math.prod, shapes)) * max((shape[-1] for shape in shapes if shape), default=1))

@@ -17,6 +17,7 @@ from kiln.base import log, records
 from kiln.base.dataclass import dataclass
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in, retarget
 from kiln.base.progress import watched
+from kiln.expand.products import PRODUCTS
 from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Buffer
 from kiln.fuse.program import Program
@@ -30,11 +31,8 @@ from kiln.launch.device import capability, plan_on
 from kiln.launch.products import ENTRY, Template, triton
 from kiln.launch.tune import GAIN, Run, example, fixed, key, settled
 
-aten = torch.ops.aten
 FORMAT, USUAL = "product 2", "usual"
 ROUNDS, TURNS = 3, 20
-#: Where the matrices stand among the arguments.
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 LEAST = 1 << 24  # multiplications from which on a product is timed
 
 

@@ -13,18 +13,7 @@ from kiln._launch import Plan
 from kiln.base import records
 from kiln.base.dump import Dump
 from kiln.base.expressions import hinted
-from kiln.base.graph import (
-    CONSTANT,
-    INPUT,
-    Graph,
-    Node,
-    TensorSpec,
-    call_text,
-    label,
-    nodes_in,
-    show_spec,
-    tensors,
-)
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, call_text, label, nodes_in, show_spec, tensors
 from kiln.base.places import origin_of, places_of, user_place
 from kiln.base.records import Fused, KernelRecord, Lodged, PlanRecord, Step, Value, ValuesRecord
 from kiln.fuse.folds import folded_dims
@@ -200,4 +189,4 @@ def shown_by(node: Node) -> Node | None:
 
 def nbytes(node: Node) -> int:
     """The bytes of a value, by the sizes when traced."""
-    return sum(hinted(size_of(spec)) for spec in tensors((node.spec,)) if isinstance(spec, TensorSpec))
+    return sum(hinted(size_of(spec)) for spec in tensors((node.spec,)))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kiln
-from kiln.launch import graphs, program
+from kiln.launch import gpu, graphs
 
 from .test_values import GPU, MODELS, Language
 
@@ -18,13 +18,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.fixture
 def recorded(monkeypatch):
     """The plans that may be replayed as graphs, in the order in which they were made."""
-    found, make = [], program.Recorded
+    found, make = [], gpu.Recorded
 
     def noted(*args):
         found.append(make(*args))
         return found[-1]
 
-    monkeypatch.setattr(program, "Recorded", noted)
+    monkeypatch.setattr(gpu, "Recorded", noted)
     kiln.reset()
     with kiln.config.patch(strict=True):
         yield found

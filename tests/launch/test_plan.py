@@ -364,6 +364,24 @@ def test_inputs_are_written_in_place_where_nothing_can_fail():
     assert steps(plan_of(lambda x: (x * 2,), {}, x)) == ["make", "launch"]
 
 
+def test_a_fused_step_writes_its_state_and_gives_gradients_as_they_are():
+    def step(p, q, m, n, v, w, count, other, a, b):
+        rates = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+        lists = [p, q], [a @ b, b @ a], [m, n], [v, w], [], [count, other]
+        made = torch.ops.aten._fused_adamw.default(*lists, **rates, amsgrad=False, maximize=False)
+        return *made[0], *made[1], *made[2], *made[3]
+
+    state = [rand(64, 64).abs() + 1 for _ in range(6)]
+    inputs = [*state, torch.tensor(3.0), torch.tensor(3.0), rand(64, 64), rand(64, 64)]
+    graph, expected = recorded(step, *inputs), step(*inputs)
+    graph.overwrites = {0: 0, 1: 1, 4: 2, 5: 3, 6: 4, 7: 5}
+    plan = compile_graph(graph)
+    assert str(plan).count("empty [64, 64]") == 2  # the gradients
+    got = plan(list(inputs))
+    assert all(one is two for one, two in zip([*got[:2], *got[4:]], state, strict=True))
+    torch.testing.assert_close(tuple(got), expected)
+
+
 def test_overlapping_inputs_that_are_written():
     def program(a, b):
         a.mul_(2)
