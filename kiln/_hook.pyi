@@ -60,10 +60,13 @@ class Entry:
     def run(self) -> Callable[..., Any]: ...
     @property
     def info(self) -> Any: ...
+    @property
+    def hit(self) -> bool: ...
 
 class Region:
     enabled: bool
     limit_hit: bool
+    wait: int
     __name__: str
     __qualname__: str
     __module__: str

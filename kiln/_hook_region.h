@@ -10,6 +10,7 @@ typedef struct {
     Guards *guards;
     PyObject *run;
     PyObject *info;
+    char hit; /* whether a call after the one it was made for has run it */
 } Entry;
 
 typedef struct {
@@ -26,6 +27,7 @@ typedef struct {
     struct Runner *runner; /* of the trampoline: borrowed */
     char enabled;
     char limit_hit;
+    int wait; /* how many misses run the original before the next one compiles */
 } Region;
 
 static PyTypeObject Entry_Type, Region_Type;
@@ -67,6 +69,7 @@ static PyMemberDef Entry_members[] = {
     {"guards", T_OBJECT, offsetof(Entry, guards), READONLY, NULL},
     {"run", T_OBJECT, offsetof(Entry, run), READONLY, NULL},
     {"info", T_OBJECT, offsetof(Entry, info), READONLY, NULL},
+    {"hit", T_BOOL, offsetof(Entry, hit), READONLY, "Whether a call after the one it was made for has run it."},
     {NULL},
 };
 
@@ -270,6 +273,7 @@ static Entry *find_entry(Region *self, PyObject *const *argv, Py_ssize_t argc, i
         Entry *entry = (Entry *)Py_NewRef(self->entries[i]);
         int holds = entry->guards == NULL || entry->run == NULL ? 0 : guards_check(entry->guards, argv, argc);
         if (holds == 1) {
+            entry->hit = 1;
             if (i != 0)
                 move_to_front(self, entry);
             return entry;
@@ -296,6 +300,10 @@ static PyObject *region_run(Region *self, PyObject *const *argv, Py_ssize_t argc
     }
     if (error || self->limit_hit)
         return NULL;
+    if (self->wait > 0) {
+        self->wait--;
+        return NULL;
+    }
     return call_miss(self, argv, argc, whole);
 }
 
@@ -376,6 +384,7 @@ static Entry *entry_new(PyObject *guards, PyObject *run, PyObject *info)
     entry->guards = (Guards *)Py_XNewRef(guards);
     entry->run = Py_NewRef(run);
     entry->info = Py_NewRef(info);
+    entry->hit = 0;
     PyObject_GC_Track(entry);
     return entry;
 }
@@ -427,6 +436,7 @@ static void drop_entries(Region *self)
 static PyObject *Region_clear_entries(Region *self, PyObject *unused)
 {
     drop_entries(self);
+    self->wait = 0;
     Py_RETURN_NONE;
 }
 
@@ -544,6 +554,7 @@ static PyMemberDef Region_members[] = {
     {"miss", T_OBJECT, offsetof(Region, miss), READONLY, "Called with (region, argv) when no entry fits."},
     {"enabled", T_BOOL, offsetof(Region, enabled), 0, "When False the original runs."},
     {"limit_hit", T_BOOL, offsetof(Region, limit_hit), 0, "When True a miss runs the original."},
+    {"wait", T_INT, offsetof(Region, wait), 0, "How many misses run the original before the next one compiles."},
     {NULL},
 };
 

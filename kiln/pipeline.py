@@ -33,6 +33,7 @@ from kiln.capture.world import TEXTS
 from kiln.check.failures import failure
 from kiln.check.guards import Equals, Guard
 from kiln.check.shapes import varying
+from kiln.check.state import observed
 from kiln.check.tree import GuardSet
 from kiln.shared import KEPT, LOCK, Alike, Between, Family, Kept, family_of
 
@@ -58,6 +59,10 @@ class Entry:
         at = self.found.place(guard)
         return None if at is None else place_at(*at)
 
+
+#: From so many entries on that no later call has run, misses run the original before another is compiled, and
+#: twice as many each time: a list that is longer in every call would be compiled for in each of them.
+UNUSED = 8
 
 #: Methods that reading an attribute runs: the code and the guards of a region read attributes themselves.
 ATTRIBUTE_LOOKUP = frozenset({"__getattribute__", "__getattr__"})
@@ -203,8 +208,9 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     entries = region.entries
     stance = live.stance()
     transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-    if stance == "eager_on_recompile" or transformed:
-        return None  # tensors of a functorch transform, or with tangents, are not those of a graph
+    if stance == "eager_on_recompile" or transformed or observed():
+        # Tensors of a functorch transform, or with tangents, are not those of a graph; modes are to see ops.
+        return None
     failing = [(entry.info, failing_guards(entry.info, argv)) for entry in entries]
     failures = [[failure(guard, argv, entry.place(guard)) for guard in found] for entry, found in failing]
     if stance == "fail_on_recompile":
@@ -255,6 +261,10 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     if first:
         family.first[region] = captured.guards.guards
         return captured.run
+    unused = sum(not entry.hit for entry in entries) - UNUSED * family.modules
+    if unused >= 0 and not asked.fullgraph:  # which promises a graph
+        region.wait = 1 << min(unused, 16)
+        log.say("recompiles", f"{name}: graphs served one call each, {region.wait} without one run in Python")
     return install(region, captured, name, argv)
 
 

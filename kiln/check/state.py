@@ -63,6 +63,12 @@ def read_state() -> State:
     }
 
 
+def observed() -> bool:
+    """Whether modes see the torch calls of this thread, and may make something else of them."""
+    modes = _get_current_function_mode_stack()
+    return torch._C._len_torch_dispatch_stack() > 0 or any(type(m) is not DeviceContext for m in modes)
+
+
 def _default_device() -> str:
     modes = [m for m in _get_current_function_mode_stack() if isinstance(m, DeviceContext)]
     return str(modes[-1].device) if modes else "cpu"

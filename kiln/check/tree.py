@@ -126,9 +126,6 @@ class GuardSet:
         """Where in the program the read stood that asked for one of `guards`."""
         return self._places.get(guard)
 
-    def __len__(self) -> int:
-        return len(self.guards)
-
     def build(self, settled: bool = False) -> _hook.Guards:
         """The guards in C; settled ones trust tensors in dicts as long as no dict has changed."""
         tree = _Tree()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import kiln, one_graph, same_as_eager, t
 
@@ -80,3 +82,31 @@ def test_a_mode_that_stays_entered():
     finally:
         torch.overrides._pop_mode()
     torch.testing.assert_close(got, want)
+
+
+class Scaling(TorchFunctionMode):
+    def __init__(self, k):
+        self.k = k
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * self.k if func is torch.sin else out
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_modes_around_a_call_see_its_ops(backend):
+    def f(x):
+        return torch.sin(x) @ x
+
+    kiln.reset()
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X), f(X))
+        for k in (2, 3):  # of one class, in another state
+            with Scaling(k):
+                torch.testing.assert_close(compiled(X), f(X))
+        with FlopCounterMode(display=False) as counter:
+            compiled(X)
+        assert counter.get_total_flops() == 2 * 4**3
+        with torch.device("meta"):  # which says where factories put tensors, and nothing else
+            torch.testing.assert_close(compiled(X), f(X))

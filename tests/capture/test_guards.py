@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import logging
 import threading
 import types
@@ -641,6 +642,53 @@ def test_identity_reads_are_guarded():
     w.pin(graphs=2)
 
 
+class Plain:
+    pass
+
+
+OBJECTS = [Plain() for _ in range(4)]
+ADDRESSES = {id(OBJECTS[0]): 1, id(OBJECTS[1]): 2}
+ORDER = list(ADDRESSES)
+KNOWN = {OBJECTS[0]: 1, OBJECTS[1]: 2}
+
+
+@needs_kiln
+@pytest.mark.parametrize("f", [
+    lambda x: id(x) in ADDRESSES, lambda x: id(x) in ORDER, lambda x: ADDRESSES.get(id(x), 0),
+    lambda x: ORDER.count(id(x)), lambda x: id(x) == ORDER[0], lambda x: ORDER[1] != id(x),
+    lambda x: hash(x) == hash(OBJECTS[0]), lambda x: x in KNOWN, lambda x: KNOWN.get(x), lambda x: KNOWN[x] if x in KNOWN else 0,
+    lambda x: len({id(y): y for y in (x, OBJECTS[0])}), lambda x: len({x, OBJECTS[0]}), lambda x: len({**{OBJECTS[0]: 1}, x: 1}),
+    lambda x: {y for y in (x, OBJECTS[0])} == {OBJECTS[0]},
+])  # fmt: skip
+def test_which_object_is_sought(f):
+    """What is found by an object's identity, or by its address, is for that object; another is told apart."""
+    compiled = kiln.compile(lambda x: (f(x), torch.ones(1)), backend="eager", fullgraph=True)
+    for x in (*OBJECTS, *OBJECTS):
+        assert compiled(x)[0] == f(x)
+    kiln.reset()
+    for x in (OBJECTS[3], OBJECTS[1], OBJECTS[2], OBJECTS[0]):
+        assert compiled(x)[0] == f(x)
+
+
+@needs_kiln
+def test_a_cache_answers_where_what_it_keeps_cannot_be_captured():
+    made = []
+
+    @functools.cache
+    def table(name):
+        made.append(print(end=""))
+        return Plain()
+
+    def f(x, key):
+        return x + 1, table(key)
+
+    compiled = kiln.compile(f, backend="eager")
+    with kiln.records() as seen:
+        found = [compiled(X, OBJECTS[0])[1] for _ in range(3)]
+    assert len(made) == 1 and found[0] is found[1] is found[2] is table(OBJECTS[0])
+    assert len(seen.breaks) == 1 and not seen.recompiles
+
+
 # The cache of a function.
 
 
@@ -655,6 +703,44 @@ def test_cache_limit_runs_eagerly_and_says_so_once(caplog):
     assert len(said) == 1 and "eager" in said[0], caplog.text
     with kiln.config.patch(cache_limit=3):
         w(X, 99)
+
+
+@needs_kiln
+def test_graphs_that_no_later_call_runs_become_rare():
+    """What differs in every call is compiled for less and less often; what comes again, at once."""
+    kept = []
+
+    @kiln.compile(backend="eager")
+    def f(x):
+        kept.append(x)
+        return sum(kept)
+
+    with kiln.records() as seen:
+        for n in range(60):
+            assert f(torch.ones(2)).tolist() == [n + 1] * 2
+        assert len(seen.graphs) == 8 + 6
+        for _ in range(3):
+            for n in range(0, 30):
+                del kept[n:]
+                f(torch.ones(2))
+        before = len(seen.graphs)
+        for n in range(0, 30):
+            del kept[n:]
+            f(torch.ones(2))
+        assert len(seen.graphs) == before >= 30
+
+
+def test_full_graphs_are_compiled_in_every_call():
+    kept = []
+
+    @kiln.compile(backend="eager", fullgraph=True)
+    def f(x):
+        kept.append(x)
+        assert kiln.is_compiling()
+        return sum(kept)
+
+    for n in range(20):
+        assert f(torch.ones(2)).tolist() == [n + 1] * 2
 
 
 @needs_kiln

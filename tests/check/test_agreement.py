@@ -205,7 +205,7 @@ def test_guards_moved_to_other_roots():
     guards.add(moved, "here")
     built = guards.build()
     assert [str(guard.source).partition(".")[0] for guard in guards.guards] == ["x"] + ["second"] * 7
-    assert guards.place(guards.guards[1]) == "here" and len(guards) == 8
+    assert guards.place(guards.guards[1]) == "here" and len(guards.guards) == 8
 
     def changed(change, back):
         change()

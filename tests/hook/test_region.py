@@ -105,6 +105,9 @@ def test_switches():
     region.limit_hit = True
     assert (region(1), region(2)) == (("ran", 1), ("original", 2))
     region.limit_hit = False
+    assert region.entries[0].hit
+    region.wait = 1
+    assert (region(1), region(2), region(2)) == (("ran", 1), ("original", 2), ("missed", 2))
     region.enabled = False
     assert (region(1), region(2)) == (("original", 1), ("original", 2))
     region.enabled = True
