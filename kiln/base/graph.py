@@ -307,8 +307,6 @@ def call_key(node: Node) -> Any:
 
 def _key(value: Any) -> Any:
     kind = type(value)
-    if kind is Node or kind is int:
-        return value
     if kind is tuple or kind is list:
         return tuple([item if type(item) is int or type(item) is Node else _key(item) for item in value])
     # 1, 1.0 and True are equal and yet not the same argument; so are 0.0 and -0.0.

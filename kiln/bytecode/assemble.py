@@ -130,8 +130,6 @@ class Emitter:
             self.raw("PRECALL", count)
         self.raw("CALL", count)
 
-    call_ex = _step("CALL_FUNCTION_EX", 0)  # call with an argument tuple
-
     # Control
 
     ret = _step("RETURN_VALUE")  # return the top of the stack

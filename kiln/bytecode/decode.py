@@ -56,9 +56,6 @@ class Code:
         self.handlers = tuple(self._parse_handlers())
         self._starts = [start for start, _, _ in self.handlers]
 
-    def __len__(self) -> int:
-        return len(self.instructions)
-
     def handler(self, index: int) -> Handler | None:
         """The handler that covers the instruction at `index`, if any."""
         at = bisect_right(self._starts, index) - 1

@@ -351,7 +351,7 @@ def same_strides(answer: Any, got: FakeTensor) -> bool:
 def contents(array: FakeArray) -> Any:
     """The contents, guarded where they follow from small arrays from outside."""
     roots = array.memory.roots
-    if roots is None:
+    if roots is None or roots and array.world.wrote_outside():
         raise Break("data-dependent", "the contents of an array are needed", HINT)
     for root in roots:
         array.world.guard(ArrayEquals(root.source, root.value))

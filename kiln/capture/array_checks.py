@@ -61,9 +61,6 @@ class ArrayMatch(Guard):
     def describe(self, value: Any) -> str:
         return f" was an array of {self.facts[1]}"
 
-    def key(self) -> object:
-        return ArrayMatch, self.source, self.facts
-
 
 def facts_of(value: Any) -> tuple[Any, ...]:
     if type(value) is not numpy.ndarray:

@@ -23,7 +23,7 @@ from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Frame, Machine, Restart, UserError
-from kiln.capture.identity import Address
+from kiln.capture.identity import Address, sought
 from kiln.capture.iterators import Generator, Iterating, Mapped, stop_iteration
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.variables import first_read
@@ -211,8 +211,18 @@ def advance(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(id)
 def identity(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The address stands for the object: it may be compared and used as a key."""
-    m.world.keep.append(args[0])
-    return Address(args[0])
+    return address(m, args[0], id)
+
+
+def address(m: Machine, owner: Any, ask: Callable[[Any], int]) -> Address:
+    """What `id` or `hash` gives for an object: the number of the real one, also of a copy or a fake."""
+    world, source = m.world, m.source(owner)
+    world.keep.append(owner)
+    if source is None:
+        return Address(owner, ask, ask(owner))
+    shadow = world.shadows.get(id(owner))
+    real = shadow.real if shadow is not None else world.reals.get(id(owner), owner)
+    return Address(owner, ask, ask(real))
 
 
 @handles(hash)
@@ -225,8 +235,7 @@ def hashed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], (str, bytes, int, float, tuple, frozenset, type(None))) or hashes is None:
         return m.native(hash, args[0])
     if hashes in (object.__hash__, torch.Tensor.__hash__):
-        m.world.keep.append(args[0])
-        return Address(args[0], hash)
+        return address(m, args[0], hash)
     raise Break("identity", "hash() of this object is not the same in every call", "use a hash of its value")
 
 
@@ -455,7 +464,7 @@ def total(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(dict)
 def dictionary(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     if args and not isinstance(args[0], dict):
-        if not hasattr(type(args[0]), "keys"):
+        if not has_attribute(m, (args[0], "keys"), {}):
             args = ([m.world.touch(pair) if operators.python_method(m, pair, "__iter__") is None
                      else tuple(items_of(m, pair))
                      for pair in items_of(m, args[0])],)  # fmt: skip
@@ -525,6 +534,8 @@ def update_wrapper(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 def dict_get(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
+    if args:
+        args = (sought(m, owner, args[0]), *args[1:])
     if len(args) == 2:
         found = m.world.item(owner, args[0])
         if found is not MISSING:

@@ -31,6 +31,7 @@ from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, Unread, UserError
+from kiln.capture.identity import SEARCHED, sought
 from kiln.capture.iterators import Callback
 from kiln.capture.nodes import Args as Args
 from kiln.capture.nodes import Kwargs as Kwargs
@@ -338,7 +339,7 @@ def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
         result = m.native(function, *args, **kwargs)
         if type(result) in CONSTANTS or isinstance(result, (type, types.ModuleType, types.FunctionType)):
             return result
-    return call(m, m.world.constant(function.__wrapped__), args, kwargs, mode)
+    return call(m, m.world.constant(function.__wrapped__), args, kwargs)
 
 
 def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -502,11 +503,8 @@ def call_descriptor(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode:
     """An unbound native method: `list.append(xs, x)`, `object.__setattr__(o, n, v)`, `Tensor.add(x, y)`."""
     if args and type(args[0]) is FakeTensor and function.__objclass__ in torch.Tensor.__mro__[:-1]:
         return leaf(m, function, args, kwargs)
-    if not args or unfit(function, args, kwargs):
+    if not args:
         return m.native(function, *args, **kwargs)
-    handler = HANDLERS.get(id(function))
-    if handler is not None:
-        return handler(m, args, kwargs)
     return call_native_method(
         m, functools.partial(function, args[0]), args[0], function.__name__, args[1:], kwargs
     )
@@ -559,6 +557,8 @@ def native(
         why = "the memory of an array is read"
         raise Break("data-dependent", why, "read it outside the compiled function")
     owner = function.args[0] if type(function) is functools.partial else getattr(function, "__self__", None)
+    if args and isinstance(owner, SEARCHED) and getattr(function, "__name__", "") in SEARCHES:
+        args = (sought(m, owner, args[0]), *args[1:])
     run = called_back(m, function, owner, *args, *kwargs.values())
     moves = any(hasattr(kind, "__next__") for kind in kinds)
     recorded = FakeTensor in kinds
@@ -574,6 +574,8 @@ def called_back(m: Machine, function: Any, *values: Any) -> Any:
     return hooked.interpreting(m, function) if risky else function
 
 
+#: Methods of containers that look for what they are given.
+SEARCHES = frozenset("get pop setdefault add discard remove index count __contains__ __getitem__".split())
 BUFFERS = (bytearray, memoryview, array.array)
 HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber, OpenText}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})

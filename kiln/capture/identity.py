@@ -1,15 +1,23 @@
 """Addresses of objects: what `id` gives during capture.
 
-An address may be compared, hashed and used as a key, which is all that it means; the number itself differs
-from call to call, so whatever would look at it breaks the graph.
+An address may be compared, hashed and used as a key, which is all that it means. Where it meets a number
+that the program got elsewhere it is guarded. The number itself differs from call to call, so whatever else
+would look at it breaks the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kiln.base.errors import Break
+from kiln.base.source import Const, Derived
+from kiln.check.guards import Custom, Equals
+from kiln.ops.fake import FakeTensor
+
+if TYPE_CHECKING:
+    from kiln.capture.frame import Machine
 
 
 class _Refused:
@@ -21,13 +29,16 @@ class _Refused:
 
 
 class Address(int):
-    """The address of an object that is alive during capture; residual code asks for it again."""
+    """The address of an object that is alive during capture; residual code asks for it again.
+
+    The number is that of the object itself, also where the program meets a copy of it or a fake.
+    """
 
     owner: Any
     ask: Callable[[Any], int]
 
-    def __new__(cls, owner: Any, ask: Callable[[Any], int] = id) -> Address:
-        self = int.__new__(cls, ask(owner))
+    def __new__(cls, owner: Any, ask: Callable[[Any], int], number: int) -> Address:
+        self = int.__new__(cls, number)
         self.owner, self.ask = owner, ask
         return self
 
@@ -37,3 +48,49 @@ for _name in "add sub mul floordiv truediv mod divmod pow lshift rshift and or x
     setattr(Address, f"__r{_name}__", _Refused())
 for _name in "lt le gt ge neg pos abs invert index int float complex round trunc str repr format".split():
     setattr(Address, f"__{_name}__", _Refused())
+
+#: So many keys are told apart from one that is sought; among more, it is the very object.
+APART = 16
+BY_IDENTITY: Any = object.__hash__
+KEYED = (dict, set, frozenset)
+SEARCHED = (*KEYED, list, tuple, deque)
+
+
+def sought(m: Machine, container: Any, key: Any) -> Any:
+    """The key that is looked for; what is found by an identity, or an address, depends on which it is."""
+    by_address = type(key) is Address
+    owner = key.owner if by_address else key
+    known = by_address or type(owner).__hash__ is BY_IDENTITY
+    source, kinds = m.source(owner) if known else None, SEARCHED if by_address else KEYED
+    if source is None or isinstance(source, Const) or not isinstance(container, kinds):
+        return key
+    is_tensor, outside = isinstance(owner, FakeTensor), m.source(container) is not None
+    if isinstance(owner, type) or is_tensor and not by_address:
+        return key
+    m.world.touch(container)
+    # Which tensors are the same is guarded elsewhere.
+    others = [] if is_tensor else [k.owner if by_address else k for k in container if type(k) is type(key)]
+    ask, number, numbers = id, id(owner), frozenset[int]()
+    if by_address:
+        ask, number, numbers = key.ask, int.__pos__(key), frozenset(k for k in container if type(k) is int)
+    elif outside:
+        numbers = frozenset(map(id, others))
+    if by_address and number in numbers:
+        m.world.guard(Equals(Derived(source, ask, ask.__name__), number))
+    elif number in numbers or len(others) > APART:
+        m.world.identify(owner)
+    else:
+        for other in others:
+            m.same(other, owner)
+        if numbers:
+            m.world.guard(Custom(source, lambda value: ask(value) not in numbers, "was another object"))
+    return number if by_address and outside else key
+
+
+def put(m: Machine, container: Any, keys: Sequence[Any]) -> Any:
+    """The container, into which these keys are put one after the other."""
+    for place, key in enumerate(keys):
+        if type(key) is Address or type(key).__hash__ is BY_IDENTITY:
+            sought(m, container, key)
+            sought(m, {other for other in keys[:place] if type(other) is type(key)}, key)
+    return container

@@ -37,7 +37,6 @@ from kiln.capture import (  # noqa: F401  (some are here for the handlers that t
     torch_calls,
     transforms,
 )
-from kiln.capture.fake_arrays import OpenText
 from kiln.capture.frame import (
     LAST_INSTRUCTION,
     RETURN,
@@ -451,8 +450,8 @@ class Machine:
         """`a is b`, guarded when both come from outside and only their types are known to stay."""
         if type(a) is FakeTensor and type(b) is FakeTensor:
             self.world.looked = True
-        if self.world.texts and a is not b and {type(a), type(b)} <= {OpenText, str, bytes}:
-            calls.look((a, b))
+        if a is not b and not open_numbers.UNKNOWN.isdisjoint((type(a), type(b))):
+            return open_numbers.one_object(self, a, b)
         if a is not b and type(a) is type(b):
             left, right = self.world.source(a), self.world.source(b)
             if left is not None and right is not None and left != right and type(a) is not FakeTensor:

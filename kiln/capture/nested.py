@@ -134,7 +134,8 @@ def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., An
 
 
 def interpreted(machine: Any, function: types.FunctionType) -> Any:
-    if function.__code__.co_filename.startswith(HERE) or purity.python_policy(function) == "native":
+    own = function.__code__.co_filename.startswith(HERE)
+    if own or purity.python_policy(function) in ("native", "array"):
         return None
 
     def inline(region: Any, argv: tuple[Any, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kiln.base.errors import Break
 from kiln.ops.fake import FakeTensor, fake_like
 
 Args = tuple[Any, ...]
@@ -72,6 +74,47 @@ def identifier(text: str) -> str:
     """`text` as an attribute name: `self.layers[0].weight` gives `self_layers_0_weight`."""
     name = re.sub(r"\W+", "_", ATTRIBUTE_DICTS.sub("", text)).rstrip("_") or "value"
     return f"_{name}" if name[0].isdigit() else name
+
+
+def made_of(value: Any) -> tuple[Callable[..., Any], Args] | None:
+    """The call that makes an object of the program's with fake tensors in it; None for any other."""
+    if not holds_fakes(value):
+        return None
+    kind: Any = type(value)
+    if kind in NESTS:
+        return kind, ([*(value.items() if isinstance(value, dict) else value)],)
+    if kind.__new__ is object.__new__ and hasattr(value, "__dict__"):
+        return instance, (kind, {**vars(value)})
+    why = f"a {kind.__name__} with tensors in it is an argument of a torch call"
+    raise Break("foreign-object", why, "pass tensors and Python constants")
+
+
+def holds_fakes(value: Any) -> bool:
+    """Whether a fake tensor stands in a value's items or attributes, or in theirs."""
+    left: list[Any] = [value]
+    seen: set[int] = set()
+    while left:
+        item: Any = left.pop()
+        if type(item) is FakeTensor:
+            return True
+        kind = type(item)
+        if id(item) in seen or kind in PLAIN or kind.__module__.startswith(("torch", "kiln")):
+            continue
+        seen.add(id(item))
+        if issubclass(kind, (*NESTS,)):
+            left += [*item, *(item.values() if issubclass(kind, dict) else ())]
+        left += getattr(item, "__dict__", {}).values() if kind.__flags__ & 1 << 9 else ()
+    return False
+
+
+NESTS = frozenset({list, tuple, dict, set, frozenset, collections.deque, collections.OrderedDict})
+
+
+def instance(kind: Any, attributes: Kwargs) -> Any:
+    """An object of a class with these attributes, as it was when the program handed it on."""
+    made = object.__new__(kind)
+    made.__dict__.update(attributes)
+    return made
 
 
 def collect(value: Any, path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], torch.Tensor]]) -> None:

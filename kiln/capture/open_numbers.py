@@ -10,7 +10,7 @@ import torch
 from kiln.base.conditions import ge, le
 from kiln.base.errors import Break
 from kiln.base.expressions import Condition, Expr, Truth
-from kiln.capture import attributes, masks, symbolic
+from kiln.capture import attributes, masks, operators, symbolic
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
@@ -123,6 +123,29 @@ def kind_of(tensor: FakeTensor) -> type:
     if tensor.dtype is torch.bool:
         return bool
     return complex if tensor.is_complex() else float if tensor.is_floating_point() else int
+
+
+#: The types of what stands for numbers and texts of which less than the value is known.
+UNKNOWN = symbolic.SYMBOLIC | {OpenNumber, OpenText}
+#: Of these Python has one object each.
+SMALL = range(-5, 257)
+
+
+def one_object(m: Machine, a: Any, b: Any) -> bool:
+    """`a is b` of two values, one unknown: truths and small integers are one where they are equal."""
+    kind, other = map(kind_in_python, (a, b))
+    if kind is not other or kind in (float, complex):
+        return False
+    for value in (a, b):
+        if isinstance(value, OpenNumber):
+            raise value.needed()
+    equal = m.truth(operators.compare(m, "==", a, b))
+    return equal and (kind is bool or symbolic.concrete(a) in SMALL)
+
+
+def kind_in_python(value: Any) -> Any:
+    """The type that the program sees."""
+    return value.kind if isinstance(value, OpenNumber) else symbolic.SEEN_AS.get(type(value), type(value))
 
 
 def load(m: Machine, number: OpenNumber, name: str) -> Any:

@@ -16,6 +16,7 @@ from kiln.capture import attributes, symbolic
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
+from kiln.capture.identity import Address, sought
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import MISSING, nested
@@ -213,6 +214,8 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
                 return sign == "!="
             return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
         return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
+    if (ta is Address or tb is Address) and sign in ("==", "!="):
+        sought(m, {b}, a) if ta is Address else sought(m, {a}, b)
     signs = (sign, COMPARE_MIRROR[sign])
     left, right = (rich(m, s, *pair) for s, pair in zip(signs, ((a, b), (b, a)), strict=True))
     if OPAQUE in (left, right):
@@ -301,7 +304,7 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     kind = type(container)
     if kind is FakeTensor:
         return m.torch_call(operator.getitem, (container, m.world.touch_deep(key)), {})
-    key = plain_key(m, container, key, "__getitem__")
+    key = sought(m, container, plain_key(m, container, key, "__getitem__"))
     found = m.world.item(container, key)
     if found is not MISSING:
         return found
@@ -366,6 +369,7 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         m.torch_call(operator.setitem, (container, m.world.touch_deep(key), value), {})
         return
     key = plain_key(m, container, key, "__setitem__")
+    sought(m, container, key)
     method = python_method(m, container, "__setitem__")
     if method is not None:
         m.inline(method, (container, key, value), {}, mode)
@@ -410,6 +414,7 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
         value = symbolic.concrete(value)
     if type(value) is OpenText:
         raise value.needed()
+    value = sought(m, container, value)
     there = m.world.contains(container, value)
     if there is not None:
         return there

@@ -25,7 +25,7 @@ import torch
 LEAF_MODULES = frozenset({
     "torch.functional", "torch.nn.functional", "torch._tensor", "torch._VF", "torch._jit_internal",
     "torch._linalg_utils", "torch._lobpcg", "torch.nn._reduction", "torch._ops", "torch.nested",
-    "torch._lowrank", "torch._C._nn", "torch._C._fft", "torch._C._linalg", "torch._C._special",
+    "torch._lowrank",
 })  # fmt: skip
 #: Python functions inside those modules that are ordinary code; the loss raises where a variance is negative.
 NOT_LEAF = frozenset(
@@ -34,12 +34,10 @@ NOT_LEAF = frozenset(
 #: Modules of the standard library and of torch whose Python functions run as they are.
 NATIVE_MODULES = frozenset({
     "re", "re._compiler", "re._parser", "typing", "typing_extensions", "inspect", "enum", "string",
-    "textwrap", "fractions", "decimal", "numbers", "statistics", "bisect", "heapq", "_py_abc", "abc",
-    "keyword", "ast", "datetime", "posixpath", "genericpath", "fnmatch", "torch._C", "torch._prims_common",
-    "torch.nn._reduction", "importlib.metadata", "importlib.util", "packaging.version", "torch._utils",
-    "torch.torch_version",
-    "json", "json.decoder", "json.encoder", "difflib", "unicodedata", "colorsys", "types", "torch.overrides",
-    "torch._sources", "torch._namedtensor_internals",
+    "textwrap", "fractions", "decimal", "numbers", "statistics", "heapq", "_py_abc", "abc", "ast",
+    "posixpath", "genericpath", "fnmatch", "torch._prims_common", "importlib.metadata", "importlib.util",
+    "packaging.version", "torch._utils", "torch.torch_version", "json", "json.decoder", "json.encoder",
+    "difflib", "colorsys", "types", "torch.overrides", "torch._sources",
 })  # fmt: skip
 #: Functions of os.path that ask for more than their arguments: what they ask is seen where they are inlined.
 PATHS_ON_DISK = frozenset("""
@@ -48,10 +46,9 @@ PATHS_ON_DISK = frozenset("""
 """.split())  # fmt: skip
 #: Modules whose functions talk to the world.
 BREAK_MODULES = frozenset({
-    "torch.random", "torch.serialization", "torch.hub", "pickle", "subprocess", "socket", "random", "shutil",
-    "tempfile", "threading", "multiprocessing", "asyncio", "torch._dynamo.eval_frame",
-    "torch.distributed.distributed_c10d", "torch.cuda.random", "numpy", "numpy.random", "pdb", "bdb",
-    "traceback", "torch.autograd", "torch._tensor_str", "gc", "weakref",
+    "torch.random", "torch.serialization", "torch.hub", "shutil", "tempfile", "torch._dynamo.eval_frame",
+    "torch.distributed.distributed_c10d", "torch.cuda.random", "pdb", "bdb", "traceback", "torch.autograd",
+    "torch._tensor_str", "weakref",
 })  # fmt: skip
 #: What asks only whether there are process groups.
 ASKING = frozenset({"is_initialized", "WORLD", "default_pg"})
@@ -100,12 +97,8 @@ def python_policy(function: types.FunctionType) -> str:
     return python_policy_of(module, function.__name__)
 
 
-PURE_BUILTINS = frozenset("""
-    abs all any ascii bin bool bytearray bytes callable chr complex dict divmod enumerate filter float
-    format frozenset getattr hasattr hash hex id int isinstance issubclass iter len list map max memoryview
-    min next object oct ord pow range repr reversed round set slice sorted str sum tuple type zip
-    __build_class__
-""".split())  # fmt: skip
+#: Those that have no handler of their own.
+PURE_BUILTINS = frozenset("ascii bin chr hex oct ord".split())
 PURE_MODULES = frozenset({
     "math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
     "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json",
@@ -125,22 +118,20 @@ READS = ("_get_", "_is_", "_are_", "_has_")  # torch._C's naming of functions th
 STATE_READS = frozenset("""
     is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype
     get_autocast_cpu_dtype get_autocast_gpu_dtype is_autocast_cache_enabled get_default_dtype
-    get_num_threads are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
-    is_anomaly_enabled is_anomaly_check_nan_enabled is_autocast_available _len_torch_function_stack
+    get_num_threads is_anomaly_enabled is_anomaly_check_nan_enabled _len_torch_function_stack
     _len_torch_dispatch_stack get_autocast_xla_dtype is_multithreading_enabled promote_types result_type
-    can_cast is_floating_point is_complex is_signed is_same_size _jit_get_profiling_mode iinfo finfo
-    _cuda_isCurrentStreamCapturing _cuda_getDeviceCount _cuda_getDevice get_num_interop_threads
-    is_vulkan_available _dispatch_keys _dispatch_tls_is_dispatch_key_excluded
+    can_cast is_floating_point is_complex is_signed is_same_size _cuda_isCurrentStreamCapturing
+    _cuda_getDeviceCount _cuda_getDevice get_num_interop_threads is_vulkan_available _dispatch_keys
+    _dispatch_tls_is_dispatch_key_excluded
 """.split())  # fmt: skip
 STATE_WRITES = frozenset("""
-    _set_grad_enabled set_grad_enabled set_autocast_enabled set_autocast_cpu_enabled set_autocast_dtype
+    _set_grad_enabled set_autocast_enabled set_autocast_cpu_enabled set_autocast_dtype
     set_autocast_cpu_dtype set_autocast_gpu_dtype autocast_increment_nesting autocast_decrement_nesting
-    set_autocast_cache_enabled clear_autocast_cache _set_default_dtype set_default_dtype
-    _set_deterministic_algorithms _set_cudnn_enabled _set_cudnn_benchmark _set_cudnn_deterministic
-    _set_cudnn_allow_tf32 _set_cudnn_depthwise_kernel _set_mkldnn_enabled _set_mkldnn_deterministic
-    _set_onednn_allow_tf32 set_flush_denormal _set_multithreading_enabled
-    _set_anomaly_enabled set_anomaly_enabled _set_float32_matmul_precision _set_cublas_allow_tf32
-    _set_deterministic_fill_uninitialized_memory
+    set_autocast_cache_enabled clear_autocast_cache _set_default_dtype _set_deterministic_algorithms
+    _set_cudnn_enabled _set_cudnn_benchmark _set_cudnn_deterministic _set_cudnn_allow_tf32
+    _set_cudnn_depthwise_kernel _set_mkldnn_enabled _set_mkldnn_deterministic _set_onednn_allow_tf32
+    set_flush_denormal _set_multithreading_enabled set_anomaly_enabled _set_float32_matmul_precision
+    _set_cublas_allow_tf32 _set_deterministic_fill_uninitialized_memory
 """.split())  # fmt: skip
 
 
@@ -150,7 +141,7 @@ def builtin_policy(function: Any) -> str:
     module = function.__module__ or ""
     if (
         module.startswith("torch")
-        or isinstance(owner, type) and owner.__name__ in ("_VariableFunctionsClass",)
+        or isinstance(owner, type) and owner.__name__ == "_VariableFunctionsClass"
         or isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch")
     ):  # fmt: skip
         if name in STATE_WRITES or name.startswith("_set_sdp"):
@@ -183,8 +174,8 @@ DICT_VIEWS = (type({}.keys()), type({}.values()), type({}.items()),
                 for name in ("keys", "values", "items")))  # fmt: skip
 #: Objects that hold nothing but a value: their native methods are always safe.
 VALUES = (
-    str, bytes, int, float, complex, bool, type(None), tuple, frozenset, range, slice, re.Pattern, re.Match,
-    torch.dtype, torch.Size, torch.device, type, types.MappingProxyType, decimal.Decimal, fractions.Fraction,
+    str, bytes, int, float, complex, type(None), tuple, frozenset, range, slice, re.Pattern, re.Match,
+    torch.dtype, torch.device, type, types.MappingProxyType, decimal.Decimal, fractions.Fraction,
     datetime.date, datetime.timedelta, enum.Enum, operator.attrgetter, operator.itemgetter,
     operator.methodcaller, types.GenericAlias, types.UnionType, types.FunctionType, types.CodeType,
     torch.finfo, torch.iinfo, *DICT_VIEWS,

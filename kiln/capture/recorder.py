@@ -494,6 +494,8 @@ class Recorder:
             if kind.__name__ != "bool":  # a truth is another number for torch than Python's
                 return value.item()
         known = self._results.get(id(value))
+        if known is None and (made := nodes.made_of(value)) is not None:
+            return self._added(self._call(*made))
         return known if known is not None else self._attribute(value, f"_{kind.__name__}")
 
     def effect(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:

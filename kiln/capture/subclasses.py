@@ -19,7 +19,7 @@ from kiln.base.errors import Break
 from kiln.base.source import DictAttr
 from kiln.capture import attributes, runtime
 from kiln.capture.attributes import mro_lookup
-from kiln.capture.calls import SUBCLASSED, Args, Kwargs, handles
+from kiln.capture.calls import PLAIN_ARGUMENTS, SUBCLASSED, Args, Kwargs, handles
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.torch_calls import entered_before
 from kiln.capture.world import MISSING, nested
@@ -45,7 +45,7 @@ def overriding(values: Any) -> list[type]:
     kinds: list[type] = []
     for value in nested(values):
         kind = value.real_type if type(value) is FakeTensor else type(value)
-        if kind in PLAIN_TYPES or kind in kinds or hook_of(kind) is None:
+        if kind in PLAIN_TYPES or kind in PLAIN_ARGUMENTS or kind in kinds or hook_of(kind) is None:
             continue
         place = next((i for i, known in enumerate(kinds) if issubclass(kind, known)), len(kinds))
         kinds.insert(place, kind)
@@ -293,8 +293,9 @@ for _name in ("_C._has_torch_function", "_C._has_torch_function_unary", "_C._has
               "overrides.has_torch_function", "overrides.has_torch_function_unary",
               "overrides.has_torch_function_variadic"):  # fmt: skip
     handles(operator.attrgetter(_name)(torch))(
-        lambda m, args, kwargs: bool(m.modes or m.recorder.subclassed and not m.aside and overriding(args))
+        lambda m, args, kwargs: bool(m.modes or not m.aside and overriding(args))
     )
+handles(torch._C._is_torch_function_enabled)(lambda m, args, kwargs: not m.aside)
 
 
 @handles(torch.overrides.handle_torch_function)

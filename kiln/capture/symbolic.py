@@ -6,9 +6,11 @@ the number itself gets it, at the price that the entry is good for that number a
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +25,9 @@ from kiln.ops.symint import expr_of, specialised, wrap
 #: What a symbolic number is to the program.
 SEEN_AS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 NUMERIC = frozenset({int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool})
-#: Native classes whose instances hold numbers as they are.
-KEEPERS = frozenset({torch.Size, slice, types.SimpleNamespace})
+#: Native code that holds numbers as they are, or only compares them.
+KEEPERS = frozenset({torch.Size, slice, types.SimpleNamespace, typing.cast, bisect.bisect_left,
+                     bisect.bisect_right})  # fmt: skip
 #: Native classes that look at the values of what they hold.
 HASHING = frozenset({set, frozenset})
 COMPOUND: tuple[Any, ...] = (tuple, list, dict, set, frozenset, slice)
@@ -60,7 +63,7 @@ def concrete(value: Any) -> Any:
     if kind is slice:
         return slice(concrete(value.start), concrete(value.stop), concrete(value.step))
     if isinstance(value, dict):
-        return {concrete(key): concrete(item) for key, item in value.items()}
+        return {concrete(key): concrete(item) for key, item in dict.items(value)}
     parts = [concrete(part) for part in value]
     return kind(*parts) if hasattr(value, "_fields") else kind(parts)
 
@@ -79,7 +82,7 @@ def holds_symbols(value: Any) -> bool:
         if kind is slice:
             left += (value.start, value.stop, value.step)
         else:
-            left += (*value, *value.values()) if isinstance(value, dict) else value
+            left += (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else value
     return False
 
 

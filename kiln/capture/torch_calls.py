@@ -21,12 +21,12 @@ from kiln.base import state
 from kiln.base.errors import Break, Skip
 from kiln.base.graph import mapped
 from kiln.base.outside import computes
-from kiln.base.source import Const, Derived
+from kiln.base.source import Const, Derived, Source
 from kiln.capture import runtime, symbolic
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
 from kiln.capture.frame import Machine, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
-from kiln.check.guards import Custom
+from kiln.check.guards import Custom, Is
 from kiln.ops.fake import LITERALS, FakeTensor
 from kiln.ops.layout import of_number
 
@@ -65,6 +65,7 @@ declare({
     torch.overrides.is_tensor_like: lambda m, args, kwargs: isinstance(args[0], torch.Tensor) or m.call(
         hasattr, (args[0], "__torch_function__")),
     torch._assert: assertion,
+    torch._C._infer_size: lambda m, args, kwargs: m.call(torch.broadcast_shapes, args, kwargs),  # type: ignore[attr-defined]
     # A generator made here is made by the graph, in every call.
     torch.Generator: lambda m, args, kwargs: m.native(m.recorder.effect, torch.Generator, args, kwargs),
     # A named block of a profile: the ops of a graph have no such blocks, the name is dropped.
@@ -179,6 +180,10 @@ def lasts(m: Machine, value: Any) -> bool:
     """Whether a value that a hook or a function holds is the same whenever the graph runs."""
     if type(value) in CONSTANTS or id(value) in m.world.pinned:
         return True
+    home = m.source(value)
+    apart = FakeTensor | list | dict | set | deque | types.MethodType  # the program meets copies of these
+    if home is not None and not isinstance(value, apart):
+        return stays(m, value, home)
     match value:
         case tuple():
             parts: list[Any] = [*value]
@@ -195,9 +200,17 @@ def lasts(m: Machine, value: Any) -> bool:
         case FakeTensor() | list() | dict() | set() | deque():  # what is here is not what the program has
             return False
         case _:
-            home = m.source(value)
-            return rooted(home) if home is not None else isinstance(value, types.BuiltinFunctionType | type)
+            return isinstance(value, types.BuiltinFunctionType | type)
     return all(lasts(m, part) for part in parts)
+
+
+def stays(m: Machine, value: Any, home: Source) -> bool:
+    """Whether an object from outside is the same in every call: guarded, but for one given to the call."""
+    named = isinstance(value, types.FunctionType) and value.__globals__.get(value.__qualname__) is value
+    if not named and not rooted(home):
+        return False
+    m.world.guard(Is(home, value))
+    return True
 
 
 def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> Any:

@@ -72,9 +72,9 @@ class Item:
 class Varying:
     """The symbols of one capture."""
 
-    def __init__(self, dynamic: Dynamic, place: Callable[[], Any] | None = None) -> None:
+    def __init__(self, dynamic: Dynamic) -> None:
         self.dynamic = dynamic
-        self.scope = Scope(place)
+        self.scope = Scope()
         self.reads: dict[Symbol, Read] = {}
         self.items: dict[Symbol, Item] = {}  # numbers that the graph reads
         self.draws: dict[Symbol, Draw] = {}  # in the order of the program

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import collections
-import contextlib
 import copy as copying
 import datetime
 import decimal
@@ -328,12 +327,16 @@ class World:
     def tensor(self, value: torch.Tensor, source: Source) -> Any:
         """A tensor from outside: an input of the graph, or an attribute of it when its owner is pinned."""
         kind = type(value)
-        subclass = kind not in wrappers.PLAIN_TYPES
-        wrapper = subclass and wrappers.is_wrapper(kind)
-        if subclass and not wrapper:
+        if kind in wrappers.PLAIN_TYPES:
+            return self.read_tensor(value, source, False)
+        wrapper = wrappers.is_wrapper(kind)
+        if not wrapper:
             wrappers.refuse(kind, f"{source} is a {kind.__name__}")
-        with torch._C.DisableTorchFunctionSubclass() if subclass else contextlib.nullcontext():
-            what = wrappers.exotic(value)
+        with torch._C.DisableTorchFunctionSubclass():  # looks at it are nothing to its class
+            return self.read_tensor(value, source, wrapper)
+
+    def read_tensor(self, value: torch.Tensor, source: Source, wrapper: bool) -> Any:
+        what = wrappers.exotic(value)
         if what:
             raise Break("tensor-layout", f"{source} is {what}", "only strided tensors are captured")
         as_attr = self.owned(source) and str(source) not in self.unstable
@@ -405,6 +408,14 @@ class World:
                     found.add(str(source))
         if found - self.unstable:
             raise Replaced(frozenset(found))
+
+    def wrote_outside(self) -> bool:
+        """Whether a tensor from outside that is no module's was written: arrays may share its memory."""
+        uncounted = self.recorder.dispatch.writes > 0
+        return any(
+            (uncounted if fake.is_inference() else fake._version > 0) and not self.owned(source)
+            for fake, source in self.tensors.values()
+        )
 
     def written_elsewhere(self, array: Any) -> bool:
         """Whether a tensor from outside that may have been written shares the memory of an array."""
@@ -506,7 +517,7 @@ class World:
             return value
         seen.add(id(value))
         self.touch(value)
-        for item in list(value.values()) if isinstance(value, dict) else list(value):
+        for item in list(dict.values(value)) if isinstance(value, dict) else list(value):
             self.touch_deep(item, seen)
         return value
 

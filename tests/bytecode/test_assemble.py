@@ -161,7 +161,7 @@ def test_calls():
     e.const(target)
     e.mid_call()
     e.const((9,))
-    e.call_ex()
+    e.raw("CALL_FUNCTION_EX", 0)
     e.build("tuple", 4)
     e.ret()
     assert function(e, "x")(5) == (((5,), {"k": 5, "l": 5}), ((), {}), ((1, 2), {"z": 3}), ((9,), {}))

@@ -36,7 +36,7 @@ def test_same_as_dis(library):
     for code in library:
         decoded = decode(code)
         listed = [r for r in dis.get_instructions(code) if r.opname not in ("CACHE", "EXTENDED_ARG")]
-        assert len(decoded) == len(listed)
+        assert len(decoded.instructions) == len(listed)
         for index, (i, reference) in enumerate(zip(decoded.instructions, listed, strict=True)):
             assert i.index == index == decoded._units[i.offset >> 1]
             check(i, reference, decoded)

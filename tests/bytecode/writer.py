@@ -87,13 +87,13 @@ def relocate(code: CodeType) -> CodeType:
     """The same code object, taken apart and put together again."""
     decoded = decode(code)
     e = Emitter(decoded.locals)
-    labels = {at: Label() for at in range(len(decoded) + 1)}
+    labels = {at: Label() for at in range(len(decoded.instructions) + 1)}
     positions = list(code.co_positions())
     for i in decoded.instructions:
         e.place(labels[i.index])
         e.position = positions[i.offset >> 1]
         e.repeat(i, labels)
-    e.place(labels[len(decoded)])
+    e.place(labels[len(decoded.instructions)])
     for start, end, handler in decoded.handlers:
         e.protect(labels[start], labels[end], labels[handler.target], handler.depth, handler.lasti)
     parameters = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4) + bool(code.co_flags & 8)

@@ -319,3 +319,28 @@ def test_two_tensors_of_one_array(backend):
         one = torch.ones(3)
         Same()(program(one, one.view(3)), compiled(torch.from_numpy(array), torch.from_numpy(array)))
         array[:] = 1
+
+
+def compared_after_a_write(tensor, array):
+    tensor[0] += 1
+    return torch.ones(3) == array, array.tolist()
+
+
+@needs_kiln
+def test_contents_are_read_after_writes_to_tensors_over_the_same_memory():
+    compiled = kiln.compile(compared_after_a_write, backend="eager")
+    for shared in (False, True, False):
+        tensors = [torch.ones(3), torch.ones(3)]
+        arrays = [x.numpy() if shared else np.ones(3, np.float32) for x in tensors]
+        mine, eager = (f(x, a) for f, x, a in zip((compiled, compared_after_a_write), tensors, arrays, strict=True))
+        torch.testing.assert_close(mine, eager)
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_tensors_of_constant_arrays_with_holes(backend):
+    def f():
+        x = np.arange(30.0).reshape(5, 6)
+        return torch.from_numpy(x[:, 1]), torch.from_numpy(x[::2, ::3]), torch.as_tensor(x.T)
+
+    torch.testing.assert_close(kiln.compile(f, backend=backend)(), f())

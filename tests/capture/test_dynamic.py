@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -87,7 +88,11 @@ def reduced(x):
     return x.sum() / x.numel(), x.mean(0) * len(x), x.std(0), x.amax(0), x.cumsum(0), x.sort(0)[0], x.var(0)
 
 
-@pytest.mark.parametrize("f", [halves, joined, attention, padded, reduced])
+def inferred(x):
+    return x[0].expand(torch._C._infer_size(x.shape, x[:1].shape)) + x
+
+
+@pytest.mark.parametrize("f", [halves, joined, attention, padded, reduced, inferred])
 def test_sizes_flow_through(f):
     seen = vary(f, [(counted(n, 4),) for n in SIZES], compiles=2)
     assert len(seen.graphs) == 2
@@ -179,7 +184,12 @@ def containers(x):
     return [n, (n, n + 1)], {"n": n}, slice(0, n), torch.Size([n, 2]), x.shape, x.shape[1:], tuple(x.shape), list(x.shape)
 
 
-@pytest.mark.parametrize("f", [arithmetic, kinds, containers])
+def natively_held(x):
+    n = x.shape[0]
+    return cast(int, n) + 1, bisect.bisect_right([-4, -1, 200], n), bisect.bisect_left([n, n + 1], n), x * n
+
+
+@pytest.mark.parametrize("f", [arithmetic, kinds, containers, natively_held])
 def test_python_numbers_stay_open(f):
     vary(f, [(counted(n, 2),) for n in SIZES], compiles=2)
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from tests.same import Same
-from tests.support import EAGER, Watch, kiln, one_graph, pin, program, same_as_eager, t
+from tests.support import EAGER, How, Watch, kiln, one_graph, pin, program, same_as_eager, t
 
 X = t(3)
 LOCAL = threading.local()
@@ -933,3 +933,168 @@ def test_the_dict_of_a_class_shows_what_was_written_to_it(early):
     made, found = kiln.compile(f)(x)
     torch.testing.assert_close(found, f(x)[1])
     assert made.bias == 3
+
+
+def test_a_generator_dies_with_its_variable_after_an_exception_was_thrown_into_it():
+    def steps(x, log):
+        try:
+            yield x.sin()
+        except RuntimeError:
+            yield x.tan()
+        finally:
+            log.append("closed")
+
+    def f(x, log):
+        generator = steps(x, log)
+        return next(generator) + generator.throw(RuntimeError)
+
+    one_graph(f, X, [])
+
+
+def test_limits_of_numpy_types_are_read():
+    def f(x, kind):
+        return x + numpy.iinfo(kind).max, x * float(numpy.finfo(numpy.float32).eps)
+
+    one_graph(f, torch.zeros(3, dtype=torch.int64), numpy.dtype("int16"))
+
+
+class Pair:
+    def __init__(self, x):
+        self.first, self.others = x, [{"a": x * 2}]
+
+
+class Bundle(dict):
+    pass
+
+
+@kiln.allow_in_graph
+def taken_apart(pair, table):
+    return pair.first + pair.others[0]["a"] + table[1, "b"]
+
+
+@kiln.allow_in_graph
+def looked_up(bundle):
+    return bundle["a"] + 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_objects_made_here_with_tensors_in_them_are_given_to_nodes(backend):
+    how = How(backend=backend)
+    one_graph(lambda x: taken_apart(Pair(x), {(1, "b"): x.sin()}), t(3, grad=True), how=how)
+    pin(same_as_eager(lambda x: looked_up(Bundle(a=x * 2)), X, how=how), graphs=1, breaks=1)
+
+
+def test_an_address_that_meets_a_number_from_elsewhere_is_that_of_the_object_itself():
+    def f(x, thing, numbers, number):
+        if id(thing) in numbers:
+            x = x + 1
+        return x * 2 if number == id(thing) else x * 3
+
+    kiln.reset()
+    compiled, x, first, second, row = kiln.compile(f), t(3), Row(), Row(), [1, 2]
+    for thing in (first, second, x, row):
+        for numbers in ({id(first): 1, id(x): 2}, {id(second)}, [id(row)], {}):
+            for number in (id(first), id(thing)):
+                args = x, thing, numbers, number
+                torch.testing.assert_close(compiled(*args), f(*args), rtol=0, atol=0)
+
+
+@program(X)
+def test_dict_of_an_object_whose_keys_are_an_attribute(x):
+    class Mapping:
+        def __init__(self):
+            self.keys = lambda: ["a", "b"]
+
+        def __getitem__(self, key):
+            return x + len(key)
+
+    return dict(Mapping(), c=x)
+
+
+@program(X)
+def test_ordered_dict_emptied_as_a_dict(x):
+    d = collections.OrderedDict(a=x, b=1)
+    dict.clear(d)
+    return x.sin(), d == {}, len(d), {1: d} == {1: {}}, f"{d == {}}"
+
+
+class Hooked:
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class HookedTensor(torch.Tensor):
+    __torch_function__ = Hooked.__torch_function__  # asks for itself again and again
+
+
+def test_hooks_of_torch_functions_are_told_of_as_they_are():
+    def f(x):
+        has = torch.overrides.has_torch_function_unary(x)
+        with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():
+                has = has, torch.overrides.has_torch_function_variadic(x)
+            return has, torch._C._is_torch_function_enabled()
+
+    kiln.reset()
+    compiled = kiln.compile(f)
+    with torch._C.DisableTorchFunctionSubclass():
+        hooked = HookedTensor()
+    for x in (Hooked(), hooked, 4, X):  # each but the first is told why the entries before it do not fit
+        assert compiled(x) == f(x)
+
+
+def scaled(grad, k):
+    return grad * k
+
+
+class Scaling:
+    def __init__(self, k):
+        self.k = k
+
+    def __call__(self, grad):
+        return grad * self.k
+
+    def method(self, grad):
+        return grad * self.k
+
+
+HOOKS = {
+    "partial": lambda k: functools.partial(scaled, k=k),
+    "closure": lambda k: lambda grad: grad * k,
+    "object": Scaling,
+    "method": lambda k: Scaling(k).method,
+}
+HELD = types.SimpleNamespace()
+
+
+@needs_kiln
+@pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("given", [False, True], ids=["held", "given"])
+def test_another_hook_is_seen_where_the_last_one_was(make, given):
+    def f(x, hook):
+        y = x * 2
+        y.register_hook(hook if given else HELD.hook)
+        return y * 3
+
+    kiln.reset()
+    graphs = []
+    compiled = kiln.compile(f, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    for k in (1, 1, 2, 3):
+        hook = HELD.hook = make(k) if k != 1 or not graphs else hook
+        x = torch.ones(2, requires_grad=True)
+        compiled(x, hook).sum().backward()
+        assert x.grad.tolist() == [6 * k] * 2
+    assert given or len(graphs) == 3  # the same one needs no other graph
+
+
+@pytest.mark.parametrize("call", [torch._foreach_add, torch._foreach_maximum_], ids=["gives", "writes"])
+def test_lists_of_no_tensors_are_refused_as_eager_does(call):
+    def f(x, some, others):
+        try:
+            call(some, others)
+        except RuntimeError as error:
+            return x * 2, str(error)
+
+    one_graph(f, X, [], [])
+    one_graph(f, X, [t(1)], [])

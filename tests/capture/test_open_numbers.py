@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 
 import pytest
 import torch
 
-from tests.support import EAGER, kiln, one_graph, same_as_eager, t
+from tests.support import EAGER, kiln, one_graph, pin, same_as_eager, t
 
 needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
 
@@ -420,3 +421,34 @@ def test_sizes_of_inference_tensors():
 
     x = t(3, 4)
     torch.testing.assert_close(kiln.compile(f, backend="eager", fullgraph=True)(x), f(x))
+
+
+FOUR, REAL = 4, 2.0
+
+
+def whether_all(x):
+    found = (x > -5).all().item()
+    match found:
+        case True:
+            y = x * 2
+        case False:
+            y = x * 3
+        case _:
+            y = x * 4
+    return y, found is not True, operator.is_(found, True), found is None, x.sum().item() is REAL
+
+
+@pytest.mark.parametrize("x", [t(4), t(4) - 9], ids=["all", "not all"])
+def test_truths_are_asked_for_by_identity(x):
+    pin(same_as_eager(whether_all, x), graphs=2, breaks=1)
+
+
+@needs_kiln
+def test_sizes_that_vary_are_asked_for_by_identity():
+    def f(x):
+        n = x.shape[0]
+        return x * 2, n is FOUR, n is x.shape[1], (n > 3) is True, n is None
+
+    compiled = kiln.compile(f, backend="eager", dynamic=True, fullgraph=True)
+    for shape in ((4, 4), (6, 5), (400, 400), (3, 3)):
+        assert compiled(torch.ones(shape))[1:] == f(torch.ones(shape))[1:]

@@ -9,6 +9,7 @@ from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, calls, operators, symbolic
 from kiln.capture.frame import NULL, Frame, Machine, UserError
+from kiln.capture.identity import put
 from kiln.capture.iterators import ended_early
 from kiln.capture.opcodes.control import sequence
 from kiln.capture.opcodes.table import computes, consumes, not_captured, opcode
@@ -22,9 +23,16 @@ def take(f: Frame, n: int | None) -> list[Any]:
     return values
 
 
+def build_set(m: Machine, f: Frame, i: Instruction) -> Any:
+    items = symbolic.concrete(take(f, i.arg))
+    put(m, (), items)
+    return m.operate(set, items)
+
+
 def build_map(m: Machine, f: Frame, i: Instruction) -> Any:
     flat = take(f, 2 * (i.arg or 0))
     keys = symbolic.concrete(flat[::2])
+    put(m, (), keys)
     return m.operate(dict, zip(keys, flat[1::2], strict=True), about=tuple(keys))
 
 
@@ -38,7 +46,7 @@ def build_string(m: Machine, f: Frame, i: Instruction) -> str:
 computes(0, {
     "BUILD_TUPLE": lambda m, f, i: tuple(take(f, i.arg)),
     "BUILD_LIST": lambda m, f, i: take(f, i.arg),
-    "BUILD_SET": lambda m, f, i: m.operate(set, symbolic.concrete(take(f, i.arg))),
+    "BUILD_SET": build_set,
     "BUILD_MAP": build_map,
     "BUILD_STRING": build_string,
     "BUILD_SLICE": lambda m, f, i: slice(*take(f, i.arg)),
@@ -53,6 +61,11 @@ computes(1, {
 def target(m: Machine, f: Frame, i: Instruction) -> Any:
     """The container that an instruction adds to; it may have come from outside, through a resumed frame."""
     return m.world.touch(f.stack[-(i.arg or 1)])
+
+
+def keyed(m: Machine, f: Frame, i: Instruction, *keys: Any) -> Any:
+    """The set or dict that keys are put into."""
+    return put(m, target(m, f, i), keys)
 
 
 def list_extend(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
@@ -89,6 +102,16 @@ def keywords_of(m: Machine, function: Any, value: Any) -> dict[str, Any]:
     return mapping(m, value)
 
 
+def set_update(m: Machine, f: Frame, i: Instruction, items: Any) -> None:
+    added = sequence(m, items)
+    m.operate(keyed(m, f, i, *added).update, added)
+
+
+def dict_update(m: Machine, f: Frame, i: Instruction, items: Any) -> None:
+    added = mapping(m, items)
+    m.operate(keyed(m, f, i, *added).update, added)
+
+
 def dict_merge(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
     items, merged = keywords_of(m, f.stack[-(i.arg or 1) - 2], value), target(m, f, i)
     for key in items:
@@ -100,15 +123,15 @@ def dict_merge(m: Machine, f: Frame, i: Instruction, value: Any) -> None:
 
 consumes(1, {
     "LIST_APPEND": lambda m, f, i, value: target(m, f, i).append(value),
-    "SET_ADD": lambda m, f, i, value: m.operate(target(m, f, i).add, symbolic.concrete(value)),
+    "SET_ADD": lambda m, f, i, value: m.operate(keyed(m, f, i, value).add, symbolic.concrete(value)),
     "LIST_EXTEND": list_extend,
-    "SET_UPDATE": lambda m, f, i, items: m.operate(target(m, f, i).update, sequence(m, items)),
-    "DICT_UPDATE": lambda m, f, i, items: m.operate(target(m, f, i).update, mapping(m, items)),
+    "SET_UPDATE": set_update,
+    "DICT_UPDATE": dict_update,
     "DICT_MERGE": dict_merge,
 })  # fmt: skip
 consumes(2, {
     "MAP_ADD": lambda m, f, i, key, value: m.operate(
-        target(m, f, i).__setitem__, symbolic.concrete(key), value, about=(key,)),
+        keyed(m, f, i, key).__setitem__, symbolic.concrete(key), value, about=(key,)),
 })  # fmt: skip
 
 CONVERSIONS = (None, str, repr, ascii)
