@@ -22,6 +22,7 @@ from kiln.base.graph import (
 )
 from kiln.differentiate.kinds import kind
 from kiln.differentiate.writes import FORMS
+from kiln.ops.aliases import GIVES_BACK
 from kiln.ops.layout import INTEGERS, PLAIN_DTYPES, is_dense
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
@@ -35,8 +36,6 @@ SAME = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default,
     aten._reshape_alias.default, aten.permute.default, aten.lift_fresh_copy.default, aten.slice.Tensor,
 })  # fmt: skip
-#: Ops whose result may lie in the memory of their argument though their schema does not say so.
-GIVES_BACK = frozenset({aten._unsafe_view.default, aten.conj_physical.default})
 #: For ops with a flag, by its place: the places of what they do not read where it is set.
 UNREAD = {aten.native_batch_norm_backward.default: (7, (3, 4))}  # training: the batch has its own statistics
 #: Ops that read or write some places along one dimension, and where in their arguments that stands.
@@ -68,7 +67,10 @@ def clean(graph: Graph, results: Results) -> None:
     replaced: dict[Node, Node] = {}
     seen: dict[Any, Node] = {}
     kept: list[Node] = []
+    shown: set[Node] | None = None
     for node in graph.nodes:
+        if node.backward and shown is None:
+            shown = shown_only(graph, results, replaced)
         if replaced:
             node.args, node.kwargs = retarget(node.args, replaced), retarget(node.kwargs, replaced)
         if node.op in SAME and node.spec == node.args[0].spec:
@@ -88,6 +90,8 @@ def clean(graph: Graph, results: Results) -> None:
         key = key_of(node)
         if key is not None:
             known = seen.setdefault(key, node)
+            if shown and known in shown and node.op is not operator.getitem:
+                known = seen[key] = node
             if known is not node:
                 replaced[node] = known
                 continue
@@ -96,6 +100,16 @@ def clean(graph: Graph, results: Results) -> None:
     graph.outputs = part(graph, retarget(graph.outputs, replaced), results)
     graph.drop_unused(lambda node: acts(node) or may_raise(node))
     look_at_unread(graph)
+
+
+def shown_only(graph: Graph, results: Results, replaced: dict[Node, Node]) -> set[Node]:
+    """The results that eager does not keep for the backward pass: the program may write to them before it.
+
+    A backward node that computes such a value once more is not merged with it.
+    """
+    reads = (read for node in graph.nodes if node.backward for read in node.inputs())
+    kept = {root_of(replaced.get(read, read)) for read in reads}
+    return {root_of(node) for node in retarget(graph.outputs[: len(results.values)], replaced)} - kept
 
 
 def may_raise(node: Node) -> bool:

@@ -112,8 +112,6 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
         before = torch.is_grad_enabled()
         _switch(grad)
         try:
-            if not steps:
-                return value.view_as(value) if grad else value.detach()
             for step in steps:
                 if symbolic:
                     args, kwargs = resolved((step.args, step.kwargs), known)

@@ -284,10 +284,19 @@ class Functionaliser:
             self._reshape(node, form)
             return
         self._dirty = True
+        if "out" in node.kwargs:
+            self._share(written)
         values = form.apply(self, node, written)
         for target, value in zip(written, values, strict=True):
             place = self.place(target)
             self.store(place, value, node.op not in HIDDEN)
+
+    def _share(self, targets: Iterable[Node]) -> None:
+        """Let what is asked for by out= be views where torch made them without saying so."""
+        for node in targets:
+            if node.op is aten._unsafe_view.default:
+                step = Step(aten.view.default, node.args[1:], node.kwargs)
+                self._places[node] = Place(self.value(node), node.spec, self.place(node.args[0]), step)
 
     def _reshape(self, node: Node, form: Form) -> None:
         """A tensor that changes its own shape is from now on a view of what it was."""

@@ -140,6 +140,7 @@ class Results:
     def _refuse_history(self, leaf: FakeTensor, place: Place, base: Place) -> None:
         """Break for a view that was made a leaf, and for one that has another history than its base.
 
+        A custom function that gives back its argument gives such a view: the derivative is the function's.
         A view taken without grad mode of a tensor that requires grad claims to require it as well, and will
         again when it is taken anew; one that was detached does not, unless it was written to since.
         """
@@ -155,6 +156,9 @@ class Results:
         elif not self.functional.beyond.isdisjoint(place.path()):
             why = "an output with gradients is as_strided of a view"
             raise Break("output-view", why, "return a copy of it")
+        elif through_custom(leaf.grad_fn, self.functional.fake(base).grad_fn, len(place.steps(base))):
+            why = "an output is what was given to a custom function, with the history that this gives it"
+            raise Break("output-view", why, "have the function return a copy of it")
 
     def _output(self, leaf: FakeTensor, place: Place, fresh: dict[int, int]) -> Output:
         if id(leaf) in fresh:
@@ -205,6 +209,16 @@ def base_of(places: list[Place]) -> Place:
     if alone is not None and alone.step is not None and alone.step.op is aten.detach.default:
         return alone
     return places[0].memory.root
+
+
+def through_custom(view: Any, base: Any, steps: int) -> bool:
+    """Whether a custom function is among the nodes that lead from a view back to its base."""
+    while view is not None and view is not base and steps:
+        if isinstance(view, torch.autograd.function.BackwardCFunction):
+            return True
+        following = view.next_functions
+        view, steps = following[0][0] if following else None, steps - 1
+    return False
 
 
 def inner_leaf() -> Break:

@@ -81,7 +81,6 @@ def pools_in_loops(node: Node, users: dict[Node, list[Node]], outputs: set[Node]
 def pool(node: Node, walk: Relayout) -> tuple[Node, Node]:
     """The largest of windows, and where in them they are."""
     x = walk.values[node.args[0]]
-    walk.recording.stands_at(node)
     with walk.recording:
         found, place = Window.of(node.args).largest_at(walk.fake(x), node.spec[0].shape[2:])
         rows = walk.recording.node(place.unsqueeze(-1))
@@ -93,7 +92,6 @@ def pool(node: Node, walk: Relayout) -> tuple[Node, Node]:
 
 def pool_gradient(node: Node, walk: Relayout) -> Node:
     grad, image, *_, places = node.args
-    walk.recording.stands_at(node)
     with walk.recording:
         given = walk.fake(walk.values[grad]), walk.fake(walk.values[places])
         out = Window.of(node.args[1:]).spread(*given, image.spec.shape[2:])
@@ -162,7 +160,6 @@ def convolution(node: Node, walk: Relayout) -> Node:
 
 def fused(end: Node, chain: activated.Chain, walk: Relayout) -> Node:
     """A convolution with what follows it, up to a relu."""
-    walk.recording.stands_at(end)
     image, filters, bias, *how = operands(chain.convolution, walk, *activated.folded(chain, walk))
     step, around, apart, _, _, groups = how
     spec, more = turned(end.spec), []

@@ -91,7 +91,6 @@ def product(
     def placed(node: Node) -> Any:
         return new.fake(node).permute(0, 2, 3, 1).reshape(many, *panels)
 
-    new.recording.stands_at(chain.last)
     with new.recording:
         if one:
             rows = new.fake(x).permute(0, 2, 3, 1).reshape(many, 1, *places, 1)
@@ -122,7 +121,6 @@ def of_channels(
     channels, _, *kernel = weight.spec.shape
     steps = Pooling((kernel[0], kernel[1]), window.stride, window.padding, window.dilation)  # type: ignore[arg-type]
     packed = new.fake(held(new, chain, by_tap, (math.prod(kernel), channels), weight))
-    new.recording.stands_at(chain.last)
     with new.recording:
         first, *others = steps.shifted(new.fake(x), chain.anchor.spec.shape[2:], 0.0)
         weights = [packed[place].view(1, channels, 1, 1) for place in range(len(others) + 1)]
@@ -137,7 +135,6 @@ def of_channels(
 
 def row(new: Relayout, chain: Chain, x: Node, weight: Node, bias: Node | None) -> Node:
     """A row times a matrix, which is given outputs first, and what follows of its elements."""
-    new.recording.stands_at(chain.last)
     with new.recording:
         out = (new.fake(x) * new.fake(weight)).sum(1)
         if bias is not None:

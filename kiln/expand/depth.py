@@ -46,7 +46,6 @@ def by_place(filters: Node, walk: Relayout) -> Node:
 
 def convolution(node: Node, walk: Relayout, given: list[Any], spec: TensorSpec) -> Node:
     """A convolution of this type over images as they are given."""
-    walk.recording.stands_at(node)
     given[1] = by_place(given[1], walk)
     return walk.graph.call(node.op, tuple(given), dict(node.kwargs), spec=spec, like=node)
 
@@ -56,7 +55,6 @@ def gradients(node: Node, walk: Relayout, given: list[Any], turned: TensorSpec) 
     grad, image, filters, _, steps, around, apart, _, _, groups, _ = given
     steps, around = stems.pair(steps), stems.pair(around)
     made: list[Node | None] = [None] * 3
-    walk.recording.stands_at(node)
     if node.spec[0] is not None:
         size = filters.spec.shape[2:]
         more = [n - (m - 1) * step - k + 2 * zeros for n, m, k, step, zeros in zip(

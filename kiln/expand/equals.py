@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from kiln.base.graph import CONSTANT, Graph, Node, call_key, nodes_in, reached, retarget, substituted
-from kiln.ops.aliases import shows
+from kiln.ops.aliases import GIVES_BACK, shows
 from kiln.ops.meta import Facts
 from kiln.ops.table import aten
 
@@ -33,15 +33,27 @@ def _is_pure(op: Any) -> bool:
 def merged(graph: Graph) -> Graph:
     """The graph, changed in place, with one node for borders and copies that are equal.
 
-    Outputs, and what other code may write to, stay apart, each in memory of its own.
+    Outputs, and what other code may write to, stay apart, each in memory of its own. A copy of a value that
+    is neither is that value.
     """
-    written = [read for node in graph.nodes if WRITES[node.op] for read in node.inputs()]
-    given = (*nodes_in(graph.outputs), *written)
-    apart = reached(given, lambda node: node.inputs() if SHOWS[node.op] else ())
+
+    def memory_of(given: Iterable[Node]) -> dict[Node, None]:
+        return reached(given, lambda node: node.inputs() if SHOWS[node.op] else ())
+
+    written = memory_of([read for node in graph.nodes if WRITES[node.op] for read in node.inputs()])
+    apart = memory_of([*nodes_in(graph.outputs), *written])
     seen: dict[Any, Node] = {}
     same: dict[Node, Node] = {}
 
+    def is_needless(source: Node, copy: Node) -> bool:
+        made = _is_pure(source.op) and not SHOWS[source.op] and source.op not in GIVES_BACK
+        return made and source not in apart and source.spec == copy.spec
+
     def instead(node: Node) -> tuple[Sequence[Node], Any] | None:
+        if node.op is aten.clone.default and node not in written and is_needless(node.args[0], node):
+            if node in apart:
+                apart[node.args[0]] = None
+            return (), node.args[0]
         if node.op not in MOVES or node in apart:
             return None
         reads = retarget(node.args, same) if same else node.args

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.graph import Graph, Node, TensorSpec, copied
+from kiln.base.graph import Graph, Node, TensorSpec, argument, copied
 from kiln.ops.aliases import shows
 from kiln.ops.levels import VIEW, name_of
 
@@ -81,8 +81,7 @@ def _integral(node: Node) -> bool:
 
 def _plain(node: Node) -> bool:
     """Without a factor, which eager's kernels join to the sum in one rounding or in two as they see fit."""
-    alpha = node.args[2] if len(node.args) > 2 else node.kwargs.get("alpha", 1)
-    return bool(alpha == 1)
+    return bool(argument(node, 2, "alpha", 1) == 1)
 
 
 def _whole(node: Node) -> bool:

@@ -88,7 +88,6 @@ def sums_of(
 
 def attended(node: Node, sources: dict[Node, Node], walk: Relayout) -> Any:
     """The call over keys and values of fewer heads."""
-    walk.recording.stands_at(node)
     made: dict[Node, Node] = {}
     for given, source in sources.items():
         with walk.recording:
@@ -98,6 +97,5 @@ def attended(node: Node, sources: dict[Node, Node], walk: Relayout) -> Any:
 
 def unsqueezed(part: Node, walk: Relayout) -> Node:
     """A gradient, which is a sum already, in the shape of the sum."""
-    walk.recording.stands_at(part)
     with walk.recording:
         return walk.recording.node(aten.unsqueeze.default(walk.fake(walk.values[part]), HEADS))

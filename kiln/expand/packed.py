@@ -196,7 +196,6 @@ def at_each_place(
     if of_one_place(weight, window):
         rows = turned(new, x, last, chain.last)
     else:
-        new.recording.stands_at(chain.last)
         with new.recording:
             seen = windows_of(new.fake(x), window, weight.spec.shape[2:]).permute(0, 1, 2, 4, 5, 3)
             copied = aten.clone.default(seen, memory_format=torch.contiguous_format)  # windows overlap

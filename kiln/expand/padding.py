@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kiln.base.graph import Graph, Node, TensorSpec
+from kiln.expand.products import PRODUCTS
 from kiln.expand.relayout import Relayout
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
@@ -18,8 +19,6 @@ STEP = 8  # elements of 16 bits in 16 bytes
 DEVICES = frozenset({"cuda"})
 #: Multiplications below which copies cost more than they gain.
 LEAST = 1 << 30
-#: Where the operands stand among the arguments.
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
 def padded(graph: Graph) -> Graph:
@@ -64,15 +63,13 @@ def product(node: Node, dims: frozenset[str], known: dict[Any, Node], walk: Rela
     first = PRODUCTS[node.op]
     operands = [walk.restored(walk.values[read], read.spec) for read in node.args[: first + 2]]
     names = [*["c"] * first, "rk", "kc"]
-    recording = walk.recording
-    recording.stands_at(node)
     given = [widened(walk, one, name, dims, known) for one, name in zip(operands, names, strict=True)]
-    with recording:
+    with walk.recording:
         out = node.op(*[walk.fake(one) for one in given], *node.args[first + 2 :], **node.kwargs)
         for dim, name in enumerate("rc"):
             if name in dims:
                 out = aten.slice.Tensor(out, dim, 0, node.spec.shape[dim])
-    return recording.node(out)
+    return walk.recording.node(out)
 
 
 def widened(walk: Relayout, node: Node, names: str, dims: frozenset[str], known: dict[Any, Node]) -> Node:

@@ -42,7 +42,6 @@ def pooling(node: Node, item: Node) -> Maker:
             new.values[node] = new.follow(node)
             made: Node = new.follow(item)
             return made
-        new.recording.where = node.where
         with new.recording:
             out = window.largest(new.fake(x), item.spec.shape[2:])
         return new.recording.node(out)

@@ -15,11 +15,11 @@ from kiln.expand.fit import restride
 from kiln.ops.fake import FakeTensor
 from kiln.ops.layout import contiguous, is_contiguous, is_dense
 from kiln.ops.levels import name_of
-from kiln.ops.record import Recording, fake_of
+from kiln.ops.record import Recording
 from kiln.ops.table import aten
 
 Maker: TypeAlias = "Callable[[Relayout], Node]"
-"""Adds nodes to the new graph, and gives the one that stands for a node of the old."""
+"""Adds nodes to the new graph, and gives the one that stands for a node of the old: where that stood."""
 
 #: Ops that take a tensor in any layout as well as in the one that was traced. Elementwise ones that torch
 #: calls so do, too.
@@ -65,6 +65,7 @@ class Relayout:
         with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             for node in self.old.nodes:
                 if node in self.made:
+                    self.recording.stands_at(node)
                     self.values[node] = self.made[node](self)
                 elif node not in self.covered:
                     self.values[node] = made = self.follow(node)
@@ -147,13 +148,9 @@ class Relayout:
 
     def fake(self, node: Node) -> FakeTensor:
         """A fake that stands for a node of the new graph."""
-        known = self.recording.fakes.get(node)
-        if known is None:
-            if not isinstance(node.spec, TensorSpec):
-                raise TypeError(f"{node.name} is no tensor")
-            known = fake_of(node.spec)
-            self.recording.bind(known, node)
-        return known
+        if not isinstance(node.spec, TensorSpec):
+            raise TypeError(f"{node.name} is no tensor")
+        return self.recording.fake(node)
 
     def restored(self, node: Any, spec: Any, strictly: bool = False) -> Any:
         """A value with the strides of `spec`; strictly also where it has one place alone."""

@@ -64,7 +64,6 @@ def product(node: Node, walk: Relayout) -> Node:
     """A convolution over patches."""
     x, filters = (walk.fake(walk.values[read]) for read in node.args[:2])
     batch, many, *count = node.spec.shape
-    walk.recording.stands_at(node)
     with walk.recording:
         rows = patches(x, filters.shape[2:], count)
         columns = aten.permute.default(aten.reshape.default(filters, [many, -1]), [1, 0])
@@ -81,7 +80,6 @@ def gradients(node: Node, walk: Relayout) -> tuple[Node | None, ...]:
     grad, x, filters = (walk.fake(walk.values[read]) for read in node.args[:3])
     (batch, many, *count), (_, channels, *whole), size = grad.shape, x.shape, filters.shape[2:]
     made: list[Any] = [None] * 3
-    walk.recording.stands_at(node)
     with walk.recording:
         given = aten.reshape.default(aten.permute.default(grad, [0, 2, 3, 1]), [-1, many])
         if node.spec[0] is not None:
@@ -136,7 +134,6 @@ def unfolded(
     x, filters = map(walk.fake, operands)
     (down, along), (above, beside) = map(pair, node.args[first + 3 : first + 5])
     size, width = filters.shape[3], (node.args[0] if first else node).spec.shape[3]
-    walk.recording.stands_at(node)
     with walk.recording:
         reach = along * (width - 1) + size - beside
         x = aten.slice.Tensor(x, 3, 0, reach) if reach < x.shape[3] else x

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kiln.base.graph import Node, TensorSpec
+from kiln.base.graph import Node, TensorSpec, argument
 from kiln.fuse.axes import Misfit
 from kiln.fuse.nest import RUNNING, Axis
 from kiln.fuse.views import Coords, shape_of, supported
@@ -25,7 +25,7 @@ def folded_dims(node: Node) -> frozenset[int] | None:
     if not isinstance(source.spec, TensorSpec) or not supported(source.spec):
         return None
     rank = len(shape_of(source))
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dims = argument(node, 1, "dim")
     if dims is None or dims == []:
         dims = range(rank)
     elif isinstance(dims, int):

@@ -338,7 +338,7 @@ def both(terms: Terms, a: Term | None, b: Term) -> Term:
 @lowering("cat")
 def _cat(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     parts = [part for part in node.args[0] if shape_of(part) != (0,)]
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    dim = argument(node, 1, "dim", 0)
     dim %= len(coords)
     here, start = coords[dim], 0
     pieces: list[tuple[Any, Node]] = []
@@ -364,7 +364,7 @@ def _cat(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Rea
 @lowering("constant_pad_nd")
 def _pad(terms: Terms, node: Node, coords: Coords, valid: Term | None, read: Read) -> Term:
     x, pad = node.args[0], node.args[1]
-    fill = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+    fill = argument(node, 2, "value", 0)
     shape, moved = shape_of(x), list(coords)
     inside: Term | None = None
     for i in range(len(pad) // 2):
@@ -483,7 +483,7 @@ SMALL_PIECES = 48
 
 def large(spec: TensorSpec) -> bool:
     """Whether an eager kernel is worth its call, by the sizes when traced."""
-    return math.prod([int(getattr(n, "hint", n)) for n in spec.shape]) > 1 << 13
+    return math.prod(map(hinted, spec.shape)) > 1 << 13
 
 
 INDICES = frozenset({torch.int64, torch.int32})

@@ -14,6 +14,9 @@ QUIETLY_SHARED = frozenset({
     aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
 })  # fmt: skip
 
+#: Ops whose result may lie in the memory of their argument though their schema does not say so.
+GIVES_BACK = frozenset({aten._unsafe_view.default, aten.conj_physical.default})
+
 
 @cache
 def shows(op: Any) -> bool:

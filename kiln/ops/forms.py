@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -185,7 +186,7 @@ FORMS: dict[Any, Any] = {
 }
 
 
-def form_of(function: Any, *given: Any) -> Any:
+def form_of(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The function that takes these arguments, or what stands for it."""
     form = FORMS.get(function) if function.__hash__ is not None else None
-    return function if form is None or not is_symbolic(given) else form
+    return function if form is None or "out" in kwargs or not is_symbolic((args, kwargs)) else form

@@ -30,7 +30,7 @@ def plain(value: Any, like: list[Tensor]) -> bool:
 def usual(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether all lists hold floats of the same types and layouts, as those of optimizers do."""
     return (
-        isinstance(tensors, (list, tuple))
+        isinstance(tensors, (list, tuple)) and bool(tensors)
         and all(type(x) is FakeTensor and x.dtype in FLOATS for x in tensors)
         and all(plain(value, tensors) for value in (*args, *kwargs.values()))  # type: ignore[arg-type]
     )

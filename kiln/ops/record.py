@@ -12,6 +12,7 @@ from torch import Tensor
 from kiln.base.graph import Graph, Node, TensorSpec, label
 from kiln.ops import rules  # noqa: F401  (fills the table of shape rules)
 from kiln.ops.fake import FakeTensor, Mode, dispatch, fake_like, make
+from kiln.ops.layout import is_dense
 from kiln.ops.meta import DECOMPOSES, MUTATING
 from kiln.ops.products import composite
 from kiln.ops.symint import expr_of, wrap
@@ -50,6 +51,14 @@ def fake_of(spec: TensorSpec) -> FakeTensor:
     """A fake of this type, not bound to a node."""
     shape, stride = [wrap(n) for n in spec.shape], [wrap(n) for n in spec.stride]
     return make(shape, stride, spec.dtype, spec.device, wrap(spec.offset))
+
+
+def copied(real: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does, holes included."""
+    if not real.numel() or is_dense(tuple(real.shape), real.stride()):
+        return real.clone()
+    extent = 1 + sum([(n - 1) * s for n, s in zip(real.shape, real.stride(), strict=True)])
+    return real.as_strided((extent,), (1,)).clone().as_strided(real.shape, real.stride())
 
 
 #: What leaves tensors as they are: of sizes that a tensor does not have already, resize_ is refused.
@@ -194,7 +203,7 @@ class Recording(Mode):
 
     def _literal(self, real: Tensor) -> Node:
         """A node for contents written in the program, copied so that writes do not reach them."""
-        kept = self.graph.constant(real.detach().clone(), _spec_of_any(real), "literal")
+        kept = self.graph.constant(copied(real.detach()), _spec_of_any(real), "literal")
         kept.where, kept.backward, kept.region = self.where, self.backward, self.region
         return kept
 

@@ -274,3 +274,18 @@ def test_the_largest_of_several_numbers_that_vary(chosen):
     compiled, x = kiln.compile(f, dynamic=True), torch.ones(3)
     for numbers in ([4, 2, 3], [4, 2, 9], [5, 7, 6]):
         torch.testing.assert_close(compiled(x, numbers), f(x, numbers))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_products_of_blocks_are_written_where_out_says(dynamic):
+    def f(a, b, out):
+        like = torch.empty_like(torch.kron(a, b))
+        torch.kron(a, b, out=out)
+        return torch.kron(a, b, out=like), like
+
+    compiled = kiln.compile(f, dynamic=dynamic)
+    for n in (2, 3):
+        a, b = torch.randn(n, n), torch.randn(2, n)
+        mine, eager = torch.zeros(2, 2 * n, n * n)
+        torch.testing.assert_close(compiled(a, b, mine), f(a, b, eager), rtol=0, atol=0)
+        torch.testing.assert_close(mine, eager, rtol=0, atol=0)

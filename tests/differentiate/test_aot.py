@@ -226,3 +226,32 @@ def test_a_write_by_strides_to_what_starts_late_in_its_memory(scatter):
         out = run(x)
         told.append((out.detach(), torch.autograd.grad(out, x, torch.ones_like(out))))
     torch.testing.assert_close(*told)
+
+
+class Given(torch.autograd.Function):
+    """Gives its first argument back, with derivatives of its own."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        return a
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, grad * 3
+
+
+@pytest.mark.parametrize("of_an_input", [True, False])
+def test_a_custom_function_that_gives_its_argument_back_has_its_own_derivative(of_an_input):
+    def f(a, b):
+        a = a if of_an_input else a.sin()
+        return Given.apply(a, b).view(-1), a
+
+    found = []
+    for run in (f, kiln.compile(f, backend="aot_eager")):
+        a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        with records.collect() as seen:
+            out, _ = run(a * 1, b)
+        out.sum().backward()
+        found.append((out, a.grad, b.grad))
+    torch.testing.assert_close(*found)
+    assert [r.error.partition(":")[0] for r in seen.fallbacks] == ["output-view"]

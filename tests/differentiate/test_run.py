@@ -208,6 +208,23 @@ def test_writing_to_what_eager_does_not_save_is_no_error():
     torch.testing.assert_close(x.grad, (x + b - 1).cos().detach())
 
 
+def test_writing_to_a_result_that_the_backward_computes_once_more_is_no_error():
+    """A quotient's derivative computes it again, of what eager keeps; the result itself is not kept."""
+    x = t(3, grad=True)
+    for f in (lambda x: x / x.sum(), ahead(lambda x: x / x.sum())):
+        out = f(x)
+        with torch.no_grad():
+            out.add_(1)
+        out.pow(2).sum().backward()
+    first = x.grad.clone()
+    out = x / x.sum()
+    with torch.no_grad():
+        out.add_(1)
+    x.grad = None
+    out.pow(2).sum().backward()
+    torch.testing.assert_close(first, 2 * x.grad)
+
+
 def test_saved_tensors_are_freed_and_the_step_leaves_nothing():
     x = t(64, grad=True)
     out = ahead(lambda x: x.exp().sin().exp())(x)

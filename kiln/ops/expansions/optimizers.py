@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kiln.ops.expansions.support import HALF
+from kiln.ops.expansions.support import HALF, widened
 from kiln.ops.table import EXPANSIONS, aten, expansion, expansions
 
 #: `_foreach_` ops of one list.
@@ -94,22 +94,18 @@ def unscaled(grads: list[Tensor], found: Tensor, factor: Tensor) -> Any:
         return NotImplemented
     finite = [torch.isfinite(g).all() for g in grads]
     found = torch.where(reduce(torch.logical_and, finite), found, 1.0)
-    return [(_wide(g) * factor.reshape(())).to(g.dtype) for g in grads], found
+    return [(widened(g) * factor.reshape(())).to(g.dtype) for g in grads], found
 
 
-# Fused optimizer steps, in their functional forms: the new values of all lists
+# Fused optimizer steps, in their functional forms: the new values of all lists. Half types are computed with
+# in f32, and rounded once where a value is stored.
 
 
 def _scaled_back(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
     """Gradients of a loss that was scaled, as those of the loss itself."""
     if scale is None:
         return list(grads)
-    return [(_wide(g) / scale.reshape(())).to(g.dtype) for g in grads]
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Half types are computed with in f32, and rounded once where a value is stored."""
-    return x.float() if x.dtype in HALF else x
+    return [(widened(g) / scale.reshape(())).to(g.dtype) for g in grads]
 
 
 def _unless(found: Tensor | None, *lists: tuple[list[Tensor], list[Tensor]]) -> Any:
@@ -134,12 +130,12 @@ def _adam(
     plain = _scaled_back(grads, grad_scale)
     new: tuple[list[Tensor], ...] = ([], [], [], [])
     for i, (*own, step) in enumerate(zip(parameters, plain, means, squares, steps, strict=True)):
-        p, g, m, v = map(_wide, own)
+        p, g, m, v = map(widened, own)
         g = _prepared(g, p, 0 if decoupled else weight_decay, maximize)
         p = p - p * (lr * weight_decay) if decoupled and weight_decay else p
         m = m + (g - m) * (1 - beta1)
         v = v * beta2 + g * g * (1 - beta2)
-        highest = torch.maximum(_wide(largest[i]), v) if amsgrad else v
+        highest = torch.maximum(widened(largest[i]), v) if amsgrad else v
         # The corrections for the start are taken in double precision, as one number.
         count = step.to(torch.float64)
         rise = 1 - torch.pow(beta1, count)
@@ -166,10 +162,10 @@ def sgd(
     plain = _scaled_back(grads, grad_scale)
     moved, kept = [], []
     for i, own in enumerate(zip(parameters, plain, strict=True)):
-        p, g = map(_wide, own)
+        p, g = map(widened, own)
         g = _prepared(g, p, weight_decay, maximize)
         if momentum:
-            buffer = g.clone() if is_first_step else _wide(buffers[i]) * momentum + g * (1 - dampening)
+            buffer = g.clone() if is_first_step else widened(buffers[i]) * momentum + g * (1 - dampening)
             kept.append(buffer.to(own[0].dtype))
             g = g + buffer * momentum if nesterov else buffer
         moved.append((p - g * lr).to(own[0].dtype))
