@@ -270,12 +270,13 @@ def catch_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 @handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings, told=True)
 def filter_warnings(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
-    """Filters stay as they are while capturing; code behind a break in the block has them."""
+    """Filters of a block stay as they are while capturing; code behind a break in the block has them."""
     if "error" in (*args[:1], kwargs.get("action")):
         raise _in_python(m, "warnings are made exceptions")
     blocks = [key for key, (run, *_) in m.world.entered.items() if run is runtime.muted]
-    if blocks:
-        m.world.entered[blocks[-1]] += ((function, args, kwargs),)
+    if not blocks:
+        raise Break("side-effect", "a filter of warnings is set for good", "set it around the compiled function")
+    m.world.entered[blocks[-1]] += ((function, args, kwargs),)
 
 
 @handles(warnings.catch_warnings.__exit__)

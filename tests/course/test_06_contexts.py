@@ -557,3 +557,20 @@ def test_filters_of_warnings_hold_behind_a_break():
             return y * 2
 
     assert same_as_eager(f, t(3)).graphs == 2
+
+
+@pytest.mark.filterwarnings("default:no more")
+def test_filters_of_warnings_that_are_set_for_good():
+    def f(x):
+        y = x + 1
+        warnings.filterwarnings("ignore", message="no more")
+        warnings.warn("no more", FutureWarning, stacklevel=2)
+        return y * 2
+
+    compiled = kiln.compile(f, backend="eager")
+    for _ in range(2):
+        with warnings.catch_warnings(), kiln.records() as told:
+            before = len(warnings.filters)
+            assert compiled(torch.ones(2)).tolist() == [4, 4]
+            assert len(warnings.filters) == before + 1
+    assert not told.graphs and not told.recompiles
