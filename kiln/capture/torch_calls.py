@@ -275,7 +275,7 @@ def filter_warnings(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> An
         raise _in_python(m, "warnings are made exceptions")
     blocks = [key for key, (run, *_) in m.world.entered.items() if run is runtime.muted]
     if not blocks:
-        raise Break("side-effect", "a filter of warnings is set for good", "set it around the compiled function")
+        raise Break("side-effect", "a filter of warnings is set for good", "set it outside of the function")
     m.world.entered[blocks[-1]] += ((function, args, kwargs),)
 
 
