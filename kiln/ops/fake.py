@@ -26,6 +26,7 @@ from kiln.ops.meta import (
     SEEDED,
     UNCOUNTED,
     Layout,
+    Memory,
     Same,
     asked,
     by_mask,
@@ -65,12 +66,11 @@ FILLED = frozenset(
 
 
 class Placed(Tensor):
-    """A tensor that may know whose memory it lies in, apart from the attributes that a program gives it."""
+    """A tensor that may know what memory it lies in, apart from the attributes that a program gives it."""
 
-    __slots__ = ("own", "root")
+    __slots__ = ("root",)
 
-    own: bool
-    root: Any
+    root: Memory
 
 
 class FakeTensor(Placed):
@@ -80,7 +80,7 @@ class FakeTensor(Placed):
     `value` is the real tensor when the contents are a constant of the program, valid while `_version` is
     `value_version`. `node` is what stands for it in the graph of the recording that it belongs to.
     `wrapped` is what a tensor made of others consists of: an instance of its class around fakes.
-    `root` is the tensor in whose memory it lies, if another one; it is `own` where a call made that memory.
+    `root` is the memory that it lies in.
     """
 
     real_type: type = Tensor
@@ -506,9 +506,8 @@ def note_memory(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
     for place, part in enumerate(out if len(func._schema.returns) > 1 else (out,)):
         base = None if func in LIFTED else base_of(func, args, kwargs, place)
         for fake in tensors_in(part):
-            if type(fake) is FakeTensor and fake is not base and not hasattr(fake, "own"):
-                fake.own = base is None
-                fake.root = memory_of(base) if isinstance(base, Tensor) else None
+            if type(fake) is FakeTensor and fake is not base and not hasattr(fake, "root"):
+                fake.root = memory_of(base) if isinstance(base, Tensor) else Memory(base is None)
 
 
 def crosses(a: Tensor, b: Tensor) -> bool:

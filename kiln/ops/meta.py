@@ -326,7 +326,22 @@ def filled(tensors: list[Tensor], byte: int = 0) -> list[Tensor]:
     return twins
 
 
-def memory_of(value: Tensor) -> Tensor:
-    """The tensor in whose memory a fake lies: itself, or the one that it is a view of."""
-    root = getattr(value, "root", None)
-    return value if root is None else root
+class Memory:
+    """What fakes that lie in one memory have in common; it is `own` where a call made it.
+
+    It is none of them: what a node of autograd saves of its own result would keep that result, which keeps
+    the node, and nobody could let go of them.
+    """
+
+    __slots__ = ("own",)
+
+    def __init__(self, own: bool) -> None:
+        self.own = own
+
+
+def memory_of(value: Any) -> Any:
+    """The memory that a fake lies in; any other tensor stands for its own."""
+    memory = getattr(value, "root", None)
+    if memory is None and hasattr(type(value), "root"):
+        memory = value.root = Memory(own=False)
+    return value if memory is None else memory

@@ -4,9 +4,11 @@ import gc
 import threading
 import weakref
 
+import pytest
 import torch
 
 import kiln
+from kiln.ops.fake import FakeTensor
 
 
 def scaled(x, k):
@@ -187,3 +189,22 @@ def test_what_the_breaking_call_does_not_need_is_gone_while_it_runs():
         return b + 1
 
     dies_as_in_eager(program)
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_fakes_go_where_autograd_saves_results(backend):
+    """A node of autograd's that saves its own result, as that of relu does, keeps no fake of it alive."""
+
+    def fakes() -> int:
+        gc.collect()
+        return sum(type(o) is FakeTensor for o in gc.get_objects())
+
+    def once(width: int) -> None:
+        layer = torch.nn.Linear(width, width)
+        kiln.compile(lambda x: layer(x).relu().exp().sum(), backend=backend)(torch.ones(2, width)).backward()
+
+    once(3)
+    before = fakes()
+    for width in range(4, 8):
+        once(width)
+    assert fakes() <= before
