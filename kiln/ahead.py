@@ -30,7 +30,7 @@ from kiln.capture.torch_calls import Named
 from kiln.differentiate import finish, parts, results, run, training
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
-from kiln.differentiate.partition import partition
+from kiln.differentiate.partition import partition, with_values_again
 from kiln.differentiate.parts import Make, in_parts
 from kiln.differentiate.places import has_places
 from kiln.differentiate.run import HeldCompiler, callable_for
@@ -145,8 +145,10 @@ def compiled(
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None
-        if joint.differentiates:
-            with records.timed("partition", name):
+        with records.timed("partition", name):
+            if not joint.differentiates:
+                joint = with_values_again(joint, config.memory_budget)
+            else:
                 halves = partition(joint, config.memory_budget) if parted is None else parted(joint)
     except (KeyboardInterrupt, MemoryError):
         raise

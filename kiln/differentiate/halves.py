@@ -69,6 +69,8 @@ class Parts:
                 back.need(node)
         for node in nodes_in(self.gradients):
             back.need(node)
+        for node in back.nodes:
+            node.backward = True  # also of what is computed again
         numbers += sorted((back.symbols | back.sizes()) - {n.spec for n in numbers}, key=str)
         backward = back.finish(self.gradients, [*tensors, *numbers, *self.tangents])
         return Halves(self._forward(tensors, numbers), backward, len(tensors), len(numbers))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from kiln.base.graph import CONSTANT, INPUT, Node, nodes_in
+from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in, retarget
 from kiln.differentiate.flow import ENDLESS, cheapest
 from kiln.differentiate.halves import Halves, Parts
 from kiln.differentiate.joint import Joint
@@ -28,6 +29,38 @@ def partition(joint: Joint, budget: float = 1.0) -> Halves:
         raise ValueError(f"the memory budget is a share between 0 and 1, got {budget!r}")
     plan = Plan(joint)
     return plan.split(plan.kept(budget))
+
+
+def with_values_again(joint: Joint, budget: float = 1.0) -> Joint:
+    """A joint whose program goes back itself, with values computed again for that as a partition has it.
+
+    The halves are one graph, one after the other. What comes after the first backward pass, the optimizer's
+    step or another pass, belongs to the second.
+    """
+    graph = joint.graph
+    first = next((i for i, node in enumerate(graph.nodes) if node.backward), None)
+    if first is None:
+        return joint
+    for node in graph.nodes[first:]:
+        node.backward = True
+    late = [type(out) is Node and out.backward for out in graph.outputs]
+    gradients = [out for out, is_late in zip(graph.outputs, late) if is_late]
+    results = [out for out, is_late in zip(graph.outputs, late) if not is_late]
+    apart = Graph()
+    apart.inputs, apart.nodes, apart.outputs = graph.inputs, graph.nodes, (*results, *gradients)
+    halves = partition(replace(joint, graph=apart, results=len(results), mutated=()), budget)
+    whole, forward, backward = Graph(), halves.forward, halves.backward
+    saved = dict(zip(backward.inputs, forward.outputs[len(results) :], strict=True))
+    whole.inputs, whole.nodes, whole.overwrites = forward.inputs, forward.nodes, graph.overwrites
+    whole.take_names((*whole.inputs, *whole.nodes))
+    for node in backward.nodes:
+        if node.op is not CONSTANT:
+            node.args, node.kwargs = retarget(node.args, saved), retarget(node.kwargs, saved)
+        node.name = whole.name(node.name)
+        whole.add(node)
+    ends = iter(forward.outputs[: len(results)]), iter(backward.outputs)
+    whole.outputs = tuple([next(ends[is_late]) for is_late in late])
+    return replace(joint, graph=whole.check())
 
 
 def split_at(joint: Joint, kept: Iterable[Node]) -> Halves:

@@ -146,7 +146,7 @@ class Tracer:
         with recording:
             nest = interpret(self.module, inputs, self.owned, self.entering, instead)
         effects = () if torch.is_grad_enabled() == grad else ((torch._C._set_grad_enabled, (not grad,)),)
-        recording.where, recording.region = "", None
+        recording.where, recording.region, recording.backward = "", None, False
         forward = len(recording.graph.nodes)
         if grad:
             for called in recording.graph.nodes:
@@ -258,6 +258,7 @@ class Tracer:
             self.recording.where = marked(self.recording.where, node.name)
             self._origins.append((torch._C._autograd._get_sequence_nr(), self.recording.where))  # type: ignore[attr-defined]
         self.recording.region = meta.get("checkpoint")
+        self.recording.backward = node.target is torch.autograd.grad
         if self.layers is not None and node in self.layers.starts:
             self.cuts.append(len(self.recording.graph.nodes))
             self.sequence.append(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -309,6 +310,8 @@ class Tracer:
     def backward(self, results: Results, functional: Functionaliser, forward: int) -> tuple[Any, ...]:
         """Record the gradients of all primals for tangents of all differentiable results."""
         recording = self.recording
+        for node in functional.graph.nodes:
+            node.backward = False  # also of gradients that the program asks for itself
         recording.backward = True
         outs = [results.fakes[i] for i in results.tangents]
         turns = results.turns()

@@ -65,6 +65,8 @@ class Coalescing(Groups):
         before = group.axes
         if len(group.members) >= LONGEST or is_of_neighbours(node):
             return False
+        if any(first.backward is not node.backward for first in group.members[:1]):
+            return False  # what is computed again for a backward pass would be kept until then
         if not related and not any(
             self.place[n] == group.position or n in group.reads for n in map(self.root, node.inputs())
         ):
