@@ -463,6 +463,26 @@ def test_versions_count_every_write(grad):
     Same()(step(f), step(ahead(f)))
 
 
+@pytest.mark.parametrize("make", (lambda x: x, lambda x: x * 2))
+def test_what_is_taken_through_data_counts_for_itself(make):
+    def step(f):
+        x = t(3, 4, grad=True)
+        base, *others = f(x)
+        loss = base.sin().sum()
+        counts = []
+        for other in others:
+            other.add_(1)
+            counts.append((base._version, other._version))
+        loss.backward()
+        return base, x.grad, others, counts
+
+    def f(x):
+        base = make(x)
+        return base, base.data, base.data.t(), base.data[0]
+
+    Same()(step(f), step(ahead(f)))
+
+
 @pytest.mark.parametrize("take", (lambda x: x.unbind()[0], lambda x: x.chunk(2)[1][0], lambda x: x[0]))
 def test_one_of_several_views_refuses_writes(take):
     def step(f):
