@@ -730,3 +730,12 @@ def test_switches_of_kernel_libraries_are_flipped_in_the_graph():
 
     one_graph(f, t(3))
     assert torch.backends.cudnn.enabled and not torch.backends.cudnn.benchmark
+
+
+def test_a_miss_leaves_dicts_that_make_what_is_missing_alone():
+    compiled = kiln.compile(lambda state, p: state[p] * 2, backend="eager")
+    for n in range(3):
+        p = t(4)
+        state = defaultdict(lambda: 3, {p: n})
+        assert compiled(state, p) == n * 2
+        assert list(map(id, state)) == [id(p)]
