@@ -226,7 +226,7 @@ def count_together(one: FakeTensor, other: FakeTensor) -> bool:
         return True
     before, its = one._version, other._version
     increment_version(one)
-    together = other._version != its
+    together = bool(other._version != its)
     torch._C._autograd._unsafe_set_version_counter((one,), (before,))
     return together
 
