@@ -463,6 +463,23 @@ def test_versions_count_every_write(grad):
     Same()(step(f), step(ahead(f)))
 
 
+@pytest.mark.parametrize("read", (lambda y: y > 0, lambda y: y.detach() * 2))
+def test_no_backward_pass_goes_behind_what_no_gradient_flows_to(read):
+    def step(f):
+        x, w = t(3, 4, grad=True), t(3, 4, grad=True)
+        y = x.exp()
+        y.sum().backward()  # what was computed behind y is freed
+        out, seen = f(y, w)
+        (first,) = torch.autograd.grad(out.sum(), w, create_graph=True)
+        first.sum().backward()
+        return out, seen, first, w.grad, x.grad
+
+    def f(y, w):
+        return w * w * 2, read(y)
+
+    Same()(step(f), step(ahead(f)))
+
+
 @pytest.mark.parametrize("make", (lambda x: x, lambda x: x * 2))
 def test_what_is_taken_through_data_counts_for_itself(make):
     def step(f):
