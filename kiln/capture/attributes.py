@@ -86,6 +86,8 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
             return written
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
+    shadow = world.shadows.get(id(value))
+    untouched = untouched or shadow is not None and space is not None and name not in shadow.space
     return load_by_hook(m, value, name, mode, untouched, hooks)
 
 

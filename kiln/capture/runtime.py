@@ -328,7 +328,7 @@ def seed_generator(generator: Any, seed: int) -> Any:
 
 
 def attribute_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """How the attributes of a container of a user's class are brought up to date."""
+    """How the attributes of a container are brought up to date."""
     before, now = shadow.space, getattr(shadow.copy, "__dict__", {})
     deleted = [(delete_attribute, (shadow.copy, name)) for name in before if name not in now]
     return deleted + [(write_attribute, (shadow.copy, name, item)) for name, item in now.items()

@@ -463,6 +463,17 @@ def test_versions_count_every_write(grad):
     Same()(step(f), step(ahead(f)))
 
 
+def test_a_rank_is_written_where_it_is_wanted():
+    def f(x, out):
+        return torch.linalg.matrix_rank(x, out=out) + out
+
+    def step(f):
+        out = torch.full((), 7)
+        return f(torch.eye(3), out), out
+
+    Same()(step(f), step(ahead(f)))
+
+
 @pytest.mark.parametrize("read", (lambda y: y > 0, lambda y: y.detach() * 2))
 def test_no_backward_pass_goes_behind_what_no_gradient_flows_to(read):
     def step(f):
