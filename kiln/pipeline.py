@@ -18,7 +18,7 @@ from kiln import _hook, modules, telling
 from kiln.base import live, log, options, records, state
 from kiln.base.collecting import uncollected
 from kiln.base.dataclass import dataclass
-from kiln.base.errors import Break, Place, RecompileError, Skip, Specialised
+from kiln.base.errors import Break, Bug, Place, RecompileError, Skip, Specialised
 from kiln.base.options import Compile
 from kiln.base.progress import working
 from kiln.base.tracebacks import add_lines
@@ -288,6 +288,8 @@ def compiled(asked: Compile, name: str, graph: CapturedModule, inputs: list[Any]
     try:
         with options.config.patch(**changes), records.timed("backend", made):
             built = asked.backend(graph, inputs)
+    except Bug:  # ours, whoever's backend it is
+        raise
     except Exception as e:
         raise BackendRaised(e) from e
     inner = getattr(built, "__func__", built)

@@ -112,6 +112,8 @@ class Item(Step):
         object.__setattr__(self, "_hash", hash((Item, self.base, type(self.key), self.key)))
 
     def of(self, value: Any) -> Any:
+        if isinstance(value, dict) and not dict.__contains__(value, self.key):
+            raise KeyError(self.key)  # a class of its own may make what is missing
         return dict.__getitem__(value, self.key) if isinstance(value, dict) else value[self.key]
 
     def __eq__(self, other: object) -> bool:

@@ -86,6 +86,8 @@ def load_from_object(m: Machine, value: Any, name: str, mode: str = "opaque", ho
             return written
         world.class_attr(kind, name, found)
         return bind(m, found, value, kind, name, mode)
+    shadow = world.shadows.get(id(value))
+    untouched = untouched or shadow is not None and space is not None and name not in shadow.space
     return load_by_hook(m, value, name, mode, untouched, hooks)
 
 
@@ -241,9 +243,10 @@ def bind_native(m: Machine, found: Any, value: Any, kind: type, name: str) -> An
             return m.native(missing, value, name)
         if pending is not MISSING:
             return pending
-        if isinstance(found, types.MemberDescriptorType) and not hasattr(value, name):
+        real = world.reals.get(id(value), value)  # of a tensor
+        if isinstance(found, types.MemberDescriptorType) and not hasattr(real, name):
             world.unset(source, name)
-        return world.outside(m.native(getattr, value, name), Attr(source, name))
+        return world.outside(m.native(found.__get__, real, kind), Attr(source, name))
     return m.native(found.__get__, value, kind)
 
 
@@ -386,7 +389,7 @@ def load_from_tensor(m: Machine, value: FakeTensor, name: str) -> Any:
     if name == "__dict__":
         why = "the __dict__ of a tensor is read"
         raise Break("tensor-attribute", why, "keep such values beside the tensor")
-    found = mro_lookup(torch.Tensor, name)
+    found = mro_lookup(value.real_type if value.real_type in PLAIN_TYPES else torch.Tensor, name)
     source = world.source(value)
     if name == "grad":
         if source is None or id(value) not in world.reals:

@@ -20,9 +20,9 @@ from kiln.base.errors import Break, Skip
 from kiln.base.outside import going_back
 from kiln.base.source import Attr
 from kiln.capture import spent
-from kiln.capture.calls import METHODS, Args, Kwargs, handles, leaf
+from kiln.capture.calls import METHODS, SUBCLASSED, Args, Kwargs, handles, leaf
 from kiln.capture.frame import Machine, Recalled, Restart
-from kiln.capture.world import nested
+from kiln.capture.world import MISSING, nested
 from kiln.ops.fake import FakeTensor, tensors_in
 from kiln.ops.layout import is_dense
 
@@ -69,14 +69,12 @@ def hooked(m: Machine, owner: Any, args: Args, kwargs: Kwargs) -> Any:
 METHODS.update({(Node, name): hooked for name in ("register_hook", "register_prehook")})
 
 
-@handles(torch.Tensor.backward)
-def tensor_backward(m: Machine, args: Args, kwargs: Kwargs) -> None:
-    backward(m, *_of_tensor(*args, **kwargs))
-
-
-@handles(torch.autograd.backward)
-def function_backward(m: Machine, args: Args, kwargs: Kwargs) -> None:
-    backward(m, *_of_function(*args, **kwargs))
+@handles(torch.Tensor.backward, torch.autograd.backward, told=True)
+def backward_called(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> None:
+    """A backward pass, unless the classes of the tensors make something else of it."""
+    if SUBCLASSED["intercept"](m, function, args, kwargs) is MISSING:
+        named = _of_tensor if function is torch.Tensor.backward else _of_function
+        backward(m, *named(*args, **kwargs))
 
 
 def _of_tensor(tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False,

@@ -134,11 +134,14 @@ def flat(kinds: Any) -> list[Any]:
 def tensor_is(m: Machine, kind: type, value: FakeTensor, wanted: Any) -> bool:
     if wanted in LEGACY:
         return value.dtype is wanted.dtype and value.device.type == "cpu"
-    if wanted is torch.nn.Buffer:  # there are no instances: a tensor is one that says so
-        return m.truth(m.call(getattr, (value, "_is_buffer", False)))
+    flag = FLAGS.get(wanted)  # there are no instances: a tensor is one that says so
+    says = flag is not None and kind is not wanted and (kind is not torch.Tensor or flag == "_is_buffer")
+    if says and m.truth(m.call(getattr, (value, flag, False))):
+        return True
     return isinstance(value, wanted) or isinstance(wanted, type) and issubclass(kind, wanted)
 
 
+FLAGS = {torch.nn.Buffer: "_is_buffer", torch.nn.Parameter: "_is_param"}
 LEGACY = frozenset(
     getattr(torch, f"{name}Tensor")
     for name in "Float Double Half Long Int Short Char Byte Bool BFloat16".split()

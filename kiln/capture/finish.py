@@ -251,12 +251,13 @@ class Finisher:
         calls = stream_writes(world)
         for shadow in list(world.shadows.values()):
             if shadow.full:
-                calls.extend((*shadow_writes(shadow), *runtime.attribute_writes(shadow)))
+                calls += shadow_writes(shadow)
             elif shadow.written:
                 changed = {key: item for key, item in shadow.items.items() if key in shadow.written}
                 calls.append((runtime.write_dict, (shadow.copy, changed, ())))
             elif shadow.appended:
                 calls.append((type(shadow.real).extend, (shadow.copy, shadow.appended)))
+            calls += runtime.attribute_writes(shadow)
         for overlay in world.instance.values():
             if id(overlay.owner) in self.unseen:
                 continue

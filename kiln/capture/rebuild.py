@@ -249,6 +249,19 @@ class Rebuilder:
         self.call(type(value), *empty(value))
         self.named(value)
         self.then(fill, value, list(value) if not isinstance(value, dict) else dict(value))
+        self.attributes(value)
+
+    def attributes(self, value: Any, slots: dict[str, Any] = {}) -> None:  # noqa: B006
+        """Give the value on the stack the attributes that it has."""
+        space = instance_space(value) or {}
+        if space or slots:
+            if id(value) not in self.names:
+                self.named(value)
+            self.then(runtime.fill_object, value, dict(space), slots)
+
+    def ordered(self, value: Any) -> None:
+        self.call(type(value), dict(value))
+        self.attributes(value)
 
     def source(self, source: Source) -> None:
         """Emit a load along a path."""
@@ -400,6 +413,7 @@ class Rebuilder:
         for part in (value.func, *value.args, *value.keywords.values()):
             self.push(part)
         e.end_call(1 + len(value.args) + len(value.keywords), tuple(value.keywords))
+        self.attributes(value)
 
     def reduced(self, value: Any) -> None:
         """A native iterator, through its pickle protocol."""
@@ -463,9 +477,7 @@ class Rebuilder:
             if isinstance(member, types.MemberDescriptorType) and name != "__dict__"
             and (item := runtime.read_member(member, value)) is not runtime.UNSET
         }  # fmt: skip
-        attributes = instance_space(value) or {}
-        if attributes or slots:
-            self.then(runtime.fill_object, value, dict(attributes), slots)
+        self.attributes(value, slots)
 
 
 @functools.lru_cache(maxsize=256)
@@ -551,8 +563,7 @@ MAKERS: dict[type, Maker] = {
     **dict.fromkeys((types.MethodDescriptorType, types.WrapperDescriptorType, torch._ops.OpOverload,
                      torch._ops.OpOverloadPacket, types.TracebackType, types.FrameType), Rebuilder.constant),
     **dict.fromkeys((set, frozenset), lambda r, value: r.call(type(value), tuple(value))),
-    **dict.fromkeys((collections.OrderedDict, collections.Counter),
-                    lambda r, value: r.call(type(value), dict(value))),
+    **dict.fromkeys((collections.OrderedDict, collections.Counter), Rebuilder.ordered),
     **dict.fromkeys(DICT_VIEWS, lambda r, value: r.call(
         runtime.dict_view, runtime.viewed(value), type(value).__name__)),
     collections.defaultdict: lambda r, value: r.call(type(value), value.default_factory, dict(value)),

@@ -144,7 +144,7 @@ def versions_of(tensors: list[FakeTensor]) -> list[int]:
 def unchanged(world: World) -> bool:
     """Whether every container from outside holds what it held."""
     for shadow in world.shadows.values():
-        if shadow.changed() or shadow.full and runtime.attribute_writes(shadow):
+        if shadow.changed() or runtime.attribute_writes(shadow):
             return False
     return True
 

@@ -200,7 +200,8 @@ def delete_item(space: dict[str, Any], name: str) -> None:
 def generator_states(devices: tuple[torch.device, ...]) -> list[tuple[torch.device, Any]]:
     """The states of the random generators of devices."""
     here = [(d, torch.get_rng_state()) for d in devices if d.type == "cpu"]
-    return here + [(d, torch.get_device_module(d).get_rng_state(d)) for d in devices if d.type != "cpu"]
+    others = [d for d in devices if d.type not in ("cpu", "meta")]  # on which nothing is drawn
+    return here + [(d, torch.get_device_module(d).get_rng_state(d)) for d in others]
 
 
 def set_generators(states: list[tuple[torch.device, Any]]) -> None:
@@ -328,7 +329,7 @@ def seed_generator(generator: Any, seed: int) -> Any:
 
 
 def attribute_writes(shadow: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """How the attributes of a container of a user's class are brought up to date."""
+    """How the attributes of a container are brought up to date."""
     before, now = shadow.space, getattr(shadow.copy, "__dict__", {})
     deleted = [(delete_attribute, (shadow.copy, name)) for name in before if name not in now]
     return deleted + [(write_attribute, (shadow.copy, name, item)) for name, item in now.items()

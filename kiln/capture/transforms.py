@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from kiln.base.errors import Break
+from kiln.capture import symbolic
 from kiln.capture.bodies import HINT, PLAIN, TENSOR, Function, capture_body, examples, name_of, refused
 from kiln.capture.calls import ALIVE, BY_CODE, CALLERS, Args, Kwargs, call, handles, leaf, runs_now
 from kiln.capture.frame import Machine
@@ -39,7 +40,8 @@ class Transform:
 
 
 def cells_of(m: Machine, function: Any) -> dict[str, Any]:
-    values = map(m.world.read_cell, m.world.closure(function))
+    """What a transform was made with, by name; what are numbers holds for these alone."""
+    values = map(symbolic.concrete, map(m.world.read_cell, m.world.closure(function)))
     pairs = zip(function.__code__.co_freevars, values, strict=True)
     return {name: value for name, value in pairs if value is not MISSING}
 
@@ -107,7 +109,7 @@ def jvp(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch_deep(args[1:])
     if type(primals) is not tuple or type(tangents) is not tuple or rest:
         raise Break("transform", "torch.func.jvp takes tuples of tensors", HINT)
-    body, settings = capture_body(m, function, examples(primals), {}), dict(kwargs)
+    body, settings = capture_body(m, function, examples(primals), {}), symbolic.concrete(kwargs)
     return record(m, Transform("jvp", lambda f: partial(torch.func.jvp, f, **settings), body), args[1:])
 
 
@@ -136,7 +138,7 @@ def vjp(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What the function gives, and a function of the graph that takes cotangents of it."""
     function, *primals = args
     m.world.touch_deep(primals)
-    body, settings = capture_body(m, function, examples(tuple(primals)), {}), dict(kwargs)
+    body, settings = capture_body(m, function, examples(tuple(primals)), {}), symbolic.concrete(kwargs)
     node = Transform("vjp", lambda f: partial(torch.func.vjp, f, **settings), body)
     out, function, *aux = recorded(m, node, tuple(primals))
     back = Pullback(function)

@@ -434,8 +434,7 @@ class World:
     def container(self, value: Any, source: Source) -> Any:
         """A mutable container: its shadow, empty-handed until somebody looks inside."""
         self.guard(TypeIs(source, type(value)))
-        shadow = Shadow(value, copying.copy(value), source)
-        return self.adopt(shadow)
+        return self.adopt(Shadow(value, copying.copy(value), source))
 
     def adopt(self, shadow: Shadow) -> Any:
         self.shadows[id(shadow.copy)] = shadow
@@ -443,6 +442,9 @@ class World:
         self.things[id(shadow.real)] = type(shadow.real), shadow.source
         self.remember(shadow.real, shadow.source)
         self.remember(shadow.copy, shadow.source)
+        for name, item in getattr(shadow.real, "__dict__", {}).items():
+            shadow.space[name] = self.outside(item, DictAttr(shadow.source, name))
+            shadow.copy.__dict__[name] = shadow.space[name]
         return shadow.copy
 
     def subclassed(self, value: Any, source: Source) -> Any:
@@ -450,12 +452,7 @@ class World:
         self.guard(TypeIs(source, type(value)))
         copy = runtime.make_object(type(value))
         runtime.rewrite(copy, value)
-        shadow = Shadow(value, copy, source)
-        self.adopt(shadow)
-        for name, item in getattr(value, "__dict__", {}).items():
-            copy.__dict__[name] = shadow.space[name] = self.outside(item, DictAttr(source, name))
-        self.touch(copy)
-        return copy
+        return self.touch(self.adopt(Shadow(value, copy, source)))
 
     def dict_view(self, value: Any, source: Source) -> Any:
         """The keys, values or items of a dict: those of what stands for the dict."""

@@ -146,11 +146,18 @@ def recurrent(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def matrix_rank(*args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    """The rank of matrices, also where a tensor is given for it: torch leaves one of another class alone."""
+    rank = torch.linalg.matrix_rank(*args, **kwargs)
+    return rank if out is None else torch.abs(rank, out=out)
+
+
 #: What runs in a trace in place of functions that read the contents of tensors, or do better knowing them, or
 #: ask whether a tensor is of torch's own class.
 STAND_INS: dict[Any, Any] = {
     functional.scaled_dot_product_attention: masks.attention,
     functional.one_hot: one_hot,
+    torch.linalg.matrix_rank: matrix_rank,
     **{f: functools.partial(recurrent, f) for f in MODES},
     **{f: functools.partial(joined, function=f) for f in (torch.tensor, torch.as_tensor, torch.asarray)},
     **{pool: functools.partial(packed, pool) for pool in (functional.max_pool1d, torch.max_pool1d)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from kiln.base.errors import Break
 from kiln.base.graph import Node
@@ -171,7 +172,7 @@ class Results:
             if own is place or member is not None:
                 return Given(member or origin)
             self._refuse_history(leaf, place, memory.root)
-            return View(origin, place.steps(), in_grad_mode(leaf), leaf.requires_grad)
+            return View(origin, self._steps(leaf, place, own), in_grad_mode(leaf), leaf.requires_grad)
         base = self._bases[memory]
         self._refuse_history(leaf, place, base)
         root = self.functional.fake(base)
@@ -184,7 +185,15 @@ class Results:
             self._turn(index, root, base)
         if leaf.requires_grad and index not in self.tangents:
             self.tangents.append(index)
-        return View(index, place.steps(base), in_grad_mode(leaf), leaf.requires_grad)
+        return View(index, self._steps(leaf, place, base), in_grad_mode(leaf), leaf.requires_grad)
+
+    def _steps(self, leaf: FakeTensor, place: Place, base: Place) -> tuple[Step, ...]:
+        """The views that lead from a base to an output; what was taken through `data` counts for itself."""
+        steps = place.steps(base)
+        detached = any(step.op is aten.detach.default for step in steps)
+        if not detached or count_together(leaf, self.functional.fake(base)):
+            return steps
+        return tuple([Step(data_of) if step.op is aten.detach.default else step for step in steps])
 
     def _turn(self, index: int, root: FakeTensor, base: Place) -> None:
         """Note what became of a base whose tensor changed its own shape: its gradient is of the first one."""
@@ -209,6 +218,22 @@ def base_of(places: list[Place]) -> Place:
     if alone is not None and alone.step is not None and alone.step.op is aten.detach.default:
         return alone
     return places[0].memory.root
+
+
+def count_together(one: FakeTensor, other: FakeTensor) -> bool:
+    """Whether a write to one of two tensors over the same memory counts for the other."""
+    if one.is_inference() or other.is_inference():
+        return True
+    before, its = one._version, other._version
+    increment_version(one)
+    together = bool(other._version != its)
+    torch._C._autograd._unsafe_set_version_counter((one,), (before,))
+    return together
+
+
+def data_of(value: torch.Tensor) -> torch.Tensor:
+    """A tensor over the memory of another that knows nothing of its writes."""
+    return value.data
 
 
 def through_custom(view: Any, base: Any, steps: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +47,7 @@ def training(
 ) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
     """A function from the primals to the results that records itself as one node of autograd's graph."""
     results, count = joint.results, halves.tensors
+    joint, unreached = _without_gradient(joint, halves.backward.outputs)
     quiet = _quiet(joint)
     shown = [i for i in range(results) if i not in quiet]
     twice, aside = _unusual_results(joint, quiet)
@@ -116,9 +118,25 @@ def training(
 
     def call(primals: tuple[Any, ...]) -> Sequence[Any]:
         found: list[Any] = []
-        return placed(apply(found, *primals), shown, found)
+        return placed(apply(found, *cut_off(primals, unreached)), shown, found)
 
     return call
+
+
+def cut_off(primals: tuple[Any, ...], unreached: frozenset[int]) -> Sequence[Any]:
+    """The primals, some of them without their history."""
+    return placed([primals[i].detach() for i in unreached], [*unreached], [*primals])
+
+
+def _without_gradient(joint: Joint, gradients: Sequence[Any]) -> tuple[Joint, frozenset[int]]:
+    """The primals that no gradient flows to, where one does to others: the node would go back behind them."""
+    pairs = enumerate(zip(joint.primals, gradients, strict=True))
+    unreached = frozenset(i for i, (p, gradient) in pairs if p.requires_grad and gradient is None)
+    if all(gradient is None for gradient in gradients):
+        return joint, frozenset()
+    primals = [replace(p, requires_grad=p.requires_grad and i not in unreached)
+               for i, p in enumerate(joint.primals)]  # fmt: skip
+    return replace(joint, primals=tuple(primals)), unreached
 
 
 class Otherwise:

@@ -20,6 +20,8 @@ import numpy
 import pytest
 import torch
 
+from kiln.base import records
+from kiln.base.errors import Bug
 from tests.same import Same
 from tests.support import EAGER, How, Watch, kiln, one_graph, pin, program, same_as_eager, t
 
@@ -167,6 +169,18 @@ def test_an_error_of_the_backend_is_raised():
 
     with pytest.raises(LookupError, match="not this graph"):
         kiln.compile(lambda x: x + 1, backend=backend)(X)
+
+
+@needs_kiln
+def test_a_fault_of_ours_in_a_backend_is_left_to_eager():
+    def backend(graph, inputs):
+        raise Bug("no such size")
+
+    with records.collect() as log:
+        assert kiln.compile(lambda x: x + 1, backend=backend)(X).equal(X + 1)
+    assert [record.error for record in log.fallbacks] == ["Bug: no such size"]
+    with pytest.raises(Bug, match="no such size"):
+        kiln.compile(lambda x: x + 1, backend=backend, fullgraph=True)(X)
 
 
 # ---------------------------------------------------------------------- grad mode

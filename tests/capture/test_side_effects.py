@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 
@@ -730,3 +731,60 @@ def test_switches_of_kernel_libraries_are_flipped_in_the_graph():
 
     one_graph(f, t(3))
     assert torch.backends.cudnn.enabled and not torch.backends.cudnn.benchmark
+
+
+def test_a_miss_leaves_dicts_that_make_what_is_missing_alone():
+    compiled = kiln.compile(lambda state, p: state[p] * 2, backend="eager")
+    for n in range(3):
+        p = t(4)
+        state = defaultdict(lambda: 3, {p: n})
+        assert compiled(state, p) == n * 2
+        assert list(map(id, state)) == [id(p)]
+
+
+def noted(kind):
+    made = kind()
+    made.n, made.notes = 0, {"n": 0}
+    return made
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, Counter, type("Items", (list,), {})])
+def test_attributes_of_containers_are_guarded_and_written(kind):
+    def f(x, d):
+        d.n += 1
+        d.notes["n"] += 2
+        if hasattr(d, "late"):
+            del d.late
+        else:
+            d.late = x + d.n
+        return x * d.n, d.notes
+
+    compiled = kiln.compile(f, backend="eager")
+    ours, eager = noted(kind), noted(kind)
+    for _ in range(4):
+        torch.testing.assert_close(compiled(X, ours), f(X, eager))
+        torch.testing.assert_close(vars(ours), vars(eager))
+    ours.n = eager.n = 7
+    torch.testing.assert_close(compiled(X, ours), f(X, eager))
+
+
+@program(X)
+def test_attributes_of_containers_made_here(x):
+    d, c, p = OrderedDict(a=x + 1), Counter("aab"), functools.partial(torch.add, x)
+    d.extra, c.extra, p.extra = [x * 2], x, "e"
+    d.itself = d
+    return d, d.extra, d.itself is d, c, c.extra, p, p.extra, torch.nn.Linear(1, 1).state_dict()._metadata
+
+
+def test_attributes_of_containers_made_here_survive_a_break():
+    def f(m):
+        state = m.state_dict()
+        kiln.graph_break()
+        del state._metadata[""]["version"]
+        return state, state._metadata
+
+    (ours, notes), (eager, known) = kiln.compile(f, backend="eager")(LINEAR), f(LINEAR)
+    assert notes == known == ours._metadata == eager._metadata and ours.keys() == eager.keys()
+
+
+LINEAR = torch.nn.Linear(2, 2)

@@ -236,6 +236,55 @@ def test_a_parameter_of_a_class_is_read_anew_in_each_call():
     assert torch.equal(compiled(x), 5 * x + 7)
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, Plain, Noted])
+def test_a_parameter_of_a_class_is_of_that_class(kind):
+    def f(x):
+        p = torch.nn.Parameter(x, requires_grad=False)
+        module = torch.nn.Module()
+        module.weight = p
+        facts = type(p), isinstance(p, torch.nn.Parameter), isinstance(x, torch.nn.Parameter), type(p + 1)
+        return p, facts, [name for name, _ in module.named_parameters()]
+
+    (p, *facts), (q, *known) = (g(torch.ones(3).as_subclass(kind)) for g in (kiln.compile(f, backend="eager"), f))
+    assert facts == known and type(p) is type(q) and p.equal(q) and isinstance(p, torch.nn.Parameter)
+
+
+TOLD: list = []
+
+
+class Telling(torch.Tensor):
+    """A class that notes what it is told of."""
+
+    __slots__ = ("left",)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ in ("mul", "sum", "grad", "backward"):
+            TOLD.append((func.__name__, args[0].left if hasattr(args[0], "left") else None))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("back", [torch.Tensor.backward, torch.autograd.backward])
+def test_the_class_is_told_of_backward_and_gradients_are_plain(back, backend):
+    def f(x):
+        back((x * 2).sum())
+        return x.grad
+
+    def seen(f):
+        TOLD.clear()
+        x = torch.ones(3).as_subclass(Telling).requires_grad_()
+        x.left = 3
+        return type(f(x)), type(x.grad), x.grad.tolist(), list(TOLD)
+
+    assert seen(kiln.compile(f, backend=backend)) == seen(f)
+
+
+def test_parameters_are_written_as_parameters():
+    p = torch.nn.Parameter(torch.ones(2))
+    assert kiln.compile(lambda p: p.__repr__(), backend="eager")(p) == repr(p)
+
+
 def test_another_class_or_note_is_another_graph():
     compiled = kiln.compile(lambda x: x.scaled(2) if isinstance(x, Noted) else x + 1, fullgraph=True)
     for x in (of(Noted, 3), of(Noted, 3, note=9), torch.ones(3), of(Plain, 3), of(Noted, 3, note=9)):

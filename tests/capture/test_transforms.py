@@ -36,6 +36,20 @@ def test_what_a_transform_makes_is_compiled_itself(maker, dynamic):
         torch.testing.assert_close(compiled(x), made(x))
 
 
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_numbers_that_transforms_are_made_with_are_constants(backend):
+    def f(x, n):
+        torch.manual_seed(0)
+        return torch.vmap(lambda row: row + torch.rand(4), chunk_size=n, randomness="same")(x)
+
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    x = t(5, 4)
+    with records.collect() as log:
+        for n in (1, 2, 3, 4, 2):
+            torch.testing.assert_close(compiled(x, n), f(x, n))
+    assert len(log.graphs) == 4
+
+
 @program(X, V)
 def test_derivatives(x, v):
     return (

@@ -718,3 +718,10 @@ def test_hooks_that_are_always_called_are_called_where_a_module_raises():
         return list(seen), module(x, fails=False)
 
     one_graph(f, t(3, 4))
+
+
+@program(X)
+def test_modules_made_without_memory(x):
+    with torch.device("meta"):
+        layer = torch.nn.Linear(4, 2)
+    return layer(x.to("meta")).shape, layer.weight.device, torch.rand_like(layer.weight).device, x + 1

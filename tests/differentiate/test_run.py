@@ -463,6 +463,54 @@ def test_versions_count_every_write(grad):
     Same()(step(f), step(ahead(f)))
 
 
+def test_a_rank_is_written_where_it_is_wanted():
+    def f(x, out):
+        return torch.linalg.matrix_rank(x, out=out) + out
+
+    def step(f):
+        out = torch.full((), 7)
+        return f(torch.eye(3), out), out
+
+    Same()(step(f), step(ahead(f)))
+
+
+@pytest.mark.parametrize("read", (lambda y: y > 0, lambda y: y.detach() * 2))
+def test_no_backward_pass_goes_behind_what_no_gradient_flows_to(read):
+    def step(f):
+        x, w = t(3, 4, grad=True), t(3, 4, grad=True)
+        y = x.exp()
+        y.sum().backward()  # what was computed behind y is freed
+        out, seen = f(y, w)
+        (first,) = torch.autograd.grad(out.sum(), w, create_graph=True)
+        first.sum().backward()
+        return out, seen, first, w.grad, x.grad
+
+    def f(y, w):
+        return w * w * 2, read(y)
+
+    Same()(step(f), step(ahead(f)))
+
+
+@pytest.mark.parametrize("make", (lambda x: x, lambda x: x * 2))
+def test_what_is_taken_through_data_counts_for_itself(make):
+    def step(f):
+        x = t(3, 4, grad=True)
+        base, *others = f(x)
+        loss = base.sin().sum()
+        counts = []
+        for other in others:
+            other.add_(1)
+            counts.append((base._version, other._version))
+        loss.backward()
+        return base, x.grad, others, counts
+
+    def f(x):
+        base = make(x)
+        return base, base.data, base.data.t(), base.data[0]
+
+    Same()(step(f), step(ahead(f)))
+
+
 @pytest.mark.parametrize("take", (lambda x: x.unbind()[0], lambda x: x.chunk(2)[1][0], lambda x: x[0]))
 def test_one_of_several_views_refuses_writes(take):
     def step(f):
