@@ -94,7 +94,7 @@ def expect_size(m: Machine, symbol: Symbol) -> None:
     m.recorder.note(made, (wrap(2 - symbol),))
     symbol.scope.learn(ge(symbol, 2))
     m.foreseen.update({item.text} - {""})
-    m.expected.append((item.step, item.reason))
+    m.expected.append((item.step, item.reason, ""))
 
 
 def expect(m: Machine, fact: Condition) -> None:
@@ -103,7 +103,7 @@ def expect(m: Machine, fact: Condition) -> None:
     said = functools.partial(unless, RuntimeError, f"{fact} does not hold", fact.op)
     m.recorder.note(Named(said, "check", RuntimeError), (wrap(fact.args[0]),))
     fact.scope.learn(fact)
-    m.expected.append((item.step, item.reason))
+    m.expected.append((item.step, item.reason, ""))
 
 
 def of_graph(m: Machine, fact: Condition) -> bool:
