@@ -34,6 +34,7 @@ from kiln.differentiate.partition import partition, with_values_again
 from kiln.differentiate.parts import Make, in_parts
 from kiln.differentiate.places import has_places
 from kiln.differentiate.run import HeldCompiler, callable_for
+from kiln.differentiate.switches import switched
 from kiln.differentiate.trace import trace
 from kiln.differentiate.training import Compiler, Run
 from kiln.expand.expand import expand
@@ -153,7 +154,7 @@ def compiled(
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:
-        return _in_parts(module, error, partial(again, short=short)) or _as_captured(module, error)
+        return _otherwise(module, examples, error, partial(again, short=short)) or _as_captured(module, error)
     ahead = forward if halves else inference
     try:
         return callable_for(module, joint, halves, ahead, Unseen(backward), held, tries)
@@ -219,10 +220,21 @@ def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:
             raise Break("tensor-subclass", f"the graph computes with a {type(value).__name__}", "")
 
 
-def _in_parts(module: fx.GraphModule, error: Exception, make: Make) -> Callable[..., Any] | None:
-    """The graph in parts, where it or a backward in Python looks at numbers: what may do so runs in eager."""
-    if not isinstance(error, Break) or error.kind not in ("backward", "data-dependent", "tensor-hook"):
+def _otherwise(
+    module: fx.GraphModule, examples: Sequence[Any], error: Exception, make: Make
+) -> Callable[..., Any] | None:
+    """What can be done with a graph that is not differentiated as it is; None where it runs as captured."""
+    if not isinstance(error, Break):
         return None
+    if error.kind == "requires-grad":
+        return switched(module, examples, make)
+    if error.kind in ("backward", "data-dependent", "tensor-hook"):
+        return _in_parts(module, error, make)
+    return None
+
+
+def _in_parts(module: fx.GraphModule, error: Break, make: Make) -> Callable[..., Any] | None:
+    """The graph in parts, where it or a backward in Python looks at numbers: what may do so runs in eager."""
     own = any(map(looks_at_numbers, module.graph.nodes))
     aside: Make = lambda *given: Unseen.aside(partial(make, *given))  # noqa: E731
     run = in_parts(module, aside, lambda n: looks_at_numbers(n) or is_switch(n)) if own else None

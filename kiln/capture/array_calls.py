@@ -191,6 +191,12 @@ def as_argument(array: FakeArray) -> Any:
     return world.number(world.varying.number(value, source, True, varies=True), value, source)
 
 
+def as_index(array: FakeArray) -> Any:
+    """What a tensor is indexed by for an array: positions and masks are tensors of the graph."""
+    known = array.tensor.dtype in (torch.int64, torch.int32, torch.bool) and array.like.ndim
+    return array.tensor if known else array
+
+
 def adopt(
     world: World, tensor: Any, like: Any, roots: frozenset[Root] | None, outside: bool = False
 ) -> FakeArray:
@@ -440,8 +446,9 @@ def iterate(array: FakeArray) -> Any:
 
 
 RULES.update(
-    special=special, contents=contents, argument=as_argument, ufunc=call_ufunc, function=call_function
-)
+    special=special, contents=contents, argument=as_argument, index=as_index, ufunc=call_ufunc,
+    function=call_function,
+)  # fmt: skip
 attributes.LOADERS[FakeArray] = load
 CALLERS[ArrayMethod] = call_method
 

@@ -573,7 +573,7 @@ def store_on_tensor(m: Machine, value: FakeTensor, name: str, item: Any) -> None
     name = ALIASES.get(name, name)
     if value.real_type not in PLAIN_TYPES and SUBCLASSES["store"](m, value, name, item):
         return
-    if name == "requires_grad" and type(item) is bool and m.source(value) is None:
+    if name == "requires_grad" and type(item) is bool:
         m.torch_call(torch.Tensor.requires_grad_, (value, item), {})
         return
     if name == "data" and exchange_data(m, value, item):

@@ -1,8 +1,8 @@
 """Branches on a tensor of which one arm does nothing but raise: the graph checks that the other one is taken.
 
 Likewise with those that are foreseen (`foreseen.py`). Should a check fail in a call, the graph raises and the
-frame runs again in Python, which does or raises what the program does. So it is done only where the graph
-writes nothing (see `Finisher.replays`).
+frame runs again in Python, which does or raises what the program does. So it is done only where the program
+has written nothing yet that lasts: no graph writes before the checks that stood before its writes.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bo
     value = top.tensor if type(top) is OpenNumber else top
     if constant_of(value) is not None or value.numel() != 1 or value.device.type != "cpu":
         return m.truth(top)
-    if type(m.recorder) is not Recorder:
+    if type(m.recorder) is not Recorder or m.recorder.dispatch.lasting:
         return m.truth(top)
-    jumped, said = raises(frame, instruction.value), []
+    jumped, said = raises(frame, instruction.value), text_of(frame.place())
     truth = sense is not jumped
     if jumped == raises(frame, frame.index + 1):
         found = foreseen(m, value)
         if found is None:
             return m.truth(top)
-        truth, said = found, [text_of(frame.place())]
-        m.foreseen.update(said)
+        truth = found
+        m.foreseen.add(said)
     condition = value if truth else m.torch_call(torch.logical_not, (value,), {})
-    m.recorder.note(torch._assert_async, (condition, *said))
+    m.recorder.note(torch._assert_async, (condition, said))
     m.world.looked = True
-    m.expected.append((m.step, refusal()))
+    m.expected.append((m.step, refusal(), said))
     return truth
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from kiln import _hook
 from kiln.base import state
 from kiln.base.dataclass import dataclass
-from kiln.base.errors import Break, is_untouched
+from kiln.base.errors import Break
 from kiln.base.reports import words_of
 from kiln.bytecode import decompile
 from kiln.bytecode.assemble import Emitter, Label
@@ -64,7 +64,7 @@ class Finisher:
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
         if self.m.expected and not self.replays():
-            raise Restart(*self.m.expected[0])
+            self.refuse_late()
         dry = self.dry(tail)
         for fake, step in self.m.chosen:
             if any(fake is out for out in dry.outputs):
@@ -93,6 +93,13 @@ class Finisher:
         decompile.show(run)
         counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
         return Captured(None, self.graph, *counts, run, built, (), reason, last, self.foreseen)
+
+    def refuse_late(self) -> None:
+        """Begin again where the graph checks something and may have written by then."""
+        first = self.may_replay() and self.on_cpu()  # whether checks of branches come before writes
+        for step, reason, said in self.m.expected:
+            if not (first and said):
+                raise Restart(step, reason)
 
     def dry(self, tail: Callable[[Rebuilder], None]) -> Rebuilder:
         """The code emitted for what it needs; what is written to tensors made here that nobody sees goes."""
@@ -169,6 +176,10 @@ class Finisher:
         functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
         return all(module_of(f) in REPLAYED for f in functions) and not self.m.world.varying.draws
 
+    def on_cpu(self) -> bool:
+        """Whether all that the graph may write to is on the CPU, where checks come before writes."""
+        return all(fake.device.type == "cpu" for fake in self.m.recorder.fakes.values())
+
     def raised(self, e: Emitter, start: Label, end: Label) -> None:
         """What is done when an op raises at run time, between the two places."""
         handler, written = Label(), Label()
@@ -177,7 +188,8 @@ class Finisher:
         e.raw("PUSH_EXC_INFO")
         if self.may_replay():
             if not self.replays():
-                self.hand_over(e, is_untouched)
+                checks = tuple(said for _, _, said in self.m.expected)
+                self.hand_over(e, functools.partial(runtime.wrote_nothing, checks))
                 e.jump_on("POP_JUMP_IF_FALSE", written)
             self.replay(e)
         if not self.replays():

@@ -93,8 +93,9 @@ class Machine:
         #: The first iterator from outside that was moved on, and the step.
         self.advanced: tuple[Any, int] | None = None
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
-        #: Steps at which the graph checks that a branch goes as it did, and the breaks without that.
-        self.expected: list[tuple[int, Break]] = []
+        #: Steps at which the graph checks that something is as it was, the breaks without that, and what the
+        #: checks of branches say, before which nothing is written.
+        self.expected: list[tuple[int, Break, str]] = []
         self.selecting = (-1, expected.refusal())  # the step, and the break, of a call that selects
         #: What checks of branches say that are taken to go as they do now; what those said that have failed,
         #: None where no branch is taken so.

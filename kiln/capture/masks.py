@@ -65,6 +65,7 @@ def placed(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 ITEMS = frozenset({operator.getitem, operator.setitem, torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 
@@ -94,7 +95,7 @@ def expect_size(m: Machine, symbol: Symbol) -> None:
     m.recorder.note(made, (wrap(2 - symbol),))
     symbol.scope.learn(ge(symbol, 2))
     m.foreseen.update({item.text} - {""})
-    m.expected.append((item.step, item.reason))
+    m.expected.append((item.step, item.reason, ""))
 
 
 def expect(m: Machine, fact: Condition) -> None:
@@ -103,7 +104,7 @@ def expect(m: Machine, fact: Condition) -> None:
     said = functools.partial(unless, RuntimeError, f"{fact} does not hold", fact.op)
     m.recorder.note(Named(said, "check", RuntimeError), (wrap(fact.args[0]),))
     fact.scope.learn(fact)
-    m.expected.append((item.step, item.reason))
+    m.expected.append((item.step, item.reason, ""))
 
 
 def of_graph(m: Machine, fact: Condition) -> bool:
@@ -308,8 +309,27 @@ def split(m: Machine, x: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
     return m.torch_call(torch.split_with_sizes, given, {}) if unknown else MISSING
 
 
+def bincount(m: Machine, x: Any, weights: Any = None, minlength: Any = 0) -> Any:
+    """As many counts as are asked for at least, taken to be all; MISSING where that cannot be checked."""
+    step, reason = m.selecting
+    said = f"another length than {minlength} is counted at {reason.at}"
+    late = m.numbers or m.recorder.dispatch.lasting or m.unforeseen is None or said in m.unforeseen
+    plain = x.dtype in INTEGERS and x.dim() == 1 and x.device.type == "cpu"
+    if late or weights is not None or not plain or not minlength:
+        return MISSING
+    bounds = m.torch_call(torch.ge, (x, 0), {}), m.torch_call(torch.lt, (x, minlength), {})
+    fits = m.torch_call(torch.all, (m.torch_call(torch.logical_and, bounds, {}),), {})
+    m.recorder.note(torch._assert_async, (fits, said))
+    m.foreseen.add(said)
+    m.expected.append((step, reason, said))
+    zeros = m.torch_call(torch.zeros, (minlength,), {"dtype": torch.int64})
+    ones = m.torch_call(torch.ones_like, (x,), {"dtype": torch.int64})
+    return m.torch_call(torch.scatter_add, (zeros, 0, m.torch_call(torch.Tensor.long, (x,), {}), ones), {})
+
+
 RULES: dict[Any, Callable[..., Any]] = {
     torch.where: where,
+    **dict.fromkeys((torch.bincount, torch.Tensor.bincount), bincount),
     **dict.fromkeys((torch.split, torch.Tensor.split), split),
     **dict.fromkeys((operator.getitem, torch.Tensor.__getitem__), read),
     **dict.fromkeys((operator.setitem, torch.Tensor.__setitem__), write),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
+from kiln.base.graph import mapped
 from kiln.capture import attributes, symbolic
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
@@ -303,7 +304,7 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     """`container[key]`."""
     kind = type(container)
     if kind is FakeTensor:
-        return m.torch_call(operator.getitem, (container, m.world.touch_deep(key)), {})
+        return m.torch_call(operator.getitem, (container, tensor_key(m, key)), {})
     key = sought(m, container, plain_key(m, container, key, "__getitem__"))
     found = m.world.item(container, key)
     if found is not MISSING:
@@ -341,6 +342,11 @@ def getitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> Any:
     return m.view(m.operate(operator.getitem, container, key, about=asked(container, key)))
 
 
+def tensor_key(m: Machine, key: Any) -> Any:
+    """An index of a tensor, with tensors in the place of the graph's arrays."""
+    return mapped(m.world.touch_deep(key), lambda v: ARRAYS["index"](v) if type(v) is FakeArray else v)
+
+
 def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
     """A key or index without symbolic numbers, unless Python code of the user's is to see it."""
     if not isinstance(key, (int, str)) and isinstance(container, collections.abc.Sequence):
@@ -366,7 +372,7 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         if id(value) in m.merged:
             m.torch_call(torch.Tensor.copy_, (container, value), {})
             return
-        m.torch_call(operator.setitem, (container, m.world.touch_deep(key), value), {})
+        m.torch_call(operator.setitem, (container, tensor_key(m, key), value), {})
         return
     key = plain_key(m, container, key, "__setitem__")
     sought(m, container, key)

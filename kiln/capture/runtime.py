@@ -15,6 +15,7 @@ import torch
 
 from kiln import _hook
 from kiln.base import log
+from kiln.base.errors import is_untouched
 from kiln.base.places import places_of
 from kiln.base.tracebacks import add_lines
 
@@ -227,6 +228,11 @@ class Foreseen:
         if failing:
             self.forget(self)
         return bool(failing)
+
+
+def wrote_nothing(checks: tuple[str, ...], error: BaseException) -> bool:
+    """Whether a graph had not written anything yet when it raised: its checks of branches come first."""
+    return is_untouched(error) or any(said in str(error) for said in checks)
 
 
 def ran_in_python(name: str, foreseen: Foreseen, raised: str) -> None:

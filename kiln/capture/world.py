@@ -157,7 +157,7 @@ class World:
         self.shadows: dict[int, Shadow] = {}  # by id of the copy
         self.shadow_of: dict[int, Shadow] = {}  # by id of the real container
         self.instance: dict[int, Overlay] = {}  # attribute writes, by id of the owner
-        self.cleared: dict[int, Any] = {}  # tensors from outside whose gradient the program lets go
+        self.cleared: dict[int, Any] = {}  # tensors from outside whose gradient the program lets go at once
         self.spaces: dict[int, Overlay] = {}  # global writes, by id of the namespace
         self.cells: dict[int, Overlay] = {}  # writes to cells from outside, by id of the cell
         self.tensors: dict[int, tuple[Any, Source]] = {}  # by id of the real tensor
@@ -844,7 +844,7 @@ class World:
         source = self.sources.get(id(tensor), Const(tensor, "tensor"))
         self.instance.setdefault(id(tensor), Overlay(tensor, source)).writes[name] = value
         self.keep.append(tensor)
-        if name == "grad" and value is None and id(tensor) in self.reals:
+        if name == "grad" and value is None and id(tensor) in self.reals and not self.machine.expected:
             self.cleared[id(tensor)] = tensor
 
     def finish_guards(self) -> None:

@@ -12,6 +12,7 @@ from torch import fx
 
 from kiln.base.errors import untouched
 from kiln.base.graph import Graph, Own, TensorSpec
+from kiln.differentiate.again import Replay
 from kiln.differentiate.alias import lies_as, overlapping
 from kiln.differentiate.finish import finisher, gives_results, origin_of
 from kiln.differentiate.halves import Halves
@@ -50,7 +51,12 @@ def callable_for(
     overwrites = _overwrites(joint, halves is not None)
     sizes = (lambda args: values_of(primals(args))) if values_of else (lambda args: {})
     finish = finisher(joint, attributes, sizes, overwrites)
-    trial = None
+    compiles = True
+
+    def leave() -> None:
+        nonlocal compiles
+        compiles = False
+
     if halves is None:
         joint.graph.overwrites = overwrites
         if compile_held is None:
@@ -63,14 +69,15 @@ def callable_for(
             return _direct(forward, primals)
         run = _inference(joint, forward)
     else:
-        trial = Trial(joint.graph) if tries else None
+        trial = Trial(joint.graph, leave) if tries else None
         halves.forward.overwrites = overwrites
-        run = training(module, joint, halves, compile_forward, compile_backward, trial)
+        replay = Replay(module, joint, leave)
+        run = training(replay, joint, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
     writes_last = all(joint.primals[i].spec.device.type == "cpu" for i in overwrites.values())
 
     def call(*args: Any) -> Any:
-        if trial is not None and trial.failed:
+        if not compiles:
             return module.forward(*args)
         try:
             results = run(primals(args))

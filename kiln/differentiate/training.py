@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
-from torch import fx
 
 from kiln.base.begun import Begun, begin
 from kiln.base.expressions import Expr, Symbol
@@ -38,7 +37,7 @@ BOXED = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def training(
-    module: fx.GraphModule,
+    replay: Replay,
     joint: Joint,
     halves: Halves,
     compile_forward: Compiler,
@@ -63,7 +62,6 @@ def training(
     forward: Run = begun.finish()
     saving = Saving(joint, halves)
     tangents = Tangents(joint, getattr(compile_backward, "any_strides", False))
-    replay = Replay(module, joint)
     otherwise = Otherwise(joint, halves, saving, tangents, replay)
     run = entered(forward)
     if hasattr(forward, "shows"):

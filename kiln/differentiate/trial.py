@@ -22,9 +22,8 @@ class Trial:
     ours differ, eager's are given, and from then on the graph runs as it was captured.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.due = worth(graph.nodes)
-        self.failed = False
+    def __init__(self, graph: Graph, leave: Callable[[], None]) -> None:
+        self.due, self.leave = worth(graph.nodes), leave
 
     def wanted(self, tangents: Sequence[torch.Tensor]) -> bool:
         """Whether the gradients for these tangents are to be compared."""
@@ -41,7 +40,7 @@ class Trial:
             return mine
         if close(mine, eager):
             return mine
-        self.failed = True
+        self.leave()
         records.emit(records.FallbackRecord("differentiate", WHY))
         log.warn_once(("trial", WHY), f"{WHY}: the graph runs as captured")
         return eager

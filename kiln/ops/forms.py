@@ -42,26 +42,30 @@ def interpolate(
     dims = input.dim() - 2
     found = OPS.get((mode, dims))
     given = size if scale_factor is None else scale_factor
-    if found is None or antialias or recompute_scale_factor or (size is None) == (scale_factor is None):
+    unclear = (size is None) == (scale_factor is None) or recompute_scale_factor and size is not None
+    if found is None or antialias or unclear:
         return functional.interpolate(
             input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias
         )
     parts = list(given) if isinstance(given, (list, tuple)) else [given] * dims
     scales: list[Any] = [None] * dims
     if size is None:
-        scales = [float(scale) for scale in parts]
-        parts = [scaled(n, scale) for n, scale in zip(input.shape[2:], scales, strict=True)]
+        if not recompute_scale_factor:
+            scales = parts = [float(scale) for scale in parts]
+        parts = [scaled(n, scale) for n, scale in zip(input.shape[2:], parts, strict=True)]
     op, aligns = found
     corners = (bool(align_corners),) if aligns else ()
     result: Tensor = op.default(input, parts, *corners, *scales)
     return result
 
 
-def scaled(n: Any, scale: float) -> Any:
+def scaled(n: Any, scale: Any) -> Any:
     """The size of a dimension of `n` elements after scaling."""
+    if type(scale) in SYMBOLIC:
+        return wrap(call("math.trunc", mul(call("float", expr_of(n)), expr_of(scale))))
     if type(n) not in SYMBOLIC:
         return int(n * scale)
-    if scale.is_integer():
+    if float(scale).is_integer():
         return wrap(mul(expr_of(n), int(scale)))
     return wrap(call("math.trunc", mul(call("float", expr_of(n)), scale)))
 

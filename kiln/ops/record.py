@@ -22,6 +22,8 @@ from kiln.ops.table import RULES, aten
 PLAIN = frozenset({int, float, bool, type(None), str, complex, torch.dtype, torch.device, torch.layout,
                    torch.memory_format})  # fmt: skip
 #: Calls that give their argument the standing of a tensor of the program.
+#: Ops that transforms and autograd call with a number in the place of a tensor, and which number they give.
+OF_NUMBERS = {aten._to_copy.default: lambda number: number, aten._conj.default: complex.conjugate}
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default, aten.lift_fresh_copy.default})
 
 
@@ -160,7 +162,8 @@ class Recording(Mode):
             if func in LIFTS and type(args[0]) is not FakeTensor:
                 self.bind(out, self._literal(args[0]))
                 return None
-            if func is aten._to_copy.default and not isinstance(args[0], Tensor):  # a number in a transform
+            if func in OF_NUMBERS and not isinstance(args[0], Tensor):
+                args = (OF_NUMBERS[func](args[0]),)
                 func, kwargs = aten.scalar_tensor.default, {"dtype": out.dtype, "device": out.device}
         elif kind is not tuple and kind is not list and not (out is None or MUTATING[func]):
             return None

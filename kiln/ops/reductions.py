@@ -110,6 +110,7 @@ declare(RULES, {
     "var_mean.correction std_mean.correction": lambda x, *given, **named: _twice(_spread(x, *given, **named)),
     "max.dim min.dim": _extreme_and_place,
     "any any.dim all all.dim": _truth,
+    "_is_any_true _is_all_true": lambda x: _truth(x) if x.dtype is torch.bool else NotImplemented,
     "_softmax _log_softmax": _along,
 })  # fmt: skip
 

@@ -109,7 +109,9 @@ def _of_pairs(x: Tensor) -> Any:
 
 
 @rule(aten._conj.default)
-def _conjugated(x: Tensor) -> Any:
+def _conjugated(x: Tensor | complex) -> Any:
+    if isinstance(x, complex):  # a number that autograd holds
+        return make((), None, torch.complex128, torch.device("cpu"))
     if not x.is_complex():
         return NotImplemented
     view = make(x.shape, x.stride(), x.dtype, x.device, x.storage_offset())

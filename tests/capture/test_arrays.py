@@ -9,7 +9,7 @@ import torch
 import kiln
 from kiln.base import records
 from tests.same import Same
-from tests.support import EAGER, Counting, pin, program, same_as_eager, t
+from tests.support import EAGER, Counting, Watch, pin, program, same_as_eager, t
 
 needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
 
@@ -344,3 +344,18 @@ def test_tensors_of_constant_arrays_with_holes(backend):
         return torch.from_numpy(x[:, 1]), torch.from_numpy(x[::2, ::3]), torch.as_tensor(x.T)
 
     torch.testing.assert_close(kiln.compile(f, backend=backend)(), f())
+
+
+def indexed(x, places, mask):
+    y = x * 2
+    y[places, 0] = 1
+    return x[places], x[:, places[:2]], x[places[:, None], places[None]], x[mask], y
+
+
+def test_tensors_are_indexed_by_arrays_of_any_contents():
+    watch = Watch(indexed)
+    for kind in (np.int64, np.int32):
+        for first in range(3):
+            mask = np.arange(4) >= first % 2
+            watch(torch.arange(16.0).view(4, 4), np.arange(3, dtype=kind)[::-1].copy() + first % 2, mask)
+    watch.pin(graphs=2, breaks=0, recompiles=1)

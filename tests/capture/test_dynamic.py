@@ -125,6 +125,16 @@ def test_interpolation(mode):
     vary(f, [(counted(2 + n % 3, 2, n, n + 1),) for n in (4, 5, 6, 7, 9, 11)], compiles=2)
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test_interpolation_to_a_size_that_a_scale_gives(mode):
+    def f(x, scale):
+        fitted = min(8 / min(x.shape[2:]), 20 / max(x.shape[2:]))
+        return [F.interpolate(x, scale_factor=s, mode=mode, recompute_scale_factor=True) for s in (fitted, scale, 2, (1.5, 1))]
+
+    calls = [(counted(1, 2, 4, 6), 1.3), (counted(1, 2, 5, 7), 1.6), (counted(1, 2, 9, 6), 0.7), (counted(1, 2, 8, 15), 1.4)]
+    vary(f, calls, 2)
+
+
 def test_two_inputs_of_one_size():
     seen = vary(lambda x, y: x + y, [(counted(n), counted(n)) for n in SIZES], compiles=2)
     assert text(seen) == ["x.size(0) == y.size(0)"]

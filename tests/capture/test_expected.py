@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kiln
-from tests.support import How, one_graph, pin, program, same_as_eager, t
+from tests.support import Counting, How, Watch, one_graph, pin, program, same_as_eager, t
 
 X = t(3, 4)
 NAN = torch.tensor([1.0, float("nan")])
@@ -133,3 +133,53 @@ def test_effects_before_the_check_happen_once():
     how = How(setup=seen.clear, state=lambda: list(seen))
     pin(same_as_eager(f, X, how=how))
     assert type(same_as_eager(f, -X, how=how).raised) is ValueError
+
+
+def test_checks_hold_for_any_size():
+    watch = Watch(lambda x: torch.distributions.Normal(x[0], x.exp()).log_prob(x))
+    for rows in (3, 4, 5, 6):
+        watch(t(rows, 4))
+    watch.pin(graphs=2, breaks=0)
+
+
+class Steps:
+    """Training steps that check what they compute, before or after gradients of the last one are let go."""
+
+    def __init__(self, first):
+        torch.manual_seed(0)
+        self.first, self.calls, self.model = first, [], torch.nn.Linear(4, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+
+    def step(self, x):
+        self.calls.append("begun")
+        if self.first:
+            self.optimizer.zero_grad()
+        y = self.model(x) + torch.rand(2)
+        if not torch.isfinite(y).all():
+            raise ValueError(f"no number of {y.numel()}")
+        if not self.first:
+            self.optimizer.zero_grad()
+        y.square().mean().backward()
+        self.optimizer.step()
+        self.calls.append("done")
+        return y
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_checks_before_writes_are_part_of_the_graph(backend, first):
+    found, counting = [], Counting(backend)
+    for compiled in (False, True):
+        steps, results = Steps(first), []
+        step = kiln.compile(steps.step, backend=counting) if compiled else steps.step
+        for x in (X, X, X * NAN[1], X, X):
+            try:
+                results.append(step(x).detach())
+            except ValueError as error:
+                steps.calls.append(str(error))
+            grad = steps.model.weight.grad
+            results.append((None if grad is None else grad.clone(), torch.rand(1)))
+        found.append((steps.calls, results, steps.model.state_dict()))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-5, atol=1e-6)
+    assert counting.runs == 5  # each step is one graph, of which one raises

@@ -229,3 +229,26 @@ def test_items_under_two_masks_or_of_two_kinds_are_selected():
     for f in (converted, kiln.compile(converted)):
         with pytest.raises(RuntimeError, match="dtypes match"):
             f(a, b, mask)
+
+
+def counts(x, n):
+    found = x.to(torch.int32).bincount(minlength=5) * 2, torch.bincount(x, minlength=len(n))
+    return n.add_(found[1][:5]), *found
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_counts_are_as_many_as_are_asked_for(backend):
+    compiled, breaks = kiln.compile(counts, backend=backend), []
+    for row in ([0, 2, 2], [1, 1, 3], [3, 4, 0], [2, 7, 1], [2, -1, 0], [0, 0, 1], [1, 2, 3]):
+        found = []
+        for f in (counts, compiled):
+            n = torch.zeros(5, dtype=torch.long)
+            with records.collect() as log:
+                try:
+                    found.append((f(torch.tensor(row), n), n))
+                except RuntimeError as error:
+                    found.append((str(error), n))
+        Same()(*found)
+        breaks.append(len(log.breaks))
+    assert breaks[:4] == [0, 0, 0, 0]
+    assert breaks[4] > 0  # after a call with more of them

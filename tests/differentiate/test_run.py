@@ -392,6 +392,27 @@ def test_double_backward_with_inputs_that_depend_on_each_other():
 
     Same()(penalty(lambda x, y: x.sin() * y.exp()), penalty(ahead(lambda x, y: x.sin() * y.exp())))
 
+@pytest.mark.parametrize(("second", "runs"), [((1, 1, 1, 1), 2), ((0, 0, 0, 1, 0, 1), 6)])
+def test_graphs_whose_gradients_are_differentiated_in_most_calls_run_as_captured(second, runs):
+    ran = []
+
+    def counted(module, examples):
+        def run(*args):
+            ran.append(True)
+            return module(*args)
+
+        return run
+
+    compiled = kiln.compile(lambda x: x.sin() * x, backend=kiln.aot(counted))
+    for i, twice in enumerate(second):
+        x, y = (torch.linspace(0, i + 1, 3, requires_grad=True) for _ in range(2))
+        for out, given in ((compiled(x), x), (y.sin() * y, y)):
+            (grad,) = torch.autograd.grad(out.sum(), given, create_graph=bool(twice))
+            (grad.square().sum() if twice else (given * grad).sum()).backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    assert len(ran) == runs + second.count(0)  # forwards, and backwards that are not differentiated
+
+
 
 def test_double_backward_with_dropout_and_batch_norm():
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1))

@@ -61,6 +61,12 @@ def arithmetic(x, w):
     return ((x @ w) * 2 + torch.tensor([1.0, 2.0, 3.0, 4.0])).relu().sum()
 
 
+@program(x(3, 4), torch.tensor(0.5, requires_grad=True))
+def complex_factors(x, y):
+    turned = torch.exp(1j * x) * (2 - 1j)
+    return turned.real, (turned / (x + 1j)).abs(), (y * 2j).imag
+
+
 @program(n(3, 4), x(3, 4))
 def written_with_grad(b, x):
     b.add_(x)
