@@ -176,6 +176,31 @@ def sized_as_told(x):
     return torch.arange(count)
 
 
+def alone(x, y, n):
+    torch._check(n.item() == x.size(0) + y.size(0))
+    return x * 2
+
+
+def between_ops(x, y, n):
+    difference = n.item() - x.size(0) - y.size(0)
+    z = x.sin() + difference
+    torch._check(difference == 0)
+    return z * 2
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+@pytest.mark.parametrize("program", [alone, between_ops])
+def test_what_is_said_of_a_number_and_sizes_is_checked_though_kernels_build_on_it(program, backend):
+    compiled = kiln.compile(program, fullgraph=True, backend=backend, dynamic=True)
+    for rows in (2, 3):
+        given = torch.ones(rows, 3), torch.ones(5, 3), torch.tensor(rows + 5)
+        assert torch.allclose(compiled(*given), program(*given))
+    for one in (program, compiled):
+        with pytest.raises(RuntimeError, match="Expected cond to be True"):
+            one(torch.ones(3, 3), torch.ones(5, 3), torch.tensor(9))
+
+
 @needs_kiln
 def test_a_tensor_of_several_elements_has_no_number():
     with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
