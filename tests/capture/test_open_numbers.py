@@ -176,6 +176,24 @@ def sized_as_told(x):
     return torch.arange(count)
 
 
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("program", [
+    lambda x, n, s: torch.arange(n),
+    lambda x, n, s: torch.full((2, 3), s) + x.narrow(0, 0, n).sum(),
+    lambda x, n, s: torch.roll(x, n) * torch.nn.functional.leaky_relu(-x, s),
+    lambda x, n, s: torch._foreach_lerp([x, x + 1], [x * 2, x], s),
+    lambda x, n, s: torch.zeros(n, 2) + 1,
+])  # fmt: skip
+def test_a_tensor_given_as_a_number_is_one_that_the_graph_reads(program, backend):
+    compiled = kiln.compile(program, fullgraph=True, backend=backend)
+    with kiln.records() as seen:
+        for n, s in ((3, 0.5), (4, 0.25)):
+            given = torch.arange(5.0), torch.tensor(n), torch.tensor(s)
+            torch.testing.assert_close(compiled(*given), program(*given))
+    assert (len(seen.graphs), len(seen.breaks), len(seen.fallbacks)) == (1, 0, 0)
+
+
 def alone(x, y, n):
     torch._check(n.item() == x.size(0) + y.size(0))
     return x * 2
