@@ -336,6 +336,18 @@ def test_a_checked_number_is_a_size():
         compiled(x, torch.tensor(4))
 
 
+@needs_kiln
+def test_a_number_that_is_two_sizes_is_taken_for_nothing_impossible(caplog):
+    def f(n):
+        k = n.item()
+        return torch.zeros(k, k) + torch.full((k, 1), 2.0)
+
+    compiled = kiln.compile(f, fullgraph=True)
+    for n in (3, 4):
+        assert torch.equal(compiled(torch.tensor(n)), f(torch.tensor(n)))
+    assert not [r for r in caplog.records if "ran in Python" in r.getMessage()]
+
+
 def test_a_branch_of_the_program_on_a_number_of_a_tensor_is_refused():
     def f(x, n):
         return x + 1 if n.item() > 1 else x - 1
