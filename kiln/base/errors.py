@@ -27,6 +27,8 @@ class KilnError(Exception):
 class Break(KilnError, RuntimeError):
     """The graph ends here: kind (a stable id), place, reason and remedy."""
 
+    read: object = None  # the tensor whose only number was asked for
+
     def __init__(self, kind: str, why: str, hint: str = "", at: Place | None = None) -> None:
         self.kind, self.why, self.hint, self.at = kind, why, hint, at
         super().__init__(kind, why, hint, at)

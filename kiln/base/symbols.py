@@ -344,7 +344,7 @@ class Scope:
 
     def simplify(self, value: Value) -> Value:
         """`value` with what was learnt put in: an int once it is determined."""
-        if not isinstance(value, Expr) or not self._solved:
+        if not isinstance(value, Expr) or not self._solved and not self._most:
             return value
         if value.simple is not None and value.simple[0] == self._version:
             return value.simple[1]  # type: ignore[no-any-return]
@@ -361,7 +361,8 @@ class Scope:
         args = [self.simplify(arg) for arg in value.args]
         if value.op is MOD and self._divides(value):
             return 0
-        if all(new is old for new, old in zip(args, value.args, strict=True)):
+        same = all(new is old for new, old in zip(args, value.args, strict=True))
+        if same and value.op not in (MIN, MAX):  # of which bounds may know one by now
             return value
         changed = apply(value.op, args, self)
         return self.simplify(changed) if changed is not value else changed
@@ -397,7 +398,7 @@ class Scope:
         )
 
     def _simple_condition(self, question: Condition) -> Truth:
-        if not self._solved:
+        if not self._solved and not self._most:
             return question
         if question.op in ("==", "!=", "<="):
             simple = self.simplify(question.args[0])

@@ -333,6 +333,9 @@ class Machine:
                 found = masks.selected(self, function, args, kwargs, e)
                 if found is not MISSING:
                     return found
+                found = open_numbers.given(self, function, args, kwargs, e)
+                if found is not MISSING:
+                    return found
             raise
         except UserError as e:
             self.world.looked = True

@@ -10,6 +10,7 @@ import torch
 from kiln.base.conditions import ge, le
 from kiln.base.errors import Break
 from kiln.base.expressions import Condition, Expr, Truth
+from kiln.base.graph import gathered, mapped
 from kiln.capture import attributes, masks, operators, symbolic
 from kiln.capture.calls import HANDLERS, Args, Kwargs, handles
 from kiln.capture.fake_arrays import OpenNumber, OpenText
@@ -17,6 +18,7 @@ from kiln.capture.frame import Machine, UserError
 from kiln.capture.rebuild import MAKERS
 from kiln.capture.torch_calls import Named
 from kiln.capture.varying import Item
+from kiln.check.guards import MISSING
 from kiln.ops.fake import FakeTensor
 from kiln.ops.symint import wrap
 
@@ -46,6 +48,24 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
         m.recorder.symbol(symbol, "item", kept)
         return wrap(symbol)
     return OpenNumber(kind, kept, m.frames[-1].step, reason)
+
+
+def given(m: Machine, function: Any, args: Args, kwargs: Kwargs, reason: Break) -> Any:
+    """A call that is given a tensor where it takes a number: of that number, where nothing may break.
+
+    MISSING where another call needs values.
+    """
+    read: Any = reason.read
+    number = m.numbers and type(read) is FakeTensor and kind_of(read) in (int, float)
+    own = hasattr(function, "__objclass__") and args[0] is read  # what a method is one of is no number
+    if not number or own or not any(one is read for one in gathered(FakeTensor, args, kwargs)):
+        return MISSING
+    known = left_open(m, read, reason)
+    args, kwargs = mapped((args, kwargs), lambda value: known if value is read else value)
+    try:
+        return m.torch_call(function, args, kwargs)
+    except UserError:
+        raise reason from None
 
 
 def assume_sizes(m: Machine, question: Condition) -> bool | None:

@@ -64,26 +64,37 @@ class Same:
 
     names: tuple[str, ...]
     context: Any
+    like: str | None = None
+    """The part of the same sizes and strides, where these vary."""
 
     def __call__(self, value: Any) -> bool:
         names, context = value.__tensor_flatten__()
         if tuple(names) != self.names:
             return False
+        if self.like is not None and layout_of(getattr(value, self.like)) != layout_of(value):
+            return False
         known = getattr(type(value), "__metadata_guard__", None)
         return bool(context == self.context if known is None else known(self.context, context))
 
 
-def same_as(value: Any, source: Source) -> Custom:
+def layout_of(value: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a tensor, whatever its class says of them."""
+    with _aside():
+        return tuple(value.shape), tuple(value.stride())
+
+
+def same_as(value: Any, source: Source, like: str | None) -> Custom:
     """The guard on the parts and the facts of a wrapper."""
     names, context = value.__tensor_flatten__()
-    same = Same(tuple(names), context)
+    same = Same(tuple(names), context, like)
     try:
         if not same(value):
             raise TypeError
     except Exception:
         why = f"what {type(value).__name__} says of {source} cannot be compared"
         raise Break("tensor-subclass", why, HINT) from None
-    return Custom(source, same, f"had the parts {', '.join(names)} and {context}")
+    laid = "" if like is None else f" and was laid out like {like}"
+    return Custom(source, same, f"had the parts {', '.join(names)} and {context}{laid}")
 
 
 def match_of(value: Any, source: Source, fake: Any) -> TensorMatch:
@@ -107,12 +118,16 @@ def faked(value: Any, source: Source | None, part: Part, guard: Callable[[Guard]
         inner, path = getattr(value, name), None if source is None else Attr(source, name)
         wrapper = is_wrapper(type(inner))
         fakes[name] = faked(inner, path, part, guard) if wrapper else part(inner, path, value)
-    with _aside():
-        size, stride = tuple(value.shape), tuple(value.stride())
+    size, stride = layout_of(value)
+    # A class that is told its sizes has those of a part that is laid out like it, which may vary.
+    like = next((name for name in names if layout_of(getattr(value, name)) == (size, stride)), None)
+    if like is not None:
+        size, stride = layout_of(fakes[like])
+        like = like if any(type(n) is torch.SymInt for n in (*size, *stride)) else None
     made = type(value).__tensor_unflatten__(fakes, context, size, stride)
     if guard is not None and source is not None:
         guard(match_of(value, source, made))
-        guard(same_as(value, source))
+        guard(same_as(value, source, like))
     return made.requires_grad_() if value.requires_grad and not made.requires_grad else made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -22,12 +22,14 @@ Make = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 class Part:
     """Some nodes of a graph as a graph of its own; `make` compiles it for the values of the first call.
 
-    `numbers` are the nodes that give symbols. A part is handed those that its sizes follow from.
+    `numbers` are the nodes that give symbols. A part is handed those that its sizes follow from. What is made
+    `anew` is for this part alone.
     """
 
     def __init__(
-        self, module: fx.GraphModule, nodes: list[fx.Node], make: Make, numbers: dict[Symbol, fx.Node]
-    ) -> None:
+        self, module: fx.GraphModule, nodes: list[fx.Node], make: Make, numbers: dict[Symbol, fx.Node],
+        anew: Collection[fx.Node] = (),
+    ) -> None:  # fmt: skip
         own = set(nodes)
         used = [i for node in nodes for i in node.all_input_nodes if i not in own]
         given = {size for node in used for size in sizes_of(node)}
@@ -35,7 +37,8 @@ class Part:
         used += [node for symbol, node in numbers.items() if symbol in missing and node not in own]
         self.inputs = [node for node in dict.fromkeys(used) if node.op != "get_attr"]
         read = set(numbers.values())
-        self.outputs = [n for n in nodes if n.op != "get_attr" and (n in read or not own.issuperset(n.users))]
+        left = [node for node in nodes if node.op != "get_attr" and node not in anew]
+        self.outputs = [node for node in left if node in read or not own.issuperset(node.users)]
         graph, copies = fx.Graph(), {}
         for node in self.inputs:
             copies[node] = graph.placeholder(node.name)
@@ -77,6 +80,42 @@ def sizes_of(node: fx.Node) -> list[Any]:
     return [expr_of(size) for size in shape]
 
 
+def symbols_in(graph: fx.Graph) -> dict[Symbol, fx.Node]:
+    """The nodes that give symbols: as a size of what is given, or as a number."""
+    found: dict[Symbol, fx.Node] = {}
+    for node in graph.nodes:
+        tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
+        for size in sizes_of(node) if node.op == "placeholder" or not tensor else ():
+            if isinstance(size, Symbol):
+                found.setdefault(size, node)
+    return found
+
+
+def numbers_of(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The calls that give numbers, also on the way to one."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        example, given = node.meta.get("example_value"), node.all_input_nodes
+        if isinstance(example, NUMBERS) or example is None and given and found.issuperset(given):
+            found.add(node)
+            if node.op.startswith("call"):
+                yield node
+
+
+def made_of(nodes: list[fx.Node], computed: set[fx.Node]) -> set[fx.Node]:
+    """The numbers that nodes read, and those that they are computed from.
+
+    What is compiled builds on what is said of numbers, so a number that is checked is not taken from there.
+    """
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        more = computed.intersection(waiting.pop().all_input_nodes) - found
+        found |= more
+        waiting += more
+    return found.difference(nodes)
+
+
 def in_parts(
     module: fx.GraphModule, make: Make, opaque: Callable[[fx.Node], bool]
 ) -> Callable[..., Any] | None:
@@ -86,33 +125,31 @@ def in_parts(
     """
     place: dict[fx.Node, int] = {}
     now = 0
-    checked: set[fx.Node] = set()  # numbers for calls in eager alone
+    numbers = symbols_in(module.graph)
+    computed = {node for node in numbers_of(module.graph) if not opaque(node)}
+    apart: set[fx.Node] = set()  # numbers for calls in eager alone
     for node in reversed(module.graph.nodes):
-        number = isinstance(node.meta.get("example_value"), NUMBERS) and not opaque(node)
-        if number and node.users and all(user in checked or opaque(user) for user in node.users):
-            checked.add(node)
+        if node in computed and node.users and all(user in apart or opaque(user) for user in node.users):
+            apart.add(node)
+    unplaced = apart.difference(numbers.values())
     for node in module.graph.nodes:
         source = node.args[0] if node.target is operator.getitem else None
-        if node.op in ("placeholder", "output", "get_attr"):
+        if node.op in ("placeholder", "output", "get_attr") or node in unplaced:
             continue
         if isinstance(source, fx.Node) and not isinstance(source.meta.get("example_value"), torch.Tensor):
             place[node] = place.get(source, now)  # an item of a tuple stays with it
-        elif node in checked:
-            place[node] = now
         else:
-            now += now % 2 != opaque(node)
+            now += node not in apart and now % 2 != opaque(node)
             place[node] = now
-    numbers: dict[Symbol, fx.Node] = {}
-    for node in module.graph.nodes:
-        tensor = isinstance(node.meta.get("example_value"), torch.Tensor)
-        for size in sizes_of(node) if node.op == "placeholder" or not tensor else ():
-            if isinstance(size, Symbol):
-                numbers.setdefault(size, node)
-    ordered = sorted(place, key=place.__getitem__)
-    parts = [
-        Part(module, list(nodes), (lambda part, values: part.forward) if number % 2 else make, numbers)
-        for number, nodes in groupby(ordered, place.__getitem__)
-    ]
+    parts, order = [], {node: i for i, node in enumerate(module.graph.nodes)}
+    for number, group in groupby(sorted(place, key=place.__getitem__), place.__getitem__):
+        nodes = list(group)
+        if number % 2:
+            anew = made_of(nodes, computed)
+            nodes = sorted((*nodes, *anew), key=order.__getitem__)
+            parts.append(Part(module, nodes, lambda part, values: part.forward, numbers, anew))
+        else:
+            parts.append(Part(module, nodes, make, numbers))
     kinds = (torch.Tensor, *NUMBERS)
     whole = len(parts) == 1 and parts[0].make is make
     if whole or not all(isinstance(v, kinds) for part in parts for v in part.crossing()):

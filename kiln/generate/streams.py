@@ -14,7 +14,7 @@ from pathlib import Path
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
-from kiln.fuse.nest import Apply, Axis, Fold, Load, Nest, Place, Store, Term, terms
+from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Nest, Place, Store, Term, terms
 from kiln.generate.cpu import host
 from kiln.generate.lanes import row_terms
 from kiln.generate.llvm import I1, I32, I64, VOID, Function, Value
@@ -25,6 +25,8 @@ from kiln.generate.values import STREAMED
 
 #: Bytes of a line.
 LINE = 64
+#: Pairs of what is stored and what is read that are compared before a nest, at most.
+COMPARED = 256
 #: What is taken for the last cache where the system does not say.
 USUAL_CACHE = 32 << 20
 #: Elements of a row for which it pays to ask for the next one: fewer are asked for by the processor itself,
@@ -67,7 +69,7 @@ class Streams(Rows):
             return []
         rows = [s for s in nest.stores if not s.kept and not s.adds and in_rows(s, vector)]
         if even := [s for s in rows if self.in_lines(s, vector)]:
-            return even
+            return even if len(even) * len(self.read_as(even)) <= COMPARED else []
         self.uneven = next((s for s in rows if self.alone(s)), None)
         return [] if self.uneven is None else [self.uneven]
 
@@ -98,10 +100,7 @@ class Streams(Rows):
     def lie_right(self, stores: list[Store]) -> Value:
         """Whether the memory of these stores starts at a line, if it must, and is none of what is read."""
         fn = self.fn
-        written = [self.pointers[s.buffer] for s in stores]
-        kinds = {s.buffer.dtype for s in stores}
-        loads = [t for t in self.nest.terms() if isinstance(t, Load)]
-        read = dict.fromkeys(t.buffer for t in loads if t.dtype in kinds)
+        written, read = [self.pointers[s.buffer] for s in stores], self.read_as(stores)
         right = fn.constant(1, I1)
         for pointer in written:
             address = _number(fn, pointer)
@@ -110,6 +109,12 @@ class Streams(Rows):
             for buffer in read:
                 right = right & address.compare("ne", _number(fn, self.pointers[buffer]))
         return right
+
+    def read_as(self, stores: list[Store]) -> list[Buffer]:
+        """The memory that is read whose elements are of a type that these stores have."""
+        kinds = {s.buffer.dtype for s in stores}
+        loads = [t for t in self.nest.terms() if isinstance(t, Load)]
+        return list(dict.fromkeys(t.buffer for t in loads if t.dtype in kinds))
 
     def only_reads(self) -> bool:
         """Whether a nest folds what lies in memory with little to compute: half lines come faster then."""

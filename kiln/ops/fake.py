@@ -405,7 +405,9 @@ def constant_or_break(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, FakeTensor)]
     if any(needed(t) is None for t in tensors):
         why = f"{func} needs the values of a tensor"
-        raise Break("data-dependent", why, DATA_HINTS.get(str(func), DATA_HINT))
+        reason = Break("data-dependent", why, DATA_HINTS.get(str(func), DATA_HINT))
+        reason.read = tensors[0] if str(func) in DATA_HINTS else None
+        raise reason
     if LITERALS.look is not None and str(func) in DATA_HINTS:
         LITERALS.read += tensors
     return literal(func(*lowered(list(args)), **lowered(kwargs)))

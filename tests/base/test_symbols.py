@@ -351,3 +351,12 @@ def test_quotients_and_remainders_make_up_what_they_are_of() -> None:
         assert from_poly(scope, without_quotients(parts.poly)) is whole
     other = i % 7 + 8 * (i // 7)
     assert without_quotients(other.poly) == other.poly
+
+
+def test_bounds_that_are_learnt_choose_between_numbers() -> None:
+    scope = Scope()
+    n = scope.symbol(5, low=-LIMIT)
+    most = maximum(1, n)
+    assert isinstance(most, Expr) and scope.simplify(most) is most and scope.known(eq(n, most)) is None
+    scope.learn(ge(n, 2))
+    assert scope.simplify(most) is n and scope.known(eq(n, most)) and scope.known(lt(n, most)) is False

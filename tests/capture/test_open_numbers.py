@@ -177,6 +177,49 @@ def sized_as_told(x):
 
 
 @needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("program", [
+    lambda x, n, s: torch.arange(n),
+    lambda x, n, s: torch.full((2, 3), s) + x.narrow(0, 0, n).sum(),
+    lambda x, n, s: torch.roll(x, n) * torch.nn.functional.leaky_relu(-x, s),
+    lambda x, n, s: torch._foreach_lerp([x, x + 1], [x * 2, x], s),
+    lambda x, n, s: torch.zeros(n, 2) + 1,
+])  # fmt: skip
+def test_a_tensor_given_as_a_number_is_one_that_the_graph_reads(program, backend):
+    compiled = kiln.compile(program, fullgraph=True, backend=backend)
+    with kiln.records() as seen:
+        for n, s in ((3, 0.5), (4, 0.25)):
+            given = torch.arange(5.0), torch.tensor(n), torch.tensor(s)
+            torch.testing.assert_close(compiled(*given), program(*given))
+    assert (len(seen.graphs), len(seen.breaks), len(seen.fallbacks)) == (1, 0, 0)
+
+
+def alone(x, y, n):
+    torch._check(n.item() == x.size(0) + y.size(0))
+    return x * 2
+
+
+def between_ops(x, y, n):
+    difference = n.item() - x.size(0) - y.size(0)
+    z = x.sin() + difference
+    torch._check(difference == 0)
+    return z * 2
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+@pytest.mark.parametrize("program", [alone, between_ops])
+def test_what_is_said_of_a_number_and_sizes_is_checked_though_kernels_build_on_it(program, backend):
+    compiled = kiln.compile(program, fullgraph=True, backend=backend, dynamic=True)
+    for rows in (2, 3):
+        given = torch.ones(rows, 3), torch.ones(5, 3), torch.tensor(rows + 5)
+        assert torch.allclose(compiled(*given), program(*given))
+    for one in (program, compiled):
+        with pytest.raises(RuntimeError, match="Expected cond to be True"):
+            one(torch.ones(3, 3), torch.ones(5, 3), torch.tensor(9))
+
+
+@needs_kiln
 def test_a_tensor_of_several_elements_has_no_number():
     with pytest.raises(RuntimeError, match="cannot be converted to Scalar"):
         kiln.compile(lambda x: x.item())(torch.ones(2))
@@ -291,6 +334,18 @@ def test_a_checked_number_is_a_size():
         assert torch.equal(compiled(x, torch.tensor(n)), f(x, torch.tensor(n)))
     with pytest.raises(RuntimeError, match="Expected cond to be True"):
         compiled(x, torch.tensor(4))
+
+
+@needs_kiln
+def test_a_number_that_is_two_sizes_is_taken_for_nothing_impossible(caplog):
+    def f(n):
+        k = n.item()
+        return torch.zeros(k, k) + torch.full((k, 1), 2.0)
+
+    compiled = kiln.compile(f, fullgraph=True)
+    for n in (3, 4):
+        assert torch.equal(compiled(torch.tensor(n)), f(torch.tensor(n)))
+    assert not [r for r in caplog.records if "ran in Python" in r.getMessage()]
 
 
 def test_a_branch_of_the_program_on_a_number_of_a_tensor_is_refused():

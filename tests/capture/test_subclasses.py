@@ -359,6 +359,50 @@ def test_sizes_of_a_class_made_of_tensors_vary():
         assert len(seen) == graphs
 
 
+class Sized(torch.Tensor):
+    """A tensor in another, of the sizes that it is told."""
+
+    @staticmethod
+    def __new__(cls, a, size=None):
+        size = a.shape if size is None else size
+        return torch.Tensor._make_wrapper_subclass(cls, size, dtype=a.dtype, device=a.device)
+
+    def __init__(self, a, size=None):
+        self.a = a
+
+    def __tensor_flatten__(self):
+        return ["a"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return Sized(parts["a"], size)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs):
+        first = func(*[a.a if isinstance(a, Sized) else a for a in args], **(kwargs or {}))
+        return Sized(first, args[0].shape)
+
+
+def test_sizes_that_a_class_made_of_tensors_is_told_vary_as_those_of_its_parts():
+    def f(x):
+        y = x * 2
+        return y.a, y.shape, x.shape[0] + 1
+
+    for dynamic, marked, graphs in ((True, False, 1), (None, True, 1), (None, False, 2)):
+        seen = []
+        compiled = kiln.compile(f, fullgraph=True, dynamic=dynamic,
+                                backend=lambda gm, _, seen=seen: seen.append(gm) or gm)  # fmt: skip
+        for size in ((2, 3), (4, 5), (6, 7)):
+            x = Sized(torch.ones(size))
+            if marked:
+                kiln.mark_dynamic(x, (0, 1))
+            assert state(compiled(x)) == state(f(x))
+        assert len(seen) == graphs
+        other = Sized(torch.ones(4, 4), torch.Size((2, 8)))
+        assert state(compiled(other)) == state(f(other))
+        assert len(seen) == graphs + 1
+
+
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
 def test_gradients_of_a_class_made_of_tensors(backend):
     mine, theirs = pair(2, 3, grad=True), pair(2, 3, grad=True)

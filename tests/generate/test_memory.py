@@ -405,6 +405,22 @@ def test_so_do_those_of_rows_whose_columns_are_summed_on_the_way(monkeypatch):
     check(backward, *args, atol=1e-4)
 
 
+@wide
+def test_many_results_of_many_do_not_as_each_is_compared_with_all_that_is_read(monkeypatch):
+    def steps(*rows):
+        found = [rows[0]]
+        for row in rows[1:]:
+            found.append(found[-1] * 0.5 + row)
+        return tuple(found[1:])
+
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    few, many = [rand(300, 256) for _ in range(8)], [rand(300, 256) for _ in range(40)]
+    assert len(Emitter(nest_of(steps, *few), 16).streamed()) == 7
+    emitter = Emitter(nest_of(steps, *many), 16)
+    assert not emitter.streamed() and emitter.fn.text().count("ptrtoint") == 0
+    check(steps, *many)
+
+
 def test_small_results_stay_in_the_caches():
     assert not Emitter(nest_of(lambda a: a + 1, rand(1000)), 16).streamed()
 
