@@ -70,7 +70,7 @@ class Emitter(Tiles, Online, Columns):
         self.crossing = crossing(nest, width, schedule.tile)
         if self.crossing is not None:
             self.vector, self.width = self.crossing.along, width
-        elif self.only_reads():
+        elif self.only_reads() and not self.by_rows():
             self.width //= 2
         self.blocked = nest.several and bool(nest.reduced)
         if self.blocked:
