@@ -21,20 +21,20 @@ from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F32, F64, I16, U32, Type, Value, fma
 from kiln.generate.scalar import FOLDS, IN_ORDER, TYPES
 from kiln.generate.softmax import LOWEST, guarded, pair
-from kiln.generate.streams import Streams
+from kiln.generate.streams import BEFORE, BEFORE_SHORT, Streams
 from kiln.generate.words import Words
 
 #: Rows that are worth it.
 FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
-#: Rows that are folded at once.
-TOGETHER = 4
+#: Rows that are folded at once; what the caches do not hold is read fastest in more places.
+TOGETHER, STREAMS = 4, 8
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
 SHORT_TOGETHER = 16  # an even number
 SMALL_SQUARES = 0x20000000  # the bits of 2^-63
-#: Rows after which a sum of floats starts anew, at least.
+#: Turns after which a sum of floats starts anew, at least.
 ANEW = 16
 #: The lanes of two registers, in turn; in turn by fours.
 _IN_TURN, _BY_FOURS = (
@@ -60,6 +60,8 @@ class Strip:
     right: Any
     room: int
     levels: list[Memory]
+    rounds: bool
+    """Whether errors of rounding are kept small: rows at once are folded by themselves."""
     same: dict[int, tuple[Term, Value]]
     """Values that rows have in common, and where they are kept."""
 
@@ -87,6 +89,7 @@ class Columns(Words, Streams):
     """The largest values of columns and the sums of powers below them, where these are what is folded."""
 
     along: Callable[..., list[Value]]
+    rounds: Callable[[list[Fold]], bool]
 
     def by_rows(self) -> bool:
         """Whether columns are folded so: rows must be longer than what registers hold, and many."""
@@ -119,18 +122,19 @@ class Columns(Words, Streams):
             id(t): (t, fn.at_entry(f"alloca [{room} x {compute_type(TYPES[t.dtype])}], align 64"))
             for t in common
         }
-        exact = any(fold.running or fold.phase for fold in self.nest.folds())
-        exact = exact or all(kind == F64 for kind in kinds)
-        count = 2 if not exact and hinted(rows.size) - hinted(rows.low) > anew(rows) else 1
+        rounds = self.rounds([fold for fold in self.nest.folds() if fold.dtype is not torch.float64])
+        rounds = rounds and not any(fold.running or fold.phase for fold in self.nest.folds())
+        count = 2 if rounds and hinted(rows.size) - hinted(rows.low) > 2 * ANEW * self.together() else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
-            self.fold_strip(Strip(rows, low, high, high - low, levels, same))
+            self.fold_strip(Strip(rows, low, high, high - low, levels, rounds, same))
             return
         end = self.index(high)
 
         def strip(left: Value, _: list[Value]) -> list[Value]:
             right = left + room
-            self.fold_strip(Strip(rows, left, (right < end).where(right, end), room, levels, same))
+            here = Strip(rows, left, (right < end).where(right, end), room, levels, rounds, same)
+            self.fold_strip(here)
             return []
 
         fn.loop(self.index(low), end, room, [], strip)
@@ -162,7 +166,7 @@ class Columns(Words, Streams):
         if len(strip.levels) == 1:
             self.some_rows(strip, low, end)
         else:
-            self.fn.loop(low, end, anew(strip.rows), [], partial(self.rows_apart, strip, end))
+            self.fn.loop(low, end, self.block_of(strip), [], partial(self.rows_apart, strip, end))
         self.each_column(strip, partial(self.end_columns, strip))
 
     def each_column(self, strip: Strip, body: Callable[[], None], factor: int = 1) -> None:
@@ -175,10 +179,14 @@ class Columns(Words, Streams):
 
         self.along(self.vector, strip.left, strip.right, [], turn, factor=factor)
 
+    def block_of(self, strip: Strip) -> int:
+        """Rows after which sums start anew."""
+        return max(anew(strip.rows), ANEW * self.together())
+
     def rows_apart(self, strip: Strip, end: Value, first: Value, _: list[Value]) -> list[Value]:
         """Some rows folded by themselves, then into the others."""
         total, part = strip.levels
-        last = first + anew(strip.rows)
+        last = first + self.block_of(strip)
         self.each_column(strip, partial(self.begin_columns, strip, part))
         self.some_rows(strip, first, (last < end).where(last, end))
 
@@ -199,39 +207,57 @@ class Columns(Words, Streams):
         return self.fn.at(memory, place, compute_type(TYPES[term.dtype]))
 
     def some_rows(self, strip: Strip, first: Value, last: Value) -> None:
-        def rows(count: int, factor: int, i: Value, _: list[Value]) -> list[Value]:
+        """The rows of a block, some at once that lie apart: each of them goes on where memory does."""
+
+        def rows(count: int, apart: Any, factor: int, i: Value, _: list[Value]) -> list[Value]:
             self.push()
-            self.each_column(strip, partial(self.fold_rows, strip, i, count), factor)
+            places = [i + apart * k if k else i for k in range(count)]
+            self.each_column(strip, partial(self.fold_rows, strip, places), factor)
             self.pop()
             return []
 
-        if self.nest.ordered or any(not s.kept for s in self.nest.stores):
+        together, factor = self.together(), 2 if self.short_factors() else 1
+        if together == 1:
             factor = self.factor(self.each_row(), self.schedule.vectors)
-            self.fn.loop(first, last, 1, [], partial(rows, 1, factor))
+            self.fn.loop(first, last, 1, [], partial(rows, 1, 0, factor))
             return
-        short = bool(self.short_factors())
-        together = SHORT_TOGETHER if short else TOGETHER
-        whole = first + (last - first) / together * together
-        self.fn.loop(first, whole, together, [], partial(rows, together, 2 if short else 1))
+        turns = (last - first) / together
+        apart, step = (turns, 1) if self.lie_apart() else (1, together)
+        self.fn.loop(first, first + turns * step, step, [], partial(rows, together, apart, factor))
         if not (_whole(strip.rows.low, together) and _whole(strip.rows.size, together)):
-            self.fn.loop(whole, last, 1, [], partial(rows, 1, 1))
+            self.fn.loop(first + turns * together, last, 1, [], partial(rows, 1, 0, 1))
 
-    def fold_rows(self, strip: Strip, first: Value, count: int) -> None:
+    def together(self) -> int:
+        """How many rows are folded at once: one where something is stored on the way."""
+        if self.nest.ordered or any(not s.kept for s in self.nest.stores):
+            return 1
+        if self.past_caches():
+            return STREAMS
+        return SHORT_TOGETHER if self.short_factors() else TOGETHER
+
+    def lie_apart(self) -> bool:
+        """Whether rows at once lie apart: not where the first of equal ones is sought."""
+        return self.past_caches() and not any(fold.place for fold in self.nest.folds())
+
+    def fold_rows(self, strip: Strip, rows: list[Value]) -> None:
         """Some rows at the columns at hand; what is stored on the way is."""
         for key, (term, memory) in strip.same.items():
             kind = compute_type(TYPES[term.dtype]).wide(self.lanes)
             self.layers[-1][key] = self.fn.load(self.at_column(strip, memory, term), kind)
         held = self.read_waiting(strip, strip.levels[-1])
-        if count > 1 and (short := self.short_factors()):
-            held = self.with_short(strip, held, first, count, short)
+        if len(rows) > 1 and (short := self.short_factors()):
+            held = self.with_short(strip, held, rows, short)
+        elif len(rows) > 1 and strip.rounds and self.both is None:
+            start = [part for fold in self.nest.folds() for part in self.neutral(fold, self.lanes)]
+            held = combined(self.nest.folds(), held, self.with_each(strip, start, rows))
         else:
-            held = self.with_each(strip, held, first, count)
+            held = self.with_each(strip, held, rows)
         self.write_waiting(strip, strip.levels[-1], held)
 
-    def with_each(self, strip: Strip, held: list[Value], first: Value, count: int) -> list[Value]:
+    def with_each(self, strip: Strip, held: list[Value], rows: list[Value]) -> list[Value]:
         """What folds carry after some rows."""
         met: list[Value] = []
-        for _ in self.at_rows(strip, first, count):
+        for _ in self.at_rows(strip, rows):
             if self.both is None:
                 held = self.advanced(self.nest.folds(), held)
             else:
@@ -241,13 +267,14 @@ class Columns(Words, Streams):
                     self.store(store)
         return held if self.both is None else self.with_rows(held, met)
 
-    def at_rows(self, strip: Strip, first: Value, count: int) -> Iterator[None]:
+    def at_rows(self, strip: Strip, rows: list[Value]) -> Iterator[None]:
         """Some rows, one after the other, while later ones are asked for."""
-        for k in range(count):
+        for row in rows:
             self.push()
-            self.variables[strip.rows.variable] = first + k if k else first
+            self.variables[strip.rows.variable] = row
             if not self.nest.ordered:
-                self.fetch_piece(strip.rows, strip.room, self.each_row(), count)
+                how = (BEFORE_SHORT, 1) if self.lie_apart() else (BEFORE, len(rows))
+                self.fetch_piece(strip.rows, strip.room, self.each_row(), *how)
             yield
             self.pop()
 
@@ -264,14 +291,14 @@ class Columns(Words, Streams):
         return found if any(len(factors) > 1 for factors in found) else []
 
     def with_short(
-        self, strip: Strip, held: list[Value], first: Value, count: int, short: list[list[Term]]
+        self, strip: Strip, held: list[Value], rows: list[Value], short: list[list[Term]]
     ) -> list[Value]:  # fmt: skip
         """The same by sums of floats; again where squares are too large or small, which is rare."""
         pairs = self.lanes == 2 * self.width and all(self.pairs(factors[0]) for factors in short)
         if pairs and self.in_words and all(isinstance(factors[0], Load) for factors in short):
-            sums, order = self.by_two_rows(strip, first, count, short), _BY_FOURS
+            sums, order = self.by_two_rows(strip, rows, short), _BY_FOURS
         else:
-            sums, order = self.by_each_row(strip, first, count, short, 2 if pairs else 1), _IN_TURN
+            sums, order = self.by_each_row(strip, rows, short, 2 if pairs else 1), _IN_TURN
         whole = [parts[0] if len(parts) == 1 else shuffled(parts[0], order, parts[1]) for parts in sums]
         usual = [self.sum_of(h, part.to(F64)) for h, part in zip(held, whole, strict=True)]
         outside = None
@@ -283,19 +310,19 @@ class Columns(Words, Streams):
         assert outside is not None
 
         def again() -> list[Value]:
-            def row(i: Value, held: list[Value]) -> list[Value]:
-                return self.with_each(strip, held, i, 1)
+            def row(k: Value, held: list[Value]) -> list[Value]:
+                return self.with_each(strip, held, [rows[0] + k * (rows[1] - rows[0])])
 
-            return self.fn.loop(first, first + count, 1, held, row)
+            return self.fn.loop(0, len(rows), 1, held, row)
 
         return self.fn.rarely(outside, usual, again)
 
     def by_each_row(
-        self, strip: Strip, first: Value, count: int, short: list[list[Term]], halves: int
+        self, strip: Strip, rows: list[Value], short: list[list[Term]], halves: int
     ) -> list[list[Value]]:  # fmt: skip
         """Sums of floats; where there are two halves, even and odd columns go apart: words are read whole."""
         sums = [[self.fn.constant(0.0, F32.wide(self.lanes // halves))] * halves for _ in short]
-        for _ in self.at_rows(strip, first, count):
+        for _ in self.at_rows(strip, rows):
             known: Any = ({}, {})
             for parts, factors in zip(sums, short, strict=True):
                 values = [self.value(factors[0])] if halves == 1 else self.halves_of(factors[0], known)
@@ -304,13 +331,13 @@ class Columns(Words, Streams):
         return sums
 
     def by_two_rows(
-        self, strip: Strip, first: Value, count: int, short: list[list[Any]]
+        self, strip: Strip, rows: list[Value], short: list[list[Any]]
     ) -> list[list[Value]]:  # fmt: skip
         """The same of numbers as they are in memory, two rows at once, whose products are summed in pairs."""
         sums = [[self.fn.constant(0.0, F32.wide(self.width))] * 2 for _ in short]
         ones = self.fn.constant(0x3F80, I16.wide(self.lanes))
         above: list[Value] = []
-        for _ in self.at_rows(strip, first, count):
+        for _ in self.at_rows(strip, rows):
             known: Any = ({}, {})
             words = [self.words_at(factors[0], known) for factors in short]
             for parts, factors, before, word in zip(sums, short, above, words, strict=False):

@@ -45,6 +45,7 @@ from kiln.generate.llvm import THOROUGH, Value
 from kiln.generate.loose import loose
 from kiln.generate.online import Online
 from kiln.generate.pieces import FEW, borders, decided
+from kiln.generate.scans import BESIDE, Scans
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import forgetful
 from kiln.generate.tiles import Tiles, crossing
@@ -59,7 +60,7 @@ SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
 DOUBLES = 2  # vectors of a turn that computes in double
 
 
-class Emitter(Tiles, Online, Columns):
+class Emitter(Tiles, Online, Columns, Scans):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -70,7 +71,7 @@ class Emitter(Tiles, Online, Columns):
         self.crossing = crossing(nest, width, schedule.tile)
         if self.crossing is not None:
             self.vector, self.width = self.crossing.along, width
-        elif self.only_reads():
+        elif self.only_reads() and not self.by_rows():
             self.width //= 2
         self.blocked = nest.several and bool(nest.reduced)
         if self.blocked:
@@ -136,6 +137,8 @@ class Emitter(Tiles, Online, Columns):
         if self.crossing is not None:
             return self.crossing.block if axis is self.crossing.across else 1
         *others, last = self.outer()
+        if axis is last and self.beside():
+            return BESIDE
         if not others or axis is not last:
             return 1
         return max(min(self.schedule.rows // max(self.row_length(), 1), hinted(axis.size)), 1)
@@ -166,7 +169,9 @@ class Emitter(Tiles, Online, Columns):
                 self.begin_part(self.nest.part, task)
             low = self.variables[outer[-1].variable] * block
             high, size = low + block, self.index(outer[-1].size)
-            self.fn.loop(low, (high < size).where(high, size), 1, [], self.one_row)
+            high = (high < size).where(high, size)
+            low = self.rows_beside(low, high) if self.beside() else low
+            self.fn.loop(low, high, 1, [], self.one_row)
         else:
             self.rows(task)
         self.pop()

@@ -62,7 +62,7 @@ class Streams(Rows):
     def streamed(self) -> list[Store]:
         """The stores that may: they write whole lines, and the nest moves more bytes than caches hold."""
         nest, vector = self.nest, self.vector
-        if vector is None or self.width * 4 != LINE or moved(nest) < last_cache():
+        if vector is None or self.width * 4 != LINE or not self.past_caches():
             return []
         edges = borders(nest, vector, self.width)
         if vector.low != 0 or any(type(edge) is not int or edge % self.width for edge in edges):
@@ -119,7 +119,7 @@ class Streams(Rows):
     def only_reads(self) -> bool:
         """Whether a nest folds what lies in memory with little to compute: half lines come faster then."""
         nest, vector, folds = self.nest, self.vector, self.nest.folds()
-        if vector is None or not folds or self.width * 4 != LINE or moved(nest) < last_cache():
+        if vector is None or not folds or self.width * 4 != LINE or not self.past_caches():
             return False
         if any(f.phase or f.running or f.place for f in folds) or not all(s.kept for s in nest.stores):
             return False
@@ -207,7 +207,9 @@ class Streams(Rows):
         vector, folded = self.vector, self.nest.reduced
         return vector is not None and vector in folded[1:] and hinted(vector.size) <= LONGEST_PIECE
 
-    def fetch_piece(self, axis: Axis, length: int, roots: list[Term], least: int = 1) -> None:
+    def fetch_piece(
+        self, axis: Axis, length: int, roots: list[Term], before: int = BEFORE, least: int = 1
+    ) -> None:
         """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.
 
         The processor does not foresee pieces that do not follow each other, nor those that take some time.
@@ -223,7 +225,7 @@ class Streams(Rows):
                 if step == 1 and hinted(apart) >= length:
                     found.append(load)
         if found:
-            ahead = -(-BEFORE // (length * found[0].dtype.itemsize))
+            ahead = -(-before // (length * found[0].dtype.itemsize))
             self.ask_for(axis, max(ahead, least), found, 2)
 
     def ask_for(self, axis: Axis, ahead: int, loads: list[Load], near: int) -> None:
@@ -274,7 +276,11 @@ class Streams(Rows):
         return self.row_length() >= (SHORTEST_LATE if self.late else SHORTEST) and moved(self.nest) >= FAR
 
     def from_memory(self) -> bool:
-        return self.row_length() >= SHORTEST and moved(self.nest) >= last_cache()
+        return self.row_length() >= SHORTEST and self.past_caches()
+
+    def past_caches(self) -> bool:
+        """Whether a nest moves more bytes than the last cache holds."""
+        return moved(self.nest) >= last_cache()
 
     def row_length(self) -> int:
         return math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])

@@ -8,9 +8,12 @@ from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import Fusing, fuse
 from kiln.fuse.split import GRIDS
+from kiln.generate import cpu
+from kiln.generate.kernel import Emitter
 from kiln.ops.record import recorded
 from kiln.ops.reductions import differentiable
 from tests.fuse.test_kernels import calls_of, check, rand
+from tests.generate.test_loops import nest_of
 
 SHAPES = [((1,), 0), ((2,), 0), ((3,), 0), ((17,), 0), ((5, 1), 1), ((5, 1), 0), ((33, 20), 0), ((33, 20), 1), ((2, 300, 3), 1), ((4, 5, 200), 2)]
 
@@ -24,6 +27,26 @@ def test_sums_and_products_with_what_is_around_them(shape, dim):
     check(lambda a: a.cumsum(dim) * 2, (x * 8).int(), kernels=1)
     check(lambda a: a.gt(0).cumsum(dim), x, kernels=1)
     check(lambda a: a.cumsum(dim, dtype=torch.float64), x, kernels=1)
+
+
+@pytest.mark.skipif(cpu.host().vector_bytes != 64, reason="the processor has no AVX-512")
+@pytest.mark.parametrize("shape", [(128, 512), (133, 1024), (2, 131, 528), (500, 768)])
+def test_many_rows_go_side_by_side(shape):
+    x = rand(*shape)
+    x.view(-1)[::9001] = torch.inf
+    x.view(-1)[5::20011] = torch.nan
+    assert Emitter(nest_of(lambda a: a.cumsum(-1), x), 16).beside()
+    check(lambda a: a.cumsum(-1), x, kernels=1, rtol=0, atol=0)
+    check(lambda a: (a * 2).cumsum(-1) * a + a.cumprod(-1), x, kernels=1)
+    check(lambda a: a.cumsum(-1).exp().cumsum(-1), x / 100, kernels=1)
+    check(lambda a: a.cumsum(-1, dtype=torch.float64), x, kernels=1)
+    check(lambda a: a.flip(0).cumsum(-1) + a[..., :1], x, kernels=1)
+    kept = x.clone()
+    kiln.compile(lambda a: a.cumsum_(-1), fullgraph=True)(kept)
+    torch.testing.assert_close(kept, x.cumsum(-1), rtol=0, atol=0, equal_nan=True)
+    for other in (lambda a: a.cumsum(-1)[..., 1:], lambda a: a[..., :500].cumsum(-1), lambda a: a[..., :9, :].cumsum(-1)):
+        check(other, x)
+    assert not Emitter(nest_of(lambda a: a.cumsum(-1), x[..., :500]), 16).beside()
 
 
 @pytest.mark.parametrize("size", [3, 16, 37])

@@ -13,7 +13,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Apply
 from kiln.fuse.program import fuse
 from kiln.fuse.steps import Launch
-from kiln.generate import cpu, streams
+from kiln.generate import columns, cpu, streams
 from kiln.generate.kernel import Emitter
 from kiln.generate.pieces import borders
 from kiln.generate.softmax import forgetful, pair
@@ -568,14 +568,38 @@ def test_rows_from_memory_are_read_in_half_lines(monkeypatch):
 
 
 @wide
-@pytest.mark.parametrize("shape", [(50, 1000), (131, 203), (9, 2001)])
-def test_columns_from_memory_are_read_in_half_lines(shape, monkeypatch):
+def test_few_columns_from_memory_are_read_in_half_lines(monkeypatch):
     monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
-    x = rand(*shape)
+    x = rand(9, 2001)
     for function in (lambda a: a.sum(0), lambda a: a.amax(0), lambda a: (a.double() * a).sum(0)):
         assert Emitter(nest_of(function, x), 16).width == 8
         check(function, x, kernels=1)
     assert Emitter(nest_of(lambda a: a.float().sum(0), x.bfloat16()), 16).width == 16
+
+
+@wide
+@pytest.mark.parametrize("shape", [(64, 1000), (71, 513), (131, 203), (600, 130)])
+def test_columns_from_memory_are_read_in_rows_that_lie_apart(shape, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x, near = rand(*shape), torch.randint(0, 3, shape).float()
+    for function in (lambda a: a.sum(0), lambda a: a.amax(0), lambda a: a.var(0), lambda a: a.softmax(0)):
+        check(function, x)
+    emitted = Emitter(nest_of(lambda a: a.sum(0), x), 16)
+    assert (emitted.width, emitted.together(), emitted.lie_apart()) == (16, columns.STREAMS, True)
+    assert not Emitter(nest_of(lambda a: a.argmax(0), x), 16).lie_apart(), "the first of equal ones is sought"
+    check(lambda a: a.argmax(0), near)
+    short = x.bfloat16()
+    short[3, 5], short[-1, 7], short[9, 11] = 1e25, torch.nan, 1e-30
+    check(lambda a: a.var(0), short)
+
+
+@wide
+@pytest.mark.parametrize("rows", [200, 256, 257, 1000, 5003])
+def test_sums_of_columns_stay_near(rows, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
+    x = rand(rows, 200) + 3
+    (got,) = compile_graph(recorded(lambda a: a.sum(0), x))([x])
+    assert error(got, x.double().sum(0)) <= 4e-7 * 3 * rows
 
 
 def variance(x):
