@@ -10,7 +10,7 @@ from kiln.fuse.split import GRIDS
 from kiln.fuse.steps import Call, Launch
 from kiln.generate.device import Function
 from kiln.generate.product import TILES, source
-from kiln.launch import device, products, program, templates
+from kiln.launch import device, gpu, products, program, templates
 from kiln.launch.device import DevicePlanner, OnDevice
 from kiln.launch.products import Template
 
@@ -249,7 +249,7 @@ def test_values_on_a_gpu(name, form, monkeypatch):
         return f"{form} {TILES[len(taken) % len(TILES)]}" if taken[-1] else templates.USUAL
 
     monkeypatch.setattr(templates, "fastest", forced)
-    monkeypatch.setattr(program, "disk", lambda _: None)
+    monkeypatch.setattr(gpu, "disk", lambda _: None)
     kiln.reset()
     got = kiln.compile(f, fullgraph=True, mode="max-autotune")(*inputs)
     want = f(*inputs).float()
