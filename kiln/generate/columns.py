@@ -237,7 +237,7 @@ class Columns(Words, Streams):
 
     def lie_apart(self) -> bool:
         """Whether rows at once lie apart: not where the first of equal ones is sought."""
-        return self.past_caches() and not any(fold.place for fold in self.nest.folds())
+        return self.together() == STREAMS and not any(fold.place for fold in self.nest.folds())
 
     def fold_rows(self, strip: Strip, rows: list[Value]) -> None:
         """Some rows at the columns at hand; what is stored on the way is."""

@@ -28,6 +28,7 @@ from kiln.generate.functions import compute_type
 from kiln.generate.lanes import COMPUTED, STRIDES, aligned, lanes_along, symbols_of, vector_axis
 from kiln.generate.llvm import F64, I1, I16, I32, I64, PTR, Module, Type, Value
 from kiln.generate.reads import I8_OF, Reads
+from kiln.generate.registers import LANES, in_registers
 from kiln.generate.scalar import FOLDS, SCALARS, TYPES, convert
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import bounded
@@ -52,8 +53,12 @@ def words(value: Value) -> Value:
     """A vector as one that LLVM can store past the caches: none of bf16, and it must not see that it is."""
     if value.type.kind != "bf16":
         return value
-    same = value.bits(I32)
-    return value.fn.emit(f'call {same.type} asm "", "=v,0"({same.type} {same.text})', same.type)
+
+    def hidden(same: Value) -> Value:
+        return value.fn.emit(f'call {same.type} asm "", "=v,0"({same.type} {same.text})', same.type)
+
+    bits = value.bits(I32)
+    return in_registers(hidden, bits) if bits.type.width > LANES else hidden(bits)
 
 
 class Values(Reads):

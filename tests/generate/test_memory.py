@@ -594,6 +594,15 @@ def test_columns_from_memory_are_read_in_rows_that_lie_apart(shape, monkeypatch)
 
 
 @wide
+@pytest.mark.parametrize("shape", [(50, 1024), (9, 40, 512)])
+def test_running_sums_of_columns_of_bf16_are_stored_past_the_caches(shape, monkeypatch):
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 12)
+    x = rand(*shape).bfloat16()
+    assert Emitter(nest_of(lambda a: a.cumsum(-2), x), 16).streamed()
+    check(lambda a: a.cumsum(-2), x, kernels=1, rtol=1e-2)
+
+
+@wide
 @pytest.mark.parametrize("rows", [200, 256, 257, 1000, 5003])
 def test_sums_of_columns_stay_near(rows, monkeypatch):
     monkeypatch.setattr(streams, "last_cache", lambda: 1 << 16)
