@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -107,6 +108,7 @@ def training(
                 replay.forget(ctx)
             return None, *leaves.settled(ctx, found)
 
+    Hooks.apart(Compiled, joint)
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
     if not _grad_enabled():  # the program turns gradients on within the graph
@@ -117,6 +119,24 @@ def training(
         return placed(apply(found, *primals), shown, found)
 
     return call
+
+
+class Hooks(OrderedDict[int, Any]):
+    """The hooks on one of several results: called where it has a gradient, as if its node were its own."""
+
+    def __setitem__(self, key: int, hook: Callable[[Any], Any]) -> None:
+        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
+
+    @classmethod
+    def apart(cls, function: Any, joint: Joint) -> None:
+        """Let these be the hooks that somebody registers on results of a function that has several."""
+
+        def register(node: Any, result: torch.Tensor) -> None:
+            result._backward_hooks = cls()
+            _register_hooks(node, result)
+
+        if len(joint.tangents) > 1:
+            function._backward_cls._register_hook_dict = register
 
 
 class Otherwise:
@@ -261,6 +281,7 @@ class _Holder(torch.autograd.Function):
         return None, None
 
 
+_register_hooks = torch._C._FunctionBase._register_hook_dict
 _ANCHOR = torch.empty(0, requires_grad=True)
 _hold = super(torch.autograd.Function, _Holder).apply
 
