@@ -78,8 +78,27 @@ static ALWAYS_INLINE int check_tensors(Seal *seal, int first, int n, Layout at)
     return 1;
 }
 
+/* Whether a sealed node is still what its path leads to. */
+static bool is_current(Guards *self, Seal *seal, int number)
+{
+    Call call = {0};
+    bool same = true;
+    for (const Node *node = &self->nodes[number]; same && node->parent >= 0 && seal->values[node->parent] != NULL;
+         number = node->parent, node = &self->nodes[number]) {
+        PyObject *base = Py_NewRef(seal->values[node->parent]);
+        PyObject *now = fetch(node, base, &call);
+        if (now == NULL)
+            PyErr_Clear();
+        same = now == seal->values[number];
+        Py_XDECREF(now);
+        Py_DECREF(base);
+    }
+    return same;
+}
+
 /* Looks again at what hangs on one node: its own checks, and whether its children are still the same objects. A child
-   that is nothing but a constant may have been replaced by another that passes. */
+   that is nothing but a constant may have been replaced by another that passes. What fails on a node that is no longer
+   what the path leads to says nothing. */
 static int look_again(Guards *self, Seal *seal, int number)
 {
     const Node *node = &self->nodes[number];
@@ -113,7 +132,7 @@ static int look_again(Guards *self, Seal *seal, int number)
         Py_XDECREF(now);
     }
     Py_DECREF(value);
-    return holds;
+    return holds == 0 && !is_current(self, seal, number) ? BROKEN : holds;
 }
 
 static int mend_words(Guards *self, Seal *seal, Word *words, const int *owners, int count)
@@ -215,10 +234,10 @@ static int check_pinned(Guards *self, Seal *seal)
         holds = check_links(self, seal);
     if (holds == 1 && !tags_same(seal->tags.items, seal->tags.count))
         holds = mend_tags(self, seal);
-    if (holds == 1 && seal->tensors.count)
-        holds = settled ? check_sample(seal) : check_tensor_range(seal, 0, seal->tensors.count);
     for (int i = 0; holds == 1 && i < seal->lists.count; i++)
         holds = look_again(self, seal, seal->lists.items[i]);
+    if (holds == 1 && seal->tensors.count)
+        holds = settled ? check_sample(seal) : check_tensor_range(seal, 0, seal->tensors.count);
     return holds;
 }
 

@@ -328,9 +328,18 @@ def call_method(m: Machine, function: types.MethodType, args: Args, kwargs: Kwar
 
 
 def call_partial(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    inner, fixed, named = (m.getattr(function, name) for name in ("func", "args", "keywords"))
+    inner, fixed, named = (part_of(m, function, name) for name in ("func", "args", "keywords"))
     m.world.touch(named)
     return call(m, inner, (*fixed, *args), {**named, **kwargs}, mode)
+
+
+def part_of(m: Machine, function: Any, name: str) -> Any:
+    """What a partial function calls or hands on; a class made of partial may have another by that name."""
+    part = vars(functools.partial)[name]
+    if attributes.mro_lookup(type(function), name) is part:
+        return m.getattr(function, name)
+    value, source = part.__get__(function), m.source(function)
+    return value if source is None else m.world.outside(value, Derived(source, part.__get__, name))
 
 
 def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:

@@ -21,7 +21,7 @@ from kiln.differentiate.joint import Attribute, Given, Joint, Placeholder, Stora
 from kiln.differentiate.kinds import kind
 from kiln.differentiate.training import Compiler as Compiler
 from kiln.differentiate.training import Run as Run
-from kiln.differentiate.training import entered, symbol_values, training
+from kiln.differentiate.training import entered, symbol_values, training, without_gradient
 from kiln.differentiate.trial import Trial
 
 HeldCompiler: TypeAlias = Callable[[Graph, Mapping[int, torch.Tensor], Sequence[Own]], Run]
@@ -71,8 +71,9 @@ def callable_for(
     else:
         trial = Trial(joint.graph, leave) if tries else None
         halves.forward.overwrites = overwrites
-        replay = Replay(module, joint, leave)
-        run = training(replay, joint, halves, compile_forward, compile_backward, trial)
+        reached, unreached = without_gradient(joint, halves.backward.outputs)
+        replay = Replay(module, reached, leave)
+        run = training(replay, reached, unreached, halves, compile_forward, compile_backward, trial)
     apart = _apart(joint, attributes)
     writes_last = all(joint.primals[i].spec.device.type == "cpu" for i in overwrites.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,14 +40,17 @@ BOXED = hasattr(torch.autograd.Function, "boxed_grads_call")
 def training(
     replay: Replay,
     joint: Joint,
+    unreached: frozenset[int],
     halves: Halves,
     compile_forward: Compiler,
     compile_backward: Compiler,
     trial: Trial | None = None,
 ) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
-    """A function from the primals to the results that records itself as one node of autograd's graph."""
+    """A function from the primals to the results that records itself as one node of autograd's graph.
+
+    `unreached` are the primals that are given without their history (`without_gradient`).
+    """
     results, count = joint.results, halves.tensors
-    joint, unreached = _without_gradient(joint, halves.backward.outputs)
     quiet = _quiet(joint)
     shown = [i for i in range(results) if i not in quiet]
     twice, aside = _unusual_results(joint, quiet)
@@ -109,6 +113,7 @@ def training(
                 replay.forget(ctx)
             return None, *leaves.settled(ctx, found)
 
+    Hooks.apart(Compiled, joint)
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
     if not _grad_enabled():  # the program turns gradients on within the graph
@@ -126,7 +131,7 @@ def cut_off(primals: tuple[Any, ...], unreached: frozenset[int]) -> Sequence[Any
     return placed([primals[i].detach() for i in unreached], [*unreached], [*primals])
 
 
-def _without_gradient(joint: Joint, gradients: Sequence[Any]) -> tuple[Joint, frozenset[int]]:
+def without_gradient(joint: Joint, gradients: Sequence[Any]) -> tuple[Joint, frozenset[int]]:
     """The primals that no gradient flows to, where one does to others: the node would go back behind them."""
     pairs = enumerate(zip(joint.primals, gradients, strict=True))
     unreached = frozenset(i for i, (p, gradient) in pairs if p.requires_grad and gradient is None)
@@ -135,6 +140,24 @@ def _without_gradient(joint: Joint, gradients: Sequence[Any]) -> tuple[Joint, fr
     primals = [replace(p, requires_grad=p.requires_grad and i not in unreached)
                for i, p in enumerate(joint.primals)]  # fmt: skip
     return replace(joint, primals=tuple(primals)), unreached
+
+
+class Hooks(OrderedDict[int, Any]):
+    """The hooks on one of several results: called where it has a gradient, as if its node were its own."""
+
+    def __setitem__(self, key: int, hook: Callable[[Any], Any]) -> None:
+        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
+
+    @classmethod
+    def apart(cls, function: Any, joint: Joint) -> None:
+        """Let these be the hooks that somebody registers on results of a function that has several."""
+
+        def register(node: Any, result: torch.Tensor) -> None:
+            result._backward_hooks = cls()
+            _register_hooks(node, result)
+
+        if len(joint.tangents) > 1:
+            function._backward_cls._register_hook_dict = register
 
 
 class Otherwise:
@@ -279,6 +302,7 @@ class _Holder(torch.autograd.Function):
         return None, None
 
 
+_register_hooks = torch._C._FunctionBase._register_hook_dict
 _ANCHOR = torch.empty(0, requires_grad=True)
 _hold = super(torch.autograd.Function, _Holder).apply
 

@@ -9,11 +9,12 @@ import threading
 import types
 from collections import OrderedDict, deque
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support import EAGER, Watch, kiln, t
+from tests.support import EAGER, Counting, Watch, kiln, t
 
 if not EAGER:
     from kiln.base.errors import RecompileError
@@ -948,3 +949,51 @@ def test_what_special_methods_read_that_native_code_runs_is_guarded(name, monkey
     for number in (1, 2, 1):
         monkeypatch.setitem(globals(), "NUMBER", number)
         assert compiled(t(2))[0] == str(function(t(2)))
+
+
+class Part:
+    def __init__(self) -> None:
+        self.on, self.inner = True, [2]
+
+
+STACK: list[Part] = []
+HELD = types.SimpleNamespace(part=None)
+
+
+def closed_over() -> tuple[Any, Any]:
+    part: Any = None
+
+    def program(x):
+        return x * part.inner[0] if part.on else x
+
+    def give(new):
+        nonlocal part
+        part = new
+
+    return program, give
+
+
+@needs_kiln
+@pytest.mark.parametrize("place", ["list", "attribute", "cell"])
+def test_what_was_replaced_may_change(place):
+    program, give = {
+        "list": (lambda x: x * STACK[0].inner[0] if STACK[0].on else x, lambda new: STACK.__setitem__(slice(None), [new])),
+        "attribute": (lambda x: x * HELD.part.inner[0] if HELD.part.on else x, lambda new: setattr(HELD, "part", new)),
+        "cell": closed_over(),
+    }[place]  # fmt: skip
+    backend = Counting()
+    compiled = kiln.compile(program, backend=backend)
+    for turn in range(6):
+        new = Part()
+        give(new)
+        for _ in range(3):
+            assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+        if turn % 2:
+            new.on = None
+        else:
+            new.inner = [3]
+    assert backend.runs == 18
+    assert len(backend.modules) == 1
+    give(new := Part())
+    new.on = False
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2))

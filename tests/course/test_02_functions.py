@@ -219,6 +219,22 @@ def test_partial(x):
     return f(x), g(x, scale=1), h(x, x), functools.partial(everything, x, 1)(2, d=1)[0], g.func is affine, g.keywords
 
 
+class Named(functools.partial):
+    __slots__ = ("func",)  # another than partial's, which is what is called
+
+    def __init__(self, func):
+        self.func = func
+
+
+OUTSIDE = Named(functools.partial(affine, scale=3))
+
+
+@program(X)
+def test_partial_of_a_class_with_a_func_of_its_own(x):
+    made = Named(functools.partial(torch.add, x))
+    return made(x), made.func(1), OUTSIDE(x), OUTSIDE.func is not affine, made.args[0] is x
+
+
 def test_partial_as_entry():
     one_graph(functools.partial(affine, scale=4), X)
     one_graph(lambda f, x: f(x), functools.partial(affine, shift=t(4)), X)

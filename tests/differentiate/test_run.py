@@ -439,6 +439,20 @@ def test_double_backward_through_a_written_input_is_refused():
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
+def test_hooks_on_results_without_gradients_are_not_called():
+    f = ahead(lambda x: (x.sin(), x.cos()))
+    for both in (False, True):
+        x, seen = t(3, grad=True), []
+        a, b = f(x)
+        b.register_hook(seen.append)
+        handle = b.register_hook(lambda grad, seen=seen: seen.append("removed"))
+        b.register_hook(lambda grad: grad * 2)
+        handle.remove()
+        (a.sum() + b.sum() if both else a.sum()).backward()
+        torch.testing.assert_close(x.grad, x.cos() - 2 * both * x.sin())
+        assert len(seen) == both and all(torch.equal(grad, torch.ones(3)) for grad in seen)
+
+
 # Mutation
 
 
