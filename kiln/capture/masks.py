@@ -174,6 +174,8 @@ def bound_of(m: Machine, bound: Any, size: Any) -> Any:
     """A bound of a slice of a dimension, counted from its front."""
     if not is_place(bound):
         return bound
+    if (known := m.world.varying.of_only(bound)) is not None:
+        return wrap(known)
     bound = m.torch_call(torch.Tensor.long, (bound,), {})
     below = m.torch_call(torch.lt, (bound, 0), {})
     front = m.torch_call(torch.where, (below, m.torch_call(torch.add, (bound, size), {}), bound), {})

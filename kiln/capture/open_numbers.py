@@ -40,12 +40,18 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
     Where nothing may break, the number is one that the graph computes with.
     """
     reason.at = m.frames[-1].place()
+    kind, varying = kind_of(tensor), m.world.varying
+    computes = m.numbers and kind in (int, float)
+    known = varying.of_only(tensor) if computes else None
+    if known is not None:
+        return wrap(known)
     kept = m.torch_call(torch.clone, (m.torch_call(torch.Tensor.detach, (tensor,), {}),), {})
-    kind = kind_of(tensor)
-    if m.numbers and kind in (int, float):
-        symbol = m.world.varying.item(kind)
-        m.world.varying.items[symbol] = Item((torch.Tensor.item, kept), m.frames[-1].step, reason)
+    if computes:
+        symbol = varying.item(kind)
+        varying.items[symbol] = Item((torch.Tensor.item, kept), m.frames[-1].step, reason)
         m.recorder.symbol(symbol, "item", kept)
+        if not tensor.is_inference():
+            varying.only[id(tensor)] = tensor, tensor._version, symbol
         return wrap(symbol)
     return OpenNumber(kind, kept, m.frames[-1].step, reason)
 

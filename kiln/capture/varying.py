@@ -77,6 +77,8 @@ class Varying:
         self.scope = Scope()
         self.reads: dict[Symbol, Read] = {}
         self.items: dict[Symbol, Item] = {}  # numbers that the graph reads
+        #: What was read of tensors of one number, and how often they had been written then.
+        self.only: dict[int, tuple[torch.Tensor, int, Symbol]] = {}
         self.draws: dict[Symbol, Draw] = {}  # in the order of the program
         #: Of floats that are drawn: the least, the most, and whether that one can be.
         self.spans: dict[Any, tuple[float, float, bool]] = {}
@@ -105,6 +107,11 @@ class Varying:
         symbol = self.scope.symbol(hint, "a number of a tensor", low=low)
         self.scope.open[symbol] = needed
         return symbol
+
+    def of_only(self, tensor: torch.Tensor) -> Symbol | None:
+        """What was read as the only number of a tensor that was not written since."""
+        known = None if tensor.is_inference() else self.only.get(id(tensor))
+        return known[2] if known is not None and known[1] == tensor._version else None
 
     def drawn(self, draw: Draw, low: int | None, high: int | None, needed: Exception | None) -> Symbol:
         """A number that is drawn before the graph runs, of which its range is known at most."""

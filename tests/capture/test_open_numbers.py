@@ -194,6 +194,31 @@ def test_a_tensor_given_as_a_number_is_one_that_the_graph_reads(program, backend
     assert (len(seen.graphs), len(seen.breaks), len(seen.fallbacks)) == (1, 0, 0)
 
 
+def up_to_the_longest(x, lengths):
+    longest = lengths.max()
+    within = torch.arange(longest) < lengths[:, None]
+    return x[:, :longest] * within
+
+
+def written_between(x, lengths):
+    count = lengths[0] + 1
+    first = count.item()
+    count.view(1).mul_(2)
+    return x * first + count.item(), torch.arange(count)
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("program", [up_to_the_longest, written_between])
+def test_a_number_read_again_is_the_same_one_until_it_is_written(program, backend):
+    compiled = kiln.compile(program, fullgraph=True, backend=backend)
+    with kiln.records() as seen:
+        for lengths in ([2, 4], [3, 5], [5, 2]):
+            given = torch.rand(2, 6), torch.tensor(lengths)
+            torch.testing.assert_close(compiled(*given), program(*given))
+    assert (len(seen.graphs), len(seen.breaks), len(seen.fallbacks)) == (1, 0, 0)
+
+
 def alone(x, y, n):
     torch._check(n.item() == x.size(0) + y.size(0))
     return x * 2
