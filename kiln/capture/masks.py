@@ -34,7 +34,7 @@ def selected(m: Machine, function: Any, args: Any, kwargs: Any, reason: Break) -
     `reason` is that of the break without it.
     """
     rule = RULES.get(function)
-    if rule is None or not m.numbers and not taken(m):
+    if rule is None or kwargs.keys() & ELSEWHERE or not m.numbers and not taken(m):
         return MISSING
     m.selecting = m.frames[-1].step, Break(reason.kind, reason.why, reason.hint, m.frames[-1].place())
     return rule(m, *args, **kwargs)
@@ -308,6 +308,8 @@ def split(m: Machine, x: Any, split_size_or_sections: Any, dim: int = 0) -> Any:
     return m.torch_call(torch.split_with_sizes, given, {}) if unknown else MISSING
 
 
+#: Arguments of calls that the rules leave alone.
+ELSEWHERE = frozenset({"input", "out"})
 RULES: dict[Any, Callable[..., Any]] = {
     torch.where: where,
     **dict.fromkeys((torch.split, torch.Tensor.split), split),
