@@ -111,12 +111,10 @@ def is_compiling(m: Machine, args: Args, kwargs: Kwargs) -> bool:
 
 @handles(torch.nn.Parameter)
 def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A parameter made here: one node; of a tensor of another class it is what that class makes of it."""
+    """A parameter made here: one node."""
     data = args[0] if args else kwargs.get("data")
-    if type(data) is FakeTensor and data.real_type not in (torch.Tensor, torch.nn.Parameter):
-        return m.inline(torch.nn.Parameter.__new__, (torch.nn.Parameter, *args), kwargs)
-    if type(data) is not FakeTensor:
-        why = "a Parameter is made of no tensor"
+    if type(data) is not FakeTensor or data.real_type not in (torch.Tensor, torch.nn.Parameter):
+        why = "a Parameter is made of no plain tensor"
         raise Break("tensor-subclass", why, "make it outside the compiled function")
     made = leaf(m, torch.nn.Parameter, args, kwargs)
     made.real_type = torch.nn.Parameter
