@@ -34,7 +34,7 @@ def selected(m: Machine, function: Any, args: Any, kwargs: Any, reason: Break) -
     `reason` is that of the break without it.
     """
     rule = RULES.get(function)
-    if rule is None or not m.numbers and not taken(m):
+    if rule is None or kwargs.keys() & ELSEWHERE or not m.numbers and not taken(m):
         return MISSING
     m.selecting = m.frames[-1].step, Break(reason.kind, reason.why, reason.hint, m.frames[-1].place())
     return rule(m, *args, **kwargs)
@@ -329,6 +329,8 @@ def bincount(m: Machine, x: Any, weights: Any = None, minlength: Any = 0) -> Any
     return m.torch_call(torch.scatter_add, (zeros, 0, m.torch_call(torch.Tensor.long, (x,), {}), ones), {})
 
 
+#: Arguments of calls that the rules leave alone.
+ELSEWHERE = frozenset({"input", "out"})
 RULES: dict[Any, Callable[..., Any]] = {
     torch.where: where,
     **dict.fromkeys((torch.bincount, torch.Tensor.bincount), bincount),

@@ -94,7 +94,9 @@ def python_policy(function: types.FunctionType) -> str:
     whole = module == "torch._functorch.apis" and "<locals>" not in function.__code__.co_qualname
     if module in TRANSFORMS and not whole:
         return "break"
-    return python_policy_of(module, function.__name__)
+    policy = python_policy_of(module, function.__name__)
+    # A wrapper that a library has put around a function of others' calls that.
+    return "inline" if policy == "native" and function.__module__ != module else policy
 
 
 #: Those that have no handler of their own.

@@ -423,6 +423,10 @@ class Recorder:
         kind = LEAVING.get(name or "")
         if kind is not None:
             raise Break(kind, f"Tensor.{name} is called", HINT)
+        if name == "requires_grad_" and args[0].pinned and args[0].real_type not in PLAIN_TYPES:
+            # The graph has a plain tensor over the same memory.
+            why = f"a {args[0].real_type.__name__} from outside is told whether it requires grad"
+            raise Break("metadata-mutation", why, "tell it outside the compiled function")
         if getattr(func, "__name__", "") == "__set__" and getattr(func.__self__, "__name__", "") == "data":
             why = "an assignment to Tensor.data"
             raise Break("metadata-mutation", why, "use copy_ under torch.no_grad()")

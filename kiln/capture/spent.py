@@ -54,8 +54,8 @@ def ending(spent: set[Any], value: Any, results: Sequence[Any]) -> Callable[[Any
         return as_frozen if is_parameter else None
     if _last(value) is not None:
         return used_up if is_spent(spent, value) else None
-    if value._is_view():  # one taken without grad mode says so of what it shows; or it was written to since
-        return None
+    if value._is_view() and value._base.requires_grad:
+        return None  # one taken without grad mode says so of what it shows; or that was written to since
     made = torch.nn.Parameter if is_parameter else as_leaf
     others = [each for each in results if each.requires_grad and not is_spent(spent, each)]
     return None if any(getattr(node, "variable", None) is value for node in history(others)) else made

@@ -81,12 +81,26 @@ refuses("global-state", "torch's default device is changed", "use `with torch.de
 refuses("global-state", "hooks on saved tensors are set", "set them around the compiled function",
         torch._C._autograd._push_saved_tensors_default_hooks,
         torch._C._autograd._pop_saved_tensors_default_hooks)  # fmt: skip
+refuses("no-meta-kernel", "which kernel computes an attention is asked", "ask outside the compiled function",
+        torch._fused_sdp_choice)  # fmt: skip
 refuses("metadata-mutation", "two tensors are exchanged for each other", "make new tensors instead",
         torch.utils.swap_tensors)  # fmt: skip
 refuses("tensor-layout", "a quantized tensor is made", "quantize outside the compiled function",
         torch.quantize_per_tensor, torch.quantize_per_channel, torch.quantize_per_tensor_dynamic,
         torch._make_per_tensor_quantized_tensor, torch._make_per_channel_quantized_tensor,
         torch._empty_affine_quantized, torch._empty_per_channel_affine_quantized)  # fmt: skip
+
+
+def on_list(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """A function that changes the tensors of a list: the list itself is what it gives."""
+    result = leaf(m, function, args, kwargs)
+    return args[0] if args and result is not None else result
+
+
+_list = [torch.zeros(())]
+if torch._foreach_neg_(_list) is _list:  # type: ignore[func-returns-value]
+    _names = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
+    handles(*[getattr(torch, name) for name in _names], told=True)(on_list)
 
 
 @handles(torch.compiler.is_compiling)
@@ -97,12 +111,10 @@ def is_compiling(m: Machine, args: Args, kwargs: Kwargs) -> bool:
 
 @handles(torch.nn.Parameter)
 def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """A parameter made here: one node; of a tensor of another class it is what that class makes of it."""
+    """A parameter made here: one node."""
     data = args[0] if args else kwargs.get("data")
-    if type(data) is FakeTensor and data.real_type not in (torch.Tensor, torch.nn.Parameter):
-        return m.inline(torch.nn.Parameter.__new__, (torch.nn.Parameter, *args), kwargs)
-    if type(data) is not FakeTensor:
-        why = "a Parameter is made of no tensor"
+    if type(data) is not FakeTensor or data.real_type not in (torch.Tensor, torch.nn.Parameter):
+        why = "a Parameter is made of no plain tensor"
         raise Break("tensor-subclass", why, "make it outside the compiled function")
     made = leaf(m, torch.nn.Parameter, args, kwargs)
     made.real_type = torch.nn.Parameter

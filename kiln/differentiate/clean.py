@@ -50,7 +50,8 @@ RAISES = {
         "index gather index_select embedding take scatter scatter_add scatter_reduce index_put "
         "index_add index_copy index_fill index_reduce put masked_scatter nll_loss_forward nll_loss2d_forward "
         "_embedding_bag _embedding_bag_forward_only binary_cross_entropy multi_margin_loss "
-        "multilabel_margin_loss_forward histc _linalg_svd _linalg_eigh linalg_eig linalg_lstsq".split(),
+        "multilabel_margin_loss_forward max_unpool2d max_unpool3d histc _linalg_svd _linalg_eigh "
+        "linalg_eig linalg_lstsq".split(),
         PLAIN_DTYPES,
     ),
     **dict.fromkeys(("div", "floor_divide", "remainder", "fmod"), INTEGERS),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import typing_extensions
 
 from tests.support import EAGER, How, Watch, kiln, one_graph, pin, program, same_as_eager, t
 
@@ -788,3 +789,14 @@ def test_attributes_of_containers_made_here_survive_a_break():
 
 
 LINEAR = torch.nn.Linear(2, 2)
+
+
+@typing_extensions.deprecated("use another", category=FutureWarning)
+def outdated(x):
+    LOG.append(x.dim())
+    return x * 2
+
+
+@pytest.mark.filterwarnings("ignore:use another")
+def test_what_a_library_wraps_is_interpreted():
+    one_graph(lambda x: outdated(x) + 1, X, how=NOTED)

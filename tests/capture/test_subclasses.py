@@ -239,10 +239,10 @@ def test_a_parameter_of_a_class_is_read_anew_in_each_call():
 @pytest.mark.parametrize("kind", [torch.Tensor, Plain, Noted])
 def test_a_parameter_of_a_class_is_of_that_class(kind):
     def f(x):
-        p = torch.nn.Parameter(x, requires_grad=False)
+        p = torch.nn.Parameter(x)
         module = torch.nn.Module()
         module.weight = p
-        facts = type(p), isinstance(p, torch.nn.Parameter), isinstance(x, torch.nn.Parameter), type(p + 1)
+        facts = type(p), isinstance(p, torch.nn.Parameter), isinstance(x, torch.nn.Parameter), type(p + 1), p.is_leaf
         return p, facts, [name for name, _ in module.named_parameters()]
 
     (p, *facts), (q, *known) = (g(torch.ones(3).as_subclass(kind)) for g in (kiln.compile(f, backend="eager"), f))
@@ -445,3 +445,14 @@ def test_parameters_without_a_size_are_left_to_python():
         out = compiled(torch.randn(2, 5))
     assert out.shape == (2, 3) and not log.fallbacks
     assert {b.kind for b in log.breaks} <= {"tensor-subclass"}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Plain, Noted])
+def test_tensors_of_a_class_are_told_that_they_require_grad(kind):
+    def f(x):
+        x.requires_grad_()
+        return x.detach().view_as(x).requires_grad_()
+
+    x = torch.ones(3).as_subclass(kind)
+    made = kiln.compile(f, backend="eager")(x)
+    assert all(t.requires_grad and t.is_leaf and type(t) is kind for t in (x, made))

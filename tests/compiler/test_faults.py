@@ -49,6 +49,7 @@ FAULTS = {
                      (torch.rand(9, 7) + 1, torch.rand(9, 7))),
     "shares, unread": (unread(F.binary_cross_entropy), (torch.rand(9), torch.rand(9)), (torch.rand(9) + 1, torch.rand(9))),
     "bags, unread": (unread(lambda w, i, o: F.embedding_bag(i, w, o)), (R(3, 4), whole(0, 1), whole(0, 1)), (R(3, 4), whole(0, 3), whole(0, 1))),
+    "pools, unread": (unread(lambda x, i: F.max_unpool1d(x, i, 2)), (R(1, 1, 2), whole(0, 3).view(1, 1, 2)), (R(1, 1, 2), whole(0, 4).view(1, 1, 2))),
     "singular values, unread": (unread(torch.linalg.svd), (torch.eye(3),), (torch.full((3, 3), nan),)),
     "division": (lambda a, b: a // b + 1, (whole(1, 2), whole(1, 2)), (whole(1, 2), whole(1, 0))),
     "cholesky": (lambda x: torch.linalg.cholesky(x) + 1, (torch.eye(3),), (-torch.eye(3),)),

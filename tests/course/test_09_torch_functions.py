@@ -25,7 +25,7 @@ from tests.course.calls import (
     TORCH,
     UNARY,
 )
-from tests.support import one_graph, pin, same_as_eager, t
+from tests.support import one_graph, pin, program, same_as_eager, t
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SCOPE = {"torch": torch, "F": F, "t": t, "np": np}
@@ -150,3 +150,22 @@ def test_the_table_is_complete():
     wanted -= set(REMOVED.split())
     assert not wanted - called - exempt, f"missing: {sorted(wanted - called - exempt)}"
     assert not exempt - wanted, f"exempt but not there: {sorted(exempt - wanted)}"
+
+
+@program([t(3), t(2)], (t(3), t(2)))
+def test_functions_that_change_lists_give_the_list(items, pair):
+    made = [item * 2 for item in items]
+    same = torch._foreach_add_(items, 1) is items, torch._foreach_neg_(pair) is pair, torch._foreach_abs_(made)
+    return same, made, same[-1] is made
+
+
+def test_which_kernel_attention_takes_is_asked_in_python():
+    same_as_eager(lambda q: (torch._fused_sdp_choice(q, q, q), q + 1), t(1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("f", [
+    lambda x, out: torch.nonzero(x, out=out), lambda x, out: torch.nonzero(input=x) + out.numel(),
+    lambda x, out: torch.masked_select(x, x > 0, out=out.view(-1)),
+])  # fmt: skip
+def test_selections_that_are_given_their_result(f):
+    same_as_eager(f, torch.tensor([1, 0, 3]), torch.empty(0, 1, dtype=torch.long))
