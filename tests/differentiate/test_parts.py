@@ -177,4 +177,4 @@ def test_what_follows_from_numbers_is_computed_where_it_is_used():
         for number in (5, 4, 9):
             x, i = torch.randn(24, 3), torch.tensor(number)
             torch.testing.assert_close(compiled(x, i), program(x, i))
-    assert (len(seen.graphs), len(seen.fallbacks), len(seen.plans)) == (1, 0, 3)
+    assert (len(seen.graphs), len(seen.fallbacks), len(seen.plans)) == (1, 0, 2)

@@ -49,6 +49,8 @@ SCALED = [{"grad_scale": tensor(4.0), "found_inf": tensor([found])} for found in
 
 #: An overload, positional arguments and, last, a dict of those by name.
 CALLS: list[tuple[Any, Any]] = [
+    (aten._is_all_true.default, lambda: (tensor([[True, False], [True, True]]),)),
+    (aten._is_any_true.default, lambda: (tensor([[False, False], [False, True]]),)),
     (aten.fill.Tensor, lambda: (images(3, 4).t(), tensor(2.0, dtype=D))),
     (aten.copy.default, lambda: (images(4, 3).t(), randn(4))),
     (aten.copy.default, lambda: (images(3, 4).t(), images(4, 3))),

@@ -252,8 +252,8 @@ def spread(grad: Tensor, x: Tensor, inner: int) -> Any:
 ONE_LINERS: dict[str, Rule] = {
     "any any.dim any.dims": partial(_truth, torch.any),
     "all all.dim all.dims": partial(_truth, torch.all),
-    "_is_any_true": torch.any,
-    "_is_all_true": torch.all,
+    "_is_any_true": lambda x: torch.any(x),
+    "_is_all_true": lambda x: torch.all(x),
     "var.correction": lambda x, dims=None, **how: _moments(x, dims, **how)[0],
     "std.correction": in_wide(lambda x, dims=None, **how: _deviation(x, dims, **how)[0]),
     "std_mean.correction": in_wide(_deviation),
