@@ -32,7 +32,7 @@ from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, Unread, UserError
 from kiln.capture.identity import SEARCHED, sought
-from kiln.capture.iterators import Callback
+from kiln.capture.iterators import Callback, Generator
 from kiln.capture.nodes import Args as Args
 from kiln.capture.nodes import Kwargs as Kwargs
 from kiln.capture.runtime import Within
@@ -145,7 +145,8 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if special is not None:
         return special(m, function, args, kwargs)
     caller = POLICIES.get(purity.python_policy(function))
-    if caller is None:
+    # What is asked of a generator is not to be asked of what stands for it here.
+    if caller is None or caller is POLICIES["native"] and any(type(v) is Generator for v in args):
         return m.inline(function, args, kwargs, mode)
     return caller(m, function, args, kwargs, mode)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from functools import reduce
 
@@ -91,6 +92,12 @@ def delegating(x):
 @program(G)
 def test_generator_functions(x):
     return [v for v in halves(x, 3)], sum(halves(x, 2)), list(count_up(4)), list(zip(count_up(9), "ab"))
+
+
+@program(G)
+def test_generators_are_known_as_such(x):
+    made = halves(x, 2), (i for i in range(3)), count_up(1), iter([x])
+    return [inspect.isgenerator(each) for each in made], x * 2
 
 
 @program(G)
