@@ -128,6 +128,8 @@ def training(
 
 def cut_off(primals: tuple[Any, ...], unreached: frozenset[int]) -> Sequence[Any]:
     """The primals, some of them without their history."""
+    if not unreached:
+        return primals
     return placed([primals[i].detach() for i in unreached], [*unreached], [*primals])
 
 
