@@ -146,11 +146,12 @@ def compiled(
         if level != "aten":
             joint = replace(joint, graph=expand(joint.graph, level))
         halves = None
-        with records.timed("partition", name):
-            if not joint.differentiates:
-                joint = with_values_again(joint, config.memory_budget)
-            else:
+        if joint.differentiates:
+            with records.timed("partition", name):
                 halves = partition(joint, config.memory_budget) if parted is None else parted(joint)
+        elif any(node.backward for node in joint.graph.nodes):
+            with records.timed("partition", name):
+                joint = with_values_again(joint, config.memory_budget)
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:

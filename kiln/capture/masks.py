@@ -24,7 +24,7 @@ from kiln.capture.torch_calls import Named
 from kiln.capture.varying import Item
 from kiln.check.guards import MISSING
 from kiln.ops.fake import FakeTensor, constant_of, make, overlaps
-from kiln.ops.layout import is_place
+from kiln.ops.layout import INTEGERS, is_place
 from kiln.ops.symint import expr_of, wrap
 
 
@@ -65,7 +65,6 @@ def placed(m: Machine, function: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 ITEMS = frozenset({operator.getitem, operator.setitem, torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 
 

@@ -38,9 +38,7 @@ def with_values_again(joint: Joint, budget: float = 1.0) -> Joint:
     step or another pass, belongs to the second.
     """
     graph = joint.graph
-    first = next((i for i, node in enumerate(graph.nodes) if node.backward), None)
-    if first is None:
-        return joint
+    first = next(i for i, node in enumerate(graph.nodes) if node.backward)
     for node in graph.nodes[first:]:
         node.backward = True
     late = [type(out) is Node and out.backward for out in graph.outputs]
@@ -50,15 +48,12 @@ def with_values_again(joint: Joint, budget: float = 1.0) -> Joint:
     apart.inputs, apart.nodes, apart.outputs = graph.inputs, graph.nodes, (*results, *gradients)
     halves = partition(replace(joint, graph=apart, results=len(results), mutated=()), budget)
     whole, forward, backward = Graph(), halves.forward, halves.backward
-    saved = dict(zip(backward.inputs, forward.outputs[len(results) :], strict=True))
+    known = dict(zip(backward.inputs, forward.outputs[len(results) :], strict=True))
     whole.inputs, whole.nodes, whole.overwrites = forward.inputs, forward.nodes, graph.overwrites
     whole.take_names((*whole.inputs, *whole.nodes))
     for node in backward.nodes:
-        if node.op is not CONSTANT:
-            node.args, node.kwargs = retarget(node.args, saved), retarget(node.kwargs, saved)
-        node.name = whole.name(node.name)
-        whole.add(node)
-    ends = iter(forward.outputs[: len(results)]), iter(backward.outputs)
+        known[node] = whole.copy(node, known)
+    ends = iter(forward.outputs[: len(results)]), iter(retarget(backward.outputs, known))
     whole.outputs = tuple([next(ends[is_late]) for is_late in late])
     return replace(joint, graph=whole.check())
 

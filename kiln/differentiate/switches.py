@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,22 +60,17 @@ def inputs(module: fx.GraphModule) -> Iterator[tuple[Of, list[fx.Node]]]:
     for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
         yield operator.itemgetter(i), users.pop(tensor_of(node), [])
     for node in module.graph.find_nodes(op="get_attr"):
-        yield Const(fetch(module, str(node.target))), users.pop(tensor_of(node), [])
+        yield partial(held, fetch(module, str(node.target))), users.pop(tensor_of(node), [])
+
+
+def held(value: Any, args: Sequence[Any]) -> Any:
+    """A tensor of the module's, whatever the arguments."""
+    return value
 
 
 def tensor_of(node: fx.Node) -> int:
     """One number for all nodes of a tensor: ops in place give what they were given."""
     return id(node.meta.get("example_value", node))
-
-
-class Const:
-    """Gives the same for all arguments."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __call__(self, args: Sequence[Any]) -> Any:
-        return self.value
 
 
 def asked(call: fx.Node) -> bool:

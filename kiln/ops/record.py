@@ -21,9 +21,9 @@ from kiln.ops.table import RULES, aten
 #: Leaves of arguments that a node holds as they are.
 PLAIN = frozenset({int, float, bool, type(None), str, complex, torch.dtype, torch.device, torch.layout,
                    torch.memory_format})  # fmt: skip
-#: Calls that give their argument the standing of a tensor of the program.
 #: Ops that transforms and autograd call with a number in the place of a tensor, and which number they give.
 OF_NUMBERS = {aten._to_copy.default: lambda number: number, aten._conj.default: complex.conjugate}
+#: Calls that give their argument the standing of a tensor of the program.
 LIFTS = frozenset({aten.lift_fresh.default, aten.lift.default, aten.lift_fresh_copy.default})
 
 
