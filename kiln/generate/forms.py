@@ -130,16 +130,19 @@ _FORMS: tuple[tuple[Any, tuple[str, ...], Form | str, Form | str], ...] = (
     (_LOG_OF_POWER, ("x",), _until_overflow(_softplus), _until_overflow(_softplus_loosely)),
 )
 
+#: The same by the op that a pattern begins with.
+_FORMS_OF = {op: [form for form in _FORMS if form[0][0] == op] for op in {form[0][0] for form in _FORMS}}
+
 
 def another(
     term: Term, own: Mapping[str, Form], loose: bool = False
 ) -> tuple[tuple[Term, ...], Form] | None:
     """What a term of f32 is computed from, and how, where there is a form that costs less."""
-    if not isinstance(term, Apply) or term.op not in ("mul", "add", "log1p", "where", "tanh"):
+    if not isinstance(term, Apply) or (forms := _FORMS_OF.get(term.op)) is None:
         return None
     if compute_type(TYPES[term.dtype]) != F32:
         return None
-    for pattern, names, exact, rough in _FORMS:
+    for pattern, names, exact, rough in forms:
         form = rough if loose else exact
         how = own.get(form) if isinstance(form, str) else form
         found: dict[str, Term] = {}
