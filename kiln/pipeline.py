@@ -208,8 +208,10 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
     entries = region.entries
     stance = live.stance()
     transformed = torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
-    if stance == "eager_on_recompile" or transformed or observed():
-        # Tensors of a functorch transform, or with tangents, are not those of a graph; modes are to see ops.
+    traced = torch._C._get_tracing_state() is not None
+    if stance == "eager_on_recompile" or transformed or traced or observed():
+        # Tensors of a functorch transform, or with tangents, are not those of a graph; modes and
+        # TorchScript's tracer are to see ops.
         return None
     failing = [(entry.info, failing_guards(entry.info, argv)) for entry in entries]
     failures = [[failure(guard, argv, entry.place(guard)) for guard in found] for entry, found in failing]

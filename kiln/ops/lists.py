@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kiln.ops.fake import FakeTensor
@@ -18,13 +19,19 @@ OTHERS = frozenset({"_foreach_norm", "_foreach_max", "_foreach_copy", "_foreach_
 def plain(value: Any, like: list[Tensor]) -> bool:
     """Whether an argument takes part without changing type or layout of what it meets."""
     if isinstance(value, (list, tuple)):
-        return len(value) == len(like) and all(
-            not isinstance(item, Tensor)
-            or item.dtype is mate.dtype and item.device == mate.device and item.shape == mate.shape
-            and item.stride() == mate.stride()
-            for item, mate in zip(value, like, strict=True)
-        )  # fmt: skip
-    return not isinstance(value, complex) and (not isinstance(value, Tensor) or value.dim() < 2)
+        return len(value) == len(like) and all(map(alike, value, like))
+    return not isinstance(value, complex) and (
+        not isinstance(value, Tensor) or value.dim() < 2 and not value.is_complex())  # fmt: skip
+
+
+def alike(item: Any, mate: Tensor) -> bool:
+    """Whether a number or tensor of a list leaves its mate's type and layout as they are."""
+    if not isinstance(item, Tensor):
+        return not isinstance(item, complex)
+    return (
+        item.dtype is mate.dtype and item.device == mate.device
+        and item.shape == mate.shape and item.stride() == mate.stride()
+    )  # fmt: skip
 
 
 def usual(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -37,7 +44,14 @@ def usual(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def in_place(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    return None if usual(tensors, args, kwargs) else NotImplemented
+    if usual(tensors, args, kwargs):
+        return None
+    for value in (*args, *kwargs.values()):
+        for x, item in zip(tensors, value if isinstance(value, (list, tuple)) else [value] * len(tensors)):
+            if isinstance(item, complex):
+                # Torch's own refusal of what a real tensor cannot hold: its rule for lists does not look.
+                torch.empty(0, dtype=x.dtype).mul_(item)
+    return NotImplemented
 
 
 def functional(tensors: Any, *args: Any, **kwargs: Any) -> Any:

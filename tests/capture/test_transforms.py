@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -266,3 +268,13 @@ def test_tensors_with_tangents(backend):
             value, tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones(3))))
         torch.testing.assert_close((plain, value, tangent, f(x)), (x.exp() * 2,) * 4)
     assert (len(log.graphs), len(log.breaks), len(log.recompiles)) == (1, 0, 0)
+
+
+def test_scripts_are_traced_op_by_op():
+    def f(x):
+        return torch.jit.trace(lambda u: u * 2 + 1, x + 1, check_trace=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = kiln.compile(f)(torch.ones(2))
+    assert "aten::mul" in str(traced.graph) and torch.equal(traced(torch.ones(3)), torch.full((3,), 3.0))
