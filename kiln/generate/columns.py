@@ -16,6 +16,7 @@ from kiln.fuse.moments import SHORT, is_call, is_plain, source
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Place, Term, children, is_affine, terms
 from kiln.fuse.pairs import tree
 from kiln.generate import avx512
+from kiln.generate.cpu import host
 from kiln.generate.functions import compute_type, exp_below, is_nan
 from kiln.generate.lanes import combined, lanes, shuffled, varying
 from kiln.generate.llvm import F32, F64, I16, U32, Type, Value, fma
@@ -232,12 +233,13 @@ class Columns(Words, Streams):
         if self.nest.ordered or any(not s.kept for s in self.nest.stores):
             return 1
         if self.past_caches():
-            return STREAMS
+            return STREAMS if not host().reads_in_steps else TOGETHER if self.short_factors() else 1
         return SHORT_TOGETHER if self.short_factors() else TOGETHER
 
     def lie_apart(self) -> bool:
         """Whether rows at once lie apart: not where the first of equal ones is sought."""
-        return self.together() == STREAMS and not any(fold.place for fold in self.nest.folds())
+        found = self.past_caches() and self.together() > 1
+        return found and not any(fold.place for fold in self.nest.folds())
 
     def fold_rows(self, strip: Strip, rows: list[Value]) -> None:
         """Some rows at the columns at hand; what is stored on the way is."""

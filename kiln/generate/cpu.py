@@ -38,6 +38,14 @@ class Host:
         """Whether vectors of 64 bytes go through the processor in two halves."""
         return self.name == "znver4"
 
+    @property
+    def reads_in_steps(self) -> bool:
+        """Whether memory comes fastest in one place, where several instructions read whole lines in steps.
+
+        Where much is computed lines have to be asked for before.
+        """
+        return self.name == "znver5"
+
 
 @functools.cache
 def host() -> Host:

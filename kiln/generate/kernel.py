@@ -326,7 +326,7 @@ class Emitter(Tiles, Online, Columns, Scans):
     ) -> list[Value]:  # fmt: skip
         """A loop in vectors that folds into several sets of values in turn, so that none is waited for.
 
-        It reads by one instruction, line after line: processors foresee that, and not several in steps.
+        It reads by one instruction, line after line: most processors foresee that, not several in steps.
         """
         count = len(carried)
         others = [part for fold in folds for part in self.neutral(fold, self.width)] * (sets - 1)
@@ -341,7 +341,7 @@ class Emitter(Tiles, Online, Columns, Scans):
             return held
 
         wide = any(fold.dtype.itemsize > 4 for fold in folds)
-        if sets > 1 and (self.now or wide):  # memory is not what is waited for
+        if sets > 1 and (self.now or wide or host().reads_in_steps):  # memory is not what is waited for
             step = sets * self.width
             whole = start + (stop - start) / step * step
             held, start = self.fn.loop(start, whole, step, held, several), whole

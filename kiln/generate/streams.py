@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
@@ -36,6 +37,8 @@ SHORTEST, SHORTEST_LATE, LONGEST = 512, 2560, 1 << 17
 LONGEST_PIECE, BEFORE = 1 << 13, 16 << 10
 #: The same of short rows of numbers of four bytes.
 BEFORE_SHORT = 4 << 10
+#: The same of what is read in one go.
+BEFORE_LINES = 8 << 10
 #: Bytes of a nest that the nearest caches do not hold.
 FAR = 1 << 20
 
@@ -121,6 +124,8 @@ class Streams(Rows):
         nest, vector, folds = self.nest, self.vector, self.nest.folds()
         if vector is None or not folds or self.width * 4 != LINE or not self.past_caches():
             return False
+        if host().reads_in_steps:
+            return False
         if any(f.phase or f.running or f.place for f in folds) or not all(s.kept for s in nest.stores):
             return False
         found = terms(f.value for f in folds)
@@ -189,10 +194,43 @@ class Streams(Rows):
             first = self.index(load.index) + BEFORE_SHORT // load.dtype.itemsize
             self.prefetch(load, first, 2)
 
-    def prefetch(self, load: Load, first: Value, near: int) -> None:
-        """Ask for as many elements as there are lanes."""
+    def foresee(self, load: Load, lanes: int) -> None:
+        """Ask for lines to come where rows are read first."""
+        if load.buffer in self.in_one_go and self.now == 0 and self.live is None and lanes % self.width == 0:
+            first = self.index(load.index) + BEFORE_LINES // load.dtype.itemsize
+            self.prefetch(load, first, 3, lanes)
+
+    @functools.cached_property
+    def in_one_go(self) -> set[Buffer]:
+        """What is read line after line beside some computing, by processors that do not foresee it then."""
+        nest, vector, outer = self.nest, self.vector, self.outer()
+        if not host().reads_in_steps or vector is None or moved(nest) < FAR or nest.part:
+            return set()
+        folds = nest.folds()
+        if nest.reduced and nest.reduced[-1] is not vector or any(f.running for f in folds):
+            return set()
+        if outer and not folds and self.row_length() < SHORTEST:
+            return set()
+        short = all(f.place is None and f.dtype.itemsize <= 4 and f.phase == 0 for f in folds)
+        if short and self.factor([f.value for f in folds] or [s.value for s in nest.stores], 2) > 1:
+            return set()  # memory is all that is waited for
+        long = not outer or hinted(vector.size) > LONGEST_PIECE
+        rows = [a for a in nest.axes if a is not vector][-1:]
+
+        def follow(index: Any) -> bool:
+            """Whether rows lie one after the other."""
+            return long or all(index.poly.get((a.variable,)) == vector.size for a in rows)
+
+        found = [t for t in nest.terms() if isinstance(t, Load) and not t.places and t.valid is None]
+        return {
+            t.buffer for t in found
+            if isinstance(t.index, Expr) and self.stride(t.index) == 1 and follow(t.index)
+        }  # fmt: skip
+
+    def prefetch(self, load: Load, first: Value, near: int, lanes: int = 0) -> None:
+        """Ask for so many elements, or as many as there are lanes."""
         hints = [self.fn.constant(n, I32) for n in (0, near, 1)]
-        for lane in range(0, self.lanes, LINE // load.dtype.itemsize):
+        for lane in range(0, lanes or self.lanes, LINE // load.dtype.itemsize):
             address = self.fn.at(self.pointers[load.buffer], first + lane, TYPES[load.dtype])
             self.fn.call("llvm.prefetch.p0", VOID, address, *hints)
 
@@ -264,7 +302,7 @@ class Streams(Rows):
         for load in terms(roots):
             if not isinstance(load, Load) or not isinstance(load.index, Expr) or load.valid is not None:
                 continue
-            if not (load.places or waits):
+            if not (load.places or waits) or load.buffer in self.in_one_go:
                 continue
             steps = {p.symbol for p in load.places} | {vector.variable}
             linear = [load.index.poly.get((step,)) for step in steps]

@@ -218,6 +218,9 @@ class Values(Reads):
         """Whether rows of some length come from further than the caches."""
         return False
 
+    def foresee(self, load: Load, lanes: int) -> None:
+        """Ask for what is read some time later, where the processor does not foresee it."""
+
     def load(self, term: Load) -> Value:
         return self.load_as(TYPES[term.dtype], term)
 
@@ -238,6 +241,7 @@ class Values(Reads):
         if self.live is not None:
             mask = self.live if mask is None else self.live & mask
         if step == 1:
+            self.foresee(term, self.lanes)
             return self.loaded(address, self.index(term.index), stored, self.lanes, mask)
         if step in STRIDES and stored.bits >= 32:
             return self.strided(address, self.index(term.index), stored, step, mask)

@@ -115,6 +115,7 @@ class Words(Rows):
     def words_at(self, load: Load, known: Known) -> Value:
         """The words of even and odd places, read once: what is stored next may lie where they do."""
         if (key := ~id(load)) not in known[0]:
+            self.foresee(load, 2 * self.width)
             known[0][key] = self.fn.load(self.address(load, I16), I16.wide(2 * self.width))
         return known[0][key]
 
@@ -145,6 +146,8 @@ class Words(Rows):
         self.push()
         self.variables[self.vector.variable] = place
         address = self.address(load, kind)
+        if end is None:
+            self.foresee(load, kind.width)
         self.pop()
         parts = kind.width // self.width
         if end is None:

@@ -259,6 +259,12 @@ def test_a_place_in_a_row_is_compared_in_few_bits():
 # Sums and squares of long rows
 
 
+@pytest.fixture(autouse=True)
+def usual_processor(monkeypatch):
+    """Forms do not depend on the processor at hand where a test does not say so."""
+    monkeypatch.setattr(cpu.Host, "reads_in_steps", False)
+
+
 def batch_norm(x):
     return F.batch_norm(x, None, None, None, None, True)
 
@@ -648,6 +654,35 @@ def test_updates_go_in_half_lines_where_vectors_go_in_halves(monkeypatch, size):
         got = p.clone()
         kiln.compile(step, fullgraph=True)(got, g)
         torch.testing.assert_close(got, step(p.clone(), g), rtol=0, atol=1e-6, equal_nan=True)
+
+
+@wide
+def test_processors_that_read_in_steps_are_asked_for_lines(monkeypatch):
+    monkeypatch.setattr(streams, "FAR", 1 << 10)
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 10)
+    x = rand(70, 1041)
+
+    def asked(function, *inputs):
+        return Emitter(nest_of(function, *inputs), 16).fn.text().count("@llvm.prefetch")
+
+    reads = (
+        lambda a: a.logsumexp(-1), lambda a: a.argmax(-1), lambda a: a.var(-1), lambda a: a.exp(),
+        lambda a: F.layer_norm(a, a.shape[-1:]), lambda a: F.gelu(a + 1), lambda a: F.softmax(a, -1),
+    )  # fmt: skip
+    sums = (lambda a: a.sum(-1), lambda a: a.amax(-1), lambda a: a * 2 + 1, lambda a: a.cumsum(-1))
+    columns = (lambda a: a.sum(0), lambda a: a.var(0), lambda a: F.softmax(a, 0))
+    before = [asked(f, x) for f in (*reads, *sums)]
+    monkeypatch.setattr(cpu.Host, "reads_in_steps", True)
+    after = [asked(f, x) for f in (*reads, *sums)]
+    assert all(new > old for new, old in zip(after, before, strict=True) if new) and after[len(reads):] == before[len(reads):]
+    assert all(after[: len(reads)])
+    assert not asked(lambda a: a.exp(), rand(8, 4)), "the caches hold it"
+    summed = Emitter(nest_of(lambda a: a.sum(-1), x), 16)
+    assert (summed.width, summed.fn.text().count("load <16 x float>") >= 4) == (16, True)
+    assert Emitter(nest_of(lambda a: a.var(0), x), 16).together() == 1
+    for function in (*reads, *sums, *columns):
+        for given in (x, x.bfloat16(), rand(9, 4096)):
+            check(function, given, rtol=1e-5 if given.dtype is torch.float32 else 1e-2, atol=1e-3)
 
 
 @wide
