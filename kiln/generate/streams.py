@@ -215,7 +215,7 @@ class Streams(Rows):
         if short and self.factor([f.value for f in folds] or [s.value for s in nest.stores], 2) > 1:
             return set()  # memory is all that is waited for
         long = not outer or hinted(vector.size) > LONGEST_PIECE
-        rows = [a for a in nest.axes if a is not vector][-1:]
+        rows = ([a for a in nest.reduced if a is not vector] or outer)[-1:]
 
         def follow(index: Any) -> bool:
             """Whether rows lie one after the other."""
