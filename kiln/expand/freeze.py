@@ -25,6 +25,7 @@ from kiln.base.graph import (
 )
 from kiln.expand.packed import PURE, packed
 from kiln.ops.aliases import shows
+from kiln.ops.levels import name_of
 
 #: Values up to so many bytes are kept whatever they are made of.
 SMALL = 1 << 20
@@ -86,6 +87,11 @@ def _computes(op: Any) -> bool:
     return not drawn and op.namespace in ("aten", "mkldnn") and op._schema.name not in UNSET
 
 
+#: Ops whose results hold one number, and those that change parts of their first argument.
+FILLS = frozenset("full ones zeros".split())
+UPDATES = frozenset(
+    "index_add index_copy index_put masked_scatter scatter scatter_add scatter_reduce".split()
+)
 #: Ops whose results are not set, or that ask for data.
 UNSET = frozenset({
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
@@ -139,8 +145,15 @@ def _wanted(graph: Graph, kept: set[Node]) -> list[Node]:
             needed.remove(node)
             needed.add(node.args[0])
     # Constants are at hand in either part, and a tuple is no value that a graph takes.
-    wanted = [n for n in graph.nodes if n in kept and n in needed and n.op is not CONSTANT]
+    at_hand = {node for node in graph.nodes if node.op is CONSTANT} | _written_to(graph)
+    wanted = [n for n in graph.nodes if n in kept and n in needed and n not in at_hand]
     return [n for n in wanted if isinstance(n.spec, TensorSpec)]
+
+
+def _written_to(graph: Graph) -> set[Node]:
+    """Zeros and the like that are made to be written to: kept, they would have to be copied."""
+    bases = {node.args[0] for node in graph.nodes if node.op is not CONSTANT and name_of(node.op) in UPDATES}
+    return {base for base in bases if name_of(base.op) in FILLS and not base.inputs()}
 
 
 def _shows(node: Node) -> Node:

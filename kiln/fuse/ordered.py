@@ -7,6 +7,7 @@ Loops over the dimensions that are not indexed have places of their own and run 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from kiln.ops.table import aten
 
 #: Elements side by side that are worth loops: eager's kernels go through others one by one as well.
 SIDE_BY_SIDE = 8
+#: Single elements that eager's kernels write on one thread.
+FEW = 1 << 15
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,9 +69,15 @@ def writes_of(node: Node) -> Writes | None:
     if any(index.spec.dtype not in INDICES for index, _ in found.places.values()):
         return None
     last = len(node.spec.shape) - 1
-    if last not in found.others or hinted(node.spec.shape[last]) < SIDE_BY_SIDE:
-        return None
-    return found
+    if last in found.others and hinted(node.spec.shape[last]) >= SIDE_BY_SIDE:
+        return found
+    few = found.adds or math.prod(map(hinted, found.shape)) <= FEW
+    return found if few and _is_number(found.value) else None
+
+
+def _is_number(value: Any) -> bool:
+    """Whether the same is written everywhere, which eager's kernels want in memory."""
+    return not isinstance(value, Node) or name_of(value.op) == "full" or shape_of(value) == ()
 
 
 def _index_put(node: Node) -> Writes | None:

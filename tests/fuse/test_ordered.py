@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import kiln
+from kiln.base import records
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.program import Fusing, fuse
@@ -49,6 +50,41 @@ def test_updates_of_a_number_are_loops(name, dtype):
     places, source = numbers(9, 30, low=-9), (rand(30, 20) * 4).to(dtype)
     check(UPDATES[name], places, source, kernels=1, nests=[1, 1], rtol=0, atol=0)
     check(lambda i, s: UPDATES[name](i, s * 2 + 1) * 2, places, source, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("f", [
+    lambda i: torch.zeros(9, dtype=torch.int64).scatter_add(0, i % 9, torch.ones_like(i)),
+    lambda i: torch.zeros(9).index_put((i,), torch.tensor(2.0), True),
+    lambda i: torch.zeros(30, 5).scatter(1, i[:, None] % 5, 1.0),
+    lambda i: torch.ones(9).index_add(0, i % 9, torch.ones(30)),
+    lambda i: torch.zeros(9).index_put((i,), torch.tensor(2.0)),
+], ids=["counts", "sums", "one of many", "degrees", "marks"])  # fmt: skip
+def test_a_number_is_written_to_single_elements(f):
+    places = numbers(9, 30, low=-9)
+    check(f, places, kernels=1, nests=[1, 1], rtol=0, atol=0)
+    assert torch.equal(kiln.compile(f, fullgraph=True)(places), f(places))
+
+
+def test_many_single_elements_are_left_to_eager():
+    """Its kernel writes them on several threads."""
+    def f(i):
+        return torch.zeros(9).index_put((i,), torch.tensor(2.0))
+
+    many = torch.zeros(70_000, dtype=torch.int64)
+    check(f, many, kernels=0, calls=["full", "index_put_"])
+
+
+def test_zeros_are_not_kept_to_be_copied():
+    """Without gradients what follows from nothing is computed once; what is written to is made where it is written."""
+    def f(i, s):
+        return torch.zeros(9, 20).index_add(0, i % 9, s) + torch.arange(20).sin()
+
+    places, source = numbers(9, 30), rand(30, 20)
+    with records.collect() as log:
+        got = kiln.compile(f, fullgraph=True)(places, source)
+    assert torch.equal(got, f(places, source))
+    (plan,) = log.plans
+    assert {step.kind for step in plan.steps} == {"kernel"}, plan
 
 
 def test_sums_of_half_types():
