@@ -24,7 +24,7 @@ from kiln.base.graph import (
     tensors,
 )
 from kiln.expand.packed import PURE, packed
-from kiln.ops.aliases import shows
+from kiln.ops.aliases import is_view, owner_of, shows
 from kiln.ops.levels import name_of
 
 #: Values up to so many bytes are kept whatever they are made of.
@@ -55,7 +55,7 @@ def freeze(graph: Graph, held: Collection[int]) -> Frozen | None:
     fixed = {made.inputs[i] for i in held}
     made = merged(made, kept_of(made, fixed) - fixed)
     kept = kept_of(made, fixed)
-    wanted = [node for node in _wanted(made, kept) if _shows(node) not in fixed]
+    wanted = [node for node in _wanted(made, kept) if owner_of(node) not in fixed]
     return _split(made, fixed, wanted, kept) if wanted else None
 
 
@@ -156,13 +156,6 @@ def _written_to(graph: Graph) -> set[Node]:
     return {base for base in bases if name_of(base.op) in FILLS and not base.inputs()}
 
 
-def _shows(node: Node) -> Node:
-    """The node whose memory a chain of views shows: taking a view again costs nothing."""
-    while is_view(node) and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
 def _shown(graph: Graph) -> set[Node]:
     """The nodes whose memory the caller gets: it must be new in every call."""
     shown = set(nodes_in(graph.outputs))
@@ -170,11 +163,6 @@ def _shown(graph: Graph) -> set[Node]:
         if node in shown and is_view(node):
             shown.update(node.inputs())
     return shown
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node shows memory of what it reads, or takes a part of such a result."""
-    return node.op is operator.getitem or shows(node.op)
 
 
 def nbytes(spec: Any) -> int:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from kiln.base.graph import Graph, Made, Node, nodes_in, substituted
-from kiln.ops.aliases import shows
+from kiln.ops.aliases import owner_of
 from kiln.ops.expansions.support import HALF, rounded
 from kiln.ops.layout import contiguous, reduced, wrap_dim
 from kiln.ops.symint import expr_of, wrap
@@ -27,10 +27,10 @@ def in_steps(graph: Graph) -> Graph:
         chosen &= {read for node in graph.nodes if node.backward for read in node.inputs()}
     if not chosen:
         return graph
-    shown = {*graph.inputs, *map(base, nodes_in(graph.outputs))}
+    shown = {*graph.inputs, *map(owner_of, nodes_in(graph.outputs))}
     sources = {wider(node.args[0]) for node in chosen}
     # The program may write to what it is given: a copy can be kept.
-    copied = {node for node in sources if node is not None and base(node.args[0]) in shown}
+    copied = {node for node in sources if node is not None and owner_of(node.args[0]) in shown}
 
     def instead(node: Node) -> tuple[list[Node], Node] | None:
         if node in copied:
@@ -126,16 +126,9 @@ def gradient(graph: Graph, node: Node) -> tuple[list[Node], Node]:
     return made.nodes, made.call(aten.sub.Tensor, spec, loss, made.call(aten.mul.Tensor, spec, powers, total))
 
 
-def base(node: Node) -> Node:
-    """The value whose memory a node shows."""
-    while shows(node.op) and node.args and type(node.args[0]) is Node:
-        node = node.args[0]
-    return node
-
-
 def wider(node: Node) -> Node | None:
     """The conversion from a half type that a value is a view of."""
-    found = base(node)
+    found = owner_of(node)
     if found.op is not aten._to_copy.default or found.args[0].spec.dtype.itemsize != 2:
         return None
     return found

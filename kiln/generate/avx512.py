@@ -498,6 +498,7 @@ def _piece(t: Value, places: Value, tables: Tables) -> Value:
 def to_bf16(low: Value, high: Value) -> Value:
     """Two registers rounded to one of bf16."""
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    low, high = (value if value.type.width > 1 else value.splat(LANES) for value in (low, high))
     return low.fn.call(name, BF16.wide(2 * LANES), high, low)
 
 

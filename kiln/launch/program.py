@@ -15,7 +15,7 @@ from kiln.base.begun import Begun
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Uneven
 from kiln.base.fx import runner
-from kiln.base.graph import Graph, Node, TensorSpec, tensors
+from kiln.base.graph import Graph, Node, TensorSpec, nodes_in, tensors
 from kiln.base.later import later
 from kiln.base.options import Settings, config
 from kiln.base.progress import working
@@ -43,6 +43,7 @@ from kiln.launch.few import Few, few_of
 from kiln.launch.inplace import with_writes_last
 from kiln.launch.kept import keeping
 from kiln.launch.plan import Planner, linked
+from kiln.ops.aliases import owner_of
 
 aten = torch.ops.aten
 
@@ -145,9 +146,10 @@ def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump,
     program = fused(graph, settings, fusing, dump)
     program.left = left
     outputs, inputs = program.graph.outputs, program.graph.inputs
+    owners = [owner_of(node) for node in nodes_in(outputs)]
     program.overwrites = {
         outputs[i]: inputs[k] for i, k in graph.overwrites.items()
-        if type(outputs[i]) is Node and outputs.count(outputs[i]) == 1 and inputs[k] not in outputs
+        if type(outputs[i]) is Node and owners.count(owner_of(outputs[i])) == 1 and inputs[k] not in owners
     }  # fmt: skip
     begun = link(program, device, settings, dump)
     if kept is not None:

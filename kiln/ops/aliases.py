@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from functools import cache
 from typing import Any
 
 import torch
 
+from kiln.base.graph import Node
 from kiln.ops.table import aten
 
 #: Results that share the memory of the first argument though the schema does not say so.
@@ -22,6 +24,18 @@ GIVES_BACK = frozenset({aten._unsafe_view.default, aten.conj_physical.default})
 def shows(op: Any) -> bool:
     """Whether what an op gives is memory that it was given: a view of it, or what it wrote."""
     return isinstance(op, torch._ops.OpOverload) and any(r.alias_info for r in op._schema.returns)
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node shows memory of what it reads, or takes a part of such a result."""
+    return node.op is operator.getitem or shows(node.op) or node.op in QUIETLY_SHARED
+
+
+def owner_of(node: Node) -> Node:
+    """The node whose memory a chain of views shows."""
+    while is_view(node) and type(node.args[0]) is Node:
+        node = node.args[0]
+    return node
 
 
 def base_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int) -> Any:

@@ -416,6 +416,39 @@ def test_graphs_have_the_same_kernels_in_plans():
     assert len(recorded(lambda x: x + 1, rand(3)).nodes) == 1
 
 
+def copied_through_a_view(a):
+    a.mul_(2)
+    b = torch.zeros(12)
+    b.view(3, 4).copy_(a)
+    return b
+
+
+def copied_twice_through_views(a):
+    a.mul_(2)
+    b = torch.zeros(12)
+    b.view(3, 4)[:] = a
+    return b, b.view(4, 3)
+
+
+def copied_through_its_own_form(a):
+    v = a.sigmoid_()
+    b = v - v
+    b.t().copy_(v.clone().t())
+    return b.t()
+
+
+@pytest.mark.parametrize("f", [copied_through_a_view, copied_twice_through_views, copied_through_its_own_form])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_results_do_not_lie_where_an_input_was_written(f, mode):
+    with mode():
+        x = rand(3, 4)
+        y = x.clone()
+        got, expected = kiln.compile(f, fullgraph=True)(x), f(y)
+        got = got if isinstance(got, tuple) else (got,)
+        assert not {t.untyped_storage().data_ptr() for t in got} & {x.untyped_storage().data_ptr()}
+        torch.testing.assert_close((*got, x), (*(expected if isinstance(expected, tuple) else (expected,)), y))
+
+
 def test_results_take_the_memory_of_values_that_go():
     image, weight = rand(2, 3, 8, 8), rand(4, 3, 3, 3)
     plan = check(lambda x, w: torch.relu(F.conv2d(x, w) + 1), image, weight)
