@@ -204,6 +204,7 @@ def module(text: str) -> Iterator[Any]:
         if not parsed:
             raise _failed(error, "LLVM IR parsing error\n")
         try:
+            verify(parsed)  # code of a wrong module would end the process
             yield parsed
         finally:
             quick("LLVMPY_DisposeModule")(parsed)
@@ -214,7 +215,7 @@ def module(text: str) -> Iterator[Any]:
 def verify(parsed: Any) -> None:
     """Raise what is wrong with a module."""
     error = ctypes.c_char_p()
-    if at_once("LLVMPY_VerifyModule")(parsed, ctypes.byref(error)):
+    if quick("LLVMPY_VerifyModule")(parsed, ctypes.byref(error)):
         raise _failed(error)
 
 

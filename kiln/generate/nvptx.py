@@ -10,7 +10,7 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 
-from kiln.generate.cpu import at_once, emitted, module, verify
+from kiln.generate.cpu import at_once, emitted, module
 
 TRIPLE = "nvptx64-nvidia-cuda"
 #: The language version by the architecture: the first one that knows it, and what drivers have long had.
@@ -64,7 +64,6 @@ def ptx(text: str, threads: Mapping[str, int], capability: tuple[int, int] = (9,
     if unknown:
         raise Unsupported(f"functions that the GPU has not: {', '.join(unknown)}")
     with module("\n".join([f'target triple = "{TRIPLE}"', text, *marks])) as parsed:
-        verify(parsed)
         tuning = llvm.create_pipeline_tuning_options(speed_level=2)
         tuning.loop_vectorization = tuning.slp_vectorization = False
         with llvm.create_pass_builder(made, tuning) as builder:

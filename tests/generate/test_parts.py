@@ -166,3 +166,10 @@ def test_what_was_computed_is_not_computed_again():
     assert text.count("mul i64 %n, 3") == 1 and text.count("mul i64 %n, 7") == 2
     address = cpu.compile_text(text)
     assert ctypes.CFUNCTYPE(ctypes.c_double, ctypes.c_int64)(address.address("f"))(4) == 30.0
+
+
+def test_a_wrong_module_is_refused():
+    """Given to the code generator, it would end the process."""
+    text = "declare i64 @llvm.ctpop.i64(float)\ndefine i64 @f(float %x) {\n  %r = call i64 @llvm.ctpop.i64(float %x)\n  ret i64 %r\n}\n"
+    with pytest.raises(RuntimeError, match="ntrinsic"):
+        cpu.compile_text(text)
