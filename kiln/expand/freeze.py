@@ -87,10 +87,11 @@ def _computes(op: Any) -> bool:
     return not drawn and op.namespace in ("aten", "mkldnn") and op._schema.name not in UNSET
 
 
-#: Ops whose results hold one number, and those that change parts of their first argument.
-FILLS = frozenset("full ones zeros".split())
-UPDATES = frozenset(
-    "index_add index_copy index_put masked_scatter scatter scatter_add scatter_reduce".split()
+#: Ops whose results follow from their places, and those that read or write at places that are data.
+PLAIN_FORMS = frozenset("arange full ones zeros".split())
+CHOICES = frozenset(
+    "embedding gather index index_add index_copy index_put index_select masked_scatter scatter scatter_add"
+    " scatter_reduce".split()
 )
 #: Ops whose results are not set, or that ask for data.
 UNSET = frozenset({
@@ -145,15 +146,22 @@ def _wanted(graph: Graph, kept: set[Node]) -> list[Node]:
             needed.remove(node)
             needed.add(node.args[0])
     # Constants are at hand in either part, and a tuple is no value that a graph takes.
-    at_hand = {node for node in graph.nodes if node.op is CONSTANT} | _written_to(graph)
+    at_hand = {node for node in graph.nodes if node.op is CONSTANT} | _made_by_loops(graph)
     wanted = [n for n in graph.nodes if n in kept and n in needed and n not in at_hand]
     return [n for n in wanted if isinstance(n.spec, TensorSpec)]
 
 
-def _written_to(graph: Graph) -> set[Node]:
-    """Zeros and the like that are made to be written to: kept, they would have to be copied."""
-    bases = {node.args[0] for node in graph.nodes if node.op is not CONSTANT and name_of(node.op) in UPDATES}
-    return {base for base in bases if name_of(base.op) in FILLS and not base.inputs()}
+def _made_by_loops(graph: Graph) -> set[Node]:
+    """Zeros, counts and the like that loops make: kept, they are read, or copied to be written to."""
+    users = graph.users()
+    found = [node for node in graph.nodes if name_of(node.op) in PLAIN_FORMS and not node.inputs()]
+    return {node for node in found if users[node] and all(map(_in_loops, users[node]))}
+
+
+def _in_loops(node: Node) -> bool:
+    """Whether loops compute a node, as far as its op says."""
+    pointwise = isinstance(node.op, torch._ops.OpOverload) and torch.Tag.pointwise in node.op.tags
+    return pointwise or is_view(node) or name_of(node.op) in CHOICES
 
 
 def _shown(graph: Graph) -> set[Node]:

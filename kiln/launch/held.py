@@ -45,10 +45,41 @@ def compile_held(
     if not tries:  # what is tried runs twice on the same values
         places = {k: i for i, k in enumerate(frozen.given)}
         frozen.rest.overwrites = {i: places[k] for i, k in graph.overwrites.items() if k in places}
+    if not tries and is_constant(frozen):
+        return compile_graph(with_constants(frozen), settings, dump)
     made = Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held])
     if tries:
         made.trial = graph, lambda: compile_graph(graph, settings, dump)
     return made.run
+
+
+def is_constant(frozen: Frozen) -> bool:
+    """Whether what is computed once follows from no tensor, and the rest takes all inputs."""
+    reads = frozen.once.inputs or any(node.op is CONSTANT for node in frozen.once.nodes)
+    return not reads and len(frozen.given) == len(frozen.rest.inputs) - len(frozen.once.outputs) == (
+        max(frozen.given, default=-1) + 1
+    )
+
+
+def with_constants(frozen: Frozen) -> Graph:
+    """The rest of a graph that holds what is computed once, whatever comes: nothing has to be watched."""
+    graph, first = frozen.rest, len(frozen.given)
+    for node, tensor in zip(graph.inputs[first:], computed_once(frozen)([]), strict=True):
+        node.op, node.args = CONSTANT, (tensor,)
+    graph.nodes[:0] = graph.inputs[first:]
+    graph.inputs = graph.inputs[:first]
+    return graph.check()
+
+
+def computed_once(frozen: Frozen) -> Run:
+    """What follows from held tensors, whatever mode the program is in."""
+    run = runner(frozen.once)
+
+    def values(tensors: list[Any]) -> Sequence[Any]:
+        with torch.inference_mode(False), torch.no_grad(), packing():
+            return run(tensors)
+
+    return values
 
 
 def compile_layers(
@@ -120,7 +151,7 @@ class Held:
 
     def __init__(self, frozen: Frozen, rest: Run, tensors: list[torch.Tensor]) -> None:
         self.rest, self.tensors, self.given = rest, tensors, frozen.given
-        self.once = runner(frozen.once)
+        self.once = computed_once(frozen)
         self.lock = threading.Lock()
         set_up()
         constants = [node.args[0] for node in frozen.once.nodes if node.op is CONSTANT]
@@ -165,8 +196,7 @@ class Held:
         with self.lock:
             if self.state[0] != now:
                 self.state = -1, ()  # what was computed before goes before new memory is taken
-                with torch.inference_mode(False), torch.no_grad(), packing():
-                    self.state = now, tuple(self.once(list(self.tensors)))
+                self.state = now, tuple(self.once(list(self.tensors)))
             return self.state
 
 

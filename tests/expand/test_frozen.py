@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import kiln
+from kiln.base import records
 from kiln.base.graph import label
 from kiln.expand import onednn, packed
 from kiln.launch import held
@@ -544,3 +545,31 @@ def test_sizes_may_vary():
         for rows in (2, 5):
             x = torch.randn(rows, 4, 8, 8)
             assert torch.allclose(images(x), conv(x), atol=1e-4)
+
+
+class Places(nn.Module):
+    def forward(self, x, target):
+        chosen = x[torch.arange(4), target] + torch.zeros(4)
+        waves = torch.sin(torch.arange(6) / 7)
+        return chosen, x * waves
+
+
+def test_what_follows_from_nothing_is_held_by_the_plan(monkeypatch):
+    """No call asks whether it has changed: nothing stands between the guards and the plan."""
+    monkeypatch.setattr(held, "Held", mock.Mock(side_effect=AssertionError))
+    seen, x, target = Seen(Places()), torch.randn(4, 6), torch.tensor([3, 0, 5, 5])
+    for _ in range(3):
+        got = seen(x, target)
+        torch.testing.assert_close(got, Places()(x, target))
+    (frozen,) = seen.frozen
+    assert [label(node.op) for node in frozen.once.nodes] == ["arange", "div", "sin"]
+
+
+def test_numbers_in_order_are_made_by_loops():
+    seen, x, target = Seen(Places()), torch.randn(4, 6), torch.tensor([3, 0, 5, 5])
+    seen(x, target)
+    assert {"arange", "zeros", "index"} <= {label(node.op) for node in seen.frozen[-1].rest.nodes}
+    kiln.reset()
+    with records.collect() as log, torch.no_grad():
+        kiln.compile(lambda x: x[:, torch.arange(5, -1, -1)] + 1)(x)
+    assert [kernel.reads for kernel in log.kernels] == [x.nbytes], "no places are read"
