@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from kiln.differentiate.joint import (
     Joint,
     Mutation,
     Origin,
+    Output,
     Placeholder,
     Step,
     View,
@@ -78,14 +80,45 @@ def _outputs(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finis
     distinct = {id(output): output for output in joint.outputs}
     places = {key: i for i, key in enumerate(distinct)}
     order = [places[id(output)] for output in joint.outputs]
-    makers = [MAKERS[type(output)](output, attributes, sizes) for output in distinct.values()]
+    wholes = _wholes(distinct.values())
+    together = [_view(whole, attributes, sizes) for whole, _ in wholes]
+    members = {id(part): at - len(wholes) for at, (_, parts) in enumerate(wholes) for part in parts}
+    makers = [
+        _part(output, members[key]) if isinstance(output, View) and key in members
+        else MAKERS[type(output)](output, attributes, sizes)
+        for key, output in distinct.items()
+    ]  # fmt: skip
     nest = mapped(joint.nest, lambda leaf: order[leaf] if type(leaf) is int else leaf)
 
     def outputs(results: Results, args: Args) -> Any:
+        if together:  # they follow the results
+            results = [*results, *[make(results, args) for make in together]]
         made = [make(results, args) for make in makers]
         return mapped(nest, lambda leaf: made[leaf] if type(leaf) is int else leaf)
 
     return outputs
+
+
+def _wholes(outputs: Iterable[Output]) -> list[tuple[View, list[View]]]:
+    """What gives several views, such as the rows of `unbind`, with these: it is taken once, as in eager."""
+    found: dict[str, tuple[View, list[View]]] = {}
+    for output in outputs:
+        if isinstance(output, View) and output.steps[-1].item is not None:
+            steps = (*output.steps[:-1], replace(output.steps[-1], item=None))
+            whole = View(output.base, steps, output.grad_mode, True)
+            found.setdefault(f"{output.base} {steps} {output.grad_mode}", (whole, []))[1].append(output)
+    return [(whole, parts) for whole, parts in found.values() if len(parts) > 1]
+
+
+def _part(output: View, place: int) -> Finish:
+    """One of the views that are taken together."""
+    item, claims = output.steps[-1].item, output.claims
+
+    def part(results: Results, args: Args) -> Any:
+        value = results[place][item]
+        return value.detach() if not claims and value.requires_grad else value
+
+    return part
 
 
 def _given(output: Given, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
@@ -118,7 +151,7 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
                     step = Step(step.op, args, kwargs, step.item)
                 value = step(value)
             # Without a history, eager had the view made of a detached tensor.
-            return value.detach() if value.requires_grad and not claims else value
+            return value.detach() if not claims and value.requires_grad else value
         finally:
             _switch(before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from kiln.base import log, records
 from kiln.base.begun import Begun
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Uneven
+from kiln.base.expressions import hinted
 from kiln.base.fx import runner
 from kiln.base.graph import Graph, Node, TensorSpec, nodes_in, tensors
 from kiln.base.later import later
@@ -31,6 +33,7 @@ from kiln.expand.products import by_onednn, summed_up
 from kiln.expand.sizes import determined
 from kiln.expand.stacks import joined_once, unstacked
 from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.lower import is_pointwise
 from kiln.fuse.program import WAYS, Fusing, Program, fuse
 from kiln.fuse.show import show_kernels
 from kiln.fuse.split import GRIDS
@@ -46,6 +49,8 @@ from kiln.launch.plan import Planner, linked
 from kiln.ops.aliases import owner_of
 
 aten = torch.ops.aten
+#: Elements of results that loops make of nothing.
+SHORT = 1 << 16
 
 # What few programs need: graphs over a GPU and the CPU, those that somebody wants explained or tuned.
 parted, Sides = later("kiln.launch.sides:parted"), later("kiln.launch.sides:Sides")
@@ -215,14 +220,21 @@ def device_of(graph: Graph) -> torch.device | None:
     return found.pop() if len(found) == 1 else None
 
 
+def few(node: Node) -> bool:
+    """Whether a value is so short that a call of its own counts."""
+    return math.prod(map(hinted, node.spec.shape)) <= SHORT
+
+
 def conformed(graph: Graph, outputs: Sequence[Any]) -> Graph:
     """The graph with its outputs in the layouts of `outputs`: other graphs read them by those.
 
-    An expansion gives a dense tensor where the op gave one with gaps, as a copy into a view does.
+    An expansion gives a dense tensor where the op gave one with gaps, as a copy into a view does. What loops
+    make without reading is copied, so that they do: eager's kernels are calls of their own.
     """
     made: list[Any] = []
     for mine, wanted in zip(graph.outputs, outputs, strict=True):
-        if type(mine) is Node and isinstance(mine.spec, TensorSpec) and moved(mine.spec, wanted.spec):
+        own = type(mine) is Node and isinstance(mine.spec, TensorSpec)
+        if own and (moved(mine.spec, wanted.spec) or not mine.inputs() and is_pointwise(mine) and few(mine)):
             mine = graph.call(aten.clone.default, (mine,), spec=replace(mine.spec, stride=wanted.spec.stride))
         made.append(mine)
     graph.outputs = type(graph.outputs)(made)

@@ -804,3 +804,24 @@ def test_a_view_that_comes_out_is_one_of_its_base_to_autograd(make, take, mode):
         return [*facts, weight.grad.tolist(), view.requires_grad]
 
     assert seen(ahead(f)) == seen(f)
+
+
+@pytest.mark.parametrize("f", [
+    lambda x: x.unbind(),
+    lambda x: (x * 2).chunk(2),
+    lambda x: (*(y := x + 1).split(3), y),
+    lambda x: (x.view(-1).split(5)[1], x.t().unbind()[0], *x.unbind()[2:4]),
+], ids=["rows", "halves of a result", "parts and the whole", "several"])  # fmt: skip
+@pytest.mark.parametrize("grad", [False, True])
+def test_views_that_come_together_are_taken_once(f, grad):
+    x = torch.randn(8, 8, requires_grad=grad)
+    y = x.detach().clone().requires_grad_(grad)
+    expected, got = f(x), kiln.compile(f, fullgraph=True)(y)
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride() and a._is_view() == b._is_view()
+    if grad:
+        nodes = [[id(t.grad_fn) for t in views[-2:]] for views in (expected, got)]
+        assert len(set(nodes[0])) == len(set(nodes[1]))
+        gradients = [torch.autograd.grad(sum((t * (i + 1)).sum() for i, t in enumerate(views)), leaf)[0]
+                     for views, leaf in ((expected, x), (got, y))]  # fmt: skip
+        torch.testing.assert_close(*gradients)

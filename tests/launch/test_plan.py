@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import kiln
 from kiln import _launch, compiler
+from kiln.base import records
 from kiln.base.graph import Graph, TensorSpec
 from kiln.fuse.program import fuse
 from kiln.generate.code import generate
@@ -530,3 +531,17 @@ def test_what_is_left_out_of_a_call_is_what_the_schema_says():
     op = aten.binary_cross_entropy_with_logits.default
     step = ("call", op, (("s", 0), ("s", 1)), None, (), False, "", (), 0.0, ())
     assert with_function(step, None)[1] is op._op
+
+
+@pytest.mark.parametrize("f", [
+    lambda: torch.zeros(8, 3), lambda: torch.full((5,), 2.5, dtype=torch.float16), lambda: torch.arange(7),
+    lambda: torch.ones(3, dtype=torch.bool),
+], ids=["zeros", "numbers", "places", "truths"])  # fmt: skip
+def test_results_of_nothing_are_loops(f):
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as log:
+        got = compiled()
+    assert torch.equal(got, f()) and got.dtype is f().dtype
+    assert [step.kind for step in log.plans[0].steps] == ["kernel"]
+    got.zero_()
+    assert torch.equal(compiled(), f())
