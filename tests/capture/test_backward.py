@@ -523,6 +523,19 @@ def watched_module(x):
     WATCHED(x).sum().backward()
 
 
+def seen_by_a_hook(x):
+    """A hook that keeps the gradient in a list of this call's."""
+    seen = []
+    handle = HOOKED.register_full_backward_hook(lambda module, gradients, given: seen.append(given[0]))
+    HOOKED(x).sum().backward()
+    handle.remove()
+    CALLS.append(len(seen))
+    return seen[0] * 2
+
+
+HOOKED = nn.Linear(3, 3)
+
+
 def module_made_here(x, through=False):
     module = nn.Linear(3, 3)
     nn.init.ones_(module.weight)
@@ -545,8 +558,8 @@ def checked(x):
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
 @pytest.mark.parametrize(
     "f",
-    [counted_within, counted_outside, made_here, hooked_before, hooked_after, watched, watched_module, module_made_here,
-     module_gone_through, checked],
+    [counted_within, counted_outside, made_here, hooked_before, hooked_after, watched, watched_module, seen_by_a_hook,
+     module_made_here, module_gone_through, checked],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_what_a_backward_does_beside_its_gradients_is_done_in_each_call(f, backend):
