@@ -215,6 +215,8 @@ def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = 
 
 def class_value(m: Machine, found: Any, cls: Any, name: str) -> Any:
     """A plain attribute of a class or a module; a guard on that covers its identity."""
+    if type(found) in (int, float) and (number := m.world.class_number(cls, name, found)) is not None:
+        return number
     if type(found) in CONSTANTS or m.world.made_here(cls, name):
         return found
     return m.world.outside(found, Const(found, f"{cls.__name__}.{name}"))
