@@ -605,7 +605,7 @@ def exchange_data(m: Machine, value: FakeTensor, item: Any) -> bool:
         return False
     other = m.torch_call(getattr, (item, "data"), {})
     if m.native(m.recorder.exchange, value, other):
-        m.exchanged.append(m.safe_step())
+        m.exchanged.append((m.safe_step(), value))
     m.look_at(history=False)
     m.world.write_tensor_slot(value, "data", other)
     return True
