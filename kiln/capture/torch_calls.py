@@ -263,8 +263,22 @@ def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     function, *rest = args
     named = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
     options = {*named, "preserve_rng_state"}
+    if kwargs.get("use_reentrant") is False and torch.is_grad_enabled():
+        hooks_allowed(m)
     with m.recorder.region():
         return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
+
+
+def hooks_allowed(m: Machine) -> None:
+    """Raise where hooks on saved tensors are refused, as those of a checkpoint are."""
+    refusal = _refusal()
+    if refusal is not None:
+        raise UserError(RuntimeError(refusal))
+    what = Const(_refusal, "hooks on saved tensors")
+    m.world.guard(Custom(what, lambda asked: asked() is None, "were not refused"))
+
+
+_refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 @handles(warnings.warn, warnings.warn_explicit)
