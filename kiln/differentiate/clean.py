@@ -158,7 +158,7 @@ class Written:
             self.turns[node] = turns, turns.add(node, span)
 
     def read_by(self, part: Node) -> Node:
-        """What a part is read of: what that was before other parts were written, as loops do in their turns."""
+        """What a part is read of: what that was before others were written, as loops do in their turns."""
         whole: Node = part.args[0]
         mine = places(part) if whole in self.turns else None
         while mine is not None and whole in self.turns:
