@@ -24,7 +24,7 @@ from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import nested, rooted
 from kiln.check.guards import Custom, Equals
 from kiln.ops.fake import FakeTensor
-from kiln.ops.symint import expr_of
+from kiln.ops.symint import as_key, expr_of
 
 if TYPE_CHECKING:
     from kiln.capture.frame import Machine
@@ -111,7 +111,7 @@ def number_sought(m: Machine, container: Any, key: Any) -> Any:
                 return other
     if varies:
         m.world.counted = True
-        key.node.counts = True
+        return as_key(key)
     return key
 
 

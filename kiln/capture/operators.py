@@ -376,7 +376,8 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         m.torch_call(operator.setitem, (container, tensor_key(m, key), value), {})
         return
     key = plain_key(m, container, key, "__setitem__")
-    sought(m, container, key)
+    known = sought(m, container, key)
+    key = known if type(key) is torch.SymInt else key
     method = python_method(m, container, "__setitem__")
     if method is not None:
         m.inline(method, (container, key, value), {}, mode)
@@ -393,7 +394,8 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
     if type(container) is FakeTensor:
         m.operate(operator.delitem, container, key)
     key = plain_key(m, container, key, "__delitem__")
-    sought(m, container, key)
+    known = sought(m, container, key)
+    key = known if type(key) is torch.SymInt else key
     method = python_method(m, container, "__delitem__")
     if method is not None:
         m.inline(method, (container, key), {}, mode)

@@ -357,6 +357,13 @@ for _type in (int, float, bool):
     setattr(Node, f"wrap_{_type.__name__}", lambda self, value, kind=_type: Node(value, kind))
 
 
+def as_key(number: Any) -> Any:
+    """A number that has a hash; no op is given it, as ops compute what they know by the hashes of sizes."""
+    key = SymInt(Node(number.node.expr, int))
+    key.node.counts = True
+    return key
+
+
 def hash_of(number: Any, before: Callable[[Any], int] = SymInt.__hash__) -> int:
     """The hash of a number that is a key; torch refuses it of all others."""
     node = number.node

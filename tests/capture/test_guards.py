@@ -1037,6 +1037,14 @@ def keys_put_together(x):
     return x, {**table, 5: 2}, {6: 3} | table, table == {7: 1}, sorted(table)
 
 
+def keys_that_are_sizes(x):
+    table = {}
+    table[Handle().number] = 1
+    table[Handle().number] = 2
+    size = [*table][1]
+    return torch.zeros(size), torch.arange(Handle.made), x[0, :1].expand(size) * size
+
+
 def hook_for_a_while(x):
     seen = []
     handle = HOOKED[1].register_forward_hook(lambda module, given, out: seen.append(out), prepend=True)
@@ -1048,7 +1056,7 @@ def hook_for_a_while(x):
 @pytest.mark.parametrize(
     ("f", "graphs"),
     [(kept_in_an_object, 2), (key_for_a_while, None), (key_among_others, None), (keys_put_together, None),
-     (hook_for_a_while, 2)],
+     (keys_that_are_sizes, None), (hook_for_a_while, 2)],
     ids=lambda value: getattr(value, "__name__", ""),
 )  # fmt: skip
 def test_what_counts_is_a_number_that_varies(f, graphs):
