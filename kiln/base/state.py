@@ -30,6 +30,14 @@ def _autocast(device: str) -> list[Switch]:
     ]
 
 
+def _refuse_saved_hooks(message: str | None) -> None:
+    """With which words hooks on saved tensors are refused, if they are."""
+    if message is None:
+        torch._C._autograd._saved_tensors_hooks_enable()
+    else:
+        torch._C._autograd._saved_tensors_hooks_disable(message)
+
+
 @functools.cache
 def _settle_order() -> None:
     """Have torch choose the order of attention's kernels on the GPU: it does so at the first attention."""
@@ -61,6 +69,7 @@ SWITCHES: tuple[Switch, ...] = (
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.get_default_dtype, torch._C._set_default_dtype),
     (_are_deterministic, _deterministic),
+    (torch._C._autograd._saved_tensors_hooks_get_disabled_error_message, _refuse_saved_hooks),
     *ATTENTION,
     *_switches([(f"_get_{name}", f"_set_{name}") for name in LIBRARIES]),
     (strict.now, strict.put),

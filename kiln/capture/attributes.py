@@ -215,6 +215,8 @@ def bind(m: Machine, found: Any, value: Any, kind: type, name: str, mode: str = 
 
 def class_value(m: Machine, found: Any, cls: Any, name: str) -> Any:
     """A plain attribute of a class or a module; a guard on that covers its identity."""
+    if type(found) in (int, float) and (number := m.world.class_number(cls, name, found)) is not None:
+        return number
     if type(found) in CONSTANTS or m.world.made_here(cls, name):
         return found
     return m.world.outside(found, Const(found, f"{cls.__name__}.{name}"))
@@ -603,7 +605,7 @@ def exchange_data(m: Machine, value: FakeTensor, item: Any) -> bool:
         return False
     other = m.torch_call(getattr, (item, "data"), {})
     if m.native(m.recorder.exchange, value, other):
-        m.exchanged.append(m.safe_step())
+        m.exchanged.append((m.safe_step(), value))
     m.look_at(history=False)
     m.world.write_tensor_slot(value, "data", other)
     return True

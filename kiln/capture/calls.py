@@ -31,7 +31,7 @@ from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, Unread, UserError
-from kiln.capture.identity import SEARCHED, sought
+from kiln.capture.identity import KEYED, SEARCHED, counts, settle_keys, sought
 from kiln.capture.iterators import Callback, Generator
 from kiln.capture.nodes import Args as Args
 from kiln.capture.nodes import Kwargs as Kwargs
@@ -485,7 +485,7 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
 
 def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     """A native method of an object: safe when the object is a constant, or made or shadowed by capture."""
-    if args and isinstance(owner, (dict, set, frozenset)) and symbolic.holds_symbols(args[0]):
+    if args and isinstance(owner, KEYED) and symbolic.holds_symbols(args[0]) and not counts(m, args[0]):
         args = (symbolic.concrete(args[0]), *args[1:])
     special = HANDLERS.get(id(getattr(type(owner), name, None)))
     if special is not None:
@@ -569,6 +569,8 @@ def native(
     owner = function.args[0] if type(function) is functools.partial else getattr(function, "__self__", None)
     if args and isinstance(owner, SEARCHED) and getattr(function, "__name__", "") in SEARCHES:
         args = (sought(m, owner, args[0]), *args[1:])
+    elif getattr(function, "__name__", "") not in ORDERED:
+        settle_keys(m, (owner, *parts))
     run = called_back(m, function, owner, *args, *kwargs.values())
     moves = any(hasattr(kind, "__next__") for kind in kinds)
     recorded = FakeTensor in kinds
@@ -585,7 +587,10 @@ def called_back(m: Machine, function: Any, *values: Any) -> Any:
 
 
 #: Methods of containers that look for what they are given.
-SEARCHES = frozenset("get pop setdefault add discard remove index count __contains__ __getitem__".split())
+SEARCHES = frozenset("get pop setdefault add discard remove index count __contains__ __getitem__ __setitem__"
+                     " __delitem__ move_to_end".split())  # fmt: skip
+#: Native code that leaves keys as they are.
+ORDERED = frozenset("items keys values copy clear popitem len iter list tuple reversed ref".split())
 BUFFERS = (bytearray, memoryview, array.array)
 HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber, OpenText}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})

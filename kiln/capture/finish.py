@@ -16,13 +16,15 @@ from kiln.base import state
 from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.base.reports import words_of
+from kiln.base.source import Source
 from kiln.bytecode import decompile
 from kiln.bytecode.assemble import Emitter, Label
 from kiln.capture import expected, nested, runtime
-from kiln.capture.frame import Frame, Restart
+from kiln.capture.frame import Frame, Replaced, Restart
 from kiln.capture.machine import Machine
 from kiln.capture.onward import Resumption
 from kiln.capture.rebuild import Raw, Rebuilder
+from kiln.capture.spent import history, is_spent
 from kiln.capture.streams import stream_writes
 from kiln.capture.world import MISSING, Overlay
 from kiln.ops.fake import FakeTensor
@@ -58,6 +60,7 @@ class Finisher:
         self.after = state.snapshot()
         self.graph: torch.fx.GraphModule | None = None
         self.ops = self.inputs = 0
+        self.exchanged: set[Source] = set()  # paths of inputs whose data is kept for backward passes
         self.unseen: set[int] = set()  # ids of tensors made here that only this capture knows of
         self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("unforeseen", set()))
 
@@ -70,11 +73,7 @@ class Finisher:
             if any(fake is out for out in dry.outputs):
                 # The program would see a new tensor where it has a number, or one of two tensors.
                 raise Restart(step, expected.refusal())
-        if self.m.exchanged and any(fake.requires_grad for fake in dry.outputs):
-            # A backward pass may read its inputs again, which would have the other data by then.
-            why = "data of a tensor is assigned that gradients may follow from"
-            again = Break("metadata-mutation", why, "use copy_ under torch.no_grad()")
-            raise Restart(self.m.exchanged[0], again)
+        self.keep_exchanged(dry.outputs)
         self.m.world.varying.settle()
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
@@ -93,6 +92,26 @@ class Finisher:
         decompile.show(run)
         counts, last = (self.ops, self.inputs), (self.root.code, self.root.index)
         return Captured(None, self.graph, *counts, run, built, (), reason, last, self.foreseen)
+
+    def keep_exchanged(self, outputs: list[FakeTensor]) -> None:
+        """Have the graph read data that is exchanged through tensors that keep it for backward passes.
+
+        Where gradients follow from such a tensor itself, capture begins again for a break.
+        """
+        spent = self.m.recorder.spent
+        going_on = [out for out in outputs if out.requires_grad and not is_spent(spent, out)]
+        if not going_on or not self.m.exchanged:
+            return
+        leaves = {id(getattr(node, "variable", None)) for node in history(going_on)}
+        for step, fake in self.m.exchanged:
+            if id(fake) in leaves or any(fake is out for out in going_on):
+                why = "data of a tensor is assigned that gradients may follow from"
+                raise Restart(step, Break("metadata-mutation", why, "use copy_ under torch.no_grad()"))
+        sources = {source for _, fake in self.m.exchanged if (source := self.m.source(fake)) is not None}
+        owned = frozenset(str(source) for source in sources if self.m.world.owned(source))
+        if owned - self.m.world.unstable:
+            raise Replaced(owned)
+        self.exchanged = sources
 
     def refuse_late(self) -> None:
         """Begin again where the graph checks something and may have written by then."""
@@ -132,7 +151,11 @@ class Finisher:
         if call is not None:
             e.callee(call)
             for info in inputs:
+                if info.source in self.exchanged:
+                    e.callee(runtime.keeping_data)
                 r.source(info.source)
+                if info.source in self.exchanged:
+                    e.end_call(1)
             e.end_call(len(inputs))
             end = e.here()
             e.store("__out")

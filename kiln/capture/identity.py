@@ -3,18 +3,28 @@
 An address may be compared, hashed and used as a key, which is all that it means. Where it meets a number
 that the program got elsewhere it is guarded. The number itself differs from call to call, so whatever else
 would look at it breaks the graph.
+
+Numbers that count what was made, as that of the next hook does, are keys, too: which keys of a dict one
+equals is guarded, and not the number.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kiln.base.errors import Break
+from kiln.base.expressions import Expr
 from kiln.base.source import Const, Derived
+from kiln.capture import symbolic
+from kiln.capture.purity import DICT_VIEWS
+from kiln.capture.world import nested, rooted
 from kiln.check.guards import Custom, Equals
 from kiln.ops.fake import FakeTensor
+from kiln.ops.symint import as_key, expr_of
 
 if TYPE_CHECKING:
     from kiln.capture.frame import Machine
@@ -60,6 +70,8 @@ def sought(m: Machine, container: Any, key: Any) -> Any:
     """The key that is looked for; what is found by an identity, or an address, depends on which it is."""
     by_address = type(key) is Address
     owner = key.owner if by_address else key
+    if type(key) in symbolic.NUMERIC and isinstance(container, KEYED):
+        return number_sought(m, container, key)
     known = by_address or type(owner).__hash__ is BY_IDENTITY
     source, kinds = m.source(owner) if known else None, SEARCHED if by_address else KEYED
     if source is None or isinstance(source, Const) or not isinstance(container, kinds):
@@ -87,10 +99,46 @@ def sought(m: Machine, container: Any, key: Any) -> Any:
     return number if by_address and outside else key
 
 
+def number_sought(m: Machine, container: Any, key: Any) -> Any:
+    """The key of a container that a number equals, or the number: decided where one of both may vary."""
+    varies = type(key) is torch.SymInt
+    if not varies and not m.world.counted:
+        return key
+    m.world.touch(container)
+    for other in container:
+        if type(other) is torch.SymInt or varies and type(other) in symbolic.NUMERIC:
+            if symbolic.compare("==", key, other):
+                return other
+    if varies:
+        m.world.counted = True
+        return as_key(key)
+    return key
+
+
+def counts(m: Machine, key: Any) -> bool:
+    """Whether a key is a number that neither an argument nor a size has to do with."""
+    if type(key) is not torch.SymInt:
+        return False
+    expr, reads = expr_of(key), m.world.varying.reads
+    symbols = expr.symbols() if isinstance(expr, Expr) else ()
+    return bool(symbols) and all(
+        s in reads and reads[s].what == "value" and rooted(reads[s].source) for s in symbols
+    )
+
+
+def settle_keys(m: Machine, values: Iterable[Any]) -> None:
+    """Numbers that are keys are what they are now for native code that puts keys together."""
+    for value in nested(values) if m.world.counted else ():
+        if isinstance(value, KEYED + DICT_VIEWS):
+            symbolic.concrete(tuple(nested(value)))
+
+
 def put(m: Machine, container: Any, keys: Sequence[Any]) -> Any:
     """The container, into which these keys are put one after the other."""
     for place, key in enumerate(keys):
-        if type(key) is Address or type(key).__hash__ is BY_IDENTITY:
+        if type(key) in symbolic.NUMERIC:
+            sought(m, container, key)
+        elif type(key) is Address or type(key).__hash__ is BY_IDENTITY:
             sought(m, container, key)
             sought(m, {other for other in keys[:place] if type(other) is type(key)}, key)
     return container

@@ -102,7 +102,8 @@ class Machine:
         self.foreseen: set[str] = set()
         self.unforeseen: set[str] | None = None
         self.chosen: list[tuple[Any, int]] = []  # tensors that stand for one of two values, and their steps
-        self.exchanged: list[int] = []  # steps at which tensors get other data that the graph has read before
+        #: Tensors that get other data than the graph has read before, and the steps at which they do.
+        self.exchanged: list[tuple[int, FakeTensor]] = []
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
         self.copying, self.copies = True, 0  # whether others are copied from them, and how many were
         self.memos: list[Any] = []  # what the deep copies of the program have made so far

@@ -175,13 +175,14 @@ def bound_of(m: Machine, bound: Any, size: Any) -> Any:
         return bound
     if (known := m.world.varying.of_only(bound)) is not None:
         return wrap(known)
-    bound = m.torch_call(torch.Tensor.long, (bound,), {})
+    given, bound = bound, m.torch_call(torch.Tensor.long, (bound,), {})
     below = m.torch_call(torch.lt, (bound, 0), {})
     front = m.torch_call(torch.where, (below, m.torch_call(torch.add, (bound, size), {}), bound), {})
     number = number_of(m, m.torch_call(torch.clamp, (front, 0, size), {}))
     symbol = expr_of(number)
     symbol.scope.learn(ge(symbol, 0))
     symbol.scope.learn(le(symbol, expr_of(size)))
+    m.world.varying.bounds[symbol] = given
     return number
 
 
@@ -201,7 +202,9 @@ def as_place(m: Machine, part: Any) -> Any:
     expr = expr_of(part) if type(part) is torch.SymInt else None
     if not isinstance(expr, Expr) or not expr.scope.is_open(expr):
         return part
-    return m.torch_call(torch.scalar_tensor, (part,), {"dtype": torch.int64})
+    place = m.torch_call(torch.scalar_tensor, (part,), {"dtype": torch.int64})
+    m.world.varying.placed[id(place)] = place, expr
+    return place
 
 
 def counted(number: Any) -> bool:

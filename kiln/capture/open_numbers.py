@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from kiln.base.conditions import ge, le
+from kiln.base.arithmetic import mul
+from kiln.base.conditions import eq, ge, le
 from kiln.base.errors import Break
 from kiln.base.expressions import Condition, Expr, Truth
 from kiln.base.graph import gathered, mapped
@@ -89,11 +90,24 @@ def assume_sizes(m: Machine, question: Condition) -> bool | None:
     answer = scope.known(question)
     if answer is None and m.numbers:
         for part in question.args if question.op == "and" else (question,):
-            fact = within_bounds(part) if scope.known(part) is None else None
+            fact = None
+            if scope.known(part) is None:
+                fact = same if (same := as_number(m, part)) is not None else within_bounds(part)
             if isinstance(fact, Condition):
                 masks.expect(m, fact)
         answer = scope.known(question)
     return answer
+
+
+def as_number(m: Machine, question: Condition) -> Truth | None:
+    """That a bound of a slice is the number itself, where both are compared."""
+    for symbol in question.symbols() if question.op in ("==", "!=") else ():
+        number = m.world.varying.number_within(symbol)
+        if isinstance(number, Expr) and not question.symbols() - number.symbols() - {symbol}:
+            same = eq(symbol, number)
+            if isinstance(same, Condition) and same.args[0] in (question.args[0], mul(-1, question.args[0])):
+                return same
+    return None
 
 
 def within_bounds(question: Condition) -> Truth | None:

@@ -17,7 +17,7 @@ from kiln.capture import attributes, symbolic
 from kiln.capture.fake_arrays import RULES as ARRAYS
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Machine, UserError
-from kiln.capture.identity import Address, sought
+from kiln.capture.identity import KEYED, Address, counts, settle_keys, sought
 from kiln.capture.iterators import Generator
 from kiln.capture.purity import DICT_VIEWS
 from kiln.capture.world import MISSING, nested
@@ -194,6 +194,7 @@ def native_binary(m: Machine, function: Callable[..., Any], a: Any, b: Any) -> A
         return a
     m.world.touch_deep(a)
     m.world.touch_deep(b)
+    settle_keys(m, (a, b))
     m.world.looked = m.world.looked or any(type(v) is FakeTensor for v in nested((a, b)))
     with m.recorder.mode():
         return m.view(m.operate(function, a, b))
@@ -355,7 +356,7 @@ def plain_key(m: Machine, container: Any, key: Any, name: str) -> Any:
             return m.call(index, (key,))
     if type(key) in PLAIN or type(container) is FakeArray or not symbolic.holds_symbols(key):
         return key
-    if python_method(m, container, name) is not None:
+    if python_method(m, container, name) is not None or isinstance(container, KEYED) and counts(m, key):
         return key
     return symbolic.concrete(key)
 
@@ -375,7 +376,8 @@ def setitem(m: Machine, container: Any, key: Any, value: Any, mode: str = "opaqu
         m.torch_call(operator.setitem, (container, tensor_key(m, key), value), {})
         return
     key = plain_key(m, container, key, "__setitem__")
-    sought(m, container, key)
+    known = sought(m, container, key)
+    key = known if type(key) is torch.SymInt else key
     method = python_method(m, container, "__setitem__")
     if method is not None:
         m.inline(method, (container, key, value), {}, mode)
@@ -392,6 +394,8 @@ def delitem(m: Machine, container: Any, key: Any, mode: str = "opaque") -> None:
     if type(container) is FakeTensor:
         m.operate(operator.delitem, container, key)
     key = plain_key(m, container, key, "__delitem__")
+    known = sought(m, container, key)
+    key = known if type(key) is torch.SymInt else key
     method = python_method(m, container, "__delitem__")
     if method is not None:
         m.inline(method, (container, key), {}, mode)
@@ -416,7 +420,8 @@ def contains(m: Machine, container: Any, value: Any) -> bool:
     """`value in container`."""
     if type(container) is FakeTensor:
         raise Break("data-dependent", "membership in a tensor depends on its values", "use (x == v).any()")
-    if type(value) in SYMBOLIC and not isinstance(container, (list, tuple)):
+    counted = isinstance(container, KEYED) and counts(m, value)
+    if type(value) in SYMBOLIC and not isinstance(container, (list, tuple)) and not counted:
         value = symbolic.concrete(value)
     if type(value) is OpenText:
         raise value.needed()

@@ -321,6 +321,11 @@ def watch_gradient(tensor: Any, hook: Any) -> Any:
     return tensor.register_hook(hook)
 
 
+def keeping_data(tensor: Any) -> Any:
+    """A tensor of its own over the data that this one has now."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def clear_gradients(*tensors: Any) -> None:
     for tensor in tensors:
         tensor.grad = None

@@ -143,8 +143,16 @@ def backward_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """What a module uses to see the gradients that pass through it: an object of the graph."""
     if id(args[0]) not in m.world.pinned:
         raise another_module()
+    if not all(lasts(m, hook) for hooks in args[1:] for hook in hooks):
+        raise unlasting()
     m.recorder.watched = True
     return m.native(m.recorder.effect, torch.utils.hooks.BackwardHook, args, kwargs)
+
+
+def unlasting() -> Break:
+    """The refusal of hooks that are not the same whenever the graph runs."""
+    why = "a hook closes over tensors of the graph, or what other calls may have another of"
+    return Break("tensor-hook", why, "register it outside the compiled function")
 
 
 def another_module() -> Break:
@@ -175,8 +183,7 @@ def is_view(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 def register_hook(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A hook on a gradient is a step of the graph, when all that it holds is the same in every call."""
     if kwargs or len(args) != 2 or not lasts(m, args[1]):
-        why = "a hook closes over tensors of the graph, or what other calls may have another of"
-        raise Break("tensor-hook", why, "register it outside the compiled function")
+        raise unlasting()
     m.recorder.watched |= not computes(args[1])
     handle = m.native(m.recorder.effect, runtime.watch_gradient, args)
     m.steps[id(handle)] = m.safe_step()
@@ -256,8 +263,22 @@ def checkpoint(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     function, *rest = args
     named = set(inspect.signature(torch.utils.checkpoint.checkpoint).parameters) - {"kwargs", "args"}
     options = {*named, "preserve_rng_state"}
+    if kwargs.get("use_reentrant") is False and torch.is_grad_enabled():
+        hooks_allowed(m)
     with m.recorder.region():
         return call(m, function, tuple(rest), {k: v for k, v in kwargs.items() if k not in options})
+
+
+def hooks_allowed(m: Machine) -> None:
+    """Raise where hooks on saved tensors are refused, as those of a checkpoint are."""
+    refusal = _refusal()
+    if refusal is not None:
+        raise UserError(RuntimeError(refusal))
+    what = Const(_refusal, "hooks on saved tensors")
+    m.world.guard(Custom(what, lambda asked: asked() is None, "were not refused"))
+
+
+_refusal = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 @handles(warnings.warn, warnings.warn_explicit)

@@ -79,6 +79,10 @@ class Varying:
         self.items: dict[Symbol, Item] = {}  # numbers that the graph reads
         #: What was read of tensors of one number, and how often they had been written then.
         self.only: dict[int, tuple[torch.Tensor, int, Symbol]] = {}
+        #: Bounds of slices that the graph reads, the tensors whose numbers they are within their dimensions,
+        #: and by their ids what such tensors were made of.
+        self.bounds: dict[Symbol, torch.Tensor] = {}
+        self.placed: dict[int, tuple[torch.Tensor, Any]] = {}
         self.draws: dict[Symbol, Draw] = {}  # in the order of the program
         #: Of floats that are drawn: the least, the most, and whether that one can be.
         self.spans: dict[Any, tuple[float, float, bool]] = {}
@@ -112,6 +116,12 @@ class Varying:
         """What was read as the only number of a tensor that was not written since."""
         known = None if tensor.is_inference() else self.only.get(id(tensor))
         return known[2] if known is not None and known[1] == tensor._version else None
+
+    def number_within(self, bound: Symbol) -> Any:
+        """The number that a bound of a slice is where that lies within its dimension, if it was read."""
+        tensor = self.bounds.get(bound)
+        placed = self.placed.get(id(tensor))
+        return placed[1] if placed is not None else None if tensor is None else self.of_only(tensor)
 
     def drawn(self, draw: Draw, low: int | None, high: int | None, needed: Exception | None) -> Symbol:
         """A number that is drawn before the graph runs, of which its range is known at most."""

@@ -171,6 +171,7 @@ class World:
         self.specialises = True  # whether the backend may build on the facts of example inputs
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
+        self.counted = False  # whether a number that varies is a key of a dict or set
         self.class_writes = False  # whether writes to attributes of classes are held back
         self.made_cells: set[int] = set()  # ids of the cells made during capture
         self.made_classes: set[int] = set()  # and of the classes: nobody else changes them
@@ -822,7 +823,16 @@ class World:
             if value.__closure__ or value.__defaults__ or value.__kwdefaults__:
                 self.constant(value)  # what it holds is from outside, too
         if not cls.__flags__ & IMMUTABLE_TYPE and id(cls) not in self.made_classes:
-            self.guard(ClassAttr(cls, name, value))
+            if self.class_number(cls, name, value) is None:
+                self.guard(ClassAttr(cls, name, value))
+
+    def class_number(self, cls: Any, name: str, value: Any) -> Any:
+        """What stands for a number that is an attribute of a class and has varied, else None."""
+        if not self.varying.numbers or type(value) not in (int, float) or not isinstance(cls, type):
+            return None
+        source = Attr(Const(cls), name)
+        number = self.varying.number(value, source, False)
+        return None if number is None else self.number(number, value, source)
 
     def absent(self, owner: Any, name: str) -> None:
         source = self.sources.get(id(owner))

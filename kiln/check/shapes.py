@@ -10,11 +10,11 @@ import torch
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
-from kiln.base.source import Source
+from kiln.base.source import Attr, Source
 from kiln.check import layout
-from kiln.check.guards import Equals, Guard, Paths
+from kiln.check.guards import ClassAttr, Equals, Guard, Paths
 from kiln.check.torch_guards import TensorMatch, facts
-from kiln.check.values import show
+from kiln.check.values import mro_lookup, show
 
 MOST = 2**63 - 1
 """The greatest size there is: an upper bound that excludes nothing."""
@@ -281,9 +281,17 @@ def _compare_number(guard: Any, now: Any, found: set[Read]) -> None:
         found.add(Read(guard.source))
 
 
+def _compare_attribute(guard: Any, now: Any, found: set[Read]) -> None:
+    """Note a number that an attribute of a class is, where it is another one."""
+    if type(guard.value) in (int, float) and type(mro_lookup(now, guard.name)) in (int, float):
+        if not guard.test(now):
+            found.add(Read(Attr(guard.source, guard.name)))
+
+
 _COMPARED: dict[type, Callable[[Any, Any, set[Read]], None]] = {
     TensorMatch: _compare_tensor,
     ShapedMatch: _compare_tensor,
     Equals: _compare_number,
+    ClassAttr: _compare_attribute,
     AnyNumber: lambda guard, now, found: found.add(Read(guard.source)),
 }

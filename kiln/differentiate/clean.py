@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -41,6 +42,10 @@ UNREAD = {aten.native_batch_norm_backward.default: (7, (3, 4))}  # training: the
 #: Ops that read or write some places along one dimension, and where in their arguments that stands.
 SCATTERS = frozenset({aten.select_scatter.default, aten.slice_scatter.default})
 PARTS = {aten.select.int: 1, aten.slice.Tensor: 1, **dict.fromkeys(SCATTERS, 2)}
+Span: TypeAlias = tuple[int, int, int]
+"""The dimension along which a part of a value is read or written, and where it begins and ends."""
+#: How many places a part has at most whose writes are found by place.
+SHORT = 16
 SINGLE = frozenset({aten.select.int, aten.select_scatter.default})
 #: Views that undo themselves.
 SWAPS = frozenset({aten.t.default, aten.transpose.int})
@@ -68,6 +73,7 @@ def clean(graph: Graph, results: Results) -> None:
     replaced: dict[Node, Node] = {}
     seen: dict[Any, Node] = {}
     kept: list[Node] = []
+    written = Written()
     shown: set[Node] | None = None
     for node in graph.nodes:
         if node.backward and shown is None:
@@ -81,7 +87,7 @@ def clean(graph: Graph, results: Results) -> None:
         if unread and len(node.args) > flag and node.args[flag] is True:
             node.args = tuple([None if i in unread else value for i, value in enumerate(node.args)])
         if node.op in PARTS and node.op not in SCATTERS:
-            node.args = (read_of(node), *node.args[1:])
+            node.args = (written.read_by(node), *node.args[1:])
         inner = node.args[0] if node.op in SWAPS else None
         if inner is not None and inner.op is node.op and inner.args[1:] == node.args[1:]:
             source = inner.args[0]
@@ -96,6 +102,8 @@ def clean(graph: Graph, results: Results) -> None:
             if known is not node:
                 replaced[node] = known
                 continue
+        if node.op in SCATTERS:
+            written.note(node)
         kept.append(node)
     graph.nodes = kept
     graph.outputs = part(graph, retarget(graph.outputs, replaced), results)
@@ -133,19 +141,82 @@ def look_at_unread(graph: Graph) -> None:
     graph.nodes = listed
 
 
-def read_of(part: Node) -> Node:
-    """What a part is read of: what that was before other parts were written, as a loop does in its turns."""
-    whole: Node = part.args[0]
-    mine = places(part) if whole.op in SCATTERS else None
-    while mine is not None and whole.op in SCATTERS and whole.spec == whole.args[0].spec:
-        its = places(whole)
-        if its is None or its[0] != mine[0] or mine[1] < its[2] and its[1] < mine[2]:
-            break
-        whole = whole.args[0]
-    return whole
+class Written:
+    """Values whose parts are written one after the other, each made of the one before it."""
+
+    def __init__(self) -> None:
+        self.turns: dict[Node, tuple[Turns, int]] = {}
+
+    def note(self, node: Node) -> None:
+        """A part of a value is written."""
+        whole: Node = node.args[0]
+        if node.spec == whole.spec:
+            turns, place = self.turns.get(whole, (None, 0))
+            span = places(node)
+            if turns is None or place < len(turns.nodes) - 1:
+                turns = Turns(whole, -1 if span is None else span[0])
+            self.turns[node] = turns, turns.add(node, span)
+
+    def read_by(self, part: Node) -> Node:
+        """What a part is read of: what that was before others were written, as loops do in their turns."""
+        whole: Node = part.args[0]
+        mine = places(part) if whole in self.turns else None
+        while mine is not None and whole in self.turns:
+            turns, last = self.turns[whole]
+            if (at := turns.last(mine, last)) >= 0:
+                return turns.nodes[at]
+            whole = turns.start
+        return whole
 
 
-def places(part: Node) -> tuple[int, int, int] | None:
+class Turns:
+    """Writes to parts of one value, in their order; short ones are found by the places that they are to."""
+
+    def __init__(self, start: Node, dim: int) -> None:
+        self.start, self.dim = start, dim
+        self.nodes: list[Node] = []
+        self.spans: list[Span | None] = []
+        self.at: dict[int, list[int]] = {}
+        self.long: list[int] = []
+
+    def add(self, node: Node, span: Span | None) -> int:
+        number = len(self.nodes)
+        self.nodes.append(node)
+        self.spans.append(span)
+        if span is None or not self.short(span):
+            self.long.append(number)
+        else:
+            for place in range(*span[1:]):
+                self.at.setdefault(place, []).append(number)
+        return number
+
+    def short(self, span: Span) -> bool:
+        """Whether writes to these places are found one by one."""
+        return span[0] == self.dim and span[2] - span[1] <= SHORT
+
+    def last(self, mine: Span, until: int) -> int:
+        """The last write up to one of them that may be to a part of these places; less than 0 for none."""
+        if not self.short(mine):
+            return next((i for i in range(until, -1, -1) if _meet(self.spans[i], mine)), -1)
+        latest = -1
+        for place in range(*mine[1:]):
+            turns = self.at.get(place, [])
+            if known := bisect_right(turns, until):
+                latest = max(latest, turns[known - 1])
+        for i in range(bisect_right(self.long, until) - 1, -1, -1):
+            if self.long[i] < latest:
+                break
+            if _meet(self.spans[self.long[i]], mine):
+                return self.long[i]
+        return latest
+
+
+def _meet(its: Span | None, mine: Span) -> bool:
+    """Whether a write may be to one of these places."""
+    return its is None or its[0] != mine[0] or mine[1] < its[2] and its[1] < mine[2]
+
+
+def places(part: Node) -> Span | None:
     """The dimension along which a part of a value is read or written, and where it begins and ends."""
     shape, (dim, start, end, *_) = part.args[0].spec.shape, (*part.args[PARTS[part.op] :], None, None, None)
     dim = (dim or 0) % len(shape)

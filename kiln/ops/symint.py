@@ -118,11 +118,12 @@ def below_zero(value: Any) -> bool:
 class Node:
     """What PyTorch asks of the object behind a symbolic number."""
 
-    __slots__ = ("__weakref__", "expr", "kind")
+    __slots__ = ("__weakref__", "counts", "expr", "kind")
 
     def __init__(self, expr: Any, kind: type) -> None:
         self.expr: Any = expr
         self.kind = kind
+        self.counts = False  # whether it is a key: those that it equals are decided
 
     def clone(self) -> Node:
         return self
@@ -354,3 +355,19 @@ for _name, _answer in ANSWERS.items():
 for _type in (int, float, bool):
     setattr(Node, f"is_{_type.__name__}", lambda self, kind=_type: self.kind is kind)
     setattr(Node, f"wrap_{_type.__name__}", lambda self, value, kind=_type: Node(value, kind))
+
+
+def as_key(number: Any) -> Any:
+    """A number that has a hash; no op is given it, as ops compute what they know by the hashes of sizes."""
+    key = SymInt(Node(number.node.expr, int))
+    key.node.counts = True
+    return key
+
+
+def hash_of(number: Any, before: Callable[[Any], int] = SymInt.__hash__) -> int:
+    """The hash of a number that is a key; torch refuses it of all others."""
+    node = number.node
+    return hash(node.hint) if type(node) is Node and node.counts else before(number)
+
+
+SymInt.__hash__ = hash_of  # type: ignore[method-assign, assignment]

@@ -523,6 +523,19 @@ def watched_module(x):
     WATCHED(x).sum().backward()
 
 
+def seen_by_a_hook(x):
+    """A hook that keeps the gradient in a list of this call's."""
+    seen = []
+    handle = HOOKED.register_full_backward_hook(lambda module, gradients, given: seen.append(given[0]))
+    HOOKED(x).sum().backward()
+    handle.remove()
+    CALLS.append(len(seen))
+    return seen[0] * 2
+
+
+HOOKED = nn.Linear(3, 3)
+
+
 def module_made_here(x, through=False):
     module = nn.Linear(3, 3)
     nn.init.ones_(module.weight)
@@ -545,8 +558,8 @@ def checked(x):
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
 @pytest.mark.parametrize(
     "f",
-    [counted_within, counted_outside, made_here, hooked_before, hooked_after, watched, watched_module, module_made_here,
-     module_gone_through, checked],
+    [counted_within, counted_outside, made_here, hooked_before, hooked_after, watched, watched_module, seen_by_a_hook,
+     module_made_here, module_gone_through, checked],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_what_a_backward_does_beside_its_gradients_is_done_in_each_call(f, backend):
@@ -564,3 +577,37 @@ def test_what_a_backward_does_beside_its_gradients_is_done_in_each_call(f, backe
     wanted = program(lambda f: f)
     kiln.reset()
     close(program(lambda f: kiln.compile(f, backend=backend)), wanted)
+
+
+def refused_in_a_checkpoint(x):
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+
+
+def refused_behind_a_break(x):
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        with torch.autograd.graph.save_on_cpu():
+            return x.exp()
+
+
+def in_a_checkpoint(x):
+    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("f", [refused_in_a_checkpoint, refused_behind_a_break], ids=lambda f: f.__name__)
+def test_hooks_on_saved_tensors_are_refused(f, backend):
+    x, compiled = torch.ones(3, requires_grad=True), kiln.compile(f, backend=backend)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no hooks here"):
+            compiled(x)
+        assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def test_hooks_on_saved_tensors_are_refused_around_a_call():
+    x, compiled = torch.ones(3, requires_grad=True), kiln.compile(in_a_checkpoint, backend="eager")
+    close(compiled(x), x.sin())
+    for _ in range(2):
+        with torch.autograd.graph.disable_saved_tensors_hooks("none"), pytest.raises(RuntimeError, match="none"):
+            compiled(x)
+        close(compiled(x), x.sin())

@@ -763,6 +763,73 @@ def test_gradients_reach_a_tensor_whose_data_was_assigned():
     assert torch.equal(x.grad, y * 3 * 2)
 
 
+def follow(slow, fast):
+    """What a momentum encoder does after each step."""
+    for p, q in zip(fast.parameters(), slow.parameters(), strict=True):
+        q.data = q.data * 0.9 + p.data * 0.1
+
+
+def momentum_step(slow, fast, optimizer, x):
+    optimizer.zero_grad()
+    with torch.no_grad():
+        wanted = slow(x)
+    loss = (fast(x) - wanted).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    follow(slow, fast)
+    return loss
+
+
+def momentum_first(slow, fast, optimizer, x):
+    with torch.no_grad():
+        follow(slow, fast)
+        wanted = slow(x)
+    optimizer.zero_grad()
+    return (fast(x) * wanted).sum()
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("f", [momentum_step, momentum_first], ids=lambda f: f.__name__)
+def test_a_momentum_encoder_assigns_data_in_one_graph(f, backend):
+    def program(how):
+        torch.manual_seed(0)
+        fast = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+        slow = copy.deepcopy(fast)
+        optimizer = torch.optim.SGD(fast.parameters(), lr=0.1)
+        run, found = how(f), []
+        for i in range(3):
+            loss = run(slow, fast, optimizer, t(2, 4) + i)
+            if f is momentum_first:
+                loss.backward()
+                optimizer.step()
+            else:
+                with pytest.raises(RuntimeError, match="second time"):
+                    loss.backward()
+            found += [loss.detach(), *(p.detach().clone() for p in (*slow.parameters(), *fast.parameters()))]
+        return found
+
+    wanted = program(lambda f: f)
+    torch.testing.assert_close(program(lambda f: kiln.compile(f, backend=backend, fullgraph=True)), wanted)
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_gradients_of_a_tensor_itself_whose_data_is_assigned_break(backend):
+    def f(x, y):
+        out = (x * y).sum()
+        x.data = x.data * 2
+        return out
+
+    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    a, b = x.detach().clone().requires_grad_(), y.detach().clone().requires_grad_()
+    kiln.compile(f, backend=backend)(x, y).backward()
+    f(a, b).backward()
+    torch.testing.assert_close((x, y, x.grad, y.grad), (a, b, a.grad, b.grad))
+    with pytest.raises(kiln.Break, match="gradients may follow"):
+        kiln.compile(f, backend=backend, fullgraph=True)(x, y)
+
+
 class Power(torch.nn.Module):
     """A power iteration that replaces its vectors, as spectral norms do."""
 

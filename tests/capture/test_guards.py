@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.same import Same
 from tests.support import EAGER, Counting, Watch, kiln, t
 
 if not EAGER:
@@ -997,3 +998,72 @@ def test_what_was_replaced_may_change(place):
     give(new := Part())
     new.on = False
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2))
+
+
+# Numbers that count what was made.
+
+
+class Handle:
+    made = 0
+
+    def __init__(self):
+        self.number = Handle.made
+        Handle.made += 1
+
+
+KNOWN = {3: 10, 8: 20}
+HOOKED = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+
+
+def kept_in_an_object(x):
+    return x + 1, Handle().number, Handle.made
+
+
+def key_for_a_while(x):
+    first, second, table = Handle(), Handle(), {}
+    table[first.number] = x
+    table[second.number] = x + 1
+    found = [key for key in table], table[second.number], first.number in table, table.pop(first.number)
+    return found, table, {first.number, second.number} | {2}
+
+
+def key_among_others(x):
+    number = Handle().number
+    return x + KNOWN[number] if number in KNOWN else x + KNOWN.get(number, 1)
+
+
+def keys_put_together(x):
+    table = {Handle().number: 1}
+    return x, {**table, 5: 2}, {6: 3} | table, table == {7: 1}, sorted(table)
+
+
+def keys_that_are_sizes(x):
+    table = {}
+    table[Handle().number] = 1
+    table[Handle().number] = 2
+    size = [*table][1]
+    return torch.zeros(size), torch.arange(Handle.made), x[0, :1].expand(size) * size
+
+
+def hook_for_a_while(x):
+    seen = []
+    handle = HOOKED[1].register_forward_hook(lambda module, given, out: seen.append(out), prepend=True)
+    out = HOOKED(x)
+    handle.remove()
+    return out, seen[0]
+
+
+@pytest.mark.parametrize(
+    ("f", "graphs"),
+    [(kept_in_an_object, 2), (key_for_a_while, None), (key_among_others, None), (keys_put_together, None),
+     (keys_that_are_sizes, None), (hook_for_a_while, 2)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_what_counts_is_a_number_that_varies(f, graphs):
+    def calls(run):
+        Handle.made = 0
+        return [run(X) for _ in range(10)]
+
+    wanted, counting = calls(f), Counting()
+    Same()(wanted, calls(kiln.compile(f, backend=counting)), "results")
+    assert EAGER or graphs is None or len(counting.modules) == graphs

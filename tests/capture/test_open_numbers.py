@@ -200,6 +200,16 @@ def up_to_the_longest(x, lengths):
     return x[:, :longest] * within
 
 
+def sliced_before(x, lengths):
+    longest = lengths.max()
+    return x[:, :longest] * torch.arange(longest)
+
+
+def sliced_by_a_number_before(x, lengths):
+    count = lengths[0].item()
+    return x[:, :count] + torch.arange(count), x[:, : count - lengths[1].item()]
+
+
 def written_between(x, lengths):
     count = lengths[0] + 1
     first = count.item()
@@ -209,7 +219,9 @@ def written_between(x, lengths):
 
 @needs_kiln
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
-@pytest.mark.parametrize("program", [up_to_the_longest, written_between])
+@pytest.mark.parametrize(
+    "program", [up_to_the_longest, sliced_before, sliced_by_a_number_before, written_between]
+)
 def test_a_number_read_again_is_the_same_one_until_it_is_written(program, backend):
     compiled = kiln.compile(program, fullgraph=True, backend=backend)
     with kiln.records() as seen:

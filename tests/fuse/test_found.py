@@ -64,6 +64,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "a norm after a write into a turned image of one column": (
         [plain(1, 16, 33, 1, layout="transposed")],
         ["v0 = torch.index_put(a0, (torch.tensor([-1, -1]),), a0.sum(), accumulate=True)", "v1 = F.group_norm(v0, 1)"]),
+    "windows of one number": ([plain(3, grad=True)], ["v0 = a0.sum().unfold(-1, 1, 1) * 2", "v1 = a0.prod().unfold(0, 0, 1)"]),
     "windows that overlap": ([plain(3, 4)], ["a0.unfold(0, 2, 1)[0].add_(1)", "v0 = a0 * 1"]),
     "a product of an argument that starts later": ([plain(2, 2, 64, layout="inner step", grad=True)],
                                                    ["v0 = torch.matmul(a0, a0.transpose(-1, -2))"]),
