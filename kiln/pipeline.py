@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.autograd import forward_ad
 
-from kiln import _hook, modules, telling
+from kiln import _hook, foreign, modules, telling
 from kiln.base import live, log, options, records, state
 from kiln.base.collecting import uncollected
 from kiln.base.dataclass import dataclass
@@ -80,7 +80,7 @@ def frame_region(function: types.FunctionType, between: Between) -> Any:
 
 
 nested.install(frame_region)
-hide(nested, runtime, state)
+hide(foreign, nested, runtime, state)
 _hook.leave_alone(_find_and_load.__code__)  # modules that the program imports on its way
 
 
@@ -289,7 +289,7 @@ def compiled(asked: Compile, name: str, graph: CapturedModule, inputs: list[Any]
         graph.write()
     try:
         with options.config.patch(**changes), records.timed("backend", made):
-            built = asked.backend(graph, inputs)
+            built = foreign.built(asked.backend, graph, inputs, asked.setting("cache_limit"))
     except Bug:  # ours, whoever's backend it is
         raise
     except Exception as e:
