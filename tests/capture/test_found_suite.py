@@ -1112,3 +1112,34 @@ def test_lists_of_no_tensors_are_refused_as_eager_does(call):
 
     one_graph(f, X, [], [])
     one_graph(f, X, [t(1)], [])
+
+
+def test_nests_of_fx_are_walked():
+    def f(x, nest):
+        made = torch.fx.immutable_collections.immutable_list(nest)
+        try:
+            made.append(x)
+        except TypeError:
+            x = x + 1
+        return torch.fx.node.map_aggregate((made, {"a": x}), lambda v: v * 2), torch.fx.node.map_arg(nest, list), x
+
+    one_graph(f, X, [X, [t(2), (t(1),)]])
+
+
+class Noting:
+    __class_getitem__ = classmethod(types.GenericAlias)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_classes_of_something_are_called():
+    def f(x):
+        made = Noting[int](x + 1)
+        return made, made.__orig_class__ == Noting[int], dict[str, int](a=x * 2), list[int]((1, 2)), tuple[int, ...]([x])
+
+    one_graph(f, X)
+
+
+def test_whether_checkpoints_are_valid_is_asked():
+    one_graph(lambda x: x + 1 if torch.autograd._is_checkpoint_valid() else x - 1, X)
