@@ -96,7 +96,7 @@ def region(function: types.FunctionType, asked: Compile, kept: Kept | None = Non
     """A callable that runs the function captured and compiled, with what other such have captured."""
     if kept is None:
         return make_region(function, family_of(asked))
-    return registered(function, lambda region, argv: miss(region, argv, kept.family, kept))
+    return registered(function, lambda region, argv: miss(region, argv, kept.family, kept), asked.fullgraph)
 
 
 #: The regions of modules, each with the first module that was compiled so and what its regions share.
@@ -127,13 +127,16 @@ def module_region(function: types.FunctionType, module: torch.nn.Module, asked: 
 
 
 def make_region(function: types.FunctionType, family: Family) -> Any:
-    return registered(function, lambda region, argv: miss(region, argv, family))
+    fullgraph = family.options.fullgraph
+    return registered(function, lambda region, argv: miss(region, argv, family), fullgraph)
 
 
-def registered(function: types.FunctionType, missed: Any) -> Any:
+def registered(function: types.FunctionType, missed: Any, whole: bool = False) -> Any:
     _hook.hide(missed.__code__, _hook.HIDDEN)
     made = _hook.Region(function, missed)
     live.register(made)
+    if whole:
+        live.whole.add(made)
     return made
 
 

@@ -24,13 +24,13 @@ import torch
 from torch.autograd.graph import Node
 
 from kiln import _hook
-from kiln.base import marks
+from kiln.base import live, marks
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Attr, Const, Derived, DictAttr, Item, Source
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
-from kiln.capture.frame import Machine, Unread, UserError
+from kiln.capture.frame import Machine, Restart, Unread, UserError
 from kiln.capture.identity import SEARCHED, sought
 from kiln.capture.iterators import Callback, Generator
 from kiln.capture.nodes import Args as Args
@@ -350,6 +350,17 @@ def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
         if type(result) in CONSTANTS or isinstance(result, (type, types.ModuleType, types.FunctionType)):
             return result
     return call(m, m.world.constant(function.__wrapped__), args, kwargs)
+
+
+def call_region(m: Machine, region: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A function that is compiled already is inlined, unless it is to be one graph and would be split."""
+    function = m.world.constant(region.function)
+    if m.whole or region not in live.whole:
+        return call(m, function, args, kwargs, mode)
+    try:
+        return call(m, function, args, kwargs)
+    except Break as e:
+        raise Restart(m.safe_step(), e) from None
 
 
 def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -683,8 +694,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     weakref.KeyedRef: call_weak,
     weakref.CallableProxyType: lambda m, f, args, kwargs, mode: call(m, proxied(m, f), args, kwargs, mode),
     staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
-    # A function that is compiled already is inlined as if it were not.
-    _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),
+    _hook.Region: call_region,
     Within: call_rest,
     torch._ops.OpOverload: call_leaf,
     torch._ops.OpOverloadPacket: call_leaf,
