@@ -1143,3 +1143,28 @@ def test_classes_of_something_are_called():
 
 def test_whether_checkpoints_are_valid_is_asked():
     one_graph(lambda x: x + 1 if torch.autograd._is_checkpoint_valid() else x - 1, X)
+
+
+def test_links_of_an_exception_that_is_given_are_written():
+    def f(x, error):
+        error.__cause__ = ValueError(1)
+        error.__context__ = KeyError(2)
+        return x + 1, error, error.__suppress_context__, type(error.__cause__)
+
+    def links(f):
+        error = TypeError(3)
+        f(X, error)
+        return repr(error.__cause__), repr(error.__context__), error.__suppress_context__
+
+    one_graph(f, X, TypeError(3))
+    assert EAGER or links(f) == links(kiln.compile(f, backend="eager", fullgraph=True))
+
+
+def test_no_exception_is_caused_by_a_number():
+    def f(x, error):
+        try:
+            error.__cause__ = 2
+        except TypeError as wrong:
+            return x + 1, str(wrong)
+
+    one_graph(f, X, TypeError(3))
