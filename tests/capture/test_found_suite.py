@@ -1168,3 +1168,37 @@ def test_no_exception_is_caused_by_a_number():
             return x + 1, str(wrong)
 
     one_graph(f, X, TypeError(3))
+
+
+class Paired(list):
+    def append(self, item):
+        super().append((item, 1))
+
+
+class Doubled(dict):
+    def __setitem__(self, key, item):
+        super().__setitem__(key, (item, 2))
+
+
+class Tagged(collections.OrderedDict):
+    def __init__(self, *items):
+        super().__init__(*items)
+        self.tag = "made"
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(("kind", "items"), [(Bag, [1, 2]), (Paired, [1, [2]]), (Doubled, {1: [2]}), (Tagged, {1: X})])
+def test_containers_of_a_class_of_its_own_are_copied(kind, items, how):
+    def f(x, given):
+        made = kind(items)
+        made.inner = [made]
+        again, other = how(made), how(given)
+        kept = again.inner is made.inner, again.inner[0] is again, other.note is given.note
+        return x + len(again), other, other.note, list(other), kept, again.inner[0] is made
+
+    def one():
+        one = kind(items)
+        one.note = [3]
+        return one
+
+    one_graph(f, X, one())
