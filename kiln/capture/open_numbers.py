@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.conditions import ge, le
+from kiln.base.conditions import eq, ge, le
 from kiln.base.errors import Break
 from kiln.base.expressions import Condition, Expr, Truth
 from kiln.base.graph import gathered, mapped
@@ -97,15 +97,20 @@ def assume_sizes(m: Machine, question: Condition) -> bool | None:
 
 
 def within_bounds(question: Condition) -> Truth | None:
-    """The question or its contrary: sizes are not zero, and the numbers of the graph not too great."""
+    """The question or its contrary: sizes are not zero, the numbers of the graph not too great, or as asked.
+
+    Of numbers of which none is known to be the greater, what holds is what does where they are equal.
+    """
     scope = question.scope
     expr = scope.simplify(question.args[0]) if question.op in ("<=", "!=", "==") else None
     if not isinstance(expr, Expr):
         return None
     if question.op != "<=":
-        return ge(expr, 1) if scope.known(ge(expr, 0)) else le(expr, -1) if scope.known(le(expr, 0)) else None
+        least, most = scope.known(ge(expr, 0)), scope.known(le(expr, 0))
+        return ge(expr, 1) if least else le(expr, -1) if most else eq(expr, 0)
     signs = {factor > 0 for term, factor in expr.poly.items() if scope.open.keys() & set(term)}
-    return None if len(signs) != 1 else le(expr, 0) if signs == {True} else ge(expr, 1)
+    upper = signs == {True} or len(signs) == 2 and expr.poly.get((), 0) <= 0
+    return le(expr, 0) if upper else ge(expr, 1) if signs else None
 
 
 @handles(torch.Tensor.tolist)
