@@ -41,18 +41,20 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
     """
     reason.at = m.frames[-1].place()
     kind, varying = kind_of(tensor), m.world.varying
-    computes = m.numbers and kind in (int, float)
+    computes = m.numbers and kind in (int, float, bool)
     known = varying.of_only(tensor) if computes else None
     if known is not None:
-        return wrap(known)
+        return wrap(known) != 0 if kind is bool else wrap(known)
     kept = m.torch_call(torch.clone, (m.torch_call(torch.Tensor.detach, (tensor,), {}),), {})
     if computes:
-        symbol = varying.item(kind)
+        if kind is bool:
+            kept = m.torch_call(torch.Tensor.int, (kept,), {})
+        symbol = varying.item(float if kind is float else int)
         varying.items[symbol] = Item((torch.Tensor.item, kept), m.frames[-1].step, reason)
         m.recorder.symbol(symbol, "item", kept)
         if not tensor.is_inference():
             varying.only[id(tensor)] = tensor, tensor._version, symbol
-        return wrap(symbol)
+        return wrap(symbol) != 0 if kind is bool else wrap(symbol)
     return OpenNumber(kind, kept, m.frames[-1].step, reason)
 
 
@@ -210,8 +212,8 @@ def converted(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
 def truth(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """`bool(x)`: left open, where nothing may break, for a program that only keeps it."""
     (value,) = args or (False,)
-    if m.numbers and type(value) in (torch.SymInt, torch.SymFloat):
-        return m.native(symbolic.compare, "!=", value, 0)
+    if m.numbers and type(value) in symbolic.SYMBOLIC:
+        return value if type(value) is torch.SymBool else m.native(symbolic.compare, "!=", value, 0)
     try:
         return m.truth(value)
     except Break as reason:

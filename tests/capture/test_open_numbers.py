@@ -575,3 +575,19 @@ def test_sizes_that_the_graph_reads_are_alike_where_torch_asks(program, fit, oth
                 compiled(x, sizes)
         else:
             torch.testing.assert_close(compiled(x, sizes), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_truths_of_tensors_are_asked_of_and_checked(backend):
+    def f(x):
+        flag, other = (x > 0).any().item(), (x[0] > 0).item()
+        torch._check(flag)
+        return x * 2, flag, bool(flag), not other, isinstance(other, bool)
+
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for x in (torch.ones(3), torch.tensor([-1.0, 1, 1])):
+        got, expected = compiled(x), f(x)
+        assert torch.equal(got[0], expected[0]) and got[1:] == expected[1:]
+        assert [type(v) for v in got] == [type(v) for v in expected]
+    with pytest.raises(RuntimeError, match="Expected cond to be True"):
+        compiled(-torch.ones(3))
