@@ -380,7 +380,8 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 
 def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """An nn.Module: what an earlier call of one like it recorded, or else its `__call__`."""
-    if not module._modules and type(module).__module__.startswith("torch.nn.modules."):
+    parts = vars(module).get("_modules")  # none of one that is made in what goes on after a break
+    if parts is None or not parts and type(module).__module__.startswith("torch.nn.modules."):
         return enter_module(m, module, args, kwargs, mode)  # one or two ops
     return repeated.call(m, module, args, kwargs, lambda: enter_module(m, module, args, kwargs, mode))
 

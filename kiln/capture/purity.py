@@ -250,4 +250,5 @@ def reads_deeply(function: Any) -> bool:
 
 def calls_back(function: Any) -> bool:
     """Whether native code may call the Python functions it is given."""
-    return function in CALL_BACK or getattr(function, "__name__", "") in CALL_BACK_NAMES
+    known = type(function).__hash__ is not None and function in CALL_BACK
+    return known or getattr(function, "__name__", "") in CALL_BACK_NAMES
