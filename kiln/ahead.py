@@ -216,7 +216,8 @@ def is_hook(node: fx.Node) -> bool:
 def refuse_wrappers(module: fx.GraphModule, examples: Sequence[Any]) -> None:
     """Raise Break for a graph over tensors made of others: what their classes do is not in it."""
     held = [getattr(module, str(node.target), None) for node in module.graph.find_nodes(op="get_attr")]
-    for value in (*examples, *held):
+    made = [getattr(node.meta.get("example_value"), "wrapped", None) for node in module.graph.nodes]
+    for value in (*examples, *held, *made):
         if hasattr(value, "__tensor_flatten__"):
             raise Break("tensor-subclass", f"the graph computes with a {type(value).__name__}", "")
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.autograd import forward_ad
 
-from kiln import _hook, modules, telling
+from kiln import _hook, foreign, modules, telling
 from kiln.base import live, log, options, records, state
 from kiln.base.collecting import uncollected
 from kiln.base.dataclass import dataclass
@@ -80,7 +80,7 @@ def frame_region(function: types.FunctionType, between: Between) -> Any:
 
 
 nested.install(frame_region)
-hide(nested, runtime, state)
+hide(foreign, nested, runtime, state)
 _hook.leave_alone(_find_and_load.__code__)  # modules that the program imports on its way
 
 
@@ -96,7 +96,7 @@ def region(function: types.FunctionType, asked: Compile, kept: Kept | None = Non
     """A callable that runs the function captured and compiled, with what other such have captured."""
     if kept is None:
         return make_region(function, family_of(asked))
-    return registered(function, lambda region, argv: miss(region, argv, kept.family, kept))
+    return registered(function, lambda region, argv: miss(region, argv, kept.family, kept), asked.fullgraph)
 
 
 #: The regions of modules, each with the first module that was compiled so and what its regions share.
@@ -127,13 +127,16 @@ def module_region(function: types.FunctionType, module: torch.nn.Module, asked: 
 
 
 def make_region(function: types.FunctionType, family: Family) -> Any:
-    return registered(function, lambda region, argv: miss(region, argv, family))
+    fullgraph = family.options.fullgraph
+    return registered(function, lambda region, argv: miss(region, argv, family), fullgraph)
 
 
-def registered(function: types.FunctionType, missed: Any) -> Any:
+def registered(function: types.FunctionType, missed: Any, whole: bool = False) -> Any:
     _hook.hide(missed.__code__, _hook.HIDDEN)
     made = _hook.Region(function, missed)
     live.register(made)
+    if whole:
+        live.whole.add(made)
     return made
 
 
@@ -289,7 +292,7 @@ def compiled(asked: Compile, name: str, graph: CapturedModule, inputs: list[Any]
         graph.write()
     try:
         with options.config.patch(**changes), records.timed("backend", made):
-            built = asked.backend(graph, inputs)
+            built = foreign.built(asked.backend, graph, inputs, asked.setting("cache_limit"))
     except Bug:  # ours, whoever's backend it is
         raise
     except Exception as e:

@@ -6,11 +6,13 @@ import gc
 import inspect
 import io
 import pickle
+import warnings
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kiln
 from kiln.base import records
@@ -738,3 +740,55 @@ def test_compile_calls_on_a_function_of_a_module_share_what_was_captured(x):
     assert kiln.explain(doubled)(x).graphs and kiln.explain(doubled)(x).graphs
     kiln.reset()
     assert kiln.compile(doubled, backend=backend)(x).equal(x * 2) and len(backend.modules) == 3
+
+
+def seen_by_tracing(asked):
+    def backend(graph, inputs):
+        asked.append([v if isinstance(v, int) else tuple(v.shape) for v in inputs])
+        return torch.jit.trace(graph, inputs) if len(inputs) == 1 else make_fx(graph)(*inputs)
+
+    return backend
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.filterwarnings("ignore")  # what torch says of tracing
+def test_a_backend_that_traces_the_graph_is_asked_for_each_size(dynamic):
+    def f(x):
+        return x.new_ones(x.shape[0] * 2), x * x.shape[0]
+
+    def g(x, d):
+        return torch.add(x, x, alpha=d)
+
+    for function, calls in ((f, [(3,), (4,), (5,), (4,), (3,)]), (g, [(3, 5), (3, 6), (4, 6), (4, 7), (4, 6)])):
+        asked = []
+        compiled = kiln.compile(function, backend=seen_by_tracing(asked), dynamic=dynamic)
+        with kiln.records() as seen:
+            for size, *rest in calls:
+                x = torch.arange(float(size))
+                mine, eager = compiled(x, *rest), function(x, *rest)
+                assert all(map(torch.equal, mine, eager)) if type(eager) is tuple else torch.equal(mine, eager)
+        assert len(seen.graphs) == (1 if dynamic else 2 if function is f else 3)
+        assert len(asked) == len({*calls}) or not dynamic
+
+
+def test_a_backend_that_traces_the_graph_is_asked_for_so_many_sizes():
+    asked = []
+    compiled = kiln.compile(lambda x: x * x.shape[0], backend=seen_by_tracing(asked), dynamic=True)
+    with kiln.config.patch(cache_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for size in range(2, 7):
+            assert torch.equal(compiled(torch.ones(size)), torch.full((size,), float(size)))
+    assert len(asked) == 2
+
+
+def test_a_backend_that_runs_no_op_is_asked_once():
+    asked = []
+
+    def backend(graph, inputs):
+        asked.append(graph)
+        return kiln.lookup_backend("kiln")(graph, inputs)
+
+    compiled = kiln.compile(lambda x: x.sin() * x.shape[0], backend=backend, dynamic=True)
+    for size in range(2, 5):
+        assert torch.allclose(compiled(torch.ones(size)), torch.ones(size).sin() * size)
+    assert len(asked) == 1

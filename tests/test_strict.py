@@ -114,3 +114,40 @@ def test_nothing_of_it_does_anything_in_python():
         kiln.skip_frame()
         kiln.step_unsupported("why")
     assert strict.now() is None
+
+
+def broken(x):
+    x = x + 1
+    kiln.graph_break()
+    return x * 2
+
+
+def filled(x):
+    return torch.zeros(int(x.sum().item()))
+
+
+class Broken(torch.nn.Module):
+    def forward(self, x):
+        return broken(x)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("inner", [broken, Broken(), lambda x: broken(x) + 1])
+def test_one_graph_inside_another_program_is_one_graph(inner, whole):
+    compiled = kiln.compile(inner, backend="eager", fullgraph=True)
+    with pytest.raises(kiln.Break, match="graph_break"):
+        kiln.compile(lambda x: compiled(x + 1) + 1, backend="eager", fullgraph=whole)(t(3))
+
+
+def test_one_graph_inside_another_program_is_captured_alone_where_it_would_be_split():
+    outer, own = Counting(), Counting()
+    whole = kiln.compile(filled, backend=own, fullgraph=True)
+    f = kiln.compile(lambda x: whole(x + 1) + 1, backend=outer)
+    assert f(torch.ones(3)).equal(torch.ones(6))
+    assert (len(outer.modules), len(own.modules)) == (2, 1)
+
+    outer, own = Counting(), Counting()
+    whole = kiln.compile(lambda x: x.sin(), backend=own, fullgraph=True)
+    f = kiln.compile(lambda x: whole(x + 1) + 1, backend=outer)
+    assert f(t(3)).equal((t(3) + 1).sin() + 1)
+    assert (len(outer.modules), len(own.modules)) == (1, 0)

@@ -14,6 +14,8 @@ STANCES = ("default", "force_eager", "eager_on_recompile", "fail_on_recompile", 
 
 _lock = threading.Lock()
 _regions: WeakSet[Any] = WeakSet()
+#: Those that are to be one graph each, also where another one calls them.
+whole: WeakSet[Any] = WeakSet()
 _stance = "default"
 
 

@@ -175,8 +175,14 @@ class Configuration:
     @contextmanager
     def patch(self, **changes: Any) -> Iterator[Settings]:
         """Put the settings with these changes in force in this context; also serves as a decorator."""
+        with self.use(with_changes(self.now, changes)) as settings:
+            yield settings
+
+    @contextmanager
+    def use(self, settings: Settings) -> Iterator[Settings]:
+        """Put these settings in force in this context."""
         patched: ContextVar[Settings | None] = self._patched  # type: ignore[attr-defined]
-        token = patched.set(with_changes(self.now, changes))
+        token = patched.set(settings)
         try:
             yield self.now
         finally:

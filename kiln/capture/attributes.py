@@ -530,7 +530,11 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
             refuse_behaviour(value, name, item)
         found = mro_lookup(type(value), name)
         slot = is_data_descriptor(found)
-        if slot and isinstance(found, NATIVE_DESCRIPTORS) and not found.__objclass__.__flags__ & 1 << 9:
+        if name in LINKS and found is LINKS[name]:
+            m.native(setattr, BaseException(), name, item)  # raises where it is no exception
+            if name == "__cause__":
+                m.world.write_slot(value, "__suppress_context__", True)
+        elif slot and isinstance(found, NATIVE_DESCRIPTORS) and not found.__objclass__.__flags__ & 1 << 9:
             why = f"{name} of a {type(value).__name__}, which native code looks at, is written"
             raise Break("attribute-write", why, "set it outside the compiled function")
         if instance_space(value) is None and not slot and not isinstance(value, type):
@@ -538,6 +542,10 @@ def store_plain(m: Machine, value: Any, name: str, item: Any) -> None:
         m.world.write_slot(value, name, item)
     else:
         m.native(type.__setattr__ if isinstance(value, type) else object.__setattr__, value, name, item)
+
+
+#: What leads from an exception to others: native code that looks at exceptions looks at no links.
+LINKS = {name: vars(BaseException)[name] for name in ("__cause__", "__context__")}
 
 
 def refuse_behaviour(cls: type, name: str, item: Any = None) -> None:

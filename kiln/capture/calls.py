@@ -24,13 +24,13 @@ import torch
 from torch.autograd.graph import Node
 
 from kiln import _hook
-from kiln.base import marks
+from kiln.base import live, marks
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Attr, Const, Derived, DictAttr, Item, Source
 from kiln.capture import attributes, purity, repeated, symbolic
 from kiln.capture import nested as hooked
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
-from kiln.capture.frame import Machine, Unread, UserError
+from kiln.capture.frame import Machine, Restart, Unread, UserError
 from kiln.capture.identity import KEYED, SEARCHED, counts, settle_keys, sought
 from kiln.capture.iterators import Callback, Generator
 from kiln.capture.nodes import Args as Args
@@ -352,6 +352,17 @@ def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
     return call(m, m.world.constant(function.__wrapped__), args, kwargs)
 
 
+def call_region(m: Machine, region: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A function that is compiled already is inlined, unless it is to be one graph and would be split."""
+    function = m.world.constant(region.function)
+    if m.whole or region not in live.whole:
+        return call(m, function, args, kwargs, mode)
+    try:
+        return call(m, function, args, kwargs)
+    except Break as e:
+        raise Restart(m.safe_step(), e) from None
+
+
 def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """Any object whose class defines `__call__`."""
     method = attributes.type_lookup(m, type(function), "__call__")
@@ -369,7 +380,8 @@ def call_object(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str
 
 def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """An nn.Module: what an earlier call of one like it recorded, or else its `__call__`."""
-    if not module._modules and type(module).__module__.startswith("torch.nn.modules."):
+    parts = vars(module).get("_modules")  # none of one that is made in what goes on after a break
+    if parts is None or not parts and type(module).__module__.startswith("torch.nn.modules."):
         return enter_module(m, module, args, kwargs, mode)  # one or two ops
     return repeated.call(m, module, args, kwargs, lambda: enter_module(m, module, args, kwargs, mode))
 
@@ -688,8 +700,7 @@ CALLERS: dict[type, Callable[..., Any]] = {
     weakref.KeyedRef: call_weak,
     weakref.CallableProxyType: lambda m, f, args, kwargs, mode: call(m, proxied(m, f), args, kwargs, mode),
     staticmethod: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.__func__), args, kwargs, mode),
-    # A function that is compiled already is inlined as if it were not.
-    _hook.Region: lambda m, f, args, kwargs, mode: call(m, m.world.constant(f.function), args, kwargs, mode),
+    _hook.Region: call_region,
     Within: call_rest,
     torch._ops.OpOverload: call_leaf,
     torch._ops.OpOverloadPacket: call_leaf,

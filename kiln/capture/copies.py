@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.capture import attributes, purity, runtime
+from kiln.capture import attributes, operators, purity, runtime
+from kiln.capture.builtin_calls import items_of
 from kiln.capture.calls import Args, Kwargs, call, handles
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.iterators import Generator
@@ -104,25 +105,39 @@ def container(m: Machine, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def instance(m: Machine, value: Any, part: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """A copy of a plain object: its class is not asked, its attributes are copied one by one."""
+    """A copy of an object: its class is not asked, its attributes and items are copied one by one."""
     cls = type(value)
     natives = [base for base in cls.__mro__ if not base.__flags__ & 1 << 9]
     lookup = attributes.mro_lookup
     if cls is Generator:
         raise UserError(TypeError("cannot pickle 'generator' object"))
-    hooked = any(lookup(cls, name) is not lookup(object, name) for name in HOOKS)
+    base = natives[0]
+    hooked = any(lookup(cls, name) is not lookup(base, name) for name in HOOKS)
     known = hooked or cls in copyreg.dispatch_table or cls.__module__ in purity.OWN_MODULES
-    if natives != [object] or known:
+    if known or base not in FILLED or not {base, dict, object}.issuperset(natives):
         return refused(value)
-    made = m.native(runtime.make_object, cls)
-    memo[id(value)] = made
+    made = memo[id(value)] = FILLED[base](m, value, part)
     for name in slots(cls):
         if m.call(hasattr, (value, name)):
             object.__setattr__(made, name, part(m.getattr(value, name)))
     if attributes.instance_space(value) is not None:
         for name, item in dict(m.getattr(value, "__dict__")).items():
             made.__dict__[name] = part(item)
+    if isinstance(value, list):
+        for item in list(items_of(m, value)):
+            m.call(m.getattr(made, "append"), (part(item),))
+    elif isinstance(value, dict):
+        for key, item in list(items_of(m, m.call(m.getattr(value, "items")))):
+            operators.setitem(m, made, part(key), part(item))
     return made
+
+
+#: How an empty copy is made of an instance of a class; one of a set is made of the items.
+FILLED: dict[type, Callable[[Machine, Any, Callable[[Any], Any]], Any]] = {
+    **dict.fromkeys((object, list, dict), lambda m, value, part: m.native(runtime.make_object, type(value))),
+    collections.OrderedDict: lambda m, value, part: m.call(type(value)),
+    set: lambda m, value, part: m.call(type(value), ([part(item) for item in list(items_of(m, value))],)),
+}
 
 
 def slots(cls: type) -> list[str]:

@@ -111,6 +111,7 @@ class Generator(Iterating):
             raise
         finally:
             machine.frames.pop()
+            del raised  # whose traceback leads here
 
     def move(self, settle: Callable[[], None]) -> None:
         """A generator from outside goes on: what it does is the program's, if it comes to its end."""

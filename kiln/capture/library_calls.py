@@ -11,11 +11,14 @@ import operator
 import os
 import random
 import traceback
+import types
 from typing import Any
+
+import torch
 
 from kiln.base.errors import Break
 from kiln.base.source import Const, Derived
-from kiln.capture import operators
+from kiln.capture import attributes, operators
 from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, native
 from kiln.capture.frame import Machine, UserError
 from kiln.capture.world import MISSING
@@ -49,6 +52,14 @@ def call_method(m: Machine, function: Any, value: Any, mode: str) -> Any:
     return call(m, m.getattr(value, parts[0]), parts[1:], getattr(maker, "keywords", {}), mode)
 
 
+def make_of_alias(m: Machine, function: types.GenericAlias, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """`list[int](...)`: an instance of the class, which notes of what where it can."""
+    made = call(m, function.__origin__, args, kwargs)
+    if attributes.instance_space(made) is not None:
+        m.setattr(made, "__orig_class__", function)
+    return made
+
+
 declare({
     # The frames that an exception passed through are the interpreter's: there is nothing to clear.
     traceback.clear_frames: lambda m, args, kwargs: None,
@@ -71,6 +82,7 @@ def key_of_comparison(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 
 
 CALLERS.update({
+    types.GenericAlias: make_of_alias,
     operator.itemgetter: functools.partial(of_one, get_items),
     operator.attrgetter: functools.partial(of_one, get_attributes),
     operator.methodcaller: functools.partial(of_one, call_method),
@@ -98,10 +110,11 @@ def memory_file(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     return made
 
 
-@handles(os.getcwd)
-def working_folder(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    found = m.native(os.getcwd)
-    m.world.guard(Custom(Const(os.getcwd), lambda ask: ask() == found, f"gave {found}"))
+@handles(os.getcwd, torch.autograd._is_checkpoint_valid, told=True)
+def asked_again(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """What holds in the process: asked again in every call."""
+    found = m.native(function, *args, **kwargs)
+    m.world.guard(Custom(Const(function), lambda ask: ask() == found, f"gave {found}"))
     return found
 
 

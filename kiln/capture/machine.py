@@ -230,7 +230,10 @@ class Machine:
         """Go to the handler that covers the current instruction, or leave the frame."""
         handler = frame.code.handler(frame.index)
         if handler is None:
-            raise raised
+            try:
+                raise raised
+            finally:
+                del raised  # whose traceback leads here
         error = raised.error
         del frame.stack[handler.depth :]
         if handler.lasti:

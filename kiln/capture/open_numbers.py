@@ -42,18 +42,20 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
     """
     reason.at = m.frames[-1].place()
     kind, varying = kind_of(tensor), m.world.varying
-    computes = m.numbers and kind in (int, float)
+    computes = m.numbers and kind in (int, float, bool)
     known = varying.of_only(tensor) if computes else None
     if known is not None:
-        return wrap(known)
+        return wrap(known) != 0 if kind is bool else wrap(known)
     kept = m.torch_call(torch.clone, (m.torch_call(torch.Tensor.detach, (tensor,), {}),), {})
     if computes:
-        symbol = varying.item(kind)
+        if kind is bool:
+            kept = m.torch_call(torch.Tensor.int, (kept,), {})
+        symbol = varying.item(float if kind is float else int)
         varying.items[symbol] = Item((torch.Tensor.item, kept), m.frames[-1].step, reason)
         m.recorder.symbol(symbol, "item", kept)
         if not tensor.is_inference():
             varying.only[id(tensor)] = tensor, tensor._version, symbol
-        return wrap(symbol)
+        return wrap(symbol) != 0 if kind is bool else wrap(symbol)
     return OpenNumber(kind, kept, m.frames[-1].step, reason)
 
 
@@ -111,15 +113,20 @@ def as_number(m: Machine, question: Condition) -> Truth | None:
 
 
 def within_bounds(question: Condition) -> Truth | None:
-    """The question or its contrary: sizes are not zero, and the numbers of the graph not too great."""
+    """The question or its contrary: sizes are not zero, the numbers of the graph not too great, or as asked.
+
+    Of numbers of which none is known to be the greater, what holds is what does where they are equal.
+    """
     scope = question.scope
     expr = scope.simplify(question.args[0]) if question.op in ("<=", "!=", "==") else None
     if not isinstance(expr, Expr):
         return None
     if question.op != "<=":
-        return ge(expr, 1) if scope.known(ge(expr, 0)) else le(expr, -1) if scope.known(le(expr, 0)) else None
+        least, most = scope.known(ge(expr, 0)), scope.known(le(expr, 0))
+        return ge(expr, 1) if least else le(expr, -1) if most else eq(expr, 0)
     signs = {factor > 0 for term, factor in expr.poly.items() if scope.open.keys() & set(term)}
-    return None if len(signs) != 1 else le(expr, 0) if signs == {True} else ge(expr, 1)
+    upper = signs == {True} or len(signs) == 2 and expr.poly.get((), 0) <= 0
+    return le(expr, 0) if upper else ge(expr, 1) if signs else None
 
 
 @handles(torch.Tensor.tolist)
@@ -219,8 +226,8 @@ def converted(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
 def truth(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """`bool(x)`: left open, where nothing may break, for a program that only keeps it."""
     (value,) = args or (False,)
-    if m.numbers and type(value) in (torch.SymInt, torch.SymFloat):
-        return m.native(symbolic.compare, "!=", value, 0)
+    if m.numbers and type(value) in symbolic.SYMBOLIC:
+        return value if type(value) is torch.SymBool else m.native(symbolic.compare, "!=", value, 0)
     try:
         return m.truth(value)
     except Break as reason:

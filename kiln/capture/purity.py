@@ -105,8 +105,10 @@ PURE_MODULES = frozenset({
     "math", "_operator", "operator", "itertools", "_functools", "_collections", "cmath", "_bisect", "_heapq",
     "_struct", "unicodedata", "_string", "_abc", "_stat", "_sre", "_typing", "_json",
 })  # fmt: skip
+#: Walks over nests of arguments of fx nodes, which call what they are given.
+MAPS = frozenset(filter(None, (getattr(torch._C, f"_fx_map_{name}", None) for name in ("aggregate", "arg"))))
 PURE_NATIVES = frozenset({str.maketrans, bytes.maketrans, os.getpid, os.fspath, os.cpu_count,
-                          operator.index})  # fmt: skip
+                          operator.index}) | MAPS  # fmt: skip
 
 TORCH_NODES: set[int] = set()
 for _space in (torch, torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C._linalg,
@@ -182,7 +184,7 @@ VALUES = (
     operator.methodcaller, types.GenericAlias, types.UnionType, types.FunctionType, types.CodeType,
     torch.finfo, torch.iinfo, *DICT_VIEWS,
 )  # fmt: skip
-CALL_BACK = frozenset({map, filter, sorted, min, max, functools.reduce,
+CALL_BACK = frozenset({map, filter, sorted, min, max, functools.reduce, *MAPS,
                        *(v for v in vars(itertools).values() if isinstance(v, type))})  # fmt: skip
 #: Native methods and functions that call back, by name.
 CALL_BACK_NAMES = frozenset("sort reduce sub subn accumulate".split())
@@ -248,4 +250,5 @@ def reads_deeply(function: Any) -> bool:
 
 def calls_back(function: Any) -> bool:
     """Whether native code may call the Python functions it is given."""
-    return function in CALL_BACK or getattr(function, "__name__", "") in CALL_BACK_NAMES
+    known = type(function).__hash__ is not None and function in CALL_BACK
+    return known or getattr(function, "__name__", "") in CALL_BACK_NAMES

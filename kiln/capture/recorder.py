@@ -213,9 +213,13 @@ class Recorder:
 
     def wrap(self, real: Any, source: Source | None, **how: Any) -> Any:
         """An instance of a class made of tensors around fakes, from now on for the calls of this recorder."""
+        self._around()
+        return faked(real, source, **{"part": lambda value, *_: fake_like(value), **how})
+
+    def _around(self) -> Around:
         if self.around is None:
             self.around, self.dispatch = Around(), AroundMode()
-        return faked(real, source, **{"part": lambda value, *_: fake_like(value), **how})
+        return self.around
 
     def symbol(self, symbol: Symbol, what: str, owner: Any, dim: int = 0) -> None:
         """Say what a symbol is: the "size" or "stride" of a fake, or the "value" at a path."""
@@ -445,6 +449,12 @@ class Recorder:
     def _record(self, func: Any, args: Args, kwargs: Kwargs, result: Any, wrote: bool) -> Any:
         fakes: list[tuple[tuple[Any, ...], torch.Tensor]] = []
         nodes.collect(result, (), fakes)
+        if any(is_wrapper(type(f)) for _, f in fakes):
+            result = mapped(result, self._around().leave)
+            nodes.collect(result, (), fakes := [])
+        if not fakes and nodes.holds_fakes(result):
+            why = f"a torch call gives a {type(result).__name__} with tensors in it"
+            raise Break("foreign-object", why, "let it give tensors, or containers of them")
         if any(type(f) is not FakeTensor for _, f in fakes):
             made: dict[int, FakeTensor] = {}
             result = nodes.replace_real(result, made)

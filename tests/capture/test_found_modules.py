@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support import kiln, one_graph, pin, program, same_as_eager, t
+from kiln.base import records
+from tests.support import RECOMPILES, kiln, one_graph, pin, program, same_as_eager, t
 
 X = t(3, 4)
 G = t(3, 4, grad=True)
@@ -382,3 +383,26 @@ def test_weak_references_to_what_the_module_holds():
 def test_checkpointed_sequences_are_one_graph():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Tanh())
     one_graph(lambda x: torch.utils.checkpoint.checkpoint_sequential(model, 2, x, use_reentrant=False), X)
+
+
+class Late(torch.nn.Sequential):
+    def __init__(self, *layers):
+        kiln.graph_break()
+        super().__init__(*layers)
+
+
+def test_a_module_is_called_whose_making_was_split():
+    def f(x, layer):
+        return Late(layer, torch.nn.ReLU())(x)
+
+    same_as_eager(f, t(2, 3), torch.nn.Linear(3, 3), how=RECOMPILES)  # it is another one in each call
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_traces_a_module_while_its_maker_is_compiled():
+    def f(x):
+        return torch.jit.trace(torch.nn.Linear(3, 3), x)(x).shape
+
+    with records.collect() as seen:
+        assert kiln.compile(f, backend="eager")(t(2, 3)) == (2, 3)
+    assert not seen.fallbacks

@@ -1179,3 +1179,93 @@ def test_lists_of_no_tensors_are_refused_as_eager_does(call):
 
     one_graph(f, X, [], [])
     one_graph(f, X, [t(1)], [])
+
+
+def test_nests_of_fx_are_walked():
+    def f(x, nest):
+        made = torch.fx.immutable_collections.immutable_list(nest)
+        try:
+            made.append(x)
+        except TypeError:
+            x = x + 1
+        return torch.fx.node.map_aggregate((made, {"a": x}), lambda v: v * 2), torch.fx.node.map_arg(nest, list), x
+
+    one_graph(f, X, [X, [t(2), (t(1),)]])
+
+
+class Noting:
+    __class_getitem__ = classmethod(types.GenericAlias)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_classes_of_something_are_called():
+    def f(x):
+        made = Noting[int](x + 1)
+        return made, made.__orig_class__ == Noting[int], dict[str, int](a=x * 2), list[int]((1, 2)), tuple[int, ...]([x])
+
+    one_graph(f, X)
+
+
+def test_whether_checkpoints_are_valid_is_asked():
+    one_graph(lambda x: x + 1 if torch.autograd._is_checkpoint_valid() else x - 1, X)
+
+
+def test_links_of_an_exception_that_is_given_are_written():
+    def f(x, error):
+        error.__cause__ = ValueError(1)
+        error.__context__ = KeyError(2)
+        return x + 1, error, error.__suppress_context__, type(error.__cause__)
+
+    def links(f):
+        error = TypeError(3)
+        f(X, error)
+        return repr(error.__cause__), repr(error.__context__), error.__suppress_context__
+
+    one_graph(f, X, TypeError(3))
+    assert EAGER or links(f) == links(kiln.compile(f, backend="eager", fullgraph=True))
+
+
+def test_no_exception_is_caused_by_a_number():
+    def f(x, error):
+        try:
+            error.__cause__ = 2
+        except TypeError as wrong:
+            return x + 1, str(wrong)
+
+    one_graph(f, X, TypeError(3))
+
+
+class Paired(list):
+    def append(self, item):
+        super().append((item, 1))
+
+
+class Doubled(dict):
+    def __setitem__(self, key, item):
+        super().__setitem__(key, (item, 2))
+
+
+class Tagged(collections.OrderedDict):
+    def __init__(self, *items):
+        super().__init__(*items)
+        self.tag = "made"
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(("kind", "items"), [(Bag, [1, 2]), (Paired, [1, [2]]), (Doubled, {1: [2]}), (Tagged, {1: X})])
+def test_containers_of_a_class_of_its_own_are_copied(kind, items, how):
+    def f(x, given):
+        made = kind(items)
+        made.inner = [made]
+        again, other = how(made), how(given)
+        kept = again.inner is made.inner, again.inner[0] is again, other.note is given.note
+        return x + len(again), other, other.note, list(other), kept, again.inner[0] is made
+
+    def one():
+        one = kind(items)
+        one.note = [3]
+        return one
+
+    one_graph(f, X, one())

@@ -208,3 +208,26 @@ def test_fakes_go_where_autograd_saves_results(backend):
     for width in range(4, 8):
         once(width)
     assert fakes() <= before
+
+
+def test_what_a_program_raises_while_it_is_captured_keeps_nothing_alive():
+    class Holder:
+        pass
+
+    def f(x, holder):
+        first = next(number for number in (x + holder.value, x))
+        try:
+            raise ValueError
+        except ValueError:
+            return first
+
+    gc.collect()
+    gc.disable()
+    try:
+        holder = Holder()
+        holder.value = 2
+        kiln.compile(f, backend="eager")(torch.ones(2), holder)
+        known, holder = weakref.ref(holder), None
+        assert known() is None
+    finally:
+        gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 
 import pytest
 import torch
@@ -544,3 +545,61 @@ def test_sizes_that_vary_are_asked_for_by_identity():
     compiled = kiln.compile(f, backend="eager", dynamic=True, fullgraph=True)
     for shape in ((4, 4), (6, 5), (400, 400), (3, 3)):
         assert compiled(torch.ones(shape))[1:] == f(torch.ones(shape))[1:]
+
+
+def pieces(x, a, b, c):
+    return x[:a], x[a : a + b], x[a + b :]
+
+
+def product(x, a, b, c):
+    return torch.zeros(a, b) @ torch.ones(c, a)
+
+
+SIZES = {
+    "split": (lambda x, a, b, c: torch.ops.aten.split_with_sizes(x, [a, b, c]), [(7, 16, 9), (8, 8, 16)], (1, 15, 16)),
+    "slices": (pieces, [(7, 16, 9), (8, 8, 16)], (30, 2, 0)),
+    "sum": (lambda x, a, b, c: torch.zeros(a) + torch.ones(b), [(5, 5, 2), (3, 3, 4)], (5, 1, 2)),
+    "view": (lambda x, a, b, c: x.view(a, b), [(4, 8, 2), (16, 2, 3)], (1, 32, 2)),
+    "product": (product, [(2, 4, 4), (5, 3, 3)], (1, 2, 3)),
+}
+
+
+@needs_kiln
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize(("program", "fit", "other"), SIZES.values(), ids=SIZES)
+def test_sizes_that_the_graph_reads_are_alike_where_torch_asks(program, fit, other, backend, caplog):
+    def f(x, sizes):
+        return program(x, *sizes.tolist())
+
+    graphs = []
+    made = kiln.lookup_backend(backend)
+    compiled = kiln.compile(f, backend=lambda graph, inputs: graphs.append(graph) or made(graph, inputs), fullgraph=True)
+    for sizes in fit:
+        x, sizes = torch.arange(32.0), torch.tensor(sizes)
+        torch.testing.assert_close(compiled(x, sizes), f(x, sizes))
+    assert len(graphs) == 1 and not [r for r in caplog.records if "ran in Python" in r.getMessage()]
+    for sizes in (other, (9, 40, 41)):
+        x, sizes = torch.arange(32.0), torch.tensor(sizes)
+        try:
+            expected = f(x, sizes)
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match=re.escape(str(error).partition("\n")[0])):
+                compiled(x, sizes)
+        else:
+            torch.testing.assert_close(compiled(x, sizes), expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+def test_truths_of_tensors_are_asked_of_and_checked(backend):
+    def f(x):
+        flag, other = (x > 0).any().item(), (x[0] > 0).item()
+        torch._check(flag)
+        return x * 2, flag, bool(flag), not other, isinstance(other, bool)
+
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    for x in (torch.ones(3), torch.tensor([-1.0, 1, 1])):
+        got, expected = compiled(x), f(x)
+        assert torch.equal(got[0], expected[0]) and got[1:] == expected[1:]
+        assert [type(v) for v in got] == [type(v) for v in expected]
+    with pytest.raises(RuntimeError, match="Expected cond to be True"):
+        compiled(-torch.ones(3))

@@ -456,3 +456,24 @@ def test_tensors_of_a_class_are_told_that_they_require_grad(kind):
     x = torch.ones(3).as_subclass(kind)
     made = kiln.compile(f, backend="eager")(x)
     assert all(t.requires_grad and t.is_leaf and type(t) is kind for t in (x, made))
+
+
+@pytest.mark.skipif(EAGER, reason="asks Kiln itself")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+def test_a_call_of_the_graph_gives_a_class_made_of_tensors(backend):
+    two = kiln.allow_in_graph(lambda x: (Pair(x.clone(), x + 1, 3), x * 2))
+    same(lambda x: two(x)[0].view(-1), lambda: torch.ones(2, 2), backend=backend)
+    same(lambda x: (two(x)[0], two(x)[1] + 1), lambda: torch.ones(2), backend=backend)
+
+
+@pytest.mark.skipif(EAGER, reason="asks Kiln itself")
+def test_a_call_of_the_graph_gives_an_object_with_tensors():
+    @kiln.allow_in_graph
+    def held(x):
+        holder = Holder(x)
+        holder.inner = x + 1
+        return holder
+
+    with records.collect() as seen:
+        assert kiln.compile(lambda x: held(x).inner * 2, backend="eager")(torch.ones(2)).tolist() == [4, 4]
+    assert [record.kind for record in seen.breaks] == ["foreign-object"] and not seen.fallbacks

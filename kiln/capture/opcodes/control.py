@@ -6,6 +6,8 @@ import builtins
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from kiln.bytecode import versions
 from kiln.bytecode.decode import Instruction
 from kiln.capture import attributes, builtin_calls, masks, operators
@@ -53,7 +55,8 @@ def written_next(m: Machine, f: Frame) -> tuple[Any, Any]:
 computes(1, {
     **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"),
                     lambda m, f, i, value: operators.unary(m, i.name, value, "push")),
-    "UNARY_NOT": lambda m, f, i, value: not m.truth(value),
+    "UNARY_NOT": lambda m, f, i, value: (
+        torch.sym_not(value) if m.numbers and type(value) is torch.SymBool else not m.truth(value)),
     "TO_BOOL": lambda m, f, i, value: value if type(value) is FakeTensor else m.truth(value),
     "GET_ITER": lambda m, f, i, value: m.iterate(value),
     "GET_YIELD_FROM_ITER": lambda m, f, i, value: m.iterate(value),
