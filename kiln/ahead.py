@@ -27,7 +27,8 @@ from kiln.capture.nested import hide
 from kiln.capture.runtime import watch_gradient
 from kiln.capture.sequences import RECURRENT
 from kiln.capture.torch_calls import Named
-from kiln.differentiate import finish, parts, results, run, training
+from kiln.differentiate import blocks, finish, parts, results, run, training
+from kiln.differentiate.blocks import in_blocks
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.partition import partition, with_values_again
@@ -46,7 +47,7 @@ from kiln.ops.record import fake_of
 from kiln.ops.symint import wrap
 
 # What stands between the program and its compiled graphs.
-hide(finish, parts, results, run, training)
+hide(blocks, finish, parts, results, run, training)
 
 T = TypeVar("T")
 
@@ -229,6 +230,8 @@ def _otherwise(
         return None
     if error.kind == "requires-grad":
         return switched(module, examples, make)
+    if error.kind == "global-state":
+        return in_blocks(module, examples, make)
     if error.kind in ("backward", "data-dependent", "tensor-hook"):
         return _in_parts(module, error, make)
     return None
