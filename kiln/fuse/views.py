@@ -158,9 +158,10 @@ def _diagonal(node: Node, coords: Coords) -> Coords:
 
 @view("unfold")
 def _unfold(node: Node, coords: Coords) -> Coords:
-    dim, step = node.args[1] % (len(coords) - 1), node.args[3]
     *places, within = coords
-    places[dim] = places[dim] * step + within
+    if places:  # a number without dimensions has one place
+        dim, step = node.args[1] % len(places), node.args[3]
+        places[dim] = places[dim] * step + within
     return tuple(places)
 
 
