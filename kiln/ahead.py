@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 LOST = frozenset({
     "_enter_inference_mode", "_set_default_dtype", "set_default_dtype", "manual_seed", "seed",
-    "set_rng_state", "Generator",
+    "set_rng_state", "Generator", "seed_generator",
 })  # fmt: skip
 """Calls without tensors whose effect a graph of aten ops does not show, by name."""
 
@@ -192,7 +192,7 @@ class Unseen:
 def refuse_effects(module: fx.GraphModule) -> None:
     """Raise Break where the graph changes a state of torch's that a graph of aten ops does not carry."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and not node.all_input_nodes and "example_value" not in node.meta:
+        if node.op == "call_function" and "example_value" not in node.meta:
             name = getattr(node.target, "__name__", "")
             stays = name == "_enter_inference_mode" and node.args == (torch.is_inference_mode_enabled(),)
             if name in LOST and not stays:
