@@ -42,6 +42,7 @@ UNARY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "UNARY_INVERT": (operator.invert, "__invert__"),
 }  # fmt: skip
 PLAIN = frozenset({int, float, bool, str, complex, type(None), bytes})
+SEQUENCES = (list, tuple, dict, set)
 SYMBOLIC = symbolic.SYMBOLIC
 
 
@@ -78,7 +79,7 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     if OpenNumber in (ta, tb) and (found := open_arithmetic(m, sign, a, b)) is not None:
         return found
     if ta is FakeTensor or tb is FakeTensor:
-        return tensor_binary(m, sign if ta is FakeTensor else stem, a, b)
+        return tensor_binary(m, sign, a, b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(BINARY[sign], a, b)
     if ta in SYMBOLIC or tb in SYMBOLIC:
@@ -169,13 +170,23 @@ def plain_number(value: Any) -> Any:
 
 def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
     """An operator with a tensor operand; the other one may be a user's object that takes over."""
-    other, operands = (b, (b, a)) if type(a) is FakeTensor else (a, (a, b))
-    outside = m.source(other) is not None and id(other) not in m.world.shadows
-    if outside and type(other) not in (FakeTensor, *PLAIN) and not isinstance(other, (list, tuple)):
-        names = [f"__r{DUNDER[sign]}__", f"__{DUNDER[sign]}__"] if sign in DUNDER else []
-        method = next((found for name in names if (found := python_method(m, other, name))), None)
-        if method is not None:
-            return m.inline(method, operands, {})
+    stem = sign.rstrip("=")
+    name, other = DUNDER[stem], b if type(a) is FakeTensor else a
+    asked = attributes.mro_lookup(type(other), "__torch_function__") is not MISSING
+    if other is a and type(b) is FakeTensor:
+        methods = ([f"__i{name}__"] if sign != stem else []) + [f"__{name}__"]
+        sign = stem
+    else:  # torch asks the classes that have a hook for it
+        plain, own = (attributes.mro_lookup(kind, f"__{name}__") for kind in (torch.Tensor, a.real_type))
+        methods = [] if own is not plain or asked else [f"__r{name}__"]
+    if type(other) not in (FakeTensor, FakeArray, *PLAIN) and not isinstance(other, SEQUENCES):
+        for method in filter(None, [python_method(m, other, method) for method in methods]):
+            result = m.inline(method, (other, b if other is a else a), {})
+            if result is not NotImplemented:
+                return result
+        found = attributes.SUBCLASSES["intercept"](m, BINARY[sign], (a, b), {}) if asked else MISSING
+        if found is not MISSING:
+            return found
     m.world.touch(a)
     m.world.touch(b)
     if type(a) is FakeTensor and sign in DUNDER and is_array(b):
