@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import collections.abc
 import operator
 import sys
@@ -42,8 +43,10 @@ UNARY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "UNARY_INVERT": (operator.invert, "__invert__"),
 }  # fmt: skip
 PLAIN = frozenset({int, float, bool, str, complex, type(None), bytes})
-SEQUENCES = (list, tuple, dict, set)
 SYMBOLIC = symbolic.SYMBOLIC
+EXTENDED: tuple[Any, ...] = (list, collections.deque)
+#: Operands whose classes have no arithmetic in Python.
+NATIVE = frozenset({FakeTensor, FakeArray, OpenNumber, list, tuple, dict, set, *PLAIN})
 
 
 def python_method(m: Machine, value: Any, name: str) -> Any:
@@ -169,29 +172,41 @@ def plain_number(value: Any) -> Any:
 
 
 def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
-    """An operator with a tensor operand; the other one may be a user's object that takes over."""
+    """An operator with a tensor operand."""
     stem = sign.rstrip("=")
-    name, other = DUNDER[stem], b if type(a) is FakeTensor else a
-    asked = attributes.mro_lookup(type(other), "__torch_function__") is not MISSING
-    if other is a and type(b) is FakeTensor:
-        methods = ([f"__i{name}__"] if sign != stem else []) + [f"__{name}__"]
-        sign = stem
-    else:  # torch asks the classes that have a hook for it
-        plain, own = (attributes.mro_lookup(kind, f"__{name}__") for kind in (torch.Tensor, a.real_type))
-        methods = [] if own is not plain or asked else [f"__r{name}__"]
-    if type(other) not in (FakeTensor, FakeArray, *PLAIN) and not isinstance(other, SEQUENCES):
-        for method in filter(None, [python_method(m, other, method) for method in methods]):
-            result = m.inline(method, (other, b if other is a else a), {})
-            if result is not NotImplemented:
-                return result
-        found = attributes.SUBCLASSES["intercept"](m, BINARY[sign], (a, b), {}) if asked else MISSING
+    if type(a) is not FakeTensor and sign != stem:
+        found = taken_over(m, BINARY[sign], a, b, f"i{DUNDER[stem]}")
         if found is not MISSING:
             return found
+        kind = next((kind for kind in EXTENDED if isinstance(a, kind) and sign == "+="), None)
+        if kind is not None:
+            m.call(kind.extend, (a, b))
+            return a
+        sign = stem
+    found = taken_over(m, BINARY[sign], a, b, DUNDER[stem], f"r{DUNDER[stem]}")
+    if found is not MISSING:
+        return found
     m.world.touch(a)
     m.world.touch(b)
     if type(a) is FakeTensor and sign in DUNDER and is_array(b):
         return ARRAYS["beside"](m, a, lambda array: binary(m, sign, array, b))
     return m.torch_call(BINARY[sign], (a, b), {})
+
+
+def taken_over(m: Machine, function: Any, a: Any, b: Any, name: str, reflected: str = "") -> Any:
+    """What an object of the user's, or its hook, makes of an operator beside a tensor; else MISSING."""
+    other = b if type(a) is FakeTensor else a
+    if type(other) in NATIVE:
+        return MISSING
+    asked = attributes.mro_lookup(type(other), "__torch_function__") is not MISSING
+    if other is b:  # torch computes with numbers, and asks classes that have a hook for it
+        plain, own = (attributes.mro_lookup(kind, f"__{name}__") for kind in (torch.Tensor, a.real_type))
+        name = "" if asked or own is not plain or isinstance(b, (int, float, complex)) else reflected
+    method = python_method(m, other, f"__{name}__") if name else None
+    result = NotImplemented if method is None else m.inline(method, (other, b if other is a else a), {})
+    if result is not NotImplemented:
+        return result
+    return attributes.SUBCLASSES["intercept"](m, function, (a, b), {}) if asked and reflected else MISSING
 
 
 def is_array(value: Any) -> bool:
@@ -225,6 +240,10 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
             if sign in ("==", "!="):
                 return sign == "!="
             return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
+        names = COMPARE[sign].__name__, COMPARE[COMPARE_MIRROR[sign]].__name__
+        found = taken_over(m, COMPARE[sign], a, b, *names)
+        if found is not MISSING:
+            return found
         return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
     if (ta is Address or tb is Address) and sign in ("==", "!="):
         sought(m, {b}, a) if ta is Address else sought(m, {a}, b)

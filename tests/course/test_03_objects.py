@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import enum
 from collections import namedtuple
@@ -905,6 +906,12 @@ class Amount:
     def __rmul__(self, other):
         return Amount(other * self.value)
 
+    def __lt__(self, other):
+        return ("less", self.value < other)
+
+    def __gt__(self, other):
+        return ("greater", self.value > other)
+
 
 class Told(Amount):
     """The same, which torch tells of its calls."""
@@ -927,13 +934,41 @@ def in_place(make, x):
     return amount, other, left
 
 
+def compared(make, x):
+    return make(x) < x, x < make(x), make(x) > x, x >= make(x).value
+
+
+class Share(float):
+    """A number that knows another addition, of which only those that it is the left operand of are."""
+
+    def __add__(self, other):
+        return ("share", other * 2)
+
+    __radd__ = __lt__ = __gt__ = __add__
+
+
+class Row(list):
+    pass
+
+
+def numbers_and_lists(x):
+    row, items = Row([x]), collections.deque([1])
+    row += x * 2
+    items += x[0]
+    return Share(2) + x, x + Share(2), Share(0.5) < x, x < Share(0.5), list(row), items
+
+
+def test_numbers_and_lists_of_other_classes_beside_tensors():
+    one_graph(numbers_and_lists, X)
+
+
 def a_product_that_nobody_knows(make, x):
     return make(x) * 2, x @ make(x)
 
 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", [Amount, Told])
-@pytest.mark.parametrize("f", [either_side, in_place])
+@pytest.mark.parametrize("f", [either_side, in_place, compared])
 def test_objects_with_arithmetic_beside_tensors(f, kind, given):
     one = kind(t(3, 4) + 1)
     one_graph(lambda x, one: f((lambda value: one) if given else kind, x), X, one)
