@@ -27,7 +27,8 @@ from kiln.capture.nested import hide
 from kiln.capture.runtime import watch_gradient
 from kiln.capture.sequences import RECURRENT
 from kiln.capture.torch_calls import Named
-from kiln.differentiate import finish, parts, results, run, training
+from kiln.differentiate import blocks, finish, parts, results, run, training
+from kiln.differentiate.blocks import in_blocks
 from kiln.differentiate.halves import Halves
 from kiln.differentiate.joint import Joint
 from kiln.differentiate.partition import partition, with_values_again
@@ -46,13 +47,13 @@ from kiln.ops.record import fake_of
 from kiln.ops.symint import wrap
 
 # What stands between the program and its compiled graphs.
-hide(finish, parts, results, run, training)
+hide(blocks, finish, parts, results, run, training)
 
 T = TypeVar("T")
 
 LOST = frozenset({
     "_enter_inference_mode", "_set_default_dtype", "set_default_dtype", "manual_seed", "seed",
-    "set_rng_state", "Generator",
+    "set_rng_state", "Generator", "seed_generator",
 })  # fmt: skip
 """Calls without tensors whose effect a graph of aten ops does not show, by name."""
 
@@ -191,7 +192,7 @@ class Unseen:
 def refuse_effects(module: fx.GraphModule) -> None:
     """Raise Break where the graph changes a state of torch's that a graph of aten ops does not carry."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and not node.all_input_nodes and "example_value" not in node.meta:
+        if node.op == "call_function" and "example_value" not in node.meta:
             name = getattr(node.target, "__name__", "")
             stays = name == "_enter_inference_mode" and node.args == (torch.is_inference_mode_enabled(),)
             if name in LOST and not stays:
@@ -230,6 +231,8 @@ def _otherwise(
         return None
     if error.kind == "requires-grad":
         return switched(module, examples, make)
+    if error.kind == "global-state":
+        return in_blocks(module, examples, make)
     if error.kind in ("backward", "data-dependent", "tensor-hook"):
         return _in_parts(module, error, make)
     return None

@@ -26,7 +26,7 @@ class Body(Recorder):
         super().__init__()
         LITERALS.made = made
         self.parent, self.where, self.within = parent, parent.where, parent.within
-        self.dispatch, self.fakes = parent.dispatch, parent.fakes
+        self.dispatch, self.fakes, self.lent = parent.dispatch, parent.fakes, parent.lent
         self.free: list[FakeTensor] = []
         self.versions: list[tuple[FakeTensor, int]] = []  # inputs, and how often they had been written to
 

@@ -16,7 +16,8 @@ import torch
 from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.source import Arg, Const, Source
-from kiln.capture.calls import HANDLERS, Args, Kwargs, handles, native
+from kiln.capture import runtime
+from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, handles, native
 from kiln.capture.frame import Machine, Restart
 from kiln.capture.recorder import Recorder
 from kiln.capture.varying import Draw
@@ -106,6 +107,41 @@ def manual_seed(m: Machine, args: Args, kwargs: Kwargs) -> Any:
         m.recorder.note(torch.manual_seed, args, kwargs)
         m.recorder.dispatch.draws.add(torch.device("cpu"))  # seeds that follow come after this one
     return m.world.constant(torch.default_generator)
+
+
+@handles(torch.Generator)
+def new_generator(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A generator is made before the graph runs, in every call, unless the graph stands for the program."""
+    if m.whole or type(m.recorder) is not Recorder:
+        return m.native(m.recorder.effect, torch.Generator, args, kwargs)
+    made: torch.Generator = m.native(torch.Generator, *args, **kwargs)
+    source = Arg(-1, aside(m, torch.Generator, None, (made.device,)))
+    m.world.remember(made, source)
+    m.recorder.lend(made, source)
+    return made
+
+
+def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> Any:
+    """A generator that was made here is seeded before the graph runs, or by it where it has drawn from it."""
+    source, seeds = m.source(owner), [*args, *kwargs.values()]
+    lent = isinstance(source, Arg) and source.index == -1
+    if lent and not m.recorder.drew(owner) and is_seed(*seeds):
+        aside(m, runtime.seed_generator, source, (*seeds,))
+        return owner
+    if (lent or source is None) and all(type(seed) is int for seed in seeds):
+        return m.native(m.recorder.effect, runtime.seed_generator, (owner, *seeds))
+    raise Break("random-state", "a random generator is seeded", "seed it outside the compiled function")
+
+
+METHODS[torch.Generator, "manual_seed"] = seeded
+
+
+def aside(m: Machine, function: Any, owner: Source | None, args: Args) -> str:
+    """Have a call made before the graph runs that changes nothing of others; the name of what it gives."""
+    draw = Draw(f"__drawn{len(m.world.varying.draws)}", function, owner, args, lasting=False)
+    m.world.varying.drawn(draw, None, None, None)
+    m.world.writes += 1
+    return draw.name
 
 
 def is_seed(seed: Any) -> bool:

@@ -197,7 +197,8 @@ class Finisher:
     def may_replay(self) -> bool:
         """The same where it raises before it writes to tensors, which the one who runs it tells."""
         functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
-        return all(module_of(f) in REPLAYED for f in functions) and not self.m.world.varying.draws
+        lasting = any(draw.lasting for draw in self.m.world.varying.draws.values())
+        return all(module_of(f) in REPLAYED for f in functions) and not lasting
 
     def on_cpu(self) -> bool:
         """Whether all that the graph may write to is on the CPU, where checks come before writes."""
@@ -262,7 +263,10 @@ class Finisher:
         call = self.compiler(graph, [info.real for info in inputs])
         if any(n.target in EFFECTS for n in calls):
             call = state.guarded(call, left)
-        return call, inputs
+        lent = [*self.m.recorder.lent.values()]
+        if lent:
+            call = runtime.lending(call, [own for own, _ in lent])
+        return call, [*inputs, *[info for _, info in lent]]
 
     def body(self, r: Rebuilder, tail: Callable[[Rebuilder], None]) -> None:
         """Values first, while every path still leads to what capture saw; then the writes; then the tail."""
@@ -372,6 +376,8 @@ def module_of(target: Any) -> str:
     module = getattr(target, "__module__", None) or type(target).__module__
     if module == "captured.builtins":  # a check of the program's, which raises again in Python
         return "builtins"
+    if target is runtime.seed_generator:  # one that the graph makes
+        return "torch"
     return "" if target is torch.manual_seed else str(module).partition(".")[0]
 
 

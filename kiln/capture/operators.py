@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import collections.abc
 import operator
 import sys
@@ -43,6 +44,9 @@ UNARY: dict[str, tuple[Callable[[Any], Any], str]] = {
 }  # fmt: skip
 PLAIN = frozenset({int, float, bool, str, complex, type(None), bytes})
 SYMBOLIC = symbolic.SYMBOLIC
+EXTENDED: tuple[Any, ...] = (list, collections.deque)
+#: Operands whose classes have no arithmetic in Python.
+NATIVE = frozenset({FakeTensor, FakeArray, OpenNumber, list, tuple, dict, set, *PLAIN})
 
 
 def python_method(m: Machine, value: Any, name: str) -> Any:
@@ -78,7 +82,7 @@ def binary(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
     if OpenNumber in (ta, tb) and (found := open_arithmetic(m, sign, a, b)) is not None:
         return found
     if ta is FakeTensor or tb is FakeTensor:
-        return tensor_binary(m, sign if ta is FakeTensor else stem, a, b)
+        return tensor_binary(m, sign, a, b)
     if ta in PLAIN and tb in PLAIN:
         return m.native(BINARY[sign], a, b)
     if ta in SYMBOLIC or tb in SYMBOLIC:
@@ -168,19 +172,41 @@ def plain_number(value: Any) -> Any:
 
 
 def tensor_binary(m: Machine, sign: str, a: Any, b: Any) -> Any:
-    """An operator with a tensor operand; the other one may be a user's object that takes over."""
-    other, operands = (b, (b, a)) if type(a) is FakeTensor else (a, (a, b))
-    outside = m.source(other) is not None and id(other) not in m.world.shadows
-    if outside and type(other) not in (FakeTensor, *PLAIN) and not isinstance(other, (list, tuple)):
-        names = [f"__r{DUNDER[sign]}__", f"__{DUNDER[sign]}__"] if sign in DUNDER else []
-        method = next((found for name in names if (found := python_method(m, other, name))), None)
-        if method is not None:
-            return m.inline(method, operands, {})
+    """An operator with a tensor operand."""
+    stem = sign.rstrip("=")
+    if type(a) is not FakeTensor and sign != stem:
+        found = taken_over(m, BINARY[sign], a, b, f"i{DUNDER[stem]}")
+        if found is not MISSING:
+            return found
+        kind = next((kind for kind in EXTENDED if isinstance(a, kind) and sign == "+="), None)
+        if kind is not None:
+            m.call(kind.extend, (a, b))
+            return a
+        sign = stem
+    found = taken_over(m, BINARY[sign], a, b, DUNDER[stem], f"r{DUNDER[stem]}")
+    if found is not MISSING:
+        return found
     m.world.touch(a)
     m.world.touch(b)
     if type(a) is FakeTensor and sign in DUNDER and is_array(b):
         return ARRAYS["beside"](m, a, lambda array: binary(m, sign, array, b))
     return m.torch_call(BINARY[sign], (a, b), {})
+
+
+def taken_over(m: Machine, function: Any, a: Any, b: Any, name: str, reflected: str = "") -> Any:
+    """What an object of the user's, or its hook, makes of an operator beside a tensor; else MISSING."""
+    other = b if type(a) is FakeTensor else a
+    if type(other) in NATIVE:
+        return MISSING
+    asked = attributes.mro_lookup(type(other), "__torch_function__") is not MISSING
+    if other is b:  # torch computes with numbers, and asks classes that have a hook for it
+        plain, own = (attributes.mro_lookup(kind, f"__{name}__") for kind in (torch.Tensor, a.real_type))
+        name = "" if asked or own is not plain or isinstance(b, (int, float, complex)) else reflected
+    method = python_method(m, other, f"__{name}__") if name else None
+    result = NotImplemented if method is None else m.inline(method, (other, b if other is a else a), {})
+    if result is not NotImplemented:
+        return result
+    return attributes.SUBCLASSES["intercept"](m, function, (a, b), {}) if asked and reflected else MISSING
 
 
 def is_array(value: Any) -> bool:
@@ -215,6 +241,10 @@ def compare(m: Machine, sign: str, a: Any, b: Any, mode: str = "opaque") -> Any:
             if sign in ("==", "!="):
                 return sign == "!="
             return m.native(COMPARE[sign], None if ta is FakeTensor else a, None if tb is FakeTensor else b)
+        names = COMPARE[sign].__name__, COMPARE[COMPARE_MIRROR[sign]].__name__
+        found = taken_over(m, COMPARE[sign], a, b, *names)
+        if found is not MISSING:
+            return found
         return settled(m, sign, a, b, m.torch_call(COMPARE[sign], (a, b), {}))
     if (ta is Address or tb is Address) and sign in ("==", "!="):
         sought(m, {b}, a) if ta is Address else sought(m, {a}, b)

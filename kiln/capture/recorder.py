@@ -46,7 +46,7 @@ class InputInfo:
     """A graph input: where its value comes from, and the value seen while capturing."""
 
     source: Source
-    real: torch.Tensor | int | float
+    real: torch.Tensor | int | float | torch.Generator
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,8 @@ class Recorder:
         self._attrs: dict[str, Any] = {}
         self._attr_names: dict[int, str] = {}
         self._results: dict[int, Node] = {}
+        #: Random generators that the next call has others for, by id: from what the graph draws instead.
+        self.lent: dict[int, tuple[torch.Generator, InputInfo]] = {}
         self._symbols: dict[Symbol, _Number] = {}
         self._numbers: dict[Expr, Node] = {}
         self._start: Node = self.graph._root
@@ -224,6 +226,14 @@ class Recorder:
     def symbol(self, symbol: Symbol, what: str, owner: Any, dim: int = 0) -> None:
         """Say what a symbol is: the "size" or "stride" of a fake, or the "value" at a path."""
         self._symbols[symbol] = _Number(what, owner, dim)
+
+    def lend(self, generator: torch.Generator, source: Source) -> None:
+        """Have the graph draw from a generator of its own, which gets the state of the one at this path."""
+        self.lent[id(generator)] = torch.Generator(generator.device), InputInfo(source, generator)
+
+    def drew(self, generator: torch.Generator) -> bool:
+        """Whether the graph has drawn from a generator that is lent."""
+        return id(self.lent[id(generator)][0]) in self._attr_names
 
     def knows(self, fake: FakeTensor) -> bool:
         """Whether `fake` was registered here or made by a recorded call."""
@@ -498,6 +508,8 @@ class Recorder:
             return tuple([self._argument(v) for v in value])
         if kind in SYMBOLIC:
             return self._number(value)
+        if kind is torch.Generator and id(value) in self.lent:
+            value = self.lent[id(value)][0]
         if kind is dict and all(type(k) is str for k in value):
             return {k: self._argument(v) for k, v in value.items()}
         if kind is slice:

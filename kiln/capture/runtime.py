@@ -6,9 +6,11 @@ import contextlib
 import gc
 import linecache
 import random
+import threading
 import types
 import warnings
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -333,6 +335,36 @@ def clear_gradients(*tensors: Any) -> None:
 
 def remove_hook(handle: Any) -> None:
     handle.remove()
+
+
+def pass_on(states: Iterable[torch.Generator], to: Iterable[torch.Generator]) -> None:
+    """Give generators the states of others."""
+    for one, other in zip(states, to, strict=True):
+        other.set_state(one.get_state())
+
+
+def lending(graph: Any, lent: list[torch.Generator]) -> Any:
+    """A graph that draws from these generators in the place of those that come as its last arguments."""
+    lock = threading.RLock()
+    running = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal running
+        given, real = args[: -len(lent)], args[-len(lent) :]
+        with lock:
+            before = [own.get_state() for own in lent] if running else ()  # an op of the graph led here
+            running += 1
+            try:
+                pass_on(real, lent)
+                result = graph(*given)
+                pass_on(lent, real)
+            finally:
+                running -= 1
+                for own, state in zip(lent, before, strict=False):
+                    own.set_state(state)
+        return result
+
+    return run
 
 
 def seed_generator(generator: Any, seed: int) -> Any:

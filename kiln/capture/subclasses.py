@@ -109,6 +109,15 @@ class Probe(torch.Tensor):
         return None
 
 
+class Stand:
+    """The same for an object of another class with a hook."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    __torch_function__ = Probe.__torch_function__
+
+
 def as_told(function: Any, args: Args) -> tuple[Any, Args]:
     """The function and the arguments that a hook sees: those of the method behind an operator."""
     if getattr(function, "__module__", None) not in ("_operator", "operator") and function is not getattr:
@@ -120,10 +129,12 @@ def as_told(function: Any, args: Args) -> tuple[Any, Args]:
             with Disable():
                 probe = torch.empty(()).as_subclass(Probe)
             probe.__dict__["value"] = value
+        elif type(value) is not FakeTensor and type(value) not in PLAIN_ARGUMENTS and hook_of(type(value)):
+            probe = Stand(value)
         probes.append(probe)
     function(*probes)
     (told, given), Probe.told = Probe.told, None
-    return told, tuple([v.__dict__["value"] if type(v) is Probe else v for v in given])
+    return told, tuple([v.__dict__["value"] if type(v) in (Probe, Stand) else v for v in given])
 
 
 @contextmanager
@@ -247,7 +258,7 @@ def store(m: Machine, value: FakeTensor, name: str, item: Any) -> bool:
     return True
 
 
-attributes.SUBCLASSES.update(load=load, store=store)
+attributes.SUBCLASSES.update(load=load, store=store, intercept=intercept)
 
 
 @handles(torch.Tensor.as_subclass)

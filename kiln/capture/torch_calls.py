@@ -23,7 +23,7 @@ from kiln.base.graph import mapped
 from kiln.base.outside import computes
 from kiln.base.source import Const, Derived, Source
 from kiln.capture import runtime, symbolic
-from kiln.capture.calls import CALLERS, METHODS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
+from kiln.capture.calls import CALLERS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
 from kiln.capture.frame import Machine, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
 from kiln.check.guards import Custom, Is
@@ -66,8 +66,6 @@ declare({
         hasattr, (args[0], "__torch_function__")),
     torch._assert: assertion,
     torch._C._infer_size: lambda m, args, kwargs: m.call(torch.broadcast_shapes, args, kwargs),  # type: ignore[attr-defined]
-    # A generator made here is made by the graph, in every call.
-    torch.Generator: lambda m, args, kwargs: m.native(m.recorder.effect, torch.Generator, args, kwargs),
     # A named block of a profile: the ops of a graph have no such blocks, the name is dropped.
     torch.autograd.profiler.record_function: lambda m, args, kwargs: m.call(
         m.world.constant(contextlib.nullcontext), ()),
@@ -233,15 +231,6 @@ def stays(m: Machine, value: Any, home: Source) -> bool:
         return False
     m.world.guard(Is(home, value))
     return True
-
-
-def seeded(m: Machine, owner: torch.Generator, args: Args, kwargs: Kwargs) -> Any:
-    if m.source(owner) is not None or kwargs or not all(type(value) is int for value in args):
-        raise Break("random-state", "a random generator is seeded", "seed it outside the compiled function")
-    return m.native(m.recorder.effect, runtime.seed_generator, (owner, *args))
-
-
-METHODS[torch.Generator, "manual_seed"] = seeded
 
 
 class Named:

@@ -54,6 +54,7 @@ class Draw:
     function: Callable[..., Any]
     owner: Source | None  # the generator, if that is the first argument
     args: tuple[Any, ...]
+    lasting: bool = True  # whether it changes what was there before
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,8 +81,8 @@ BY_IDENTITY = (
     type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType,
     types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
     types.ClassMethodDescriptorType, property, staticmethod, classmethod, types.CodeType,
-    functools._lru_cache_wrapper, enum.Enum, torch.Generator, torch._ops.OpOverload,
-    torch._ops.OpOverloadPacket, types.GenericAlias,
+    functools._lru_cache_wrapper, enum.Enum, torch._ops.OpOverload, torch._ops.OpOverloadPacket,
+    types.GenericAlias,
 )  # fmt: skip
 TEXTS = (str, bytes)
 DICTS = (dict, collections.OrderedDict)  # those whose items may be read one by one
@@ -164,6 +164,7 @@ class World:
         self.reals: dict[int, torch.Tensor] = {}  # by id of the fake
         self.things: dict[int, tuple[type, Source]] = {}  # objects and containers from outside, by id
         self.pinned: set[int] = set()
+        self.sole: set[torch.Generator] = set()  # generators that the graph may draw from itself
         self.class_spaces: dict[int, type] = {}  # by id of the mapping proxy
         self.streams: dict[int, Any] = {}  # copies of iterators from outside, by id
         self.owned_streams: set[int] = set()  # those that another one advances
@@ -293,6 +294,17 @@ class World:
         self.pin(value, source)
         self.guard(TypeIs(Const(value, str(source)), type(value)))
         return value
+
+    def generator(self, value: torch.Generator, source: Source) -> Any:
+        """A random generator is pinned, unless others have come along the same path: then it is lent."""
+        default = default_generator(value.device)
+        varies = Read(source) in self.varying.dynamic.reads or str(source) in self.unstable
+        self.sole.add(default if varies else value)
+        if value is default or not varies:
+            return self.pin(value, source)
+        self.outside(value.device, Attr(source, "device"))
+        self.recorder.lend(value, source)
+        return self.thing(value, source)
 
     def function(self, value: types.FunctionType, source: Source) -> Any:
         """A Python function: by identity where it lives in a namespace, by its code where it is passed in."""
@@ -870,6 +882,9 @@ class World:
         }
         changed = {type(shadow.real) for shadow in self.shadows.values() if shadow.changed()}
         changed.update(type(overlay.owner) for overlay in self.instance.values())
+        lent = [source for kind, source in self.things.values() if kind is torch.Generator]
+        if lent:
+            self.guard(Distinct((*lent, *[Const(one, "a random generator") for one in self.sole])))
         for kind, source in self.things.values():
             if not rooted(source) or kind in changed and not private(source):
                 groups.setdefault(kind, []).append(source)
@@ -896,6 +911,13 @@ class World:
 
 
 DELETED: Any = type("Deleted", (), {"__repr__": lambda self: "<deleted>"})()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch draws from on a device where no other is given."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index or 0]
 
 
 def way(source: Source) -> Iterator[Source]:
@@ -949,7 +971,7 @@ READERS: dict[type, Reader] = {
     BUILTIN_METHOD: World.native_method, tuple: World.immutable,
     frozenset: World.frozen_set, types.MappingProxyType: World.proxy, weakref.ProxyType: World.thing,
     weakref.CallableProxyType: World.thing, types.MethodWrapperType: World.native_method,
-    weakref.ref: World.pin,
+    weakref.ref: World.pin, torch.Generator: World.generator,
     **dict.fromkeys(SHADOWED, World.container), **dict.fromkeys(DICT_VIEWS, World.dict_view),
 }  # fmt: skip
 

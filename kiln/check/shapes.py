@@ -7,12 +7,13 @@ from dataclasses import field
 from typing import Any
 
 import torch
+from torch import Generator
 
 from kiln import _hook
 from kiln.base.dataclass import dataclass
 from kiln.base.source import Attr, Source
 from kiln.check import layout
-from kiln.check.guards import ClassAttr, Equals, Guard, Paths
+from kiln.check.guards import ClassAttr, Equals, Guard, Is, Paths
 from kiln.check.torch_guards import TensorMatch, facts
 from kiln.check.values import mro_lookup, show
 
@@ -251,7 +252,7 @@ def varying(guards: Sequence[Guard], argv: Sequence[Any]) -> set[Read]:
     found: set[Read] = set()
     for guard in guards:
         compare = _COMPARED.get(type(guard))
-        if compare is not None:
+        if compare is not None and (compare is not _compare_generator or type(guard.value) is Generator):  # type: ignore[attr-defined]
             try:
                 compare(guard, guard.source.fetch(argv), found)
             except Exception:  # the path ends somewhere else in this call
@@ -288,10 +289,16 @@ def _compare_attribute(guard: Any, now: Any, found: set[Read]) -> None:
             found.add(Read(Attr(guard.source, guard.name)))
 
 
+def _compare_generator(guard: Any, now: Any, found: set[Read]) -> None:
+    if type(now) is Generator and now is not guard.value:
+        found.add(Read(guard.source))
+
+
 _COMPARED: dict[type, Callable[[Any, Any, set[Read]], None]] = {
     TensorMatch: _compare_tensor,
     ShapedMatch: _compare_tensor,
     Equals: _compare_number,
     ClassAttr: _compare_attribute,
+    Is: _compare_generator,
     AnyNumber: lambda guard, now, found: found.add(Read(guard.source)),
 }

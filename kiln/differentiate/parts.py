@@ -150,9 +150,14 @@ def in_parts(
             parts.append(Part(module, nodes, lambda part, values: part.forward, numbers, anew))
         else:
             parts.append(Part(module, nodes, make, numbers))
-    kinds = (torch.Tensor, *NUMBERS)
     whole = len(parts) == 1 and parts[0].make is make
-    if whole or not all(isinstance(v, kinds) for part in parts for v in part.crossing()):
+    return None if whole else joined(module, parts)
+
+
+def joined(module: fx.GraphModule, parts: list[Part]) -> Callable[..., Any] | None:
+    """A graph as its parts, one after the other; None where not only tensors and numbers cross."""
+    kinds = (torch.Tensor, *NUMBERS)
+    if not all(isinstance(v, kinds) for part in parts for v in part.crossing()):
         return None
     inputs, result = module.graph.find_nodes(op="placeholder"), module.graph.output_node().args[0]
     held = {node: getattr(module, str(node.target)) for node in module.graph.find_nodes(op="get_attr")}

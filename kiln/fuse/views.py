@@ -159,10 +159,9 @@ def _diagonal(node: Node, coords: Coords) -> Coords:
 @view("unfold")
 def _unfold(node: Node, coords: Coords) -> Coords:
     *places, within = coords
-    if not places:
-        return ()  # the one number of a tensor without dimensions
-    dim, step = node.args[1] % len(places), node.args[3]
-    places[dim] = places[dim] * step + within
+    if places:  # a number without dimensions has one place
+        dim, step = node.args[1] % len(places), node.args[3]
+        places[dim] = places[dim] * step + within
     return tuple(places)
 
 

@@ -307,3 +307,66 @@ def test_numbers_at_the_ends_of_where_they_lie(sign, bound):
         return x * 2 if sign(random.uniform(0, 2), bound) else x, x + 1 if sign(bound, random.random()) else x
 
     same_as_eager(f, X, how=How(recompiles=True))
+
+
+def of(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def from_given(x, *generators):
+    return [x + torch.rand(3, generator=g) for g in generators], torch.rand(3)
+
+
+def from_one_made(x, seed):
+    g = torch.Generator().manual_seed(seed)
+    return x + torch.rand(3, generator=g), torch.randn(3, generator=g), g
+
+
+def from_one_seeded_twice(x, seed):
+    g = torch.Generator().manual_seed(seed)
+    first = x + torch.rand(3, generator=g)
+    g.manual_seed(seed)
+    return first, torch.rand(3, generator=g)
+
+
+def within_handlers(x, seed):
+    g = torch.Generator().manual_seed(seed)
+    try:
+        return (x + torch.rand(3, generator=g))[torch.tensor([seed])]
+    except IndexError:
+        return torch.rand(2, generator=g)
+
+
+ONE, OTHER = of(70), of(71)
+CALLED = {
+    "others in each call": (from_given, [lambda i=i: (of(i), of(i + 1)) for i in range(5)], 2),
+    "in a list of calls, the same": (from_given, [lambda: (ONE, OTHER)] * 3, 1),
+    "those of other arguments, or torch's own": (from_given, [
+        lambda: (of(1), OTHER), lambda: (of(2), ONE), lambda: (ONE, OTHER), lambda: (OTHER, ONE), lambda: (of(3), of(4)),
+        lambda: (torch.default_generator, of(5)), lambda: (of(6), torch.default_generator), lambda: [of(7)] * 2,
+        lambda: (of(8), of(9)),
+    ], None),
+    "made in each call": (from_one_made, [lambda i=i: (i,) for i in range(5)], 2),
+    "made, and seeded twice": (from_one_seeded_twice, [lambda i=i: (i,) for i in range(3)], None),
+    "made, within handlers": (within_handlers, [lambda i=i: (i,) for i in (0, 2, 3, 4)], None),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(EAGER, reason="counts graphs")
+@pytest.mark.parametrize("backend", ["eager", "kiln"])
+@pytest.mark.parametrize("name", CALLED)
+def test_random_generators_of_torch(name, backend):
+    f, calls, graphs = CALLED[name]
+
+    def outcomes(run):
+        torch.manual_seed(3), ONE.manual_seed(1), OTHER.manual_seed(2)
+        found = []
+        for call in calls:
+            given = call()
+            flat = [*given, *torch.utils._pytree.tree_leaves(run(X, *given))]
+            found += [v.get_state() if isinstance(v, torch.Generator) else v for v in flat]
+        return found
+
+    counting = Counting(backend)
+    torch.testing.assert_close(outcomes(kiln.compile(f, backend=counting)), outcomes(f))
+    assert graphs is None or len(counting.modules) == graphs

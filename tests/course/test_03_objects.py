@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dataclasses
 import enum
 from collections import namedtuple
@@ -12,7 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 import pytest
 import torch
 
-from tests.support import How, one_graph, program, t
+from tests.support import How, one_graph, program, same_as_eager, t
 
 X = t(3, 4)
 G = t(3, 4, grad=True)
@@ -872,3 +873,107 @@ def test_a_tuple_of_a_class_with_attributes(tagged):
     tagged.scale = tagged.scale + 1
     tagged.last = tagged[0] * tagged.scale
     return tagged.last + tagged[1], tagged
+
+
+class Amount:
+    """A tensor in a wrapper that has its own arithmetic on either side."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __sub__(self, other):
+        return Amount(self.value - getattr(other, "value", other))
+
+    def __rsub__(self, other):
+        return Amount(other - self.value)
+
+    def __isub__(self, other):
+        self.value = self.value - other
+        return self
+
+    def __matmul__(self, other):
+        return Amount(self.value @ other)
+
+    def __rmatmul__(self, other):
+        return NotImplemented
+
+    def __imul__(self, other):
+        return NotImplemented
+
+    def __mul__(self, other):
+        return NotImplemented
+
+    def __rmul__(self, other):
+        return Amount(other * self.value)
+
+    def __lt__(self, other):
+        return ("less", self.value < other)
+
+    def __gt__(self, other):
+        return ("greater", self.value > other)
+
+
+class Told(Amount):
+    """The same, which torch tells of its calls."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        values = [a.value if isinstance(a, Amount) else a for a in args]
+        return cls(function(*values, **(kwargs or {}))), function.__name__
+
+
+def either_side(make, x):
+    return make(x * 2) - x, x - make(x * 2), make(x) - make(x), make(x) @ x.T, x * make(x)
+
+
+def in_place(make, x):
+    amount, other, left = make(x), x * 2, x * 3
+    amount -= x
+    other -= make(x)
+    left *= make(x)
+    return amount, other, left
+
+
+def compared(make, x):
+    return make(x) < x, x < make(x), make(x) > x, x >= make(x).value
+
+
+class Share(float):
+    """A number that knows another addition, of which only those that it is the left operand of are."""
+
+    def __add__(self, other):
+        return ("share", other * 2)
+
+    __radd__ = __lt__ = __gt__ = __add__
+
+
+class Row(list):
+    pass
+
+
+def numbers_and_lists(x):
+    row, items = Row([x]), collections.deque([1])
+    row += x * 2
+    items += x[0]
+    return Share(2) + x, x + Share(2), Share(0.5) < x, x < Share(0.5), list(row), items
+
+
+def test_numbers_and_lists_of_other_classes_beside_tensors():
+    one_graph(numbers_and_lists, X)
+
+
+def a_product_that_nobody_knows(make, x):
+    return make(x) * 2, x @ make(x)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", [Amount, Told])
+@pytest.mark.parametrize("f", [either_side, in_place, compared])
+def test_objects_with_arithmetic_beside_tensors(f, kind, given):
+    one = kind(t(3, 4) + 1)
+    one_graph(lambda x, one: f((lambda value: one) if given else kind, x), X, one)
+
+
+@pytest.mark.parametrize("kind", [Amount, Told])
+def test_arithmetic_that_nobody_knows_is_refused_as_in_eager(kind):
+    same_as_eager(a_product_that_nobody_knows, kind, X)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import kiln
 from kiln.base import records
@@ -156,18 +157,84 @@ def test_a_graph_that_cannot_be_differentiated_runs_as_captured():
     assert len(log.fallbacks) == 1 and "overlap" in str(log.fallbacks[0])
 
 
-def test_inference_mode_off_within_inference_mode_runs_as_captured():
-    def f(x):
-        with torch.inference_mode(False):
-            return x * 2
+def block(x, w):
+    with torch.inference_mode():
+        return (x @ w).relu(), x[1:]
+
+
+def block_of_no_mode(x, w):
+    with torch.inference_mode(False):
+        return x @ w * 2
+
+
+def blocks_within(x, w):
+    y = x @ w
+    with torch.no_grad():
+        before = y * 2
+        with torch.inference_mode():
+            a, view = y + 1, y[0]
+            with torch.inference_mode(False), torch.enable_grad():
+                b = x * 4
+            a.mul_(torch.rand(3))
+        after = y * 3
+    return a, b, view, before, after, y * 5, torch.is_grad_enabled()
+
+
+def block_whose_results_are_needed(x, w):
+    y = x @ w
+    with torch.inference_mode():
+        factor = x.exp()
+    return y * factor
+
+
+def outcome(run, grad, inside):
+    torch.manual_seed(0)
+    x = torch.linspace(-1, 1, 9).reshape(3, 3)
+    x, w = x.clone().requires_grad_(grad), (x * 2).requires_grad_(grad)
+    with torch.inference_mode(inside):
+        try:
+            made = run(x, w)
+        except RuntimeError as error:
+            return (str(error),)
+    tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+    facts = [(t.is_inference(), t.requires_grad, t.stride(), t._is_view()) for t in tensors]
+    needing = [t.sum() for t in tensors if t.requires_grad]
+    if needing:
+        sum(needing).backward()
+    return facts, [t.detach() for t in tensors], x.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("f", [block, block_of_no_mode, blocks_within, block_whose_results_are_needed])
+def test_blocks_of_inference_mode_are_compiled(f, grad, inside):
+    expected = outcome(f, grad, inside)
+    for backend in ("aot_eager", "kiln"):
+        compiled = kiln.compile(f, fullgraph=True, backend=backend)
+        with records.collect() as log:
+            for _ in range(2):
+                found = outcome(compiled, grad, inside)
+                assert found[0] == expected[0]
+                torch.testing.assert_close(found[1:], expected[1:])
+        assert (len(log.graphs), log.fallbacks) == (1, [])
+
+
+def test_a_frame_sees_what_was_written_before_a_block_raised():
+    def f(x, i, log):
+        try:
+            x.add_(1)
+            with torch.inference_mode():
+                return (x * 2)[i]
+        except IndexError:
+            log.append("seen")
+            return x * 3
 
     compiled = kiln.compile(f, fullgraph=True)
-    with records.collect() as log:
-        for run in (f, compiled, compiled):
-            with torch.inference_mode():
-                out = run(torch.ones(3, requires_grad=True))
-            assert not out.is_inference() and out.requires_grad
-    assert len(log.graphs) == 1 and [r.error.split(":")[0] for r in log.fallbacks] == ["global-state"]
+    x, y, seen = torch.ones(3), torch.ones(3), []
+    for i in (1, 5):
+        i = torch.tensor([i])
+        assert torch.equal(compiled(x, i, seen), f(y, i, [])) and torch.equal(x, y)
+    assert seen == ["seen"]
 
 
 def test_handlers_and_effects_of_a_frame_whose_graph_runs_as_captured():

@@ -61,6 +61,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "as_strided of a value": ([plain(100, 33, dtype="bf16", grad=True)], ["v0 = (a0 != a0).as_strided((2,), (1,))", "v1 = v0 + 2"]),
     "a row of an expanded argument": ([plain(3, 4, layout="expanded")], ["a0[0].add_(1)", "v0 = a0 * 2"]),
     "a row of an expanded value": ([plain(1, 4)], ["v0 = a0 * 2", "v0.expand(3, 4)[0].mul_(3)", "v1 = v0 + 1"]),
+    "windows of a number": ([plain(grad=True)], ["v0 = a0 * 2", "v1 = v0.unfold(0, 1, 1) + v0.unfold(0, 0, 2).sum()"]),
     "a norm after a write into a turned image of one column": (
         [plain(1, 16, 33, 1, layout="transposed")],
         ["v0 = torch.index_put(a0, (torch.tensor([-1, -1]),), a0.sum(), accumulate=True)", "v1 = F.group_norm(v0, 1)"]),
