@@ -50,7 +50,7 @@ def left_open(m: Machine, tensor: FakeTensor, reason: Break) -> Any:
     if computes:
         if kind is bool:
             kept = m.torch_call(torch.Tensor.int, (kept,), {})
-        symbol = varying.item(float if kind is float else int)
+        symbol = varying.item(float if kind is float else int, needed=reason if kind is bool else None)
         varying.items[symbol] = Item((torch.Tensor.item, kept), m.frames[-1].step, reason)
         m.recorder.symbol(symbol, "item", kept)
         if not tensor.is_inference():
