@@ -360,6 +360,13 @@ class Rebuilder:
         if owner is None or isinstance(owner, (types.ModuleType, type)):
             self.e.const(value)
             return
+        spaces = (vars(base) for base in type(owner).__mro__)
+        found = [space[value.__name__] for space in spaces if value.__name__ in space]
+        native = (one for one in found if isinstance(one, NATIVE_METHODS) and one.__get__(owner) == value)
+        hidden = next(native, None)
+        if hidden is not None and hidden is not found[0]:  # what super() gives
+            self.call(hidden.__get__, owner)
+            return
         self.push(owner)
         self.e.attr(value.__name__)
 
@@ -549,6 +556,7 @@ SHELLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], Any]] = {
     collections.deque: (lambda v: ((), v.maxlen), collections.deque.extend),
 }  # fmt: skip
 FILLED = (object, dict, list, set, collections.OrderedDict)
+NATIVE_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 OPAQUE_OK: frozenset[type] = frozenset({types.SimpleNamespace})
 Maker = Callable[[Rebuilder, Any], None]
 MAKERS: dict[type, Maker] = {

@@ -330,7 +330,7 @@ class World:
         inner = self.outside(owner, Attr(source, "__self__"))
         name: str = value.__name__
         bound = getattr(inner, name, None)
-        if type(bound) is not type(value):
+        if type(bound) is not type(value) or getattr(owner, name, None) != value:
             raise Break("native-method", f"{source} is a bound native method", "call the method by its name")
         self.guard(Equals(Attr(source, "__name__"), name))
         self.remember(value, source)

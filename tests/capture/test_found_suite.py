@@ -1269,3 +1269,34 @@ def test_containers_of_a_class_of_its_own_are_copied(kind, items, how):
         return one
 
     one_graph(f, X, one())
+
+
+class Doubling(list):
+    def __init__(self, items):
+        kiln.graph_break()
+        super().__init__(items)
+
+    def append(self, item):
+        hidden = super().append
+        kiln.graph_break()
+        hidden(item * 2)
+
+
+class Counting(collections.OrderedDict):
+    def length(self):
+        hidden = super(collections.OrderedDict, self).__len__
+        kiln.graph_break()
+        return hidden()
+
+
+def methods_that_others_hide_across_breaks(x):
+    items = Doubling([x + 1])
+    items.append(x)
+    named = items.extend
+    kiln.graph_break()
+    named([x])
+    return list(items), Counting(a=x).length()
+
+
+def test_methods_that_others_hide_across_breaks():
+    same_as_eager(methods_that_others_hide_across_breaks, X)
