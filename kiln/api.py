@@ -50,7 +50,8 @@ def compile(
     """Give a callable that captures what `model` does as graphs and runs them through the backend.
 
     `model` is a function, method, lambda, module, class or any callable; without it, the result is a
-    decorator. The results are those of `model`. `fullgraph=True` raises where the graph would break.
+    decorator. The results are those of `model`. `fullgraph=True` raises where the graph would break, also
+    where the function is called inside another compiled function.
     `dynamic=None` takes sizes and numbers as fixed until a call shows that they vary, True takes all sizes
     and ints of the arguments as varying at once, False takes none so (docs/dynamic.md).
     """
