@@ -45,7 +45,7 @@ def compile_held(
     if not tries:  # what is tried runs twice on the same values
         places = {k: i for i, k in enumerate(frozen.given)}
         frozen.rest.overwrites = {i: places[k] for i, k in graph.overwrites.items() if k in places}
-    if not tries and is_constant(frozen):
+    if not tries and len(frozen.given) == len(graph.inputs) and is_constant(frozen):
         return compile_graph(with_constants(frozen), settings, dump)
     made = Held(frozen, compile_graph(frozen.rest, settings, dump), [held[i] for i in frozen.held])
     if tries:
@@ -54,11 +54,8 @@ def compile_held(
 
 
 def is_constant(frozen: Frozen) -> bool:
-    """Whether what is computed once follows from no tensor, and the rest takes all inputs."""
-    reads = frozen.once.inputs or any(node.op is CONSTANT for node in frozen.once.nodes)
-    return not reads and len(frozen.given) == len(frozen.rest.inputs) - len(frozen.once.outputs) == (
-        max(frozen.given, default=-1) + 1
-    )
+    """Whether what is computed once follows from no tensor."""
+    return not frozen.once.inputs and all(node.op is not CONSTANT for node in frozen.once.nodes)
 
 
 def with_constants(frozen: Frozen) -> Graph:

@@ -573,3 +573,15 @@ def test_numbers_in_order_are_made_by_loops():
     with records.collect() as log, torch.no_grad():
         kiln.compile(lambda x: x[:, torch.arange(5, -1, -1)] + 1)(x)
     assert [kernel.reads for kernel in log.kernels] == [x.nbytes], "no places are read"
+
+
+def test_weights_of_which_only_the_size_is_asked():
+    class Sized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.unread = nn.Parameter(torch.rand(6)), nn.Parameter(torch.rand(6))
+
+        def forward(self, x):
+            return x * self.scale * torch.sin(torch.ones_like(self.unread).cumsum(0) / 7)
+
+    agrees(Seen(Sized()), torch.randn(5, 6))
