@@ -32,8 +32,13 @@ def is_view(node: Node) -> bool:
 
 
 def owner_of(node: Node) -> Node:
-    """The node whose memory a chain of views shows."""
+    """The node whose memory a chain of views shows; each of several results has memory of its own."""
     while is_view(node) and type(node.args[0]) is Node:
+        whole = node.args[0]
+        while whole.op is operator.getitem:
+            whole = whole.args[0]
+        if node.op is operator.getitem and not is_view(whole):
+            break
         node = node.args[0]
     return node
 
