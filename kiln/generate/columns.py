@@ -233,12 +233,14 @@ class Columns(Words, Streams):
         if self.nest.ordered or any(not s.kept for s in self.nest.stores):
             return 1
         if self.past_caches():
-            return STREAMS if not host().reads_in_steps else TOGETHER if self.short_factors() else 1
+            if not host().reads_in_steps or self.short_factors():
+                return STREAMS
+            return TOGETHER if self.both is not None else 1
         return SHORT_TOGETHER if self.short_factors() else TOGETHER
 
     def lie_apart(self) -> bool:
         """Whether rows at once lie apart: not where the first of equal ones is sought."""
-        found = self.past_caches() and self.together() > 1
+        found = self.past_caches() and self.together() > 1 and not host().reads_in_steps
         return found and not any(fold.place for fold in self.nest.folds())
 
     def fold_rows(self, strip: Strip, rows: list[Value]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ BLOCK = 256
 #: Rows of the result in one task otherwise.
 FEW = 16
 #: Elements ahead that are asked for along the rows of what is turned.
-AHEAD = 64
+AHEAD = 32
+#: Squares side by side that stores past the caches fill one after the other: memory takes lines in pairs.
+PAIR = 2
 #: Elements that fit the cache.
 CACHED = 1 << 18
 
@@ -139,16 +142,20 @@ class Tiles(Streams):
 
             return fn.loop(low, whole, width, [], row)
 
-        def strip(start: Value, _: list[Value]) -> list[Value]:
+        def strip(count: int, left: Value, _: list[Value]) -> list[Value]:
             """Rows of what is read come as a few streams: for stores that leave the caches alone."""
 
             def column(first: Value, _: list[Value]) -> list[Value]:
-                return self.tile(found, memory, first, start, body)
+                for k in range(count):
+                    self.tile(found, memory, first, left + k * width, body)
+                return []
 
             return fn.loop(low, whole, width, [], column)
 
         if self.streams:
-            fn.loop(0, columns, width, [], strip)
+            pairs = columns / (PAIR * width) * (PAIR * width)
+            fn.loop(0, pairs, PAIR * width, [], partial(strip, PAIR))
+            fn.loop(pairs, columns, width, [], partial(strip, 1))
         else:
             fn.loop(0, columns, BLOCK, [], part)
         rows(low, whole, columns, length)
@@ -174,7 +181,7 @@ class Tiles(Streams):
                 self.layers[-1][id(load)] = fn.load(fn.at(held, i * width, kind), kind.wide(width))
             if self.streams:
                 for load in self.side_by_side(found):
-                    self.prefetch(load, self.index(load.index) + width, 2)
+                    self.prefetch(load, self.index(load.index) + PAIR * width, 2)
             body()
             self.lanes = 1
             self.pop()
