@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import TypeAlias
 
 from kiln.generate import avx512_powers, functions, registers
-from kiln.generate.lanes import first_lane
-from kiln.generate.llvm import BF16, F32, F64, I32, U32, Value, fma
+from kiln.generate.lanes import first_lane, shuffled
+from kiln.generate.llvm import B16, BF16, F32, F64, I32, U32, Value, fma
 from kiln.generate.registers import in_registers, inverse, looked_up
 
 Tables: TypeAlias = "tuple[tuple[float, ...], ...]"
@@ -500,6 +500,13 @@ def to_bf16(low: Value, high: Value) -> Value:
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     low, high = (value if value.type.width > 1 else value.splat(LANES) for value in (low, high))
     return low.fn.call(name, BF16.wide(2 * LANES), high, low)
+
+
+def to_bf16_by_words(low: Value, high: Value) -> Value:
+    """The same without an instruction for it."""
+    low, high = (value if value.type.width > 1 else value.splat(LANES) for value in (low, high))
+    first, second = (value.rounded().bits(B16) for value in (low, high))
+    return shuffled(first, range(1, 4 * LANES, 2), second)
 
 
 def products_of_pairs(total: Value, a: Value, b: Value) -> Value:

@@ -536,6 +536,9 @@ def _exp_as_eager(x: Value) -> Value:
     return _scaled_32(fma(polynomial(r, _EXP_EAGER), r * r, r) + 1.0, rounded)
 
 
+HALVES = frozenset(("f16", "bf16", "b16"))
+
+
 def compute_type(type: Type) -> Type:
     """The type in which arithmetic on values of this type is done: half types compute in f32."""
-    return F32.wide(type.width) if type.kind in ("f16", "bf16") else type
+    return F32.wide(type.width) if type.kind in HALVES else type

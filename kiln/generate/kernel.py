@@ -77,14 +77,15 @@ class Emitter(Tiles, Online, Columns, Scans):
         if self.blocked:
             self.vector = nest.kept[-1]
             self.width = math.gcd(lanes_along(self.vector, width), self.vector.size)
+        rounds = "+avx512bf16" in host().features
+        self.module.in_words = not rounds
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
         if self.masks:
             self.module.own.update(avx512.OWN)
             if any(term.dtype is torch.float16 for term in nest.terms()):
                 self.module.own.update(avx512.FINER)
-            if "+avx512bf16" in host().features:
-                self.module.own["to_bf16"] = avx512.to_bf16
-                self.in_words = "+avx512vbmi2" in host().features
+            self.module.own["to_bf16"] = avx512.to_bf16 if rounds else avx512.to_bf16_by_words
+            self.in_words = rounds and "+avx512vbmi2" in host().features
             self.loose = loose(nest)
         self.emit()
         unrolls = self.fn.short_loops and len(self.fn.lines) < LONG and not nest.several

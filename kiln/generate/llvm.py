@@ -10,7 +10,11 @@ from typing import TypeAlias
 from kiln.base.dataclass import dataclass
 
 _SCALARS = {"f64": "double", "f32": "float", "f16": "half", "bf16": "bfloat", "ptr": "ptr", "void": "void"}
+_SCALARS["b16"] = "i16"  # bf16, where the machine has no instructions for it
 _SCALARS |= {f"i{bits}": f"i{bits}" for bits in (1, 8, 16, 32, 64, 128)}
+
+
+FLOATS = frozenset(("f64", "f32", "f16", "bf16", "b16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Type:
 
     @property
     def is_float(self) -> bool:
-        return self.kind in ("f64", "f32", "f16", "bf16")
+        return self.kind in FLOATS
 
     @property
     def bits(self) -> int:
@@ -46,7 +50,8 @@ class Type:
     @property
     def suffix(self) -> str:
         """The type as it stands in the name of an intrinsic."""
-        return self.kind if self.width == 1 else f"v{self.width}{self.kind}"
+        kind = "i16" if self.kind == "b16" else self.kind
+        return kind if self.width == 1 else f"v{self.width}{kind}"
 
     def __str__(self) -> str:
         scalar = _SCALARS[self.kind]
@@ -55,9 +60,9 @@ class Type:
 
 _WIDE: dict[tuple[str, int, bool], Type] = {}  # asked for with each instruction
 
-F64, F32, F16, BF16 = Type("f64"), Type("f32"), Type("f16"), Type("bf16")
+F64, F32, F16, BF16, B16 = Type("f64"), Type("f32"), Type("f16"), Type("bf16"), Type("b16")
 I1, I8, I16, I32, I64 = (Type(f"i{bits}") for bits in (1, 8, 16, 32, 64))
-U8, U32, U64 = (Type(kind, signed=False) for kind in ("i8", "i32", "i64"))
+U8, U16, U32, U64 = (Type(kind, signed=False) for kind in ("i8", "i16", "i32", "i64"))
 PTR, VOID = Type("ptr"), Type("void")
 
 Number: TypeAlias = "int | float | bool"
@@ -86,6 +91,8 @@ def _scalar_literal(value: Number, type: Type) -> str:
         return f"0xH{struct.unpack('<H', struct.pack('<e', number))[0]:04X}"
     elif type.kind == "bf16":
         return f"0xR{_bf16_bits(number):04X}"
+    elif type.kind == "b16":
+        return str(_bf16_bits(number))
     return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
 
 
@@ -235,7 +242,7 @@ class Value:
 
     def to(self, type: Type) -> Value:
         """This value converted: floats to integers towards zero, integers to booleans by being nonzero."""
-        wide = type.wide(self.type.width)
+        wide = self.fn.module.held(type).wide(self.type.width)
         here = self.type
         if here == wide:
             return self
@@ -243,6 +250,11 @@ class Value:
             return Value(self.fn, self.text, wide)
         if wide.kind == "i1":
             return self.compare("ne", 0)
+        if here.kind == "b16":
+            return (Value(self.fn, self.text, U16.wide(here.width)).to(U32) << 16).bits(F32).to(wide)
+        if wide.kind == "b16":
+            word = (self.to(F32).rounded() >> 16).to(U16)
+            return Value(self.fn, word.text, wide)
         if here.is_float and not wide.is_float:
             return self._truncated(wide)
         if here.kind == "i1" and wide.is_float:
@@ -250,6 +262,11 @@ class Value:
         if here.kind == "i1" and wide.bits == wide.width == 16 and not self.fn.module.saturates:
             return self.fn.emit(f"zext {here} {self._hidden().text} to {wide}", wide)
         return self.fn.emit(f"{_conversion(here, wide)} {here} {self.text} to {wide}", wide)
+
+    def rounded(self) -> Value:
+        """The bits of this f32 with the nearest number of bf16 in their upper half."""
+        bits = self.bits(U32)
+        return self.compare("ne", self).where(0x7FC00000, bits + ((bits >> 16) & 1) + 0x7FFF)
 
     def _hidden(self) -> Value:
         """This mask of 16 lanes, of which LLVM does not know what it was made by.
@@ -557,6 +574,7 @@ class Module:
         self.hoists = False  # whether loops leave to what stands before them what is the same in all turns
         self.saturates = False  # whether the machine's conversions to integers end at the largest
         self.contracts = False  # whether products and sums may become one instruction
+        self.in_words = False  # whether numbers of bf16 are held as words
         self.own: dict[str, Callable[..., Value]] = {}  # elementary functions that the machine does better
         self._declared: dict[str, str] = {}
 
@@ -564,6 +582,10 @@ class Module:
         made = Function(self, name, parameters, result)
         self.functions.append(made)
         return made
+
+    def held(self, type: Type) -> Type:
+        """A type as this machine's instructions take it."""
+        return B16.wide(type.width) if self.in_words and type.kind == "bf16" else type
 
     def declare(self, name: str, result: Type, parameters: Sequence[Type]) -> None:
         # LLVM takes the remainder of a whole number to be a number, though what it is divided by may be none.

@@ -21,14 +21,13 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Const, Load, Term
-from kiln.generate.llvm import BF16, I8, I16, Type, Value
+from kiln.generate.llvm import BF16, I8, I16, U16, Value
 
 Numbers: TypeAlias = Any
 """An array."""
 Expression: TypeAlias = Any
 """A number, the name of the argument, or the name of a function and what it is given."""
 
-U16 = Type("i16", signed=False)
 TIMES = "llvm.x86.avx512.pmul.hr.sw.512"  # of numbers of 15 bits after the point
 X = "x"
 #: Bits of the first number, 2^-9, that has a piece: what is nearer to 0 follows from it. Each piece has so

@@ -204,7 +204,7 @@ class Tiles(Streams):
         self.variables[found.along.variable] = column
         place = self.index(load.index)
         self.pop()
-        stored = TYPES[load.dtype]
+        stored = self.module.held(TYPES[load.dtype])
         address = self.fn.at(self.pointers[load.buffer], place, stored)
         if self.streams:
             self.prefetch(load, place + AHEAD, 2)  # processors do not foresee the order

@@ -222,7 +222,7 @@ class Values(Reads):
         """Ask for what is read some time later, where the processor does not foresee it."""
 
     def load(self, term: Load) -> Value:
-        return self.load_as(TYPES[term.dtype], term)
+        return self.load_as(self.module.held(TYPES[term.dtype]), term)
 
     def load_as(self, stored: Type, term: Load) -> Value:
         """What is loaded, for numbers of a type, which may be another one of as many bits."""
@@ -253,8 +253,8 @@ class Values(Reads):
 
     def store(self, store: Store) -> None:
         fn = self.fn
-        stored, term = TYPES[store.buffer.dtype], store.value
-        rounds = self.module.own.get("to_bf16") if stored.kind == "bf16" else None
+        stored, term = self.module.held(TYPES[store.buffer.dtype]), store.value
+        rounds = self.module.own.get("to_bf16") if store.buffer.dtype is torch.bfloat16 else None
         bits = self.moved(term, {}) if rounds and not store.adds else None
         if bits is not None:
             stored, value = I16, bits

@@ -99,7 +99,7 @@ class Words(Rows):
         if not (pairs := self.pairs_alone(term)):
             value = self.value(term)
             value = value if value.type.width > 1 else value.splat(self.lanes)
-            return avx512.to_bf16(*[lanes(value, start, self.width) for start in (0, self.width)])
+            return self.module.own["to_bf16"](*[lanes(value, start, self.width) for start in (0, self.width)])
         assert self.even_and_odd is not None
         given = shorts.expression(term) if len(pairs) == 1 and self.in_words else None
         short = None if given is None else shorts.fitted(given)
@@ -125,7 +125,7 @@ class Words(Rows):
         low, high = self.apart(term, pairs, known)
         self.lanes *= 2
         order = [lane // 2 + lane % 2 * self.width for lane in range(2 * self.width)]
-        return shuffled(avx512.to_bf16(low, high), order)
+        return shuffled(self.module.own["to_bf16"](low, high), order)
 
     def address(self, load: Load, kind: Type) -> Value:
         return self.fn.at(self.pointers[load.buffer], self.index(load.index), kind)
