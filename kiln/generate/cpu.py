@@ -19,6 +19,13 @@ from llvmlite.binding import ffi
 from kiln.base.dataclass import dataclass
 from kiln.generate.llvm import BRIEF, THOROUGH
 
+#: Processors whose instruction that reads lanes here and there may not read ahead since 2023, when what it
+#: read so was found to be seen by other programs: it waits, for stores past the caches, too.
+WAITING = frozenset((
+    "haswell broadwell skylake skylake-avx512 cascadelake cooperlake cannonlake "
+    "icelake-client icelake-server tigerlake rocketlake"
+).split())  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -31,7 +38,12 @@ class Host:
     @property
     def reads_lanes_faster(self) -> bool:
         """Whether elements here and there in the nearest caches are read faster one by one than at once."""
-        return self.name.startswith("znver")
+        return self.name.startswith("znver") or self.waits_for_lanes
+
+    @property
+    def waits_for_lanes(self) -> bool:
+        """Whether the instruction that reads elements here and there waits for all that came before it."""
+        return self.name in WAITING
 
     @property
     def halves_vectors(self) -> bool:

@@ -52,10 +52,14 @@ def first_lane(value: Value) -> Value:
     return lanes(value, 0, 1)
 
 
+def with_lane(value: Value, lane: int, part: Value) -> Value:
+    """A vector with another value in one lane."""
+    text = f"insertelement {value.type} {value.text}, {part.type} {part.text}, i64 {lane}"
+    return value.fn.emit(text, value.type)
+
+
 def with_first_lane(value: Value, first: Value) -> Value:
-    return value.fn.emit(
-        f"insertelement {value.type} {value.text}, {first.type} {first.text}, i64 0", value.type
-    )
+    return with_lane(value, 0, first)
 
 
 def combined(folds: list[Fold], left: list[Value], right: list[Value]) -> list[Value]:

@@ -8,7 +8,7 @@ from kiln.fuse.nest import Axis, Nest
 from kiln.generate.cpu import host
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import lanes as some_lanes
-from kiln.generate.lanes import shuffled
+from kiln.generate.lanes import shuffled, with_lane
 from kiln.generate.llvm import I1, I32, PTR, U8, Function, Type, Value
 from kiln.generate.pieces import borders
 
@@ -107,31 +107,35 @@ class Reads:
         """Elements here and there; `far` ones, which the caches may not have, at once."""
         fn, held, lanes = self.fn, compute_type(stored), places.type.width
         memory = I8_OF["i1"] if stored.kind == "i1" else stored
-        one_by_one = host().reads_lanes_faster and not (far and stored.bits >= 32)
+        never = host().waits_for_lanes
+        one_by_one = never or host().reads_lanes_faster and not (far and stored.bits >= 32)
         if mask is None and stored.kind != "i1" and one_by_one:
             return self.one_by_one(base, places, stored).to(held)
         pointers = fn.emit(
             f"getelementptr {memory.scalar}, ptr {base.text}, {places.type} {places.text}", PTR.wide(lanes)
         )
-        wide = (
-            fn.constant(1, I1.wide(lanes))
-            if mask is None
-            else mask
-            if mask.type.width > 1
-            else mask.splat(lanes)
-        )
+        wide = fn.constant(1, I1.wide(lanes)) if mask is None else mask.splat(lanes // mask.type.width)
+        if never and stored.kind != "i1":
+            return self.where_wanted(pointers, stored, wide).to(held)
         kind = memory.wide(lanes)
         align = fn.constant(max(memory.bits // 8, 1), I32)
         name = f"llvm.masked.gather.{kind.suffix}.v{lanes}p0"
         value = fn.call(name, kind, pointers, align, wide, fn.constant(0, kind))
         return (value.to(I1) if stored.kind == "i1" else value).to(held)
 
+    def where_wanted(self, pointers: Value, stored: Type, mask: Value) -> Value:
+        """Elements at addresses, each by a read of its own; 0 where none is wanted."""
+        fn, nowhere = self.fn, self.fn.at_entry(f"alloca {stored}")
+        found = Value(fn, "poison", stored.wide(pointers.type.width))
+        places = mask.where(pointers, nowhere)
+        for lane in range(found.type.width):
+            found = with_lane(found, lane, fn.load(some_lanes(places, lane, 1), stored))
+        return mask.where(found, 0)
+
     def one_by_one(self, base: Value, places: Value, stored: Type) -> Value:
         """Elements at places that are all valid, each by a read of its own."""
         fn, kind = self.fn, stored.wide(places.type.width)
         found = Value(fn, "poison", kind)
         for lane in range(kind.width):
-            value = fn.load(fn.at(base, some_lanes(places, lane, 1), stored), stored)
-            text = f"insertelement {kind} {found.text}, {stored} {value.text}, i64 {lane}"
-            found = fn.emit(text, kind)
+            found = with_lane(found, lane, fn.load(fn.at(base, some_lanes(places, lane, 1), stored), stored))
         return found

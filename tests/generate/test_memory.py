@@ -263,6 +263,27 @@ def test_a_place_in_a_row_is_compared_in_few_bits():
 def usual_processor(monkeypatch):
     """Forms do not depend on the processor at hand where a test does not say so."""
     monkeypatch.setattr(cpu.Host, "reads_in_steps", False)
+    monkeypatch.setattr(cpu.Host, "waits_for_lanes", False)
+
+
+@wide
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16])
+def test_processors_that_wait_for_lanes_read_each_by_itself(monkeypatch, dtype):
+    """Also where some lanes are not wanted: what lies there may be no memory at all."""
+    monkeypatch.setattr(cpu.Host, "waits_for_lanes", True)
+    x, places = (rand(37, 70) * 99).to(dtype), torch.randint(0, 70, (37, 70))
+
+    def some(a, i):
+        return F.pad(a, (0, 9))[:, 5 : 5 + i.shape[1]] + a[:, i[0]]
+
+    def turned(a, i):
+        return torch.cat([a.flip(1)[:, ::5], a[:, i[0]]], 1) * 2
+
+    for f in (lambda a, i: a.gather(1, i) * 2, some, turned):
+        for length in (70, 64, 47, 16, 3):
+            given = x, places[:, :length].contiguous()
+            assert "@llvm.masked.gather" not in Emitter(nest_of(f, *given), 16).fn.text()
+            check(f, *given)
 
 
 def batch_norm(x):
