@@ -56,7 +56,12 @@ class Host:
 
         Where much is computed lines have to be asked for before.
         """
-        return self.name == "znver5"
+        return self.name == "znver5" or self.waits_between_phases
+
+    @property
+    def waits_between_phases(self) -> bool:
+        """Whether memory waits while a row is gone over again, unless the next one is asked for meanwhile."""
+        return self.name in ("skylake-avx512", "cascadelake", "cooperlake")
 
 
 @functools.cache

@@ -164,6 +164,8 @@ class Streams(Rows):
         values = [(f.phase, f.value) for f in nest.folds()]
         values += [(s.phase, s.value) for s in nest.stores if not s.kept]
         last = max([phase for phase, _ in values], default=0)
+        if host().waits_between_phases:
+            return last
         for phase in range(1, last + 1):
             if self.slow(row_terms([value for when, value in values if when == phase])):
                 return phase
@@ -208,6 +210,8 @@ class Streams(Rows):
             return set()
         folds = nest.folds()
         if nest.reduced and nest.reduced[-1] is not vector or any(f.running for f in folds):
+            return set()
+        if self.goes_back():
             return set()
         if outer and not folds and self.row_length() < SHORTEST:
             return set()
@@ -296,7 +300,7 @@ class Streams(Rows):
         assert vector is not None
         if self.row_length() > LONGEST:
             return []
-        waits = nest.reduced and (self.slow(nest.terms()) or self.rows_in_pieces())
+        waits = nest.reduced and (self.slow(nest.terms()) or self.rows_in_pieces() or self.goes_back())
         roots = [f.value for f in nest.folds() if f.phase == 0] or [s.value for s in nest.stores]
         found = []
         for load in terms(roots):
@@ -310,8 +314,14 @@ class Streams(Rows):
                 found.append(load)
         return found
 
+    def goes_back(self) -> bool:
+        """Whether a row that was read is gone over again to be stored, where memory would wait meanwhile."""
+        again = any(s.phase for s in self.nest.stores if not s.kept)
+        return again and bool(self.nest.reduced) and host().waits_between_phases and self.goes_far()
+
     def goes_far(self) -> bool:
-        return self.row_length() >= (SHORTEST_LATE if self.late else SHORTEST) and moved(self.nest) >= FAR
+        least = SHORTEST_LATE if self.late and not host().waits_between_phases else SHORTEST
+        return self.row_length() >= least and moved(self.nest) >= FAR
 
     def from_memory(self) -> bool:
         return self.row_length() >= SHORTEST and self.past_caches()
