@@ -1,10 +1,11 @@
 """Products on the CPU: large ones of f32 by oneDNN, and sums of others as they are multiplied.
 
 OneDNN multiplies faster than the library behind `mm`. Its call is that of a linear layer; weights are read as
-they lie, and brought into its order in each call: in small parts if they lie as those of layers do. Where the
-rows lie the other way round, as for the gradients of weights, it would need a copy of them: those are
-eager's. The gradients of a weight that is used again and again are added to what there is, so that they are
-not all in memory until the last is made.
+they lie, and brought into its order in each call: in small parts if they lie as those of layers do, as a
+whole otherwise, which pays where the library has slow code for the processor. Where the rows lie the other
+way round, as for the gradients of weights, it would need a copy of them: those are eager's. The gradients of
+a weight that is used again and again are added to what there is, so that they are not all in memory until
+the last is made.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import torch
 
 from kiln.base.graph import Graph, Made, Node, TensorSpec, nodes_in, substituted
+from kiln.base.processor import maker
 from kiln.expand.onednn import NONE, available
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
 #: Multiplications from which a product gains, and bytes of a weight up to which a copy of it may be made.
 LEAST, LARGEST = 1 << 26, 1 << 24
+#: The maker of the processors that the library behind `mm` is written for.
+MKL = "GenuineIntel"
 #: Where the operands stand among the arguments.
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
@@ -96,7 +100,7 @@ def fits(node: Node) -> bool:
         return False
     (rows, summed), columns = a.shape, b.shape[1]
     as_layer = is_dense(b, turned=True)
-    if rows * summed * columns < LEAST or not as_layer and summed * columns * 4 > LARGEST:
+    if rows * summed * columns < LEAST or not as_layer and (maker() == MKL or summed * columns * 4 > LARGEST):
         return False
     if first:
         bias = node.args[0].spec

@@ -273,12 +273,14 @@ class Columns(Words, Streams):
 
     def at_rows(self, strip: Strip, rows: list[Value]) -> Iterator[None]:
         """Some rows, one after the other, while later ones are asked for."""
+        assert self.vector is not None
+        length, apart = min(strip.room, hinted(self.vector.size)), self.lie_apart()
+        before = BEFORE_SHORT if apart else BEFORE if F64 in self.kinds() else 0
         for row in rows:
             self.push()
             self.variables[strip.rows.variable] = row
             if not self.nest.ordered:
-                how = (BEFORE_SHORT, 1) if self.lie_apart() else (BEFORE, len(rows))
-                self.fetch_piece(strip.rows, strip.room, self.each_row(), *how)
+                self.fetch_piece(strip.rows, length, self.each_row(), before, 1 if apart else len(rows))
             yield
             self.pop()
 

@@ -56,11 +56,16 @@ class Host:
 
         Where much is computed lines have to be asked for before.
         """
-        return self.name == "znver5" or self.waits_between_phases
+        return self.name == "znver5" or self.foresees_little
 
     @property
-    def waits_between_phases(self) -> bool:
-        """Whether memory waits while a row is gone over again, unless the next one is asked for meanwhile."""
+    def takes_lines_near(self) -> bool:
+        """Whether lines that are asked for come fastest to the nearest cache, shortly before they are due."""
+        return self.name == "znver5"
+
+    @property
+    def foresees_little(self) -> bool:
+        """Whether memory waits for what does not come in order, or after a pause, unless it is asked for."""
         return self.name in ("skylake-avx512", "cascadelake", "cooperlake")
 
 
@@ -273,14 +278,15 @@ SHARE = 1 << 14
 """Characters of text that are worth a thread."""
 
 
-def _cores() -> int:
+def cores() -> int:
+    """The processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def workers() -> ThreadPoolExecutor:
     """The threads that compile; who waits for one that has not begun helps."""
-    return ThreadPoolExecutor(_cores(), "kiln")
+    return ThreadPoolExecutor(cores(), "kiln")
 
 
 os.register_at_fork(after_in_child=lambda: workers.cache_clear())
@@ -299,9 +305,9 @@ class Making:
 
 def compiling(text: str) -> list[Making]:
     """The object files of a module, which other threads make meanwhile."""
-    parts = parts_of(text, min(len(text) // SHARE + 1, _cores()))
+    parts = parts_of(text, min(len(text) // SHARE + 1, cores()))
     # Made in another thread, they would wait for Python's lock many times.
-    _idle.extend([Tools() for _ in range(min(len(parts), _cores()) - len(_idle))])
+    _idle.extend([Tools() for _ in range(min(len(parts), cores()) - len(_idle))])
     return [Making(part, workers().submit(object_file, part)) for part in parts]
 
 

@@ -55,6 +55,7 @@ Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
 BLOCK = 512  # turns after which a sum of floats starts anew
 LONG = 400  # lines of a function whose loops are not worth being unrolled, however short they are
 
+STRIP = 256  # columns of a task that are folded row by row
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
 DOUBLES = 2  # vectors of a turn that computes in double
@@ -111,8 +112,12 @@ class Emitter(Tiles, Online, Columns, Scans):
 
     def all_tasks(self) -> None:
         fn = self.fn
+        begin, end = fn.parameters["begin"], fn.parameters["end"]
         self.begin_late()
-        fn.loop(fn.parameters["begin"], fn.parameters["end"], 1, [], lambda task, _: self.task(task))
+        if self.in_strips():
+            self.rows(begin, end)
+        else:
+            fn.loop(begin, end, 1, [], lambda task, _: self.task(task))
         self.end_late()
         self.finish_streams()
         fn.do("ret void")
@@ -127,9 +132,17 @@ class Emitter(Tiles, Online, Columns, Scans):
         for axis in self.outer():
             count = count * self.turns(axis)
         if not self.outer() and self.vector is not None and not self.vector.reduced:
-            chunk = self.schedule.chunk
+            chunk = self.chunk()
             return (self.vector.size + (chunk - 1)) // chunk
         return count
+
+    def in_strips(self) -> bool:
+        """Whether tasks are strips of columns that are folded row by row: those of a thread go at once."""
+        return not self.outer() and self.nest.part is None and self.by_rows()
+
+    def chunk(self) -> int:
+        """Elements of one task, where there is one axis only beside what is folded."""
+        return min(self.schedule.chunk, STRIP) if self.in_strips() else self.schedule.chunk
 
     def block(self, axis: Axis) -> int:
         """How many turns of an axis one task takes: several where rows are short, or go in tiles."""
@@ -200,8 +213,8 @@ class Emitter(Tiles, Online, Columns, Scans):
         self.pop()
         return []
 
-    def rows(self, task: Value) -> None:
-        """What is inside of the outer axes."""
+    def rows(self, task: Value, end: Value | None = None) -> None:
+        """What is inside of the outer axes, or several tasks of the vector axis, up to `end`."""
         vector = self.vector
         if vector is None or vector.reduced:
             self.row()
@@ -209,8 +222,9 @@ class Emitter(Tiles, Online, Columns, Scans):
         low: Any = 0
         high, factor = vector.size, self.columns()
         if not self.outer() and self.tasks() != 1:
-            low = task * self.schedule.chunk
-            last, size = low + self.schedule.chunk, self.index(vector.size)
+            chunk = self.chunk()
+            low = task * chunk
+            last, size = low + chunk if end is None else end * chunk, self.index(vector.size)
             high = (last < size).where(last, size)
         if self.by_rows():
             self.fold_columns(low, high)

@@ -37,8 +37,9 @@ SHORTEST, SHORTEST_LATE, LONGEST = 512, 2560, 1 << 17
 LONGEST_PIECE, BEFORE = 1 << 13, 16 << 10
 #: The same of short rows of numbers of four bytes.
 BEFORE_SHORT = 4 << 10
-#: The same of what is read in one go.
-BEFORE_LINES = 8 << 10
+#: The same of what is read in one go, or comes to the nearest cache; of all that is read in one go together
+#: where that cache takes it best.
+BEFORE_LINES, BEFORE_ALL = 8 << 10, 16 << 10
 #: Bytes of a nest that the nearest caches do not hold.
 FAR = 1 << 20
 
@@ -164,7 +165,7 @@ class Streams(Rows):
         values = [(f.phase, f.value) for f in nest.folds()]
         values += [(s.phase, s.value) for s in nest.stores if not s.kept]
         last = max([phase for phase, _ in values], default=0)
-        if host().waits_between_phases:
+        if host().foresees_little:
             return last
         for phase in range(1, last + 1):
             if self.slow(row_terms([value for when, value in values if when == phase])):
@@ -199,7 +200,8 @@ class Streams(Rows):
     def foresee(self, load: Load, lanes: int) -> None:
         """Ask for lines to come where rows are read first."""
         if load.buffer in self.in_one_go and self.now == 0 and self.live is None and lanes % self.width == 0:
-            first = self.index(load.index) + BEFORE_LINES // load.dtype.itemsize
+            before = BEFORE_ALL // len(self.in_one_go) if host().takes_lines_near else BEFORE_LINES
+            first = self.index(load.index) + before // load.dtype.itemsize
             self.prefetch(load, first, 3, lanes)
 
     @functools.cached_property
@@ -250,9 +252,11 @@ class Streams(Rows):
         return vector is not None and vector in folded[1:] and hinted(vector.size) <= LONGEST_PIECE
 
     def fetch_piece(
-        self, axis: Axis, length: int, roots: list[Term], before: int = BEFORE, least: int = 1
+        self, axis: Axis, length: int, roots: list[Term], before: int = 0, least: int = 1
     ) -> None:
         """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.
+
+        `before` says how many bytes earlier, for the second cache.
 
         The processor does not foresee pieces that do not follow each other, nor those that take some time.
         """
@@ -267,8 +271,9 @@ class Streams(Rows):
                 if step == 1 and hinted(apart) >= length:
                     found.append(load)
         if found:
-            ahead = -(-before // (length * found[0].dtype.itemsize))
-            self.ask_for(axis, max(ahead, least), found, 2)
+            near = not before and host().takes_lines_near
+            ahead = -(-(BEFORE_LINES if near else before or BEFORE) // (length * found[0].dtype.itemsize))
+            self.ask_for(axis, max(ahead, least), found, 3 if near else 2)
 
     def ask_for(self, axis: Axis, ahead: int, loads: list[Load], near: int) -> None:
         """Ask for what is read some turns of a loop later, at the most in its last one."""
@@ -317,10 +322,10 @@ class Streams(Rows):
     def goes_back(self) -> bool:
         """Whether a row that was read is gone over again to be stored, where memory would wait meanwhile."""
         again = any(s.phase for s in self.nest.stores if not s.kept)
-        return again and bool(self.nest.reduced) and host().waits_between_phases and self.goes_far()
+        return again and bool(self.nest.reduced) and host().foresees_little and self.goes_far()
 
     def goes_far(self) -> bool:
-        least = SHORTEST_LATE if self.late and not host().waits_between_phases else SHORTEST
+        least = SHORTEST_LATE if self.late and not host().foresees_little else SHORTEST
         return self.row_length() >= least and moved(self.nest) >= FAR
 
     def from_memory(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +12,23 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.nest import Axis, Load, Nest
+from kiln.generate.cpu import cores, host
 from kiln.generate.functions import compute_type
 from kiln.generate.lanes import access_cost, shuffled
 from kiln.generate.llvm import Value
 from kiln.generate.scalar import TYPES
-from kiln.generate.streams import Streams
+from kiln.generate.streams import Streams, last_cache, moved
 
 #: The side of squares in which a large transpose goes: with many elements of each page, and within the cache.
 BLOCK = 256
+#: The same of one that goes past the caches where memory comes fastest in order, about.
+LONG = 768
 #: Rows of the result in one task otherwise.
 FEW = 16
-#: Elements ahead that are asked for along the rows of what is turned.
-AHEAD = 32
-#: Squares side by side that stores past the caches fill one after the other: memory takes lines in pairs.
-PAIR = 2
+#: Tasks for each processor, at least.
+TASKS = 2
+#: Elements ahead that are asked for along the rows of what is turned; where little is foreseen.
+AHEAD, AHEAD_SLOW = 64, 16
 #: Elements that fit the cache.
 CACHED = 1 << 18
 
@@ -39,12 +41,18 @@ class Crossing:
     across: Axis
     loads: tuple[Load, ...]
     tile: int = 0
+    in_order: bool = False
+    """Whether memory is read in long pieces of a few rows of what is turned."""
 
     @property
     def block(self) -> int:
         """Turns of `across` in one task: `tile`, where that is not 0."""
         if self.tile:
             return self.tile
+        if self.in_order:
+            size = hinted(self.across.size)
+            parts = max(-(-size // LONG), TASKS * cores())
+            return -(-size // (parts * FEW)) * FEW
         return BLOCK if hinted(self.across.size) * hinted(self.along.size) > CACHED else FEW
 
 
@@ -61,7 +69,8 @@ def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
         for across in long:
             found = [load for load in loads if _crosses(load, along, across)]
             if across is not along and found:
-                return Crossing(along, across, tuple(found), tile)
+                in_order = host().reads_in_steps and moved(nest) >= last_cache()
+                return Crossing(along, across, tuple(found), tile, in_order)
     return None
 
 
@@ -100,6 +109,11 @@ class Tiles(Streams):
     """Emits the tasks of nests with a crossing: a block of `across` and the whole of `along`."""
 
     crossing: Crossing | None = None
+
+    def foresee(self, load: Load, lanes: int) -> None:
+        """Nothing is read line after line where squares are turned."""
+        if self.crossing is None:
+            super().foresee(load, lanes)
 
     def tiled(
         self, block: Value, ordinary: Callable[[Any, Any], None], body: Callable[[], None]
@@ -142,20 +156,14 @@ class Tiles(Streams):
 
             return fn.loop(low, whole, width, [], row)
 
-        def strip(count: int, left: Value, _: list[Value]) -> list[Value]:
+        def strip(left: Value, _: list[Value]) -> list[Value]:
             """Rows of what is read come as a few streams: for stores that leave the caches alone."""
-
-            def column(first: Value, _: list[Value]) -> list[Value]:
-                for k in range(count):
-                    self.tile(found, memory, first, left + k * width, body)
-                return []
-
-            return fn.loop(low, whole, width, [], column)
+            return fn.loop(
+                low, whole, width, [], lambda first, _: self.tile(found, memory, first, left, body)
+            )
 
         if self.streams:
-            pairs = columns / (PAIR * width) * (PAIR * width)
-            fn.loop(0, pairs, PAIR * width, [], partial(strip, PAIR))
-            fn.loop(pairs, columns, width, [], partial(strip, 1))
+            fn.loop(0, columns, width, [], strip)
         else:
             fn.loop(0, columns, BLOCK, [], part)
         rows(low, whole, columns, length)
@@ -181,7 +189,7 @@ class Tiles(Streams):
                 self.layers[-1][id(load)] = fn.load(fn.at(held, i * width, kind), kind.wide(width))
             if self.streams:
                 for load in self.side_by_side(found):
-                    self.prefetch(load, self.index(load.index) + PAIR * width, 2)
+                    self.prefetch(load, self.index(load.index) + width, 2)
             body()
             self.lanes = 1
             self.pop()
@@ -207,5 +215,6 @@ class Tiles(Streams):
         stored = self.module.held(TYPES[load.dtype])
         address = self.fn.at(self.pointers[load.buffer], place, stored)
         if self.streams:
-            self.prefetch(load, place + AHEAD, 2)  # processors do not foresee the order
+            ahead = AHEAD_SLOW if host().foresees_little else AHEAD
+            self.prefetch(load, place + ahead, 2)  # processors do not foresee the order
         return self.fn.load(address, stored.wide(self.width)).to(compute_type(stored))

@@ -25,6 +25,7 @@ def called(monkeypatch):
         return graph
 
     monkeypatch.setattr(products, "LEAST", 1 << 12)
+    monkeypatch.setattr(products, "maker", lambda: "AuthenticAMD")
     monkeypatch.setattr(program, "keeping", lambda *_: None)
     monkeypatch.setattr(program, "by_onednn", noted)
     return found
@@ -65,6 +66,14 @@ def test_what_else_is_eagers(called):
 
 def test_no_copy_is_made_of_large_weights(monkeypatch, called):
     monkeypatch.setattr(products, "LARGEST", 64 * 32 * 4 - 1)
+    compiled(torch.mm)(torch.randn(16, 64), torch.randn(64, 32))
+    assert called.pop() == "mm"
+    compiled(torch.mm)(torch.randn(16, 64), torch.randn(32, 64).t())
+    assert called == ["_linear_pointwise"], "the weight of a layer is read as it lies"
+
+
+def test_none_is_made_where_the_library_has_code_for_the_processor(monkeypatch, called):
+    monkeypatch.setattr(products, "maker", lambda: products.MKL)
     compiled(torch.mm)(torch.randn(16, 64), torch.randn(64, 32))
     assert called.pop() == "mm"
     compiled(torch.mm)(torch.randn(16, 64), torch.randn(32, 64).t())

@@ -13,7 +13,7 @@ from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.nest import Apply
 from kiln.fuse.program import fuse
 from kiln.fuse.steps import Launch
-from kiln.generate import columns, cpu, streams
+from kiln.generate import columns, cpu, kernel, streams, tiles
 from kiln.generate.kernel import Emitter
 from kiln.generate.pieces import borders
 from kiln.generate.softmax import forgetful, pair
@@ -704,6 +704,56 @@ def test_processors_that_read_in_steps_are_asked_for_lines(monkeypatch):
     for function in (*reads, *sums, *columns):
         for given in (x, x.bfloat16(), rand(9, 4096)):
             check(function, given, rtol=1e-5 if given.dtype is torch.float32 else 1e-2, atol=1e-3)
+
+
+@wide
+@pytest.mark.parametrize("shape", [(100, 1024), (70, 1041), (40, 300)])
+def test_columns_that_are_folded_row_by_row_are_strips_for_threads(monkeypatch, shape):
+    monkeypatch.setattr(streams, "FAR", 1 << 10)
+    emitted = Emitter(nest_of(lambda a: a.cumsum(0), rand(*shape)), 16)
+    assert emitted.in_strips() and emitted.tasks() == -(-shape[1] // kernel.STRIP)
+    assert "@llvm.prefetch" in emitted.fn.text(), "pieces of a thread are as long as rows, at the most"
+    for function in (lambda a: a.cumsum(0), lambda a: a.cummax(0).values, lambda a: a.sum(0), lambda a: a.var(0)):
+        check(function, rand(*shape), rtol=1e-5, atol=1e-4)
+
+
+@wide
+@pytest.mark.parametrize("near", [True, False])
+def test_lines_come_to_the_nearest_cache_where_that_takes_them(monkeypatch, near):
+    monkeypatch.setattr(streams, "FAR", 1 << 10)
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 10)
+    monkeypatch.setattr(cpu.Host, "reads_in_steps", True)
+    monkeypatch.setattr(cpu.Host, "takes_lines_near", near)
+
+    def hints(function):
+        text = Emitter(nest_of(function, rand(70, 1041)), 16).fn.text()
+        return set(re.findall(r"@llvm.prefetch.p0\(ptr [^,]+, i32 0, i32 (\d)", text))
+
+    assert hints(lambda a: a.sum(0)) == {"3" if near else "2"}
+    assert hints(lambda a: a.var(0)) == {"2"}, "doubles that wait fill that cache"
+
+
+@wide
+@pytest.mark.parametrize("shape", [(1400, 90), (333, 1203)])
+def test_large_squares_are_turned_in_long_pieces_where_memory_comes_in_order(monkeypatch, shape):
+    monkeypatch.setattr(streams, "FAR", 1 << 10)
+    for module in (streams, tiles):
+        monkeypatch.setattr(module, "last_cache", lambda: 1 << 10)
+    x, y = rand(*shape), rand(*reversed(shape))
+
+    def beside(a, b):
+        return a.t().exp() + b
+
+    for in_steps in (True, False):
+        monkeypatch.setattr(cpu.Host, "reads_in_steps", in_steps)
+        emitted = Emitter(nest_of(beside, x, y), 16)
+        assert emitted.crossing.in_order is in_steps
+        size = shape[0]
+        assert emitted.tasks() >= (min(tiles.TASKS * cpu.cores(), size // tiles.FEW) if in_steps else 1)
+        hints = re.findall(r"@llvm.prefetch.p0\(ptr [^,]+, i32 0, i32 (\d)", emitted.fn.text())
+        assert set(hints) <= {"2"}, "the rows of squares are not read in one go"
+        kiln.reset()
+        check(beside, x, y, kernels=1, rtol=1e-5)
 
 
 @wide
