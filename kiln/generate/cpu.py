@@ -51,6 +51,11 @@ class Host:
         return self.name == "znver4"
 
     @property
+    def finds_few_beside(self) -> bool:
+        """Whether elementary functions of several vectors go faster written side by side, in any memory."""
+        return self.name == "znver5"
+
+    @property
     def reads_in_steps(self) -> bool:
         """Whether memory comes fastest in one place, where several instructions read whole lines in steps.
 

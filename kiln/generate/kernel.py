@@ -58,6 +58,8 @@ LONG = 400  # lines of a function whose loops are not worth being unrolled, howe
 STRIP = 256  # columns of a task that are folded row by row
 REGISTERS = 24  # of vectors, for what folds carry
 SHORT_TURN, MANY_TERMS = 16, 64  # of a turn
+BESIDE_SLOW, MANY_BESIDE = 4, 4  # vectors of elementary functions, and turns that are worth it
+CROWDED = frozenset({"pow", "fmod", "remainder", "atan2"})  # functions that take most registers alone
 DOUBLES = 2  # vectors of a turn that computes in double
 
 
@@ -257,12 +259,22 @@ class Emitter(Tiles, Online, Columns, Scans):
         if self.blocked and self.vector is not None:
             return int(self.vector.size) // self.width
         if not folds:
-            return max(self.schedule.stretch, 2 if self.in_pairs() or self.slow_stream() else 1)
+            return max(self.schedule.stretch, self.vectors_beside())
         roots = [s.value for s in self.nest.stores]
         most = self.schedule.columns
         while self.vector is not None and most > 1 and most * self.width > hinted(self.vector.size):
             most //= 2  # of few columns all at once
         return self.factor(roots, most) if len(folds) * most <= REGISTERS else 1
+
+    def vectors_beside(self) -> int:
+        """How many vectors are computed at once where nothing is folded."""
+        assert self.vector is not None
+        found = self.nest.terms()
+        many = hinted(self.vector.size) >= MANY_BESIDE * BESIDE_SLOW * self.width
+        crowded = any(isinstance(t, Apply) and t.op in CROWDED for t in found)
+        if self.in_pairs() or crowded or not (many and host().finds_few_beside):
+            return 2 if self.in_pairs() or self.slow_stream() else 1
+        return BESIDE_SLOW if self.slow(found) else 1
 
     def in_pairs(self) -> bool:
         """Whether two vectors at once become one of bf16 that is stored."""

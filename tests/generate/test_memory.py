@@ -718,6 +718,24 @@ def test_columns_that_are_folded_row_by_row_are_strips_for_threads(monkeypatch, 
 
 
 @wide
+@pytest.mark.parametrize("length", [256, 300, 1041, 5000])
+def test_elementary_functions_of_several_vectors_stand_side_by_side(monkeypatch, length):
+    def columns(function, *inputs):
+        return Emitter(nest_of(function, *inputs), 16).columns()
+
+    def passed(a):
+        return torch.sigmoid(a) * F.gelu(a)
+
+    x = rand(3, length)
+    for few, expected in ((True, kernel.BESIDE_SLOW), (False, 1)):
+        monkeypatch.setattr(cpu.Host, "finds_few_beside", few)
+        assert columns(passed, x) == expected
+        assert columns(lambda a: a * 2 + 1, x) == columns(lambda a: a.abs() ** 2.5, x) == 1
+        assert columns(passed, rand(3, 60)) == 1, "few turns"
+        check(passed, x, kernels=1)
+
+
+@wide
 @pytest.mark.parametrize("near", [True, False])
 def test_lines_come_to_the_nearest_cache_where_that_takes_them(monkeypatch, near):
     monkeypatch.setattr(streams, "FAR", 1 << 10)
