@@ -43,17 +43,19 @@ SEVERAL = 3
 #: Terms that a read counts as at places that are data, and at quotients of places.
 SCATTERED, REPEATED = 8, 6
 #: Terms that functions of dozens of instructions count as: they are not computed twice. Rounding is free.
-WEIGHTS = {
-    **dict.fromkeys(("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow"), CHEAP + 1), "convert": 0,
-}  # fmt: skip
+LONG = frozenset({
+    "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow", "sinh", "cosh", "asinh", "acosh", "atanh",
+    "log10",
+})  # fmt: skip
+WEIGHTS = {**dict.fromkeys(LONG, CHEAP + 1), "convert": 0}
 #: What is this many times smaller is small beside something.
 MUCH_SMALLER = 4
 
 #: Functions that cost more than a few instructions.
-COSTLY = frozenset({
-    "exp", "exp_below", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "sin", "cos",
-    "tan", "asin", "acos", "atan", "atan2", "pow", "fmod", "remainder", "div_floor", "uniform_0", "uniform_1",
-})  # fmt: skip
+COSTLY = LONG | {
+    "exp", "exp_below", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf", "sigmoid", "fmod",
+    "remainder", "div_floor", "uniform_0", "uniform_1",
+}  # fmt: skip
 
 #: Functions that cost more than one.
 SLOW = COSTLY | {"div", "reciprocal", "rsqrt", "sqrt"}

@@ -225,7 +225,7 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
     name = name_of(node.op)
     tensor = next(a for a in node.args if isinstance(a, Node))
     dtype = dtype_of(tensor)
-    count = 1 if name in UNARY else 2
+    count = 1 if name in OF_ONE else 2
     if name == "div" and (mode := node.kwargs.get("rounding_mode")):
         name = f"div_{mode}"
     given = [operand(terms, node, a, coords, valid, read, dtype) for a in node.args[:count]]
@@ -237,7 +237,16 @@ def _elementwise(terms: Terms, node: Node, coords: Coords, valid: Term | None, r
     return terms.apply(name, dtype_of(node), *given)
 
 
-LOWER.update(dict.fromkeys([*UNARY, *BINARY], _elementwise))
+#: Functions that are loops on CPUs alone, of float32 and half types.
+HERE = frozenset("sinh cosh asinh acosh atanh log10".split())
+OF_ONE = UNARY | HERE
+
+LOWER.update(dict.fromkeys([*OF_ONE, *BINARY], _elementwise))
+
+
+def _is_here(node: Node) -> bool:
+    spec = node.spec
+    return spec.device.type == "cpu" and dtype_of(node.args[0]) is spec.dtype in (torch.float32, *HALVES)
 
 
 def lowering(*names: str) -> Callable[[Lowering], Lowering]:
@@ -460,11 +469,11 @@ def is_pointwise(node: Node) -> bool:
     name = name_of(node.op)
     if not isinstance(spec, TensorSpec) or name not in LOWER or not supported(spec):
         return False
-    if name in CONDITIONS and not CONDITIONS[name](node):
+    if name in CONDITIONS and not CONDITIONS[name](node) or name in HERE and not _is_here(node):
         return False
     if name == "pow" and isinstance(node.args[1], Expr) and not spec.dtype.is_floating_point:
         return False  # eager's kernel raises where an integer's power is negative
-    count = 1 if name in UNARY else 2
+    count = 1 if name in OF_ONE else 2
     more = len(node.args) > count or node.kwargs and node.kwargs.keys() - {"rounding_mode"}
     if more and LOWER[name] is _elementwise:
         return False  # a variant of the op with more arguments

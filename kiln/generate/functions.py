@@ -54,13 +54,11 @@ _COS = (0.04166666666659894, -0.0013888888877840229, 2.4801580778872735e-5, -2.7
 _SIN_32 = (-0.16666659491808064, 0.008333064611480775, -0.00019809474924225646, 2.6054815128039212e-06)
 _SIN_LOOSE = (-0.16665848234794478, 0.008314197459577803, -0.0001853963284535571)
 # (atan(x) - x) / x^3 in x^2, |x| <= tan(pi/8)
-_ATAN = (-0.33333333333261623, 0.19999999982969821, -0.14285712891311774, 0.11111054983789814,
-         -0.090896249832979984, 0.076744186082590531, -0.065108321951971944, 0.050392572116010546,
-         -0.025498269103850199)  # fmt: skip
+_ATAN = (-0.3333333181341731, 0.1999955007576437, -0.14264232549904662, 0.10746298409933513,
+         -0.06459376214998759)  # fmt: skip
 # (asin(x) - x) / x^3 in x^2, |x| <= 1/2
-_ASIN = (0.16666666666438475, 0.075000000434239612, 0.044642828576746003, 0.030382872081186172,
-         0.022354933437100371, 0.017549128498408753, 0.012551200199391596, 0.017932968866255565,
-         -0.0073426054063644632, 0.031538918749424889)  # fmt: skip
+_ASIN = (0.16666672764719395, 0.07498809174645212, 0.045010700217836534, 0.02649427592166881,
+         0.03820645360332359)  # fmt: skip
 
 
 def polynomial(x: Value, coefficients: Sequence[float]) -> Value:
@@ -272,7 +270,7 @@ def _near_zero(x: Value, terms: Sequence[float]) -> Value:
     return fma(polynomial(z, terms) * z, x, x)
 
 
-def atan_64(x: Value, terms: Sequence[float] = _ATAN) -> Value:
+def arctangent(x: Value, terms: Sequence[float] = _ATAN) -> Value:
     """The angle of a tangent, to as many digits as the polynomial has."""
     a = absolute(x)
     far, middle = a > 2.414213562373095, a > 0.41421356237309503
@@ -282,7 +280,7 @@ def atan_64(x: Value, terms: Sequence[float] = _ATAN) -> Value:
     return with_sign(base + _near_zero(reduced, terms), x)
 
 
-def atan2_64(y: Value, x: Value, terms: Sequence[float] = _ATAN) -> Value:
+def angle_of(y: Value, x: Value, terms: Sequence[float] = _ATAN) -> Value:
     ax, ay = absolute(x), absolute(y)
     both_infinite = ax.compare("eq", math.inf) & ay.compare("eq", math.inf)
     ax, ay = both_infinite.where(1.0, ax), both_infinite.where(1.0, ay)
@@ -299,7 +297,7 @@ def atan2_64(y: Value, x: Value, terms: Sequence[float] = _ATAN) -> Value:
     return (is_nan(x) | is_nan(y)).where(math.nan, with_sign(angle, y))
 
 
-def asin_64(x: Value, terms: Sequence[float] = _ASIN) -> Value:
+def arcsine(x: Value, terms: Sequence[float] = _ASIN) -> Value:
     """The angle of a sine, to as many digits as the polynomial has."""
     a = absolute(x)
     far = a > 0.5
@@ -308,7 +306,7 @@ def asin_64(x: Value, terms: Sequence[float] = _ASIN) -> Value:
     return with_sign(far.where(fma(value, -2.0, math.pi / 2), value), x)
 
 
-def acos_64(x: Value, terms: Sequence[float] = _ASIN) -> Value:
+def arccosine(x: Value, terms: Sequence[float] = _ASIN) -> Value:
     a = absolute(x)
     far = a > 0.5
     root = square_root((1.0 - a) * 0.5)
@@ -440,6 +438,10 @@ def _sine(odd: bool, wide: Callable[[Value], Value], name: str) -> Callable[[Val
     return _or_rarely(lambda x: _half_turns(x, odd, 3, _SIN_32), _from(FEW_TURNS), further)
 
 
+def _tan_32(x: Value) -> Value:
+    return _half_turns(x, False, 3, _SIN_32) / _half_turns(x, True, 3, _SIN_32)
+
+
 def sine_loose(odd: bool, name: str) -> Callable[[Value], Value]:
     """The same for numbers of types of two bytes, to 2^-19."""
     exact = _sine(odd, _cos_64 if odd else _sin_64, name)
@@ -455,11 +457,6 @@ def _fmod_64(x: Value, y: Value) -> Value:
 def _inexact_quotient(x: Value, y: Value) -> Value:
     x, y = x.to(F64), y.to(F64)
     return ~(absolute(x) < absolute(y) * 2.0**28)
-
-
-def _hypot_64(x: Value, y: Value) -> Value:
-    infinite = absolute(x).compare("eq", math.inf) | absolute(y).compare("eq", math.inf)
-    return infinite.where(math.inf, square_root(fma(x, x, y * y)))
 
 
 def by_library(name: str, *arguments: Value) -> Value:
@@ -488,19 +485,17 @@ _SINGLE: dict[str, Callable[..., Value]] = {
     "log2": log2_by_doubles,
     "log10": _widened(lambda x: _log_64(x) * (1 / math.log(10))),
     "sin": _sine(False, _sin_64, "sin"), "cos": _sine(True, _cos_64, "cos"),
-    "tan": _or_by_library(_tan_64, _from(2.0**30), "tan"),
-    "asin": _widened(asin_64), "acos": _widened(acos_64), "atan": _widened(atan_64),
+    "tan": _or_rarely(_tan_32, _from(FEW_TURNS), _or_by_library(_tan_64, _from(2.0**30), "tan")),
+    "asin": arcsine, "acos": arccosine, "atan": arctangent, "atan2": angle_of,
     "sinh": _widened(_sinh_64), "cosh": _widened(_cosh_64),
     "asinh": _widened(_asinh_64), "acosh": _widened(_acosh_64), "atanh": _widened(_atanh_64),
-    "pow": pow_by_doubles, "atan2": _widened(atan2_64),
-    "erfc": _widened(_library("erfc")), "lgamma": _widened(_library("lgamma")),
-    "fmod": _or_by_library(_fmod_64, _inexact_quotient, "fmod"), "hypot": _widened(_hypot_64),
+    "pow": pow_by_doubles, "fmod": _or_by_library(_fmod_64, _inexact_quotient, "fmod"),
 }  # fmt: skip
 
 #: Functions by name; each takes values of one float type, f32 or f64.
 FUNCTIONS = frozenset(_SINGLE)
 #: Those that ask the C library for some values of type f32, lane by lane.
-PARTLY_BY_LIBRARY = frozenset({"sin", "cos", "tan", "fmod", "remainder", "erfc", "lgamma"})
+PARTLY_BY_LIBRARY = frozenset({"sin", "cos", "tan", "fmod", "remainder"})
 
 
 def own_function(name: str, x: Value) -> Callable[..., Value] | None:

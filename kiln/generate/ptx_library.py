@@ -15,12 +15,12 @@ from kiln.generate.functions import (
     LN2_LOW_64,
     ROUNDER_64,
     absolute,
-    acos_64,
-    asin_64,
+    angle_of,
+    arccosine,
+    arcsine,
+    arctangent,
     at_least,
     at_most,
-    atan2_64,
-    atan_64,
     expm1_64,
     in_quadrant,
     is_nan,
@@ -257,8 +257,8 @@ def fmod(x: Value, y: Value) -> Value:
 LIBRARY: dict[str, Callable[..., Value]] = {
     "exp": exp, "exp2": exp2, "expm1": expm1, "log": log, "log1p": log1p, "tanh": tanh, "sin": sin,
     "cos": cos, "tan": tan, "fmod": fmod, "log2": lambda x: log(x) * (1 / LN2),
-    "atan": lambda x: atan_64(x, _ATAN), "asin": lambda x: asin_64(x, _ASIN),
-    "acos": lambda x: acos_64(x, _ASIN), "atan2": lambda y, x: atan2_64(y, x, _ATAN),
+    "atan": lambda x: arctangent(x, _ATAN), "asin": lambda x: arcsine(x, _ASIN),
+    "acos": lambda x: arccosine(x, _ASIN), "atan2": lambda y, x: angle_of(y, x, _ATAN),
     "erf": erf, "pow": pow,
 }  # fmt: skip
 

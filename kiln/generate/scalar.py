@@ -173,7 +173,7 @@ SCALARS: dict[str, Scalar] = {
     "exp_below": functions.exp_below,
     **{name: partial(functions.apply, name) for name in (
         "exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "tanh",
-        "erf", "atan2")},
+        "erf", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "log10")},
     **{name: _whole(name) for name in ("floor", "ceil", "trunc")},
     "round": _whole("roundeven"),
     "relu": lambda x: (x < 0).where(x.like(0), x),

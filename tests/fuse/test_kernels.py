@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import kiln
 from kiln.expand.expand import expand
 from kiln.fuse.loops import FOR_LOOPS
+from kiln.fuse.lower import HERE
 from kiln.fuse.program import Call, fuse
 from kiln.launch.program import compile_graph
 from kiln.ops.record import recorded
@@ -169,3 +170,15 @@ def test_parts_of_a_product_may_leave_the_range_of_the_whole(dtype):
     whole, halves = kiln.compile(lambda a: (a.prod(), a.reshape(2, -1).prod(1)))(x)
     assert whole == 0 and halves.eq(0).all()  # eager's are NaN
     check(lambda a: a.prod(0, dtype=torch.int64), torch.tensor([1, 2, 3], dtype=torch.int32), kernels=1)
+
+
+@pytest.mark.parametrize("name", sorted(HERE))
+def test_hyperbolic_functions_are_loops_on_cpus_in_types_that_lose_nothing(name):
+    function = getattr(torch, name)
+    x = rand(3, 1001).abs() * 0.9 + (1.0 if name == "acosh" else 0.0)
+    x[0, :4] = torch.tensor([0.0, 1.0, torch.inf, torch.nan])
+    check(lambda a: function(a * 0.5 + 0.5) - a, x, kernels=1, rtol=1e-6, atol=1e-6)
+    check(lambda a: function(a) * 2, x.bfloat16(), kernels=1, rtol=1e-2)
+    assert calls_of(fuse(expand(recorded(lambda a: function(a) + 1, x.double()), "prims", FOR_LOOPS))) == [name]
+    check(lambda a: function(a) + 1, x.double(), rtol=0, atol=0)
+    check(lambda a: function(a) + 1, torch.ones(5, dtype=torch.int64))
