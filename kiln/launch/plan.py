@@ -16,6 +16,7 @@ from kiln.base.dataclass import dataclass
 from kiln.base.expressions import Expr, Symbol, hinted
 from kiln.base.graph import CONSTANT, Node, TensorSpec, label, mapped
 from kiln.base.keys import HIDDEN
+from kiln.fuse.costs import LONG
 from kiln.fuse.nest import Buffer, Kernel, Nest
 from kiln.fuse.program import Program
 from kiln.fuse.steps import Launch
@@ -464,6 +465,6 @@ def work_of(nest: Nest) -> float:
 COSTS = {
     **dict.fromkeys(("exp", "exp_below", "exp2", "expm1", "log", "log1p", "log2", "tanh", "erf"), 12.0),
     "sigmoid": 12.0,
-    **dict.fromkeys(("sin", "cos", "tan", "pow", "atan2", "asin", "acos", "atan", "fmod", "remainder"), 30.0),
+    **dict.fromkeys(LONG | {"fmod", "remainder"}, 30.0),
     **dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 6.0),
 }
