@@ -262,8 +262,8 @@ def test_a_place_in_a_row_is_compared_in_few_bits():
 @pytest.fixture(autouse=True)
 def usual_processor(monkeypatch):
     """Forms do not depend on the processor at hand where a test does not say so."""
-    monkeypatch.setattr(cpu.Host, "reads_in_steps", False)
-    monkeypatch.setattr(cpu.Host, "waits_for_lanes", False)
+    for property in ("reads_in_steps", "foresees_little", "takes_lines_near", "finds_few_beside", "waits_for_lanes"):
+        monkeypatch.setattr(cpu.Host, property, False)
 
 
 @wide
@@ -694,6 +694,7 @@ def test_processors_that_read_in_steps_are_asked_for_lines(monkeypatch):
     columns = (lambda a: a.sum(0), lambda a: a.var(0), lambda a: F.softmax(a, 0))
     before = [asked(f, x) for f in (*reads, *sums)]
     monkeypatch.setattr(cpu.Host, "reads_in_steps", True)
+    monkeypatch.setattr(cpu.Host, "takes_lines_near", True)
     after = [asked(f, x) for f in (*reads, *sums)]
     assert all(new > old for new, old in zip(after, before, strict=True) if new) and after[len(reads):] == before[len(reads):]
     assert all(after[: len(reads)])
