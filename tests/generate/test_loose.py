@@ -178,3 +178,9 @@ def test_exponents_are_rounded_as_the_numbers_are(dtype, exponent):
     normal = eager.abs() > torch.finfo(dtype).smallest_normal
     assert (places[normal] <= 1).all()
     assert torch.equal(eager.isnan(), got.isnan())
+
+
+def test_the_cosine_of_zero_is_one_where_it_is_loose_too():
+    x = torch.tensor([0.0, -0.0] * 40).bfloat16()
+    (got,) = compile_graph(recorded(lambda a: a.cos() - 1, x))([x])
+    assert not got.any()
