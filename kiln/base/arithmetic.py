@@ -70,6 +70,21 @@ def total(values: Iterable[Value]) -> Value:
     return poly.get((), 0) if scope is None else from_poly(scope, poly)
 
 
+def dot(values: Iterable[Value], factors: Iterable[Value]) -> Value:
+    """The sum of integers, each times a factor."""
+    poly: Poly = {}
+    scope = None
+    for value, factor in zip(values, factors, strict=True):
+        if isinstance(factor, Expr):
+            scope = factor.scope
+            accumulate(poly, times(poly_of(value), factor.poly), 1)
+            continue
+        if isinstance(value, Expr):
+            scope = value.scope
+        accumulate(poly, poly_of(value), int(factor))
+    return poly.get((), 0) if scope is None else from_poly(scope, poly)
+
+
 def _quotient(scope: Any, a: Any, b: Any) -> Value:
     if type(b) is int and b <= 0:
         if b == 0:

@@ -42,19 +42,25 @@ Operator: TypeAlias = "Callable[[Any, Value], Value]"
 class Term:
     """An immutable expression or condition over the symbols of one scope; equal ones are one object."""
 
-    __slots__ = ("__weakref__", "_run", "_text", "args", "hint", "op", "order", "scope")
+    __slots__ = ("__weakref__", "_run", "_symbols", "_text", "args", "hint", "op", "order", "scope")
 
     def __init__(self, scope: Any, op: str, args: tuple[Any, ...], hint: Any) -> None:
         self.scope, self.op, self.args, self.hint = scope, op, args, hint
         self.order: int = scope.next_order()
         self._text: str | None = None
+        self._symbols: frozenset[Symbol] | None = None
         self._run: Callable[..., Any] | None = None
 
-    def symbols(self) -> set[Symbol]:
+    def symbols(self) -> frozenset[Symbol]:
         """The symbols that occur in it."""
-        found: set[Symbol] = set()
-        _collect(self, found)
-        return found
+        if self._symbols is None:
+            found = [part.symbols() for part in self.parts() if isinstance(part, Term)]
+            self._symbols = found[0].union(*found[1:]) if found else frozenset()
+        return self._symbols
+
+    def parts(self) -> Iterable[Any]:
+        """What it is made of."""
+        return self.args
 
     def evaluate(self, values: Mapping[Symbol, int | float]) -> Any:
         """What it is for these values of its symbols."""
@@ -87,6 +93,9 @@ class Expr(Term):
         self.range: tuple[int, int, int] | None = None
         self.simple: tuple[int, Any] | None = None
 
+    def parts(self) -> Iterable[Any]:
+        return [part for monomial in self.poly for part in monomial] if self.op is SUM else self.args
+
     def __bool__(self) -> bool:
         raise TypeError(f"whether {self} is zero is a condition; ask its scope to decide it")
 
@@ -115,6 +124,7 @@ class Symbol(Expr):
 
     def __init__(self, scope: Any, name: str, hint: Any, source: Any, low: int, high: int) -> None:
         super().__init__(scope, SYMBOL, (), None, hint)
+        self._symbols = frozenset((self,))
         self.name = name
         self.source = source
         #: The range within which the compiled function is used; the check of the entry has to see to it.
@@ -133,17 +143,6 @@ class Condition(Term):
 
     def __bool__(self) -> bool:
         raise TypeError(f"whether {self} holds is for its scope to decide")
-
-
-def _collect(value: Any, found: set[Symbol]) -> None:
-    if type(value) is Symbol:
-        found.add(value)
-    elif type(value) is Expr:
-        for arg in [part for monomial in value.poly for part in monomial] if value.op is SUM else value.args:
-            _collect(arg, found)
-    elif type(value) is Condition:
-        for arg in value.args:
-            _collect(arg, found)
 
 
 # ---------------------------------------------------------------------------------------------- construction

@@ -156,7 +156,7 @@ class Builder:
 
     def input(self, node: Node, packed: bool = False) -> None:
         """Make a value of the old graph an input of the new one; a packed one is unpacked when needed."""
-        made = replace(node, op=INPUT, args=(), kwargs={})
+        made = Node(INPUT, (), {}, node.spec, node.name, node.where, node.backward, node.region)
         if packed:
             made.spec, made.name = replace(made.spec, dtype=torch.bool), f"{made.name}_packed"
             self.packed[node] = made

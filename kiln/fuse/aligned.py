@@ -9,7 +9,7 @@ behind its end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -129,10 +129,10 @@ class Aligning:
             made = Apply("bitwise_and", (made, part), torch.bool)
         return made
 
-    def elsewhere(self, condition: Term, used: set[Any]) -> bool:
+    def elsewhere(self, condition: Term, used: Collection[Any]) -> bool:
         """Whether a condition is of other loops than those used, and holds in some turn of its own."""
         name, place, border = border_of(condition) or ("eq", 0, 0)
-        if name == "eq" or not isinstance(place, Expr) or place.symbols() & used:
+        if name == "eq" or not isinstance(place, Expr) or not place.symbols().isdisjoint(used):
             return False
         return holds(self.scope, name, place, border) is not False
 

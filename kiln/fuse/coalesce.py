@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from kiln.base.graph import CONSTANT, INPUT, Graph, Node, nodes_in, reached
-from kiln.fuse.axes import Misfit, coordinates, refined
+from kiln.fuse.axes import Misfit, refined
 from kiln.fuse.costs import bytes_of, elements, lies_as
 from kiln.fuse.folds import folded_dims, marked
 from kiln.fuse.lower import is_pointwise
@@ -105,7 +105,7 @@ class Coalescing(Groups):
     def axes_with(self, axes: list[Axis], shape: Coords, dims: frozenset[int] | None) -> list[Axis] | None:
         """The axes with those of a shape among them, folded over where it has `dims`; None for a misfit."""
         folds = any(a.reduced for a in axes)
-        if dims is None and folds and coordinates(shape, [a for a in axes if not a.reduced]) is not None:
+        if dims is None and folds and self.coordinates(shape, [a for a in axes if not a.reduced]) is not None:
             return axes
         finer = refined(self.scope, axes, shape)
         if finer is None or dims is None:

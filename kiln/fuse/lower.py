@@ -74,7 +74,7 @@ class Terms:
         return made
 
     def make(self, kind: Callable[..., Any], *fields: Any) -> Any:
-        key = (kind, *[(type(f), repr(f)) if isinstance(f, (bool, int, float)) else _key(f) for f in fields])
+        key = (kind, *map(_key, fields))
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = kind(*fields)
@@ -196,10 +196,19 @@ class Terms:
         return tuple([self._computed[s] for s in sorted(index.symbols(), key=str) if s in self._computed])
 
 
+#: What fields of terms are that are equal to others; terms and buffers are themselves alone.
+EQUAL = frozenset({str, torch.dtype, Expr, Symbol})
+
+
 def _key(value: Any) -> Any:
-    if isinstance(value, tuple):
+    kind = type(value)
+    if kind in EQUAL:
+        return value
+    if kind is tuple:
         return tuple([_key(v) for v in value])
-    return value if isinstance(value, (str, torch.dtype)) or hasattr(value, "scope") else id(value)
+    if kind is int or kind is bool:
+        return kind, value
+    return (kind, repr(value)) if kind is float else id(value)  # zeros have signs
 
 
 def dtype_of(node: Node) -> torch.dtype:

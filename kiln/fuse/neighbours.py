@@ -213,8 +213,10 @@ def moved(
         new = term if all(made[id(child)] is child for child in children(term)) else rebuilt(term, made)
         if isinstance(new, (Load, Place)) and isinstance(new.index, Expr):
             index = substituted(new.index, moves)
-            key = (new.buffer, id(new.valid)) if isinstance(new, Load) else (new.dtype,)
-            new = same.setdefault((index, *key), replace(new, index=index))
+            key = (index, new.buffer, id(new.valid)) if isinstance(new, Load) else (index, new.dtype)
+            if key not in same:
+                same[key] = replace(new, index=index)
+            new = same[key]
         elif isinstance(new, Apply):
             new = same.setdefault((new.op, new.dtype, *map(id, new.args)), new)
         made[id(term)] = new if scope is None else settled(new, scope)

@@ -103,6 +103,7 @@ class Groups:
         self.read_whole: set[Node] = set()
         self.made_of: dict[Node, set[Node] | None] = {}  # what is read where values are made anew
         self.roots: dict[Node, Node] = {}
+        self.matched: dict[Any, Coords | None] = {}  # the coordinates of shapes in loops
         self.users = graph.users()
         self._readers: dict[Node, list[Node]] = {}
         self.outputs = {self.root(node) for node in nodes_in(graph.outputs)}
@@ -110,6 +111,13 @@ class Groups:
     def new_terms(self) -> Terms:
         """Where the terms of a new group are made."""
         return Terms(self.scope, self.exact)
+
+    def coordinates(self, shape: Coords, axes: list[Axis]) -> Coords | None:
+        """For each dimension of a shape its coordinate in some loops; None without a match."""
+        key = shape, *axes
+        if key not in self.matched:
+            self.matched[key] = coordinates(shape, axes)
+        return self.matched[key]
 
     def root(self, node: Node) -> Node:
         """The node whose elements a chain of views shows."""
@@ -124,23 +132,23 @@ class Groups:
     def natural(self, group: Group, node: Node) -> tuple[Coords, Term, bool]:
         """A member's element in its group's loops: its coordinates, the term, whether once a row."""
         if is_running(node):
-            coords = coordinates(shape_of(node.args[0]), group.axes)  # as the loops were made of
+            coords = self.coordinates(shape_of(node.args[0]), group.axes)  # as the loops were made of
             if coords is None:
                 raise Misfit
             return coords, self.fold(group, node), False
         if folded_dims(node) is not None:
             shape = kept_shape(node)
-            coords = coordinates(shape, group.kept)
+            coords = self.coordinates(shape, group.kept)
             if coords is None:
                 raise Misfit
             return self.own_coords(node, coords), self.fold(group, node), True
         shape = shape_of(node)
-        coords = coordinates(shape, group.axes)
+        coords = self.coordinates(shape, group.axes)
         if coords is not None:
             term = self.element(group, node, coords, None)
             group.terms.phase(term)
             return coords, term, False
-        coords = coordinates(shape, group.kept) if group.folds else None
+        coords = self.coordinates(shape, group.kept) if group.folds else None
         if coords is None:
             raise Misfit
         return coords, self.element(group, node, coords, None), True
@@ -207,7 +215,7 @@ class Groups:
         known = group.memo.get(key)
         if known is None:
             source = node.args[0]
-            coords = coordinates(shape_of(source), group.axes)
+            coords = self.coordinates(shape_of(source), group.axes)
             if coords is None:
                 raise Misfit
             value = self.read(group, source, coords, None)
@@ -245,10 +253,10 @@ class Groups:
 
     def result_of_fold(self, group: Group, node: Node, coords: Coords) -> Term:
         if is_running(node):
-            if coords != coordinates(shape_of(node), group.axes):
+            if coords != self.coordinates(shape_of(node), group.axes):
                 raise Misfit
             return self.fold(group, node)
-        kept = coordinates(kept_shape(node), group.kept)
+        kept = self.coordinates(kept_shape(node), group.kept)
         if kept is None or self.own_coords(node, kept) != tuple(
             0 if n == 1 else c for c, n in zip(coords, shape_of(node), strict=True)
         ):

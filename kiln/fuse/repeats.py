@@ -30,9 +30,14 @@ SKIPPED = 3
 WINDOW = 8
 
 
-def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]], fewest: int = OF_FEW) -> list[Step]:
-    """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs."""
-    found = blocks_of(graph, fewest)
+def fuse_repeats(
+    graph: Graph, fuse: Callable[[Graph], list[Step]], fewest: int = OF_FEW, marks: Sequence[int] = ()
+) -> list[Step]:
+    """The steps for a graph, by a function that gives them for a shorter one, but for views as outputs.
+
+    `marks` are those of the nodes, where they are known.
+    """
+    found = blocks_of(graph, fewest, marks)
     if found is not None and found.adds_up(partial_sums(graph, graph.users())):
         found = None
     for fused, share in FUSED.items() if found is not None else ():
@@ -40,7 +45,9 @@ def fuse_repeats(graph: Graph, fuse: Callable[[Graph], list[Step]], fewest: int 
         found.spared = found.run.count - fused
         if found.spared * found.run.period < share * len(graph.nodes):
             break
-        steps = unrolled(found, fuse_repeats(found.shortened(), fuse, FEWEST))
+        kept = found.end - found.spared * found.run.period
+        left = [*found.marks[:kept], *found.marks[found.end :]]
+        steps = unrolled(found, fuse_repeats(found.shortened(), fuse, FEWEST, left))
         if steps is not None:
             return steps
     return fuse(graph)
@@ -119,15 +126,16 @@ def marks_of(graph: Graph) -> list[int]:
     return marks
 
 
-def blocks_of(graph: Graph, fewest: int = FEWEST) -> Blocks | None:
-    """The longest run of equal blocks in a graph, so many at least."""
+def blocks_of(graph: Graph, fewest: int = FEWEST, marks: Sequence[int] = ()) -> Blocks | None:
+    """The longest run of equal blocks in a graph, so many at least; `marks` are its nodes', where known."""
     if len(graph.nodes) < fewest * 2:
         return None
-    marks = marks_of(graph)
+    marks = marks or marks_of(graph)
     for found in runs(marks, fewest):
         run = aligned(graph, marks, found)
         for skipped in range(SKIPPED):
-            blocks = Blocks(graph, Run(run.start + skipped * run.period, run.period, run.count - skipped))
+            rest = Run(run.start + skipped * run.period, run.period, run.count - skipped)
+            blocks = Blocks(graph, rest, marks)
             if blocks.run.count >= fewest and blocks.agree():
                 return blocks
     return None
@@ -157,8 +165,8 @@ def aligned(graph: Graph, marks: Sequence[int], run: Run) -> Run:
 class Blocks:
     """A run of blocks: which nodes of the graph stand in the same place of another block."""
 
-    def __init__(self, graph: Graph, run: Run) -> None:
-        self.graph, self.run = graph, run
+    def __init__(self, graph: Graph, run: Run, marks: Sequence[int]) -> None:
+        self.graph, self.run, self.marks = graph, run, marks
         self.index = {node: i for i, node in enumerate(graph.nodes)}
         self.end = run.start + run.period * run.count
         self.fixed: set[Node] = set()

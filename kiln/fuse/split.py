@@ -348,8 +348,8 @@ def divisor_alone(roots: list[Term], total: Fold) -> Fold | None:
     return total if users == shares and all(root is not total for root in roots) else None
 
 
-def _symbols(index: Any) -> set[Any]:
-    return index.symbols() if isinstance(index, Expr) else set()
+def _symbols(index: Any) -> frozenset[Any]:
+    return index.symbols() if isinstance(index, Expr) else frozenset()
 
 
 def replaced(

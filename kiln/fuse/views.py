@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kiln.base.arithmetic import dot
 from kiln.base.graph import CONSTANT, INPUT, Node, TensorSpec, argument
 from kiln.base.symbols import Expr, lt
 from kiln.fuse.axes import hinted
@@ -27,14 +28,13 @@ def shape_of(node: Node) -> Coords:
 
 def place_of(coords: Coords, spec: TensorSpec) -> Any:
     """Where an element lies in the memory of a tensor, counted from its first."""
-    index: Any = 0
-    for c, s in zip(coords, spec.stride, strict=True):
-        index = index + c * s
-    return index
+    return dot(coords, spec.stride)
 
 
 def broadcast(coords: Coords, shape: Sequence[Any], out: Sequence[Any]) -> Coords:
     """Coordinates in a tensor of `shape` that was broadcast to `out`."""
+    if shape == out:  # as most are
+        return coords
     skip = len(coords) - len(shape)
     return tuple(
         [0 if _repeated(n, m) else c for c, n, m in zip(coords[skip:], shape, out[skip:], strict=True)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import field
+from functools import partial
 from typing import TypeAlias
 
 from kiln.base.dataclass import dataclass
@@ -24,14 +26,16 @@ class Type:
     kind: str
     width: int = 1
     signed: bool = True
+    is_float: bool = field(init=False, compare=False)
+    bits: int = field(init=False, compare=False)
+    text: str = field(init=False, compare=False)
 
-    @property
-    def is_float(self) -> bool:
-        return self.kind in FLOATS
-
-    @property
-    def bits(self) -> int:
-        return 64 if self.kind == "ptr" else int(self.kind.lstrip("bfi"))
+    def __post_init__(self) -> None:
+        scalar = _SCALARS[self.kind]
+        set_once = partial(object.__setattr__, self)  # they are asked for with each instruction
+        set_once("is_float", self.kind in FLOATS)
+        set_once("bits", int(self.kind.lstrip("bfi")) if self.kind[-1].isdigit() else 64)
+        set_once("text", scalar if self.width == 1 else f"<{self.width} x {scalar}>")
 
     def wide(self, width: int) -> Type:
         """The vector of `width` such scalars; the scalar for 1."""
@@ -54,8 +58,7 @@ class Type:
         return kind if self.width == 1 else f"v{self.width}{kind}"
 
     def __str__(self) -> str:
-        scalar = _SCALARS[self.kind]
-        return scalar if self.width == 1 else f"<{self.width} x {scalar}>"
+        return self.text
 
 
 _WIDE: dict[tuple[str, int, bool], Type] = {}  # asked for with each instruction
@@ -318,6 +321,7 @@ PURE = frozenset((
 ).split())  # fmt: skip
 OPERANDS = re.compile(r"%[\w.]+").findall
 PLAIN = re.compile(r"(  %\S+ = (\w+) .*)?").fullmatch
+DIVISIONS = "sdiv", "udiv", "srem", "urem"
 DIVISION = re.compile(r"[su](div|rem) (?!.*, [1-9]\d*$)").match  # it may fail, and stays where it is
 #: The attribute of a function that needs more of LLVM's passes than others.
 THOROUGH = '"thorough"'
@@ -386,7 +390,7 @@ class Function:
             if instruction in known:
                 return known[instruction]
         depth = here = len(self._before)
-        if here and self.module.hoists and not DIVISION(instruction):
+        if here and self.module.hoists and not (instruction.startswith(DIVISIONS) and DIVISION(instruction)):
             depth = max([self._depth.get(name, here) for name in OPERANDS(instruction)], default=0)
         depth = max(depth, least)
         name = self._known[depth][instruction] = self._new(instruction, depth if depth < here else None)

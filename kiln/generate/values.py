@@ -104,9 +104,10 @@ class Values(Reads):
         self.indices.pop()
 
     def known(self, term: Term) -> Value | None:
+        key = id(term)
         for layer in reversed(self.layers):
-            if id(term) in layer:
-                return layer[id(term)]
+            if key in layer:
+                return layer[key]
         return None
 
     # Values

@@ -32,14 +32,19 @@ class Few:
     outputs: tuple[Output, ...]
     left: int
     """The bytes of the outputs of the blocks that are left out."""
+    marks: Sequence[int]
+    """The marks of the graph's nodes, by which blocks are found."""
 
     def whole(self, made: Description) -> Description:
         """The plan of the whole graph by that of the few blocks."""
         return repeated(made, self.owns, self.count, self.inputs, self.outputs)
 
 
-def few_of(graph: Graph) -> Few | None:
-    """A graph with four or five of its equal blocks, where it has more and all sizes are known."""
+def few_of(graph: Graph, marks: Sequence[int] = ()) -> Few | None:
+    """A graph with four or five of its equal blocks, where it has more and all sizes are known.
+
+    `marks` are those of its nodes, where they are known.
+    """
     specs = [node.spec for node in graph.inputs]
     if graph.overwrites or not all(type(spec) is TensorSpec for spec in specs):
         return None
@@ -47,7 +52,7 @@ def few_of(graph: Graph) -> Few | None:
         return None
     if any(type(out) is not Node and nodes_in(out) for out in graph.outputs):
         return None
-    blocks = blocks_of(graph)
+    blocks = blocks_of(graph, marks=marks)
     if blocks is None or not blocks.families or not all(node.op is INPUT for node in blocks.families):
         return None
     # An even number is left out: what blocks hand on may lie at two places in turn.
@@ -91,7 +96,8 @@ def _with(blocks: Blocks, kept: int) -> Few:
         if THIRD <= number < THIRD + count and out.op is not INPUT and isinstance(out.spec, TensorSpec):
             left += size_of(out.spec)
     few.outputs = tuple(given.values())
-    return Few(few, count, tuple(owns), tuple(inputs), tuple(outputs), left)
+    marks = [*blocks.marks[: run.start + kept * run.period], *blocks.marks[blocks.end :]]
+    return Few(few, count, tuple(owns), tuple(inputs), tuple(outputs), left, marks)
 
 
 def _equals(blocks: Blocks, out: Any) -> tuple[Sequence[Node], int]:

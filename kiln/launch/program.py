@@ -121,14 +121,21 @@ def begin_graph(graph: Graph, settings: Settings, dump: Dump = NOWHERE) -> Begun
     return Begun(lambda: Sides(*found, [one.finish() for one in begun]), all(one.is_done for one in begun))
 
 
-def begin_on(device: torch.device, graph: Graph, settings: Settings, dump: Dump, left: int = 0) -> Begun:
-    """A graph whose tensors are on one device, which leaves so many bytes beside its own outputs."""
+def begin_on(
+    device: torch.device, graph: Graph, settings: Settings, dump: Dump, left: int = 0,
+    marks: Sequence[int] = (),
+) -> Begun:  # fmt: skip
+    """A graph whose tensors are on one device, which leaves so many bytes beside its own outputs.
+
+    `marks` are those of its nodes, where they are known.
+    """
     kept = None
     if device.type == "cpu" and not is_watched(dump):
-        found = None if settings.tunes else few_of(graph)
+        found = None if settings.tunes else few_of(graph, marks)
         if found is not None:
             try:
-                return begin_few(found, begin_on(device, found.graph, settings, dump, left + found.left))
+                part = begin_on(device, found.graph, settings, dump, left + found.left, found.marks)
+                return begin_few(found, part)
             except Uneven:
                 pass
         kept = keeping(graph, settings, disk(settings.cache_bytes), left)

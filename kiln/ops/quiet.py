@@ -32,7 +32,8 @@ def keep_compiler_out() -> None:
         if id(function) in seen or not function.__closure__:
             continue
         seen.add(id(function))
-        inner = [c.cell_contents for c in function.__closure__ if isinstance(_contents(c), FunctionType)]
+        held = map(_contents, function.__closure__)
+        inner: list[Any] = [value for value in held if isinstance(value, FunctionType)]
         work += inner
         if function.__code__.co_filename == _LAZY_FILE:
             for kernel in inner:

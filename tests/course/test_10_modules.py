@@ -725,3 +725,13 @@ def test_modules_made_without_memory(x):
     with torch.device("meta"):
         layer = torch.nn.Linear(4, 2)
     return layer(x.to("meta")).shape, layer.weight.device, torch.rand_like(layer.weight).device, x + 1
+
+
+def test_a_call_with_a_star_does_not_show_what_is_called():
+    class Unseen(nn.Linear):
+        def __repr__(self):
+            raise AssertionError("shown")
+
+    inner = Unseen(4, 3)
+    args = (X,)
+    same_as_eager(lambda x: inner(*args) + x.sum(), X)

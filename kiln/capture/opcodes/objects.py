@@ -205,7 +205,9 @@ def call_function_ex(m: Machine, f: Frame, i: Instruction) -> Any:
     kwargs = keywords_of(m, function, keywords)
     if not all(isinstance(name, str) for name in kwargs):
         raise UserError(TypeError("keywords must be strings"))
-    unfit = f"{shown(function)} argument after * must be an iterable, not {type(args).__name__}"
+    unfit = ""
+    if type(args) not in (list, tuple):  # a module as a text takes long
+        unfit = f"{shown(function)} argument after * must be an iterable, not {type(args).__name__}"
     f.stack.append(m.call(function, tuple(sequence(m, args, unfit)), kwargs, "push"))
 
 
