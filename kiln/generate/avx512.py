@@ -375,9 +375,10 @@ def _power_and_rest(
 
 
 def exp_summed(x: Value, loose: bool) -> Value:
-    """e^x, x at most 0, for sums that are 1 or more: what is less than e^-87 counts as that.
+    """e^x, x at most 0, for sums that are 1 or more: what is less than e^-75 counts as that.
 
-    Errors of single powers, of either sign, are up to 2^-22; where they may be `loose`, 2^-12.
+    Then no product of a power and a small rest is so small that it takes long. Errors of single powers, of
+    either sign, are up to 2^-22; where they may be `loose`, 2^-12.
     """
     return exp_reaching(x, loose)[0] if x.type.width == LANES else functions.exp_below(x, loose)
 
@@ -385,7 +386,7 @@ def exp_summed(x: Value, loose: bool) -> Value:
 def exp_reaching(x: Value, loose: bool) -> tuple[Value, Value]:
     """The same of any x, and how far it reaches: it is right where that is no further than `FURTHEST`."""
     tables = _registers(x, _entries(_PARTS[loose]))
-    power, _, r, bits = _power_and_rest(functions.at_least(x, -87.0), tables, _ROUNDERS[loose])
+    power, _, r, bits = _power_and_rest(functions.at_least(x, -75.0), tables, _ROUNDERS[loose])
     return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power), bits
 
 

@@ -153,7 +153,9 @@ class Online(Words, Late):
         least, limit = (near - 106.0).splat(width), avx512.reach(near + ABOVE, loose)
 
         def usual(x: Value) -> tuple[Value, Value]:
-            return avx512.exp_near(functions.at_least(x, least), tables, loose)
+            above = functions.at_least(x, least)
+            power, reach = avx512.exp_near(above, tables, loose)
+            return (above > least).where(power, 0.0), reach  # products of tiny numbers take long
 
         sums, reach = self.kept_powers(top, total, U32, usual, bool(self.late))
         fine = (_within(reach) <= limit) & (functions.absolute(near) <= FAR)

@@ -218,7 +218,8 @@ class Streams(Rows):
         if outer and not folds and self.row_length() < SHORTEST:
             return set()
         short = all(f.place is None and f.dtype.itemsize <= 4 and f.phase == 0 for f in folds)
-        if short and self.factor([f.value for f in folds] or [s.value for s in nest.stores], 2) > 1:
+        waits = short and self.factor([f.value for f in folds] or [s.value for s in nest.stores], 2) > 1
+        if waits and (folds or not host().takes_lines_near):
             return set()  # memory is all that is waited for
         long = not outer or hinted(vector.size) > LONGEST_PIECE
         rows = ([a for a in nest.reduced if a is not vector] or outer)[-1:]
@@ -228,10 +229,13 @@ class Streams(Rows):
             return long or all(index.poly.get((a.variable,)) == vector.size for a in rows)
 
         found = [t for t in nest.terms() if isinstance(t, Load) and not t.places and t.valid is None]
-        return {
+        read = {
             t.buffer for t in found
             if isinstance(t.index, Expr) and self.stride(t.index) == 1 and follow(t.index)
         }  # fmt: skip
+        # Several that go at one pace come faster unasked.
+        at_one_pace = waits and len(read) > 1 and len({buffer.dtype.itemsize for buffer in read}) == 1
+        return set() if at_one_pace else read
 
     def prefetch(self, load: Load, first: Value, near: int, lanes: int = 0) -> None:
         """Ask for so many elements, or as many as there are lanes."""

@@ -228,6 +228,18 @@ def test_shares_are_exact_to_a_few_places_however_small():
     assert (got == 0).eq(nearest == 0).float().mean() > 0.999  # numbers below the normal ones too
 
 
+@pytest.mark.parametrize("length", [100, 1024, 5000, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_masked_is_nothing_in_a_softmax(length, dtype):
+    x, mask = rand(3, length).to(dtype), rand(3, length) > 0
+    for least in (-torch.inf, -1e9, -1e4, -120.0, -95.0):
+        for dim in (0, 1):
+            check(lambda a, m, d=dim, n=least: F.softmax(a.masked_fill(m, n), d), x, mask, rtol=1e-5 if dtype is torch.float32 else 1e-2)
+            (got,) = compile_graph(recorded(lambda a, m, n=least: F.softmax(a.masked_fill(m, n), 1), x, mask))([x, mask])
+            assert not got[mask].any() or least > -110
+    check(lambda a: F.softmax(a.masked_fill(a > -100, -torch.inf), 1), x, rtol=0, atol=0)
+
+
 def test_many_values_far_above_those_looked_at_first():
     x = torch.full((2, 4096), 59.5)
     x.view(2, -1, 1024)[:, :, :16], x[1] = 0, x[1] / 2
@@ -694,7 +706,6 @@ def test_processors_that_read_in_steps_are_asked_for_lines(monkeypatch):
     columns = (lambda a: a.sum(0), lambda a: a.var(0), lambda a: F.softmax(a, 0))
     before = [asked(f, x) for f in (*reads, *sums)]
     monkeypatch.setattr(cpu.Host, "reads_in_steps", True)
-    monkeypatch.setattr(cpu.Host, "takes_lines_near", True)
     after = [asked(f, x) for f in (*reads, *sums)]
     assert all(new > old for new, old in zip(after, before, strict=True) if new) and after[len(reads):] == before[len(reads):]
     assert all(after[: len(reads)])
@@ -744,10 +755,13 @@ def test_lines_come_to_the_nearest_cache_where_that_takes_them(monkeypatch, near
     monkeypatch.setattr(cpu.Host, "reads_in_steps", True)
     monkeypatch.setattr(cpu.Host, "takes_lines_near", near)
 
-    def hints(function):
-        text = Emitter(nest_of(function, rand(70, 1041)), 16).fn.text()
+    def hints(function, *others):
+        text = Emitter(nest_of(function, rand(70, 1041), *others), 16).fn.text()
         return set(re.findall(r"@llvm.prefetch.p0\(ptr [^,]+, i32 0, i32 (\d)", text))
 
+    assert hints(lambda a: a * 2 + 1) == ({"3"} if near else set())
+    assert not hints(lambda a, b: a + b, rand(70, 1041) + 1), "what goes at one pace comes faster unasked"
+    assert hints(lambda a, b: a.masked_fill(b, 1.0), rand(70, 1041) > 0) == ({"3"} if near else set())
     assert hints(lambda a: a.sum(0)) == {"3" if near else "2"}
     assert hints(lambda a: a.var(0)) == {"2"}, "doubles that wait fill that cache"
 
