@@ -370,9 +370,9 @@ REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math", "num
 
 
 def module_of(target: Any) -> str:
-    """The package that a graph's function comes from; a custom autograd function is its own."""
-    if isinstance(getattr(target, "__self__", None), type) and target.__name__ == "apply":
-        return ""
+    """The package that a graph's function comes from; custom autograd functions compute, as torch's do."""
+    if isinstance(getattr(target, "owner", None), type) and issubclass(target.owner, torch.autograd.Function):
+        return "torch"
     module = getattr(target, "__module__", None) or type(target).__module__
     if module == "captured.builtins":  # a check of the program's, which raises again in Python
         return "builtins"
