@@ -138,9 +138,8 @@ class Finisher:
     ) -> None:
         """Call the graph and do what is left to do."""
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
-        drawn = tuple(self.m.recorder.dispatch.draws)
-        if call is not None and self.may_replay() and drawn:
-            e.callee(functools.partial(runtime.generator_states, drawn))
+        if call is not None and self.goes_back():
+            e.callee(functools.partial(runtime.generator_states, tuple(self.m.recorder.dispatch.draws)))
             e.end_call(0)
             e.store("__drawn")
         for draw in self.m.world.varying.draws.values():
@@ -200,6 +199,13 @@ class Finisher:
         lasting = any(draw.lasting for draw in self.m.world.varying.draws.values())
         return all(module_of(f) in REPLAYED for f in functions) and not lasting
 
+    def goes_back(self) -> bool:
+        """Whether random numbers are drawn again in Python where the graph raises, as it may."""
+        dispatch, nodes = self.m.recorder.dispatch, self.m.recorder.graph.nodes
+        checks = any(node.op == "call_function" and module_of(node.target) in CHECKING for node in nodes)
+        sure = dispatch.sure and not checks and not self.m.world.varying.draws
+        return bool(dispatch.draws) and not sure and self.may_replay()
+
     def on_cpu(self) -> bool:
         """Whether all that the graph may write to is on the CPU, where checks come before writes."""
         return all(fake.device.type == "cpu" for fake in self.m.recorder.fakes.values())
@@ -232,7 +238,7 @@ class Finisher:
         e.store("__raised")
         e.pop()
         e.raw("POP_EXCEPT")
-        if self.m.recorder.dispatch.draws:
+        if self.goes_back():
             e.callee(runtime.set_generators)
             e.load("__drawn")
             e.end_call(1)
@@ -365,6 +371,8 @@ MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 SWITCHED = frozenset({torch._C._set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
                       torch.set_autocast_cache_enabled})  # fmt: skip
 EFFECTS = frozenset({torch.set_autocast_enabled, *(write for _, write in state.SWITCHES)})
+#: Packages whose functions may raise for numbers.
+CHECKING = frozenset({"builtins", "math", "numpy"})
 #: Packages whose functions change nothing that lasts.
 REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math", "numpy"})
 

@@ -202,9 +202,14 @@ def delete_item(space: dict[str, Any], name: str) -> None:
 
 def generator_states(devices: tuple[torch.device, ...]) -> list[tuple[torch.device, Any]]:
     """The states of the random generators of devices."""
+    if devices == (CPU,):
+        return [(CPU, torch.default_generator.get_state())]
     here = [(d, torch.get_rng_state()) for d in devices if d.type == "cpu"]
     others = [d for d in devices if d.type not in ("cpu", "meta")]  # on which nothing is drawn
     return here + [(d, torch.get_device_module(d).get_rng_state(d)) for d in others]
+
+
+CPU = torch.device("cpu")
 
 
 def set_generators(states: list[tuple[torch.device, Any]]) -> None:

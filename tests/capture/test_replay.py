@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kiln.base import records
 from kiln.capture import runtime
@@ -307,3 +308,21 @@ def test_what_custom_functions_print_is_printed_in_every_call(cls, kinds, capsys
                 said.append(capsys.readouterr().out)
             assert said[0] == said[1] != ""
     assert [b.kind for b in found.breaks] == kinds
+
+
+@pytest.mark.parametrize("f, copied", [
+    (lambda x, i: x + torch.rand(4), 0), (lambda x, i: F.dropout(x, 0.5).softmax(0), 0), (lambda x, i: torch.randn(4, 4) @ x, 0),
+    (lambda x, i: x[i] + torch.rand(()), 1), (lambda x, i: torch.bernoulli(x.sigmoid()), 1), (lambda x, i: torch.linalg.inv(torch.rand(4, 4)), 1),
+])  # fmt: skip
+def test_the_state_of_a_generator_is_copied_where_the_graph_may_raise(f, copied, monkeypatch):
+    calls = []
+    states = runtime.generator_states
+    monkeypatch.setattr(runtime, "generator_states", lambda devices: calls.append(devices) or states(devices))
+    x, i, drawn = t(4), torch.tensor([2]), []
+    compiled = kiln.compile(f, fullgraph=True)
+    compiled(x, i)
+    for run in (f, compiled):
+        torch.manual_seed(0)
+        drawn.append((run(x, i), torch.rand(())))
+    Same()(*drawn) if copied else torch.testing.assert_close(*drawn)
+    assert len(calls) == 2 * copied
