@@ -195,9 +195,8 @@ class Finisher:
 
     def may_replay(self) -> bool:
         """The same where it raises before it writes to tensors, which the one who runs it tells."""
-        functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
         lasting = any(draw.lasting for draw in self.m.world.varying.draws.values())
-        return all(module_of(f) in REPLAYED for f in functions) and not lasting
+        return is_replayed(self.m.recorder.graph) and not lasting
 
     def goes_back(self) -> bool:
         """Whether random numbers are drawn again in Python where the graph raises, as it may."""
@@ -377,12 +376,19 @@ CHECKING = frozenset({"builtins", "math", "numpy"})
 REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math", "numpy"})
 
 
+def is_replayed(graph: torch.fx.Graph) -> bool:
+    """Whether all that a graph calls, in graphs of functions given to calls too, only computes."""
+    functions = [node.target for node in graph.nodes if node.op == "call_function"]
+    bodies = [body.graph.graph for f in functions for body in getattr(f, "bodies", ())]
+    return all(module_of(f) in REPLAYED for f in functions) and all(map(is_replayed, bodies))
+
+
 def module_of(target: Any) -> str:
     """The package that a graph's function comes from; custom autograd functions compute, as torch's do."""
     if isinstance(getattr(target, "owner", None), type) and issubclass(target.owner, torch.autograd.Function):
         return "torch"
     module = getattr(target, "__module__", None) or type(target).__module__
-    if module == "captured.builtins":  # a check of the program's, which raises again in Python
+    if module in ("captured.builtins", "captured.func"):  # a check; a transform
         return "builtins"
     if target is runtime.seed_generator:  # one that the graph makes
         return "torch"

@@ -326,3 +326,21 @@ def test_the_state_of_a_generator_is_copied_where_the_graph_may_raise(f, copied,
         drawn.append((run(x, i), torch.rand(())))
     Same()(*drawn) if copied else torch.testing.assert_close(*drawn)
     assert len(calls) == 2 * copied
+
+
+def test_a_handler_sees_what_a_function_within_the_graph_raises():
+    def f(x, i):
+        first = torch.rand(())
+        try:
+            picked = torch.cond(x.sum() > 0, lambda x: x.gather(0, i), lambda x: x.gather(0, i) + 1, (x,))
+            return torch.func.vmap(lambda row: row * first)(picked)
+        except RuntimeError:
+            return x.sum() * torch.rand(())
+
+    compiled = kiln.compile(f, fullgraph=True)
+    for i in (torch.tensor([1]), FAR):
+        drawn = []
+        for run in (f, compiled):
+            torch.manual_seed(0)
+            drawn.append((run(X, i), torch.rand(())))
+        Same()(*drawn)
