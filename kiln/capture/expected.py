@@ -13,7 +13,7 @@ from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.foreseen import foreseen, text_of
-from kiln.capture.frame import Frame, Machine
+from kiln.capture.frame import Frame, Machine, place_at
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import constant_of
 
@@ -32,10 +32,11 @@ def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bo
         return m.truth(top)
     if type(m.recorder) is not Recorder or m.recorder.dispatch.lasting:
         return m.truth(top)
-    jumped, said = raises(frame, instruction.value), text_of(frame.place())
+    jumped = raises(frame, instruction.value)
+    said = text_of(place_at(frame.code, frame.index - 1))  # the condition's: a jump stands for the statement
     truth = sense is not jumped
     if jumped == raises(frame, frame.index + 1):
-        found = foreseen(m, value)
+        found = foreseen(m, value, said)
         if found is None:
             return m.truth(top)
         truth = found

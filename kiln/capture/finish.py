@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from typing import Any
@@ -62,7 +63,7 @@ class Finisher:
         self.ops = self.inputs = 0
         self.exchanged: set[Source] = set()  # paths of inputs whose data is kept for backward passes
         self.unseen: set[int] = set()  # ids of tensors made here that only this capture knows of
-        self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("unforeseen", set()))
+        self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("failures", Counter()))
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""

@@ -100,7 +100,7 @@ class Machine:
         #: What checks of branches say that are taken to go as they do now; what those said that have failed,
         #: None where no branch is taken so.
         self.foreseen: set[str] = set()
-        self.unforeseen: set[str] | None = None
+        self.unforeseen: frozenset[str] | None = None
         self.chosen: list[tuple[Any, int]] = []  # tensors that stand for one of two values, and their steps
         #: Tensors that get other data than the graph has read before, and the steps at which they do.
         self.exchanged: list[tuple[int, FakeTensor]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from kiln.check.torch_guards import GlobalState
 from kiln.ops.fake import LITERALS
 
 ATTEMPTS = 12
+CHANCES = 2  # how often a branch goes another way than it did before the graph breaks there: some turn once
 LOOKED = "looked at"  # where the paths are kept of texts that a function looks at
 WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction
 NUMBERS_NEEDED = frozenset({"data-dependent", "branch-on-tensor"})
@@ -75,7 +77,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except Replaced as again:
             unstable |= again.sources
         except Looked as again:
-            cache[LOOKED, function.__code__].add(again.source)
+            cache[LOOKED, function.__code__] |= {again.source, *beside(again.source, unstable)}
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
@@ -124,13 +126,13 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     varying = Varying(dynamic)
     world = World(recorder, unstable, varying)
     world.specialises = specialises
-    world.looked_at = cache.setdefault((LOOKED, function.__code__), set())
+    world.looked_at = frozenset(cache.setdefault((LOOKED, function.__code__), set()))
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
     varying.scope.assume = partial(open_numbers.assume_sizes, machine)
     machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
     machine.whole = fullgraph
-    machine.unforeseen = None if fullgraph or strict.now() else cache.setdefault("unforeseen", set())
+    machine.unforeseen = None if fullgraph or strict.now() else often(cache.setdefault("failures", Counter()))
     LITERALS.look = partial(flags.settled, machine)
     recorder.where = machine.where
     recorder.within = listener(machine)
@@ -207,6 +209,18 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     if ended is not None:
         ended.__traceback__ = ended.__context__ = None
     return captured
+
+
+def often(failures: Counter[str]) -> frozenset[str]:
+    """The checks that have failed so often that they are not made again."""
+    return frozenset(said for said, count in failures.items() if count >= CHANCES)
+
+
+def beside(source: str, unstable: frozenset[str]) -> set[str]:
+    """The other elements of a list, where a path leads to one: who looks at one text looks at them all."""
+    start, _, place = source.rpartition("[")
+    others = ((other, other.rpartition("[")) for other in unstable if place[:-1].isdigit())
+    return {other for other, (base, _, at) in others if base == start and at[:-1].isdigit()}
 
 
 def told(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import random
 import threading
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -222,16 +222,16 @@ def set_generators(states: list[tuple[torch.device, Any]]) -> None:
 
 
 class Foreseen:
-    """What checks of branches say, of one graph; one that fails is not taken so again."""
+    """What checks of branches say, of one graph; how often each has failed is counted."""
 
-    def __init__(self, texts: set[str], unforeseen: set[str]) -> None:
-        self.texts, self.unforeseen = frozenset(texts), unforeseen
+    def __init__(self, texts: set[str], failures: Counter[str]) -> None:
+        self.texts, self.failures = frozenset(texts), failures
         self.forget: Any = bool  # takes the entry out that has this
 
     def failed(self, raised: str) -> bool:
         """Whether one of them was raised."""
         failing = {text for text in self.texts if " ".join(text.split()) in raised}
-        self.unforeseen |= failing
+        self.failures.update(failing)
         if failing:
             self.forget(self)
         return bool(failing)

@@ -151,7 +151,7 @@ class World:
         self.events: list[Guard | Moved | Source] = []
         self.writes = 0  # how often something was written, or something read that had been
         self.unstable = unstable
-        self.looked_at: set[str] = set()  # paths of texts that the program is known to look at
+        self.looked_at: frozenset[str] = frozenset()  # paths of texts that the program is known to look at
         self.texts: dict[Source, OpenText] = {}  # those that are left open
         self.sources: dict[int, Source] = {}
         self.shadows: dict[int, Shadow] = {}  # by id of the copy
