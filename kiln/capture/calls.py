@@ -452,6 +452,9 @@ def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque"
     """type.__call__ for the user's classes."""
     if issubclass(cls, torch.Tensor) and cls is not torch.Tensor:
         return SUBCLASSED["made"](m, cls, args, kwargs)
+    init = attributes.mro_lookup(cls, "__init__")
+    if isinstance(init, types.FunctionType) and purity.talks(init):
+        call_world(m, init, args, kwargs, mode)  # whole: what it does on the way is of no use to the program
     if hasattr(cls, "__del__"):
         # It may be made again after a break, or never be needed; a file must be closed once all the same.
         why = f"a {cls.__name__} is made, whose __del__ is to run once"

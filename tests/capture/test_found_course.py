@@ -6,6 +6,7 @@ import collections
 import contextlib
 import copy
 import functools
+import threading
 import types
 
 import pytest
@@ -255,3 +256,16 @@ def test_a_lazy_module_is_initialized_in_the_programs_order():
         net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.LazyLinear(3))
         outs.append((kiln.compile(net) if compiled else net)(t(4, 6)))
     torch.testing.assert_close(*outs)
+
+
+def test_a_thread_is_made_by_python_as_a_whole():
+    def f(x):
+        thread = threading.Thread(target=print, kwargs={"end": ""})
+        thread.start()
+        thread.join()
+        return x + 1
+
+    watch = Watch(f)
+    for _ in range(3):
+        watch(X)
+    watch.pin(breaks=3, recompiles=0)
