@@ -92,6 +92,7 @@ class Machine:
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
         #: The first iterator from outside that was moved on, and the step.
         self.advanced: tuple[Any, int] | None = None
+        self.moved = -1  # the last step that took something from an iterator
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         #: Steps at which the graph checks that something is as it was, the breaks without that, and what the
         #: checks of branches say, before which nothing is written.
@@ -149,7 +150,11 @@ class Machine:
                 self.unwind(frame, e)
                 continue
             except Break as e:
-                raise self.located(e, frame) from None
+                reason = self.located(e, frame)
+                if self.moved == step and self.broken is None:
+                    # The instruction is to see all that the iterator gives: capture breaks before it.
+                    raise Restart(self.safe_step(), reason) from None
+                raise reason from None
             if jump is None:
                 frame.index += 1
             elif jump is RETURN:
@@ -433,11 +438,15 @@ class Machine:
         """The next item, or MISSING at the end."""
         kind = type(iterator)
         if kind.__module__ in purity.OWN_MODULES:
-            return self.view(next(iterator, MISSING))
+            value = next(iterator, MISSING)
+            self.moved = self.frames[-1].step
+            return self.view(value)
         method = attributes.type_lookup(self, kind, "__next__")
         try:
             if isinstance(method, types.FunctionType):
-                return self.inline(method, (iterator,), {})
+                value = self.inline(method, (iterator,), {})
+                self.moved = self.frames[-1].step
+                return value
             stream = self.world.streams.get(id(iterator))
             if stream is not None and self.advanced is None:
                 self.advanced = (stream, self.safe_step())
@@ -452,6 +461,7 @@ class Machine:
                     self.world.streams[id(iterator)].ended = True
                 return MISSING
             raise
+        self.moved = self.frames[-1].step
         return self.view(value)
 
     def same(self, a: Any, b: Any) -> bool:
