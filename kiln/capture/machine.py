@@ -288,7 +288,7 @@ class Machine:
         code = function.__code__
         source = self.world.source(function)
         if source is not None:
-            self.world.guard(FunctionState(source, code, function.__defaults__, function.__kwdefaults__))
+            self.world.guard(FunctionState.of(source, function))
         return Frame(function, values, dict(zip(code.co_freevars, self.world.closure(function), strict=True)))
 
     def native(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

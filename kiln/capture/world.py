@@ -311,7 +311,7 @@ class World:
         if rooted(source):
             return self.pin(value, source)
         self.guard(TypeIs(source, types.FunctionType))
-        self.guard(FunctionState(source, value.__code__, value.__defaults__, value.__kwdefaults__))
+        self.guard(FunctionState.of(source, value))
         self.remember(value, source)
         return value
 
