@@ -252,6 +252,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
                                asked.fullgraph, unstable,
                                lambda target: _hook.in_python(target, family.between),
                                getattr(asked.backend, "specialises", True),
+                               getattr(asked.backend, "writes_last", False),
                                Dynamic(asked.dynamic, seen_to_vary))  # fmt: skip
             if captured.graph is not None:
                 time.graph = captured.graph.meta["name"]

@@ -79,7 +79,7 @@ class Finisher:
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
         e.raw("RESUME", 0)
-        if self.writes_early() and (self.writes() or self.root.code.code.co_exceptiontable):
+        if self.writes_early() and (self.writes() or self.m.late or self.root.code.code.co_exceptiontable):
             self.in_frame(e)
             e.ret()
         else:
@@ -218,7 +218,7 @@ class Finisher:
         e.raw("PUSH_EXC_INFO")
         if self.may_replay():
             if not self.replays():
-                checks = tuple(said for _, _, said in self.m.expected)
+                checks = tuple(said for _, _, said in self.m.expected if said not in self.m.late)
                 self.hand_over(e, functools.partial(runtime.wrote_nothing, checks))
                 e.jump_on("POP_JUMP_IF_FALSE", written)
             self.replay(e)

@@ -97,6 +97,7 @@ class Machine:
         #: Steps at which the graph checks that something is as it was, the breaks without that, and what the
         #: checks of branches say, before which nothing is written.
         self.expected: list[tuple[int, Break, str]] = []
+        self.late: set[str] = set()  # what those checks say that come after writes
         self.selecting = (-1, expected.refusal())  # the step, and the break, of a call that selects
         #: What checks of branches say that are taken to go as they do now; what those said that have failed,
         #: None where no branch is taken so.

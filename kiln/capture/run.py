@@ -51,15 +51,16 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset(),
             in_python: Callable[[Any], Any] = lambda target: target,
-            specialises: bool = True, dynamic: Dynamic = STATIC) -> Captured:  # fmt: skip
+            specialises: bool = True, writes_last: bool = False,
+            dynamic: Dynamic = STATIC) -> Captured:  # fmt: skip
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     draws.declare_numpy()
     stop, reason = -1, None
     literals, copying = Literals(), True
-    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, in_python, specialises,
-                      literals)  # fmt: skip
+    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, in_python,
+                      (specialises, writes_last), literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
             with deep() as room:
@@ -117,7 +118,7 @@ class Literals:
 
 def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
                resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
-               in_python: Callable[[Any], Any], specialises: bool, literals: Literals,
+               in_python: Callable[[Any], Any], backend: tuple[bool, bool], literals: Literals,
                unstable: frozenset[str], stop: int, reason: Break | None, room: int, dynamic: Dynamic,
                copying: bool) -> Captured:  # fmt: skip
     """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
@@ -125,7 +126,7 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     LITERALS.reset(literals.open or literals.numbers is not None)
     varying = Varying(dynamic)
     world = World(recorder, unstable, varying)
-    world.specialises = specialises
+    world.specialises, world.writes_last = backend
     world.looked_at = frozenset(cache.setdefault((LOOKED, function.__code__), set()))
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place

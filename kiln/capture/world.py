@@ -170,6 +170,7 @@ class World:
         self.owned_streams: set[int] = set()  # those that another one advances
         self.generators: list[Any] = []  # the interpreter's own that stand for generators from outside
         self.specialises = True  # whether the backend may build on the facts of example inputs
+        self.writes_last = False  # whether its graphs write to what lasts after all that may raise
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
         self.counted = False  # whether a number that varies is a key of a dict or set
