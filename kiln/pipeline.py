@@ -108,6 +108,7 @@ def forget() -> None:
     COMPILED.clear()
     for kept in list(KEPT):
         kept.entries.clear()
+        kept.family.between.resumes.pop("failures", None)  # of branches that were foreseen
 
 
 def module_region(function: types.FunctionType, module: torch.nn.Module, asked: Compile) -> Any:
