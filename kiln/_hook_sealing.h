@@ -86,10 +86,10 @@ static int seal_function(Seal *seal, int number, PyObject *value)
         return -1;
     PyFunctionObject *f = (PyFunctionObject *)value;
     seal->marks[number] |= WORDED;
-    return add_word(seal, number, &f->func_code) < 0 || add_word(seal, number, &f->func_defaults) < 0 ||
-                   add_word(seal, number, &f->func_kwdefaults) < 0
-               ? -1
-               : 0;
+    if (add_word(seal, number, &f->func_code) < 0 || add_word(seal, number, &f->func_defaults) < 0 ||
+        add_word(seal, number, &f->func_kwdefaults) < 0)
+        return -1;
+    return f->func_kwdefaults != NULL ? add_version(seal, number, f->func_kwdefaults) : 0;
 }
 
 static int seal_tensor(Guards *self, Seal *seal, int number, const Check *check, PyObject *value)

@@ -69,6 +69,7 @@ def arranged(graph: Graph, records: bool = False) -> Graph:
 
 # It needs no code of the graph module.
 kiln.reads_graph = True  # type: ignore[attr-defined]
+kiln.writes_last = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,7 @@ def forget() -> None:
     COMPILED.clear()
     for kept in list(KEPT):
         kept.entries.clear()
+        kept.family.between.resumes.pop("failures", None)  # of branches that were foreseen
 
 
 def module_region(function: types.FunctionType, module: torch.nn.Module, asked: Compile) -> Any:
@@ -252,6 +253,7 @@ def compile_entry(region: Any, function: types.FunctionType, argv: tuple[Any, ..
                                asked.fullgraph, unstable,
                                lambda target: _hook.in_python(target, family.between),
                                getattr(asked.backend, "specialises", True),
+                               getattr(asked.backend, "writes_last", False),
                                Dynamic(asked.dynamic, seen_to_vary))  # fmt: skip
             if captured.graph is not None:
                 time.graph = captured.graph.meta["name"]

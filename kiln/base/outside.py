@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dis
+import sys
+import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 
@@ -58,14 +60,45 @@ class Outside:
 def going_back(functions: Iterable[type]) -> Iterator[list[type]]:
     """A block in which backwards of autograd functions run on fakes; after it, those that changed something.
 
-    What they changed is put back.
+    What they changed is put back. Where one printed, any may have.
     """
     outside = {cls: Outside(cls, "backward", "vjp") for cls in functions}
     changed: list[type] = []
     try:
-        yield changed
+        with unheard() as said:
+            yield changed
     finally:
-        changed += [cls for cls, there in outside.items() if there.put_back()]
+        changed += [cls for cls, there in outside.items() if there.put_back() or said]
+
+
+class Unheard:
+    """A stream that keeps what one thread prints, while it is told to."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.thread, self.said = stream, threading.get_ident(), list[str]()
+        self.keeps = True
+
+    def write(self, text: str) -> Any:
+        if self.keeps and threading.get_ident() == self.thread:
+            self.said.append(text)
+            return len(text)
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextmanager
+def unheard() -> Iterator[list[str]]:
+    """A block that runs code on fakes: what it prints is not for anybody to see."""
+    before, kept = sys.stdout, Unheard(sys.stdout)
+    sys.stdout = cast(TextIO, kept)
+    try:
+        yield kept.said
+    finally:
+        kept.keeps = False  # other threads may have put it back by then
+        if sys.stdout is cast(TextIO, kept):
+            sys.stdout = before
 
 
 def parts_of(value: Any) -> Any:

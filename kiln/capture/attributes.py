@@ -6,6 +6,7 @@ import enum
 import functools
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -307,7 +308,10 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
     if name not in space:
         hook = space.get("__getattr__")
         if isinstance(hook, types.FunctionType) and not (module.__name__ or "").startswith("torch"):
-            return m.call(m.world.constant(hook), (name,))
+            found = m.call(m.world.constant(hook), (name,))
+            for told in LOADED if isinstance(found, types.ModuleType) else ():
+                told()
+            return found
         m.world.guard(Contains(Const(space, module.__name__), name, False))
         return class_value(m, m.native(getattr, module, name), module, name)
     value = space[name]
@@ -322,6 +326,8 @@ def load_from_python_module(m: Machine, module: types.ModuleType, name: str) -> 
     return found
 
 
+#: What is to be done when the program has had a module loaded.
+LOADED: list[Callable[[], None]] = []
 #: What is the same object wherever it is read in torch, and of that what programs put others in place of.
 STABLE = (types.FunctionType, types.BuiltinFunctionType, type, types.ModuleType, torch.dtype)
 PATCHED = STABLE[:2]

@@ -25,6 +25,7 @@ from torch.autograd.graph import Node
 
 from kiln import _hook
 from kiln.base import live, marks
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break, Bug, Skip
 from kiln.base.source import Attr, Const, Derived, DictAttr, Item, Source
 from kiln.capture import attributes, purity, repeated, symbolic
@@ -344,12 +345,31 @@ def part_of(m: Machine, function: Any, name: str) -> Any:
 
 
 def call_cached(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
-    """functools.lru_cache: on constants the cache answers, as in eager; else it misses, as a cache may."""
-    if all(type(value) in CONSTANTS for value in (*args, *kwargs.values())):
-        result = m.native(function, *args, **kwargs)
-        if type(result) in CONSTANTS or isinstance(result, (type, types.ModuleType, types.FunctionType)):
-            return result
-    return call(m, m.world.constant(function.__wrapped__), args, kwargs)
+    """functools.lru_cache: where it knows the arguments the cache answers, as in eager; else it misses."""
+    if not all(stays(m, value) for value in (function, *args, *kwargs.values())):
+        return call(m, m.world.constant(function.__wrapped__), args, kwargs)
+    ask = Asked(args, tuple(kwargs.items()))
+    result = m.native(ask, function)
+    if type(result) in CONSTANTS or isinstance(result, (type, types.ModuleType, types.FunctionType)):
+        return result
+    return m.world.outside(result, Derived(Const(function, function.__name__), ask, "result"))
+
+
+def stays(m: Machine, value: Any) -> bool:
+    """Whether a value is a constant, or an object that is the same in every call."""
+    source = m.source(value)
+    return type(value) in CONSTANTS or isinstance(source, Const) and source.value is value
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call with these arguments."""
+
+    args: Args
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __call__(self, function: Any) -> Any:
+        return function(*self.args, **dict(self.kwargs))
 
 
 def call_region(m: Machine, region: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
@@ -452,6 +472,9 @@ def make(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str = "opaque"
     """type.__call__ for the user's classes."""
     if issubclass(cls, torch.Tensor) and cls is not torch.Tensor:
         return SUBCLASSED["made"](m, cls, args, kwargs)
+    init = attributes.mro_lookup(cls, "__init__")
+    if isinstance(init, types.FunctionType) and purity.talks(init):
+        call_world(m, init, args, kwargs, mode)  # whole: what it does on the way is of no use to the program
     if hasattr(cls, "__del__"):
         # It may be made again after a break, or never be needed; a file must be closed once all the same.
         why = f"a {cls.__name__} is made, whose __del__ is to run once"

@@ -17,6 +17,7 @@ from kiln.base.errors import Break
 from kiln.base.expressions import Expr
 from kiln.base.source import Arg, Const, Source
 from kiln.capture import runtime
+from kiln.capture.attributes import LOADED
 from kiln.capture.calls import HANDLERS, METHODS, Args, Kwargs, handles, native
 from kiln.capture.frame import Machine, Restart
 from kiln.capture.recorder import Recorder
@@ -159,3 +160,6 @@ def declare_numpy() -> None:
             triangular""".strip()
         draws(found.RandomState(0), f"{names} rand randn random_sample", {"randint": range})
         draws(found.default_rng(0), names, {})
+
+
+LOADED.append(declare_numpy)

@@ -2,7 +2,8 @@
 
 Likewise with those that are foreseen (`foreseen.py`). Should a check fail in a call, the graph raises and the
 frame runs again in Python, which does or raises what the program does. So it is done only where the program
-has written nothing yet that lasts: no graph writes before the checks that stood before its writes.
+has written nothing yet that lasts: no graph writes before the checks that stood before its writes. What a
+backend compiles that writes at its end may check later, too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.foreseen import foreseen, text_of
-from kiln.capture.frame import Frame, Machine
+from kiln.capture.frame import Frame, Machine, place_at
 from kiln.capture.recorder import Recorder
 from kiln.ops.fake import constant_of
 
@@ -30,12 +31,14 @@ def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bo
     value = top.tensor if type(top) is OpenNumber else top
     if constant_of(value) is not None or value.numel() != 1 or value.device.type != "cpu":
         return m.truth(top)
-    if type(m.recorder) is not Recorder or m.recorder.dispatch.lasting:
+    written = m.recorder.dispatch.lasting
+    if type(m.recorder) is not Recorder or written and not m.world.writes_last:
         return m.truth(top)
-    jumped, said = raises(frame, instruction.value), text_of(frame.place())
+    jumped = raises(frame, instruction.value)
+    said = text_of(place_at(frame.code, frame.index - 1))  # the condition's: a jump stands for the statement
     truth = sense is not jumped
     if jumped == raises(frame, frame.index + 1):
-        found = foreseen(m, value)
+        found = foreseen(m, value, said)
         if found is None:
             return m.truth(top)
         truth = found
@@ -44,6 +47,8 @@ def taken(m: Machine, frame: Frame, instruction: Instruction, sense: bool) -> bo
     m.recorder.note(torch._assert_async, (condition, said))
     m.world.looked = True
     m.expected.append((m.step, refusal(), said))
+    if written:
+        m.late.add(said)
     return truth
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from inspect import CO_NEWLOCALS, CO_OPTIMIZED
 from typing import Any
@@ -62,7 +63,7 @@ class Finisher:
         self.ops = self.inputs = 0
         self.exchanged: set[Source] = set()  # paths of inputs whose data is kept for backward passes
         self.unseen: set[int] = set()  # ids of tensors made here that only this capture knows of
-        self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("unforeseen", set()))
+        self.foreseen = runtime.Foreseen(machine.foreseen, cache.setdefault("failures", Counter()))
 
     def finish(self, tail: Callable[[Rebuilder], None], reason: Break | None) -> Captured:
         """Emit graph call, rebuilt values, writes and the tail."""
@@ -78,7 +79,7 @@ class Finisher:
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)
         e = Emitter()
         e.raw("RESUME", 0)
-        if self.writes_early() and (self.writes() or self.root.code.code.co_exceptiontable):
+        if self.writes_early() and (self.writes() or self.m.late or self.root.code.code.co_exceptiontable):
             self.in_frame(e)
             e.ret()
         else:
@@ -138,9 +139,8 @@ class Finisher:
     ) -> None:
         """Call the graph and do what is left to do."""
         r = Rebuilder(self.m.world, e, self.m.steps, dry)
-        drawn = tuple(self.m.recorder.dispatch.draws)
-        if call is not None and self.may_replay() and drawn:
-            e.callee(functools.partial(runtime.generator_states, drawn))
+        if call is not None and self.goes_back():
+            e.callee(functools.partial(runtime.generator_states, tuple(self.m.recorder.dispatch.draws)))
             e.end_call(0)
             e.store("__drawn")
         for draw in self.m.world.varying.draws.values():
@@ -196,9 +196,15 @@ class Finisher:
 
     def may_replay(self) -> bool:
         """The same where it raises before it writes to tensors, which the one who runs it tells."""
-        functions = [node.target for node in self.m.recorder.graph.nodes if node.op == "call_function"]
         lasting = any(draw.lasting for draw in self.m.world.varying.draws.values())
-        return all(module_of(f) in REPLAYED for f in functions) and not lasting
+        return is_replayed(self.m.recorder.graph) and not lasting
+
+    def goes_back(self) -> bool:
+        """Whether random numbers are drawn again in Python where the graph raises, as it may."""
+        dispatch, nodes = self.m.recorder.dispatch, self.m.recorder.graph.nodes
+        checks = any(node.op == "call_function" and module_of(node.target) in CHECKING for node in nodes)
+        sure = dispatch.sure and not checks and not self.m.world.varying.draws
+        return bool(dispatch.draws) and not sure and self.may_replay()
 
     def on_cpu(self) -> bool:
         """Whether all that the graph may write to is on the CPU, where checks come before writes."""
@@ -212,7 +218,7 @@ class Finisher:
         e.raw("PUSH_EXC_INFO")
         if self.may_replay():
             if not self.replays():
-                checks = tuple(said for _, _, said in self.m.expected)
+                checks = tuple(said for _, _, said in self.m.expected if said not in self.m.late)
                 self.hand_over(e, functools.partial(runtime.wrote_nothing, checks))
                 e.jump_on("POP_JUMP_IF_FALSE", written)
             self.replay(e)
@@ -232,7 +238,7 @@ class Finisher:
         e.store("__raised")
         e.pop()
         e.raw("POP_EXCEPT")
-        if self.m.recorder.dispatch.draws:
+        if self.goes_back():
             e.callee(runtime.set_generators)
             e.load("__drawn")
             e.end_call(1)
@@ -365,16 +371,25 @@ MAX_DEPTH = 150  # frames that residual code takes up again one inside the other
 SWITCHED = frozenset({torch._C._set_grad_enabled, torch.set_autocast_enabled, torch.set_autocast_dtype,
                       torch.set_autocast_cache_enabled})  # fmt: skip
 EFFECTS = frozenset({torch.set_autocast_enabled, *(write for _, write in state.SWITCHES)})
+#: Packages whose functions may raise for numbers.
+CHECKING = frozenset({"builtins", "math", "numpy"})
 #: Packages whose functions change nothing that lasts.
 REPLAYED = frozenset({"torch", "_operator", "operator", "builtins", "math", "numpy"})
 
 
+def is_replayed(graph: torch.fx.Graph) -> bool:
+    """Whether all that a graph calls, in graphs of functions given to calls too, only computes."""
+    functions = [node.target for node in graph.nodes if node.op == "call_function"]
+    bodies = [body.graph.graph for f in functions for body in getattr(f, "bodies", ())]
+    return all(module_of(f) in REPLAYED for f in functions) and all(map(is_replayed, bodies))
+
+
 def module_of(target: Any) -> str:
-    """The package that a graph's function comes from; a custom autograd function is its own."""
-    if isinstance(getattr(target, "__self__", None), type) and target.__name__ == "apply":
-        return ""
+    """The package that a graph's function comes from; custom autograd functions compute, as torch's do."""
+    if isinstance(getattr(target, "owner", None), type) and issubclass(target.owner, torch.autograd.Function):
+        return "torch"
     module = getattr(target, "__module__", None) or type(target).__module__
-    if module == "captured.builtins":  # a check of the program's, which raises again in Python
+    if module in ("captured.builtins", "captured.func"):  # a check; a transform
         return "builtins"
     if target is runtime.seed_generator:  # one that the graph makes
         return "torch"

@@ -1,8 +1,8 @@
 """Branches on tensors that go one way in most calls are taken to go as in this one, which the graph checks.
 
 So it is with conditions over masks, flags and lengths that the program was given, and with those that ask
-whether numbers are finite. Should one go the other way in a call, the frame runs in Python, and from then on
-the graph breaks there.
+whether numbers are finite. Should one go the other way in a call, the frame runs in Python, and is
+captured anew; the second time the graph breaks there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Unforeseen(Exception):
     """The value is not to be had, or of no use for other calls."""
 
 
-def foreseen(m: Machine, condition: FakeTensor) -> bool | None:
-    """How the branch at hand goes; None where there is no telling."""
-    if m.unforeseen is None or text_of(m.place()) in m.unforeseen:
+def foreseen(m: Machine, condition: FakeTensor, said: str) -> bool | None:
+    """How the branch goes of which a check says this when it fails; None where there is no telling."""
+    if m.unforeseen is None or said in m.unforeseen:
         return None
     try:
         return bool(value_of(m.recorder, m.recorder.node(condition), {}))

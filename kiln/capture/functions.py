@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kiln.base.errors import Break
-from kiln.base.outside import HOLDING, Outside, parts_of
+from kiln.base.outside import HOLDING, Outside, parts_of, unheard
 from kiln.capture.attributes import mro_lookup
 from kiln.capture.calls import Args, Kwargs, handles, leaf
 from kiln.capture.frame import Machine, Restart
@@ -49,10 +49,14 @@ def watched(m: Machine, cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     given, outside = contents(m, (*args, *kwargs.values())), Outside(cls, "forward", "setup_context")
     if watch(m, outside, (*args, *kwargs.values())):
         raise refused(m, f"{cls.__name__} is given a module, which its backward may run and differentiate")
+    said: list[str] = []
     try:
-        return cls.apply(*args, **kwargs)
+        with unheard() as said:
+            return cls.apply(*args, **kwargs)
     finally:
         changed = outside.put_back()
+        if said:
+            raise Restart(m.safe_step(), Break("io", f"{cls.__name__} prints", "print outside of it"))
         if changed or contents(m, (*args, *kwargs.values())) != given:
             whose = "others have" if changed else "it is given"
             raise refused(m, f"{cls.__name__} changes an object that {whose}")

@@ -92,15 +92,17 @@ class Machine:
         self.entered: list[Any] = []  # native contexts that the program has entered and not left
         #: The first iterator from outside that was moved on, and the step.
         self.advanced: tuple[Any, int] | None = None
+        self.moved = -1  # the last step that took something from an iterator
         self.raised: dict[int, int] = {}  # id of an exception -> the step that raised it first
         #: Steps at which the graph checks that something is as it was, the breaks without that, and what the
         #: checks of branches say, before which nothing is written.
         self.expected: list[tuple[int, Break, str]] = []
+        self.late: set[str] = set()  # what those checks say that come after writes
         self.selecting = (-1, expected.refusal())  # the step, and the break, of a call that selects
         #: What checks of branches say that are taken to go as they do now; what those said that have failed,
         #: None where no branch is taken so.
         self.foreseen: set[str] = set()
-        self.unforeseen: set[str] | None = None
+        self.unforeseen: frozenset[str] | None = None
         self.chosen: list[tuple[Any, int]] = []  # tensors that stand for one of two values, and their steps
         #: Tensors that get other data than the graph has read before, and the steps at which they do.
         self.exchanged: list[tuple[int, FakeTensor]] = []
@@ -149,7 +151,11 @@ class Machine:
                 self.unwind(frame, e)
                 continue
             except Break as e:
-                raise self.located(e, frame) from None
+                reason = self.located(e, frame)
+                if self.moved == step and self.broken is None:
+                    # The instruction is to see all that the iterator gives: capture breaks before it.
+                    raise Restart(self.safe_step(), reason) from None
+                raise reason from None
             if jump is None:
                 frame.index += 1
             elif jump is RETURN:
@@ -283,7 +289,7 @@ class Machine:
         code = function.__code__
         source = self.world.source(function)
         if source is not None:
-            self.world.guard(FunctionState(source, code, function.__defaults__, function.__kwdefaults__))
+            self.world.guard(FunctionState.of(source, function))
         return Frame(function, values, dict(zip(code.co_freevars, self.world.closure(function), strict=True)))
 
     def native(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -433,11 +439,15 @@ class Machine:
         """The next item, or MISSING at the end."""
         kind = type(iterator)
         if kind.__module__ in purity.OWN_MODULES:
-            return self.view(next(iterator, MISSING))
+            value = next(iterator, MISSING)
+            self.moved = self.frames[-1].step
+            return self.view(value)
         method = attributes.type_lookup(self, kind, "__next__")
         try:
             if isinstance(method, types.FunctionType):
-                return self.inline(method, (iterator,), {})
+                value = self.inline(method, (iterator,), {})
+                self.moved = self.frames[-1].step
+                return value
             stream = self.world.streams.get(id(iterator))
             if stream is not None and self.advanced is None:
                 self.advanced = (stream, self.safe_step())
@@ -452,6 +462,7 @@ class Machine:
                     self.world.streams[id(iterator)].ended = True
                 return MISSING
             raise
+        self.moved = self.frames[-1].step
         return self.view(value)
 
     def same(self, a: Any, b: Any) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import types
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -80,17 +80,28 @@ def of_torch(value: Any) -> bool:
 
 def holds_tensors(values: Iterable[Any]) -> bool:
     """Whether tensors, arrays or modules are among the values, or in what a few of them hold, and these."""
+    return any(issubclass(kind := type(value), COMPUTING) or kind.__module__ == "numpy"
+               for value in held_within(values))  # fmt: skip
+
+
+def watched(value: Any) -> bool:
+    """Whether a weak reference or a finaliser would notice that a value is gone, or what it holds."""
+    return any(hasattr(type(part), "__del__") or weakref.getweakrefcount(part) > 0
+               for part in held_within((value,)) if not issubclass(type(part), SHARED))  # fmt: skip
+
+
+def held_within(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, a few of the parts that they hold, and a few of the parts of these."""
     left = list(values)
     for _ in range(STEPS):
-        kinds = {type(value) for value in left}
-        if any(issubclass(kind, COMPUTING) or kind.__module__ == "numpy" for kind in kinds):
-            return True
+        yield from left
         left = list(islice((part for value in left for part in islice(held_by(value), PARTS)), 8 * PARTS))
-    return False
 
 
 def held_by(value: Any) -> Iterable[Any]:
     """What an object holds, as far as tensors may be there."""
+    if type(value) in weakref.ProxyTypes:  # what it stands for may be gone
+        return ()
     match value:
         case list():
             return list.__iter__(value)
@@ -110,11 +121,13 @@ def held_by(value: Any) -> Iterable[Any]:
 
 
 COMPUTING = (torch.Tensor, torch.nn.Module)
+#: What lives on without a variable, and is known weakly for its own sake.
+SHARED = (type, types.ModuleType, types.CodeType, torch.nn.Module)
 #: How far tensors are looked for: so many steps, and so many parts of each value.
 STEPS, PARTS = 4, 24
 #: How often code that had no tensors is asked about again.
 PATIENCE = 32
-DECLINED: WeakKeyDictionary[types.CodeType, int] = WeakKeyDictionary()
+DECLINED: weakref.WeakKeyDictionary[types.CodeType, int] = weakref.WeakKeyDictionary()
 
 
 def interpreting(machine: Any, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from kiln.bytecode.resume import (
 )
 from kiln.capture import runtime
 from kiln.capture.frame import Frame
-from kiln.capture.rebuild import Rebuilder, bound, push_frame, slots
+from kiln.capture.rebuild import Rebuilder, bound, objects, push_frame, slots
 from kiln.capture.shape import after, operands
 from kiln.capture.variables import INSIDE
 
@@ -58,10 +58,12 @@ class Resumption:
     ) -> None:
         self.cache, self.resume, self.stopped = cache, resume, stopped
         self.codes: list[types.CodeType] = []  # what runs in Python, outermost frame first
+        self.given: frozenset[int] = frozenset()  # ids of objects that the breaking instruction is given
 
     def onward(self, frames: list[Frame], k: int = 0) -> Onward:
         """How frame k goes on: as a region, with those it called, or within that of its caller."""
         frame = frames[k]
+        self.given = objects(frames[-1].before)
         places = [self.origin(each.code.code, each.index) for each in frames[: k + 1]]
         last = k == len(frames) - 1
         ways: Ways = ways_out(frame) if last else [(landing(frame.code.code, frame.index + 1), ())]
@@ -78,12 +80,12 @@ class Resumption:
                 epilogues.append(None)
                 continue
             index, shape = out
-            names, again = bound(frame, index), comes_back(frame, index)
+            names, again = bound(frame, index, self.given), comes_back(frame, index)
             function = self.function(frame, index, shape, names)
             rests[way], loops = function, loops or again
             leave, given = (_hook.later, self.region(function)) if head else (runtime.Rest, way)
             epilogues.append(Epilogue(leave, shape, names, (given,)))
-        names = bound(frame, frame.index)
+        names = bound(frame, frame.index, self.given)
         target = self.in_python(frame, frame.before, names, epilogues)
         gives = head or None in epilogues or frame.code.handler(frame.index) is not None
         left = {} if head else rests
@@ -93,7 +95,7 @@ class Resumption:
         frame, inner, callee = frames[k], self.onward(frames, k + 1), frames[k + 1]
         depth = len(frame.before) - operands(frame.code.instructions[frame.index])
         kept, called = frame.before[:depth], frame.before[depth:]
-        shape, names, mode = slots(kept), bound(frame, frame.index), callee.mode
+        shape, names, mode = slots(kept), bound(frame, frame.index, self.given), callee.mode
         # Of a call that broke before, what is left again stands in the place of the program's own call.
         first = next((value.mode for value in called if type(value) is runtime.Within), mode)
         own = tuple([name for name in names if name != OBJECT])

@@ -52,7 +52,9 @@ BREAK_MODULES = frozenset({
 })  # fmt: skip
 #: What asks only whether there are process groups.
 ASKING = frozenset({"is_initialized", "WORLD", "default_pg"})
-BREAK_PACKAGES = frozenset("numpy random pickle subprocess socket threading asyncio multiprocessing".split())
+BREAK_PACKAGES = frozenset(
+    "numpy random pickle subprocess socket threading asyncio multiprocessing queue concurrent".split()
+)
 #: The interpreter's own iterators, met by the program as ordinary objects.
 OWN_MODULES = frozenset({"kiln.capture.iterators", "kiln.capture.builtin_calls"})
 #: Torch's own compiler, once used, has every new module noted for itself: programs see nothing of it.
@@ -97,6 +99,11 @@ def python_policy(function: types.FunctionType) -> str:
     policy = python_policy_of(module, function.__name__)
     # A wrapper that a library has put around a function of others' calls that.
     return "inline" if policy == "native" and function.__module__ != module else policy
+
+
+def talks(init: types.FunctionType) -> bool:
+    """Whether objects that are made so have to do with the world: files, threads, processes."""
+    return python_policy(init) == "break" and init.__globals__.get("__name__") not in ("random", "weakref")
 
 
 #: Those that have no handler of their own.

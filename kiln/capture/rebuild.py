@@ -10,7 +10,7 @@ import random
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -36,7 +36,7 @@ from kiln.bytecode.assemble import Emitter
 from kiln.bytecode.flow import live
 from kiln.bytecode.resume import HANDLED, LASTI, VALUE, Slot, suspended_code
 from kiln.bytecode.resume import NULL as NULL_SLOT
-from kiln.capture import runtime, symbolic
+from kiln.capture import nested, runtime, symbolic
 from kiln.capture.attributes import instance_space
 from kiln.capture.frame import LAST_INSTRUCTION, NULL, Frame, Handled, Unread
 from kiln.capture.identity import Address
@@ -503,19 +503,30 @@ REBUILT: WeakSet[types.CodeType] = WeakSet()  # the code of generators that were
 
 def slots(values: list[Any]) -> tuple[Slot, ...]:
     kinds = {id(NULL): NULL_SLOT, id(LAST_INSTRUCTION): LASTI}
-    return tuple(HANDLED if isinstance(v, Handled) and v.active else kinds.get(id(v), VALUE) for v in values)
+    return tuple(HANDLED if type(v) is Handled and v.active else kinds.get(id(v), VALUE) for v in values)
 
 
 INTROSPECTIVE = frozenset({"eval", "exec", "locals", "vars", "dir"})  # they look at the frame's variables
 
 
-def bound(frame: Frame, index: int) -> tuple[str, ...]:
-    """The variables that have a value and may still be read at an instruction."""
+def bound(frame: Frame, index: int, given: Collection[Any] = ()) -> tuple[str, ...]:
+    """The variables that have a value and may still be read at an instruction, or whose end is noticed.
+
+    What `given` tells of are objects that code which is not seen may watch from now on.
+    """
     wanted = live(frame.code.code, index)
+    have = {**frame.locals, **{name: value for name, (value, _) in frame.lazy.items()}, **frame.cells}
     if not INTROSPECTIVE.isdisjoint(frame.code.code.co_names):
-        wanted = frozenset({*frame.locals, *frame.lazy, *frame.cells})
-    have = {**frame.locals, **frame.lazy, **frame.cells}
-    return tuple(name for name in sorted(have) if name in wanted)
+        wanted = frozenset(have)
+    return tuple(name for name in sorted(have)
+                 if name in wanted or id(have[name]) in given or nested.watched(have[name]))  # fmt: skip
+
+
+def objects(values: Iterable[Any]) -> frozenset[int]:
+    """The identities of values that are instances of classes written in Python, tensors and modules apart."""
+    seen = [value.value if type(value) is Unread else value for value in values]
+    return frozenset(id(value) for value in seen if type(value).__flags__ & 1 << 9
+                     and not issubclass(type(value), (torch.Tensor, *nested.SHARED)))  # fmt: skip
 
 
 def push_frame(r: Rebuilder, frame: Frame, kept: list[Any], names: tuple[str, ...]) -> int:

@@ -563,11 +563,12 @@ class Recorder:
 
     def note(self, func: Any, args: Args = (), kwargs: Kwargs | None = None) -> None:
         """Record that the graph calls `func` here, without calling it now."""
+        self.dispatch.sure = False
         self._added(self._call(func, args, kwargs))
 
     def record(self, func: Any, args: Args, gives: Callable[..., Any]) -> Any:
         """Record a call that cannot run on fakes, of which `gives` makes what it gives."""
-        args = mapped(args, self._faked)
+        args, self.dispatch.sure = mapped(args, self._faked), False
         return self._record(func, args, {}, self._on_fakes(gives, *args), wrote=False)
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from kiln.check.torch_guards import GlobalState
 from kiln.ops.fake import LITERALS
 
 ATTEMPTS = 12
+CHANCES = 2  # how often a branch goes another way than it did before the graph breaks there: some turn once
 LOOKED = "looked at"  # where the paths are kept of texts that a function looks at
 WHOLE_FRAME = frozenset({"tensor-subclass", "tensor-layout"})  # such values would break at every instruction
 NUMBERS_NEEDED = frozenset({"data-dependent", "branch-on-tensor"})
@@ -49,15 +51,16 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
             resume: Callable[[types.FunctionType], Any],
             cache: dict[Any, Any], fullgraph: bool = False, unstable: frozenset[str] = frozenset(),
             in_python: Callable[[Any], Any] = lambda target: target,
-            specialises: bool = True, dynamic: Dynamic = STATIC) -> Captured:  # fmt: skip
+            specialises: bool = True, writes_last: bool = False,
+            dynamic: Dynamic = STATIC) -> Captured:  # fmt: skip
     """Interpret a call of the function; Break under fullgraph, Skip when the frame must be left alone."""
     if function.__code__.co_flags & UNSUPPORTED:
         raise Skip(f"{function.__qualname__} is a generator or a coroutine")
     draws.declare_numpy()
     stop, reason = -1, None
     literals, copying = Literals(), True
-    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, in_python, specialises,
-                      literals)  # fmt: skip
+    attempt = partial(attempt_at, function, argv, compiler, resume, cache, fullgraph, in_python,
+                      (specialises, writes_last), literals)  # fmt: skip
     for _ in range(ATTEMPTS):
         try:
             with deep() as room:
@@ -75,7 +78,7 @@ def capture(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compi
         except Replaced as again:
             unstable |= again.sources
         except Looked as again:
-            cache[LOOKED, function.__code__].add(again.source)
+            cache[LOOKED, function.__code__] |= {again.source, *beside(again.source, unstable)}
         except Restart as again:
             if again.step < 0 or again.step == stop:
                 raise Skip(str(again.reason), again.reason) from None
@@ -115,7 +118,7 @@ class Literals:
 
 def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Compiler,
                resume: Callable[[types.FunctionType], Any], cache: dict[Any, Any], fullgraph: bool,
-               in_python: Callable[[Any], Any], specialises: bool, literals: Literals,
+               in_python: Callable[[Any], Any], backend: tuple[bool, bool], literals: Literals,
                unstable: frozenset[str], stop: int, reason: Break | None, room: int, dynamic: Dynamic,
                copying: bool) -> Captured:  # fmt: skip
     """One way through the program, which breaks at the step `stop` for a reason found on an earlier one."""
@@ -123,14 +126,14 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     LITERALS.reset(literals.open or literals.numbers is not None)
     varying = Varying(dynamic)
     world = World(recorder, unstable, varying)
-    world.specialises = specialises
-    world.looked_at = cache.setdefault((LOOKED, function.__code__), set())
+    world.specialises, world.writes_last = backend
+    world.looked_at = frozenset(cache.setdefault((LOOKED, function.__code__), set()))
     machine = Machine(recorder, world, stop, reason)
     varying.scope.place = machine.place
     varying.scope.assume = partial(open_numbers.assume_sizes, machine)
     machine.room, machine.copying, machine.numbers = room, copying, literals.numbers is not None
     machine.whole = fullgraph
-    machine.unforeseen = None if fullgraph or strict.now() else cache.setdefault("unforeseen", set())
+    machine.unforeseen = None if fullgraph or strict.now() else often(cache.setdefault("failures", Counter()))
     LITERALS.look = partial(flags.settled, machine)
     recorder.where = machine.where
     recorder.within = listener(machine)
@@ -207,6 +210,18 @@ def attempt_at(function: types.FunctionType, argv: tuple[Any, ...], compiler: Co
     if ended is not None:
         ended.__traceback__ = ended.__context__ = None
     return captured
+
+
+def often(failures: Counter[str]) -> frozenset[str]:
+    """The checks that have failed so often that they are not made again."""
+    return frozenset(said for said, count in failures.items() if count >= CHANCES)
+
+
+def beside(source: str, unstable: frozenset[str]) -> set[str]:
+    """The other elements of a list, where a path leads to one: who looks at one text looks at them all."""
+    start, _, place = source.rpartition("[")
+    others = ((other, other.rpartition("[")) for other in unstable if place[:-1].isdigit())
+    return {other for other, (base, _, at) in others if base == start and at[:-1].isdigit()}
 
 
 def told(error: BaseException) -> str:

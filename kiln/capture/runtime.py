@@ -9,7 +9,7 @@ import random
 import threading
 import types
 import warnings
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -202,9 +202,14 @@ def delete_item(space: dict[str, Any], name: str) -> None:
 
 def generator_states(devices: tuple[torch.device, ...]) -> list[tuple[torch.device, Any]]:
     """The states of the random generators of devices."""
+    if devices == (CPU,):
+        return [(CPU, torch.default_generator.get_state())]
     here = [(d, torch.get_rng_state()) for d in devices if d.type == "cpu"]
     others = [d for d in devices if d.type not in ("cpu", "meta")]  # on which nothing is drawn
     return here + [(d, torch.get_device_module(d).get_rng_state(d)) for d in others]
+
+
+CPU = torch.device("cpu")
 
 
 def set_generators(states: list[tuple[torch.device, Any]]) -> None:
@@ -217,16 +222,16 @@ def set_generators(states: list[tuple[torch.device, Any]]) -> None:
 
 
 class Foreseen:
-    """What checks of branches say, of one graph; one that fails is not taken so again."""
+    """What checks of branches say, of one graph; how often each has failed is counted."""
 
-    def __init__(self, texts: set[str], unforeseen: set[str]) -> None:
-        self.texts, self.unforeseen = frozenset(texts), unforeseen
+    def __init__(self, texts: set[str], failures: Counter[str]) -> None:
+        self.texts, self.failures = frozenset(texts), failures
         self.forget: Any = bool  # takes the entry out that has this
 
     def failed(self, raised: str) -> bool:
         """Whether one of them was raised."""
         failing = {text for text in self.texts if " ".join(text.split()) in raised}
-        self.unforeseen |= failing
+        self.failures.update(failing)
         if failing:
             self.forget(self)
         return bool(failing)

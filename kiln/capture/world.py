@@ -151,7 +151,7 @@ class World:
         self.events: list[Guard | Moved | Source] = []
         self.writes = 0  # how often something was written, or something read that had been
         self.unstable = unstable
-        self.looked_at: set[str] = set()  # paths of texts that the program is known to look at
+        self.looked_at: frozenset[str] = frozenset()  # paths of texts that the program is known to look at
         self.texts: dict[Source, OpenText] = {}  # those that are left open
         self.sources: dict[int, Source] = {}
         self.shadows: dict[int, Shadow] = {}  # by id of the copy
@@ -170,6 +170,7 @@ class World:
         self.owned_streams: set[int] = set()  # those that another one advances
         self.generators: list[Any] = []  # the interpreter's own that stand for generators from outside
         self.specialises = True  # whether the backend may build on the facts of example inputs
+        self.writes_last = False  # whether its graphs write to what lasts after all that may raise
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
         self.counted = False  # whether a number that varies is a key of a dict or set
@@ -311,7 +312,7 @@ class World:
         if rooted(source):
             return self.pin(value, source)
         self.guard(TypeIs(source, types.FunctionType))
-        self.guard(FunctionState(source, value.__code__, value.__defaults__, value.__kwdefaults__))
+        self.guard(FunctionState.of(source, value))
         self.remember(value, source)
         return value
 

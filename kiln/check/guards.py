@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Protocol
 
 from kiln import _hook
@@ -281,6 +281,12 @@ class FunctionState(Guard):
     defaults: Any
     kwdefaults: Any
 
+    @classmethod
+    def of(cls, source: Source, function: FunctionType) -> FunctionState:
+        """The state that a function has now: the dict of its keyword defaults may change in place."""
+        named = function.__kwdefaults__
+        return cls(source, function.__code__, function.__defaults__, None if named is None else dict(named))
+
     def __str__(self) -> str:
         return f"{self.source} has the code and the defaults it had"
 
@@ -302,7 +308,8 @@ class FunctionState(Guard):
         return _hook.CHECK_FUNCTION, (self.code, self.defaults, self.kwdefaults)
 
     def key(self) -> object:
-        return FunctionState, self.source, id(self.code), id(self.defaults), id(self.kwdefaults)
+        named = None if self.kwdefaults is None else tuple([(k, id(v)) for k, v in self.kwdefaults.items()])
+        return FunctionState, self.source, id(self.code), id(self.defaults), named
 
 
 @dataclass(frozen=True, slots=True, eq=False)

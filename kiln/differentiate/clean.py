@@ -16,7 +16,6 @@ from kiln.base.graph import (
     Node,
     TensorSpec,
     call_key,
-    name_of,
     nodes_in,
     retarget,
     tensors,
@@ -24,7 +23,8 @@ from kiln.base.graph import (
 from kiln.differentiate.kinds import kind
 from kiln.differentiate.writes import FORMS
 from kiln.ops.aliases import GIVES_BACK
-from kiln.ops.layout import INTEGERS, PLAIN_DTYPES, is_dense
+from kiln.ops.layout import is_dense
+from kiln.ops.raising import raises
 from kiln.ops.symint import wrap
 from kiln.ops.table import aten
 
@@ -49,18 +49,6 @@ SHORT = 16
 SINGLE = frozenset({aten.select.int, aten.select_scatter.default})
 #: Views that undo themselves.
 SWAPS = frozenset({aten.t.default, aten.transpose.int})
-#: Ops that raise by the contents of tensors, an index out of range or a division by zero, for which dtypes.
-RAISES = {
-    **dict.fromkeys(
-        "index gather index_select embedding take scatter scatter_add scatter_reduce index_put "
-        "index_add index_copy index_fill index_reduce put masked_scatter nll_loss_forward nll_loss2d_forward "
-        "_embedding_bag _embedding_bag_forward_only binary_cross_entropy multi_margin_loss "
-        "multilabel_margin_loss_forward max_unpool2d max_unpool3d histc _linalg_svd _linalg_eigh "
-        "linalg_eig linalg_lstsq".split(),
-        PLAIN_DTYPES,
-    ),
-    **dict.fromkeys(("div", "floor_divide", "remainder", "fmod"), INTEGERS),
-}
 
 
 def acts(node: Node) -> bool:
@@ -123,8 +111,7 @@ def shown_only(graph: Graph, results: Results, replaced: dict[Node, Node]) -> se
 
 def may_raise(node: Node) -> bool:
     """Whether eager may raise where the program computes this, by the contents of tensors."""
-    kinds = RAISES.get(name_of(node.op), ())
-    return not node.backward and any(spec.dtype in kinds for spec in tensors([node.spec]))
+    return not node.backward and any(raises(node.op, spec.dtype) for spec in tensors([node.spec]))
 
 
 def look_at_unread(graph: Graph) -> None:

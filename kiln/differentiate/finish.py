@@ -23,7 +23,6 @@ from kiln.differentiate.joint import (
     Origin,
     Output,
     Placeholder,
-    Step,
     View,
 )
 
@@ -89,6 +88,8 @@ def _outputs(joint: Joint, attributes: Mapping[str, Any], sizes: Sizes) -> Finis
         for key, output in distinct.items()
     ]  # fmt: skip
     nest = mapped(joint.nest, lambda leaf: order[leaf] if type(leaf) is int else leaf)
+    if not together and nest == tuple(range(len(makers))):
+        return lambda results, args: tuple([make(results, args) for make in makers])
 
     def outputs(results: Results, args: Args) -> Any:
         if together:  # they follow the results
@@ -138,22 +139,26 @@ def _view(output: View, attributes: Mapping[str, Any], sizes: Sizes) -> Finish:
     base, steps, grad, claims = output.base, output.steps, output.grad_mode, output.claims
     origin = None if isinstance(base, int) else origin_of(base, attributes)
     symbolic = any(expressions_in((step.args, step.kwargs)) for step in steps)
+    taken = [step.bound() for step in steps]
 
     def view(results: Results, args: Args) -> Any:
         value = results[base] if origin is None else origin(args)  # type: ignore[index]
-        known = sizes(args) if symbolic else {}
+        made = taken
+        if symbolic:
+            known = sizes(args)
+            made = [replace(step, args=resolved(step.args, known), kwargs=resolved(step.kwargs, known))
+                    for step in steps]  # fmt: skip
         before = torch.is_grad_enabled()
-        _switch(grad)
+        if before is not grad:
+            _switch(grad)
         try:
-            for step in steps:
-                if symbolic:
-                    args, kwargs = resolved((step.args, step.kwargs), known)
-                    step = Step(step.op, args, kwargs, step.item)
-                value = step(value)
+            for take in made:
+                value = take(value)
             # Without a history, eager had the view made of a detached tensor.
             return value.detach() if not claims and value.requires_grad else value
         finally:
-            _switch(before)
+            if before is not grad:
+                _switch(before)
 
     return view
 

@@ -239,6 +239,8 @@ def _few_apart(
 
 def _inference(joint: Joint, forward: Run) -> Callable[[tuple[Any, ...]], Sequence[Any]]:
     """Runs a graph without a backward half; what it calls that is no torch op may want autograd's keys."""
+    if not joint.graph.nodes and not joint.graph.outputs:
+        return lambda primals: ()
     acting = [node.op for node in joint.graph.nodes if kind(node.op).acts]
     opaque = not all(isinstance(op, torch._ops.OpOverload) for op in acting)
     run = torch.no_grad()(forward) if opaque else entered(forward)

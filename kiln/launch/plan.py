@@ -30,6 +30,7 @@ from kiln.launch.numbers import Numbers, Settled
 from kiln.launch.shims import LASTING, lasting, signature, words_of, work_of_call
 from kiln.launch.sources import Sources
 from kiln.launch.text import Description
+from kiln.ops.mersenne import IN_PYTHON
 
 aten = torch.ops.aten
 
@@ -86,8 +87,10 @@ def with_function(step: tuple[Any, ...], code: Code | None) -> tuple[Any, ...]:
 def binding(op: torch._ops.OpOverload) -> Any:
     """What calls an op from Python: torch's function of this name where it can be no other op.
 
-    It reads its arguments faster than what goes by schemas.
+    It reads its arguments faster than what goes by schemas. Ops of ours that are written in Python are so.
     """
+    if op in IN_PYTHON:
+        return IN_PYTHON[op]
     packet, own = op._overloadpacket, getattr(torch._C._VariableFunctions, op.__name__.split(".")[0], None)
     if own is None or op.namespace != "aten" or op._overloadname != "default":
         return op._op

@@ -21,7 +21,7 @@ import torch
 from kiln.base.dataclass import dataclass
 from kiln.base.expressions import hinted
 from kiln.base.graph import Node, TensorSpec, argument, tensors
-from kiln.launch.native import function
+from kiln.launch.native import dtype_code, function
 from kiln.ops.levels import with_gradients
 from kiln.ops.table import overload
 
@@ -62,6 +62,11 @@ _ON_CPU: dict[Any, Shim] = {
         "_scaled_dot_product_flash_attention_for_cpu") | {"cat"}},
     **_packed_layers(),
 }  # fmt: skip
+#: What draws numbers from torch's default generator.
+_DRAWS: dict[Any, Shim] = {
+    overload(name): Shim(f"aoti_torch_cpu_{name.replace('.', '_')}")
+    for name in "rand randn randint randint.low randperm rand_like randn_like".split()
+}
 _ON_CUDA: dict[Any, Shim] = {
     **{
         op: Shim(shim.name.replace("_cpu_", "_cuda_"), shim.writes)
@@ -76,12 +81,12 @@ _ON_CUDA: dict[Any, Shim] = {
     aten._addmm_activation.default: Shim("aoti_torch_cuda__addmm_activation"),
 }
 #: For each type of device the ops that have a C entry.
-SHIMS: dict[str, dict[Any, Shim]] = {"cpu": _ON_CPU, "cuda": _ON_CUDA}
+SHIMS: dict[str, dict[Any, Shim]] = {"cpu": _ON_CPU | _DRAWS, "cuda": _ON_CUDA}
 
 
 def shim_of(node: Node) -> Shim | None:
     """The C entry for a node, where its op has one that takes such tensors."""
-    specs = [n.spec for n in node.inputs()]
+    specs = [n.spec for n in node.inputs()] or list(tensors([node.spec]))
     where = next((spec.device.type for spec in specs if isinstance(spec, TensorSpec)), "")
     found = SHIMS.get(where, {}).get(node.op)
     if found is None or not function(found.name):
@@ -93,7 +98,7 @@ def shim_of(node: Node) -> Shim | None:
         if spec is not None and type(spec) is not int
     )
     # Numbers go as floating-point ones, which kernels of integers refuse.
-    return found if plain and specs[0].dtype.is_floating_point else None
+    return found if plain and (node.op in _DRAWS or specs[0].dtype.is_floating_point) else None
 
 
 Ref: TypeAlias = "tuple[int, int]"
@@ -119,8 +124,8 @@ def words_of(
 def signature(op: Any) -> tuple[tuple[tuple[str, Any, Any], ...], tuple[Word, ...]]:
     """The arguments of an op by name, default and what makes words of them; the words of its results."""
     schema = op._schema
-    makers = [MAKERS.get(str(one.type).replace("SymInt", "int").replace("Optional", "optional"))
-              for one in schema.arguments]  # fmt: skip
+    makers = [NAMED.get(one.name) or MAKERS.get(str(one.type).replace("SymInt", "int").replace(
+              "Optional", "optional")) for one in schema.arguments]  # fmt: skip
     arguments = [(one.name, one.default_value, make) for one, make in zip(schema.arguments, makers)]
     results = [("q" if str(one.type) == "int" else "r", i) for i, one in enumerate(schema.returns)]
     return tuple(arguments), tuple(results)
@@ -195,7 +200,29 @@ MAKERS: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {
 }  # fmt: skip
 
 
+def _dtype(value: Any, ref: Any, numbers: Any) -> list[Word]:
+    code = value if value is None or isinstance(value, int) else dtype_code(value)
+    return [("n", 0) if code is None else ("b", struct.pack("=i", code))]
+
+
+def _device(value: Any, ref: Any, numbers: Any) -> list[Word] | None:
+    if value is None:
+        return [("n", 0), ("n", 0)]
+    return [("b", struct.pack("=i", 0)), ("n", 0)] if value == torch.device("cpu") else None
+
+
+#: The words of arguments that say what is made, by their names: on the CPU, in rows.
+NAMED: dict[str, Callable[[Any, Any, Any], list[Word] | None]] = {
+    "dtype": _dtype,
+    "layout": lambda value, ref, numbers: [("n", 0)] if value in (None, torch.strided) else None,
+    "pin_memory": lambda value, ref, numbers: None if value else [("n", 0)],
+    "memory_format": lambda value, ref, numbers: [("n", 0)] if value is None else None,
+    "device": _device,
+}  # fmt: skip
+
+
 def work_of_call(node: Node) -> float:
     """About how many operations an eager kernel makes, for what letting go of the GIL is worth."""
-    shapes = [[*map(hinted, spec.shape)] for spec in tensors([read.spec for read in node.inputs()])]
+    read = list(tensors([read.spec for read in node.inputs()])) or tensors([node.spec])
+    shapes = [[*map(hinted, spec.shape)] for spec in read]
     return float(sum(map(math.prod, shapes)) * max((shape[-1] for shape in shapes if shape), default=1))

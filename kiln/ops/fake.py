@@ -40,6 +40,7 @@ from kiln.ops.meta import (
 )
 from kiln.ops.products import KEYS as PRODUCTS
 from kiln.ops.products import composite
+from kiln.ops.raising import surely_runs
 from kiln.ops.symint import SEEN, plain, specialised
 from kiln.ops.table import aten, rule, rule_of
 
@@ -475,7 +476,8 @@ class FakeMode(Mode):
     """While it is entered, every aten call gives fakes: factories too, and calls on real tensors.
 
     `writes` counts the calls that wrote into one of their arguments, and `lasting` says whether one wrote to
-    memory that was there before; `draws` are the devices whose random generators drew numbers.
+    memory that was there before; `draws` are the devices whose random generators drew numbers, `sure` says
+    that no contents of tensors would have let a call raise.
     """
 
     def __init__(self) -> None:
@@ -483,6 +485,7 @@ class FakeMode(Mode):
         self.writes = 0
         self.lasting = False
         self.draws: set[torch.device] = set()
+        self.sure = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -494,6 +497,7 @@ class FakeMode(Mode):
             if any(memory_of(t) is memory_of(other) and crosses(t, other) for t, other in pairs):
                 return refuse(Mismatch("what is written shares places with what is read"), func, args, kwargs)
         out = dispatch(func, args, kwargs)
+        self.sure = self.sure and surely_runs(func, out)
         note_memory(out, func, args, kwargs)
         if SEEDED[func] and drawing(func, args, kwargs):
             self.draws.update(t.device for t in tensors_in(out))

@@ -66,6 +66,8 @@ def draws_as_eager() -> bool:
 
 library.impl("bernoulli", bernoulli, "CompositeExplicitAutograd")
 own_bernoulli = torch.ops.kiln.bernoulli.default
+#: Ops of ours and the functions that they are.
+IN_PYTHON = {own_bernoulli: bernoulli}
 
 
 RULES[own_bernoulli] = lambda size, stride, p: make(size, stride, torch.bool, CPU)

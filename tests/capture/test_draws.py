@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import random
+import subprocess
 import sys
 
 import numpy
@@ -370,3 +371,14 @@ def test_random_generators_of_torch(name, backend):
     counting = Counting(backend)
     torch.testing.assert_close(outcomes(kiln.compile(f, backend=counting)), outcomes(f))
     assert graphs is None or len(counting.modules) == graphs
+
+
+LATE = """
+import numpy, torch, kiln
+f = lambda x: x * numpy.random.rand() + numpy.random.randint(3)
+kiln.compile(f, backend="eager", fullgraph=True)(torch.ones(2))
+"""
+
+
+def test_generators_of_numpy_that_the_program_is_the_first_to_load():
+    subprocess.run([sys.executable, "-c", LATE], check=True)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import kiln
-from tests.support import Counting, How, Watch, one_graph, pin, program, same_as_eager, t
+from kiln.base import records
+from tests.support import EAGER, Counting, How, Watch, one_graph, pin, program, same_as_eager, t
 
 X = t(3, 4)
 NAN = torch.tensor([1.0, float("nan")])
@@ -183,3 +184,50 @@ def test_checks_before_writes_are_part_of_the_graph(backend, first):
     assert found[0][0] == found[1][0]
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-5, atol=1e-6)
     assert counting.runs == 5  # each step is one graph, of which one raises
+
+
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_checks_after_writes_where_a_graph_writes_at_its_end(size):
+    def checked_late(total, x):
+        total.add_(1)
+        if x.sum() < 0:
+            raise ValueError("a negative sum")
+        total.mul_(2)
+        if not torch.isfinite(x).all():
+            return total * 0
+        total.add_(x.sum())
+        return total + x
+
+    kiln.reset()  # functions alike share what was found out
+    compiled, totals = kiln.compile(checked_late), [torch.zeros(size), torch.zeros(size)]
+    with records.collect() as log:
+        for number in (1.0, 2.0, -1.0, 3.0, float("inf"), -2.0, 1.0):
+            found = []
+            for f, total in zip((checked_late, compiled), totals, strict=True):
+                try:
+                    found.append((f(total, torch.full((size,), number)), total))
+                except ValueError as error:
+                    found.append((str(error), total))
+            torch.testing.assert_close(found[0][1], found[1][1])
+            assert str(found[0][0]) == str(found[1][0])
+    assert EAGER or (len(log.graphs), len(log.breaks)) == (2, 0)
+
+
+def test_steps_of_an_optimizer_and_the_checks_of_a_distribution_are_one_graph():
+    policy = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(policy.parameters())
+
+    def updates(observed, done, gain):
+        for _ in range(2):
+            chances = torch.distributions.Normal(policy(observed), 1.0)
+            loss = -(chances.log_prob(done).sum(-1) * gain).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+    compiled = kiln.compile(updates)
+    with records.collect() as log:
+        for _ in range(3):
+            compiled(t(4, 3), t(4, 2), t(4))
+    assert EAGER or (len(log.graphs), len(log.breaks)) == (2, 0)

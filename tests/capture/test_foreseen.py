@@ -29,20 +29,28 @@ def test_numbers_are_taken_to_be_finite(x):
 
 
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
-def test_branch_that_goes_another_way_is_a_break_from_then_on(backend):
+def test_branch_that_goes_another_way_twice_is_a_break_from_then_on(backend):
     compiled = kiln.compile(kept_finite, backend=backend)
-    for x in (X, HUGE, X, HUGE, X):
+    for x in (X, HUGE, X, HUGE, X, HUGE, X):
         torch.testing.assert_close(compiled(x), kept_finite(x))
     w = Watch(kept_finite)
+    for graphs in (1, 2):
+        w(X)
+        w.pin(graphs=graphs, breaks=0)
+        w(HUGE)
+        w.pin(graphs=graphs, breaks=0)
     w(X)
-    w.pin(graphs=1, breaks=0)
+    w.pin(graphs=4, breaks=1)
     w(HUGE)
-    w.pin(graphs=1, breaks=0)
     w(X)
-    w.pin(graphs=3, breaks=1)
-    w(HUGE)
-    w(X)
-    assert EAGER or w.graphs == 4
+    assert EAGER or w.graphs == 5
+
+
+def test_branch_that_turns_once():
+    w = Watch(lambda x, step: x * 2 if step > 3 else x)
+    for step in range(8):
+        w(X, torch.tensor(step))
+    w.pin(graphs=2, breaks=0)
 
 
 def masked(x, mask):
@@ -57,8 +65,9 @@ def test_masks_are_taken_to_ask_the_same_again():
     w(X, full)
     w(X + 1, full.clone())
     w.pin(graphs=1, breaks=0)
-    w(X, some)
-    w(X, full)
+    for _ in range(2):
+        w(X, some)
+        w(X, full)
     w(X, some)
     w.pin(breaks=1)
     other = Watch(masked)
@@ -115,3 +124,11 @@ def test_check_that_the_program_asks_for_is_in_the_graph(said):
     with pytest.raises(RuntimeError):
         w(X, torch.tensor(False))
     w.pin(graphs=1, breaks=0)
+
+
+def test_branch_that_goes_another_way_is_a_break_for_other_sizes_too():
+    w = Watch(kept_finite, dynamic=False)
+    for size in range(2, 6):
+        w(t(size, 4))
+        w(torch.full((size, 4), 3e38))
+    w.pin(breaks=2)

@@ -6,11 +6,13 @@ import collections
 import contextlib
 import copy
 import functools
+import threading
 import types
 
 import pytest
 import torch
 
+from kiln.base import records
 from tests.support import EAGER, SAME_OBJECTS, Watch, kiln, one_graph, program, same_as_eager, t
 
 X = t(3, 4)
@@ -255,3 +257,68 @@ def test_a_lazy_module_is_initialized_in_the_programs_order():
         net = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.LazyLinear(3))
         outs.append((kiln.compile(net) if compiled else net)(t(4, 6)))
     torch.testing.assert_close(*outs)
+
+
+def test_a_thread_is_made_by_python_as_a_whole():
+    def f(x):
+        thread = threading.Thread(target=print, kwargs={"end": ""})
+        thread.start()
+        thread.join()
+        return x + 1
+
+    watch = Watch(f)
+    for _ in range(3):
+        watch(X)
+    watch.pin(breaks=3, recompiles=0)
+
+
+@functools.lru_cache
+def cached_layer(width):
+    return torch.nn.Linear(width, width)
+
+
+@functools.cache
+def cached_table(length, *, by=1):
+    return torch.arange(float(length)) * by
+
+
+@functools.cache
+def cached_record(name):
+    return {"name": name, "calls": []}
+
+
+@pytest.mark.skipif(EAGER, reason="counts what Kiln captures")
+def test_what_a_cache_holds_is_the_same_object_in_every_call():
+    def f(x):
+        record = cached_record("a")
+        record["calls"].append(len(record["calls"]))
+        same = cached_table(4, by=2) is cached_table(4, by=2)
+        return cached_layer(4)(x) + cached_table(4, by=2), same, record
+
+    cached_record.cache_clear()
+    compiled, found = kiln.compile(f, backend="eager", fullgraph=True), []
+    with records.collect() as log:
+        found = [compiled(X) for _ in range(3)]
+        layer, table = cached_layer(4)(X), cached_table(4, by=2)
+        for out, same, record in found:
+            torch.testing.assert_close(out, layer + table)
+            assert same and record is cached_record("a")
+        assert record["calls"] == [0, 1, 2]
+        cached_layer.cache_clear()
+        torch.testing.assert_close(compiled(X)[0], cached_layer(4)(X) + table)
+    assert len(log.breaks) == 0
+
+
+@pytest.mark.skipif(EAGER, reason="counts what Kiln captures")
+def test_a_cache_of_sizes_answers_once_for_each():
+    made = []
+
+    @functools.cache
+    def mask(length):
+        made.append(length)
+        return torch.ones(length, length).tril()
+
+    compiled = kiln.compile(lambda x: mask(x.shape[0]) @ x, backend="eager", dynamic=False)
+    for length in (3, 4, 3, 4, 3):
+        torch.testing.assert_close(compiled(t(length, 2)), torch.ones(length, length).tril() @ t(length, 2))
+    assert made == [3, 4]

@@ -1067,3 +1067,15 @@ def test_what_counts_is_a_number_that_varies(f, graphs):
     wanted, counting = calls(f), Counting()
     Same()(wanted, calls(kiln.compile(f, backend=counting)), "results")
     assert EAGER or graphs is None or len(counting.modules) == graphs
+
+
+def test_keyword_defaults_that_change_in_place():
+    def scaled(x, *, by=2, towards=None):
+        return x * by if towards is None else x * by + towards
+
+    watch = Watch(lambda x: scaled(x))
+    for change in ({}, {}, {"by": 3}, {"towards": t(3, 4)}, {"towards": 1}, {"by": 3, "towards": None}):
+        scaled.__kwdefaults__.update(change)
+        watch(X)
+        watch(X)
+    watch.pin(breaks=0, graphs=4)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import kiln
+from kiln.base import records
 from kiln.ops.fake import FakeTensor
+from tests.same import Same
 
 
 def scaled(x, k):
@@ -231,3 +233,128 @@ def test_what_a_program_raises_while_it_is_captured_keeps_nothing_alive():
         assert known() is None
     finally:
         gc.enable()
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+
+class Child:
+    def __init__(self, parent):
+        self.parent = weakref.ref(parent)
+
+
+def local_watched(x, seen):
+    holder = Holder(x + 1)
+    watch = weakref.ref(holder)
+    seen()
+    return watch() is None, x * 2
+
+
+def tensor_watched(x, seen):
+    y = x + 1
+    watch = weakref.ref(y)
+    seen()
+    return watch() is None, x * 2
+
+
+def parent_watched(x, seen):
+    holder = [Holder(x + 1)]
+    child = Child(holder[0])
+    seen()
+    return child.parent().value * 2
+
+
+def watched_within_a_call(x, seen):
+    def started(value, kept):
+        kept.append(weakref.ref(value))
+        seen()
+        return value.value + 1
+
+    holder, kept = Holder(x), []
+    y = started(holder, kept)
+    return kept[0]() is None, y
+
+
+def watched_over_two_breaks(x, seen):
+    holder = Holder(x)
+    watch = weakref.ref(holder)
+    seen()
+    x = x + 1
+    seen()
+    return watch() is None, x
+
+
+def watched_by_a_proxy(x, seen):
+    holder = Holder(x)
+    proxy = weakref.proxy(holder)
+    seen()
+    return proxy.value * 2
+
+
+def watched_by_a_dict(x, seen):
+    holder = Holder(x)
+    known = weakref.WeakValueDictionary()
+    known["a"] = holder
+    seen()
+    return len(known), known["a"].value * 2
+
+
+def watched_by_a_set(x, seen):
+    holder = Holder(x)
+    known = weakref.WeakSet([holder])
+    seen()
+    return len(known), x * 2
+
+
+def deleted(x, seen):
+    holder = Holder(x)
+    watch = weakref.ref(holder)
+    seen()
+    del holder
+    seen()
+    return watch() is None, x * 2
+
+
+class Folder:
+    """Goes with the last variable that holds it, whoever reads its path."""
+
+    def __init__(self):
+        self.path = {"open": True}
+
+    def __del__(self):
+        self.path["open"] = False
+
+
+folder_made = kiln.disable(Folder)
+
+
+def gone_with_its_variable(x, seen):
+    folder = folder_made()
+    path = folder.path
+    x = x + 1
+    seen()
+    return path["open"], x
+
+
+@pytest.mark.parametrize("program, breaks", [
+    (local_watched, 1), (tensor_watched, 1), (parent_watched, 1), (watched_within_a_call, 1),
+    (watched_over_two_breaks, 2), (watched_by_a_proxy, 2), (watched_by_a_set, 2), (deleted, 2),
+    (gone_with_its_variable, 2),
+])  # fmt: skip
+def test_what_is_watched_lives_on_after_a_break(program, breaks):
+    x = torch.ones(3)
+    compiled, seeing = kiln.compile(program, backend="eager"), kiln.disable(lambda: None)
+    with records.collect() as seen:
+        results = [compiled(x, seeing) for _ in range(3)]
+    for result in results:
+        Same()(program(x, seeing), result)
+    assert len(seen.breaks) == breaks
+
+
+def test_what_a_native_dict_watches_lives_on_after_a_break():
+    x, seeing = torch.ones(3), kiln.disable(lambda: None)
+    compiled = kiln.compile(watched_by_a_dict, backend="eager")
+    for _ in range(2):
+        Same()(watched_by_a_dict(x, seeing), compiled(x, seeing))

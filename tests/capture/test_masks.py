@@ -239,7 +239,7 @@ def counts(x, n):
 @pytest.mark.parametrize("backend", ["eager", "kiln"])
 def test_counts_are_as_many_as_are_asked_for(backend):
     compiled, breaks = kiln.compile(counts, backend=backend), []
-    for row in ([0, 2, 2], [1, 1, 3], [3, 4, 0], [2, 7, 1], [2, -1, 0], [0, 0, 1], [1, 2, 3]):
+    for row in ([0, 2, 2], [1, 1, 3], [3, 4, 0], [2, 7, 1], [1, 1, 3], [2, 7, 1], [2, -1, 0], [0, 0, 1], [1, 2, 3]):
         found = []
         for f in (counts, compiled):
             n = torch.zeros(5, dtype=torch.long)
@@ -250,5 +250,5 @@ def test_counts_are_as_many_as_are_asked_for(backend):
                     found.append((str(error), n))
         Same()(*found)
         breaks.append(len(log.breaks))
-    assert breaks[:4] == [0, 0, 0, 0]
-    assert breaks[4] > 0  # after a call with more of them
+    assert not any(breaks[:6])
+    assert breaks[6] > 0  # after two calls with more of them

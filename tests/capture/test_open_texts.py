@@ -113,3 +113,18 @@ def test_written_before_a_break_and_joined_after_it():
     for text in NAMES:
         watch(X, text)
     watch.pin(breaks=4)
+
+
+def test_many_that_are_looked_at_together():
+    """The elements of a list are looked at one after the other: it is found out for all at once."""
+    watch = Watch(lambda x, names: [x * len(name) for name in names])
+    for n in range(4):
+        watch(t(3 + n // 2), [f"{n}{'-' * k}" for k in range(20)])
+    watch.pin(graphs=4, breaks=0, recompiles=3)
+
+
+def test_one_that_is_looked_at_in_a_function_that_is_compiled_for_more_reasons():
+    watch = Watch(lambda x, name: (x * len(name), name))
+    for n, text in enumerate(NAMES * 2):
+        watch(t(2 + n % 2), text)
+    watch.pin(graphs=4, breaks=0, recompiles=3)

@@ -4,9 +4,11 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kiln.base import records
 from kiln.capture import runtime
+from tests.same import Same
 from tests.support import kiln, pin, same_as_eager, t
 
 X, FAR = t(4), torch.tensor([9])
@@ -236,3 +238,109 @@ def test_a_frame_that_others_call_runs_in_python_once():
     log, zero = [], torch.zeros(())
     out = kiln.compile(f)(torch.ones(3), zero, log)
     assert (out.tolist(), log, zero.item(), zero.requires_grad) == ([7.0] * 3, [1, 1], 2.0, True)
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "kiln"])
+def test_a_handler_beside_a_custom_function_sees_an_error_after_a_write(backend):
+    def f(x, i, count):
+        count.add_(1)
+        y = Square.apply(x)
+        try:
+            y = y[i] * torch.rand(())
+        except IndexError:
+            y = y.sum()
+        count.mul_(2)
+        return y
+
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    with records.collect() as found:
+        for i in (FAR, torch.tensor([2])):
+            told = []
+            for run in (f, compiled):
+                torch.manual_seed(0)
+                x, count = t(4, grad=True), torch.zeros(2)
+                run(x, i, count).sum().backward()
+                told.append((x, count, torch.rand(())))
+            Same()(*told)
+    assert len(found.graphs) == 1
+
+
+class Heard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        print("forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class HeardBackward(Square):
+    @staticmethod
+    def backward(ctx, grad):
+        print("backward")
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize("cls, kinds", [(Heard, ["io"]), (HeardBackward, [])])
+def test_what_custom_functions_print_is_printed_in_every_call(cls, kinds, capsys):
+    def f(x):
+        return (cls.apply(x + 1) * 3).sum()
+
+    compiled = kiln.compile(f)
+    with records.collect() as found:
+        for _ in range(3):
+            said = []
+            for run in (f, compiled):
+                run(t(4, grad=True)).backward()
+                said.append(capsys.readouterr().out)
+            assert said[0] == said[1] != ""
+    assert [b.kind for b in found.breaks] == kinds
+
+
+@pytest.mark.parametrize("f, copied", [
+    (lambda x, i: x + torch.rand(4), 0), (lambda x, i: F.dropout(x, 0.5).softmax(0), 0), (lambda x, i: torch.randn(4, 4) @ x, 0),
+    (lambda x, i: x[i] + torch.rand(()), 1), (lambda x, i: torch.bernoulli(x.sigmoid()), 1), (lambda x, i: torch.linalg.inv(torch.rand(4, 4)), 1),
+])  # fmt: skip
+def test_the_state_of_a_generator_is_copied_where_the_graph_may_raise(f, copied, monkeypatch):
+    calls = []
+    states = runtime.generator_states
+    monkeypatch.setattr(runtime, "generator_states", lambda devices: calls.append(devices) or states(devices))
+    x, i, drawn = t(4), torch.tensor([2]), []
+    compiled = kiln.compile(f, fullgraph=True)
+    compiled(x, i)
+    for run in (f, compiled):
+        torch.manual_seed(0)
+        drawn.append((run(x, i), torch.rand(())))
+    Same()(*drawn) if copied else torch.testing.assert_close(*drawn)
+    assert len(calls) == 2 * copied
+
+
+def test_a_handler_sees_what_a_function_within_the_graph_raises():
+    def f(x, i):
+        first = torch.rand(())
+        try:
+            picked = torch.cond(x.sum() > 0, lambda x: x.gather(0, i), lambda x: x.gather(0, i) + 1, (x,))
+            return torch.func.vmap(lambda row: row * first)(picked)
+        except RuntimeError:
+            return x.sum() * torch.rand(())
+
+    compiled = kiln.compile(f, fullgraph=True)
+    for i in (torch.tensor([1]), FAR):
+        drawn = []
+        for run in (f, compiled):
+            torch.manual_seed(0)
+            drawn.append((run(X, i), torch.rand(())))
+        Same()(*drawn)

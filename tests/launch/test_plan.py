@@ -545,3 +545,19 @@ def test_results_of_nothing_are_loops(f):
     assert [step.kind for step in log.plans[0].steps] == ["kernel"]
     got.zero_()
     assert torch.equal(compiled(), f())
+
+
+@pytest.mark.parametrize("draw", [
+    lambda x: torch.rand(x.shape[0], 3), lambda x: torch.rand(4, dtype=torch.float64), lambda x: torch.randn(2, 3, dtype=torch.bfloat16),
+    lambda x: torch.randint(0, 10, (4, x.shape[0])), lambda x: torch.randint(10, (5,), dtype=torch.int32),
+    lambda x: torch.randint(3, 9, (5,), dtype=torch.float32), lambda x: torch.randperm(x.shape[0]), torch.randn_like, torch.rand_like,
+    lambda x: torch.rand(()), lambda x: torch.rand(0),
+])  # fmt: skip
+def test_draws_are_native(draw):
+    plan = planned(draw, rand(4))
+    assert " = native rand" in str(plan) and len(steps(plan)) == 1
+    drawn = []
+    for function in (lambda: draw(rand(4)), lambda: plan([rand(4)])[0]):
+        torch.manual_seed(3)
+        drawn.append((function(), torch.rand(())))
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)
