@@ -49,6 +49,7 @@ from kiln.generate.scans import BESIDE, Scans
 from kiln.generate.schedule import USUAL, Schedule
 from kiln.generate.softmax import forgetful
 from kiln.generate.tiles import Tiles, crossing
+from kiln.generate.woven import Woven, woven
 
 Loop: TypeAlias = "Callable[[Any, Any, list[Value]], list[Value]]"
 Body: TypeAlias = "Callable[[list[Value]], list[Value]]"
@@ -63,7 +64,7 @@ CROWDED = frozenset({"pow", "fmod", "remainder", "atan2"})  # functions that tak
 DOUBLES = 2  # vectors of a turn that computes in double
 
 
-class Emitter(Tiles, Online, Columns, Scans):
+class Emitter(Tiles, Online, Columns, Scans, Woven):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -80,6 +81,8 @@ class Emitter(Tiles, Online, Columns, Scans):
         if self.blocked:
             self.vector = nest.kept[-1]
             self.width = math.gcd(lanes_along(self.vector, width), self.vector.size)
+        elif self.crossing is None and self.width > 1:
+            self.weaves = woven(nest, self.vector)
         rounds = "+avx512bf16" in host().features
         self.module.in_words = not rounds
         self.masks = width == avx512.LANES  # whether lanes can be left out at no cost
@@ -126,7 +129,7 @@ class Emitter(Tiles, Online, Columns, Scans):
 
     def outer(self) -> list[Axis]:
         """The axes whose turns are the tasks."""
-        return [a for a in self.nest.kept if a is not self.vector]
+        return [a for a in self.nest.kept if a is not self.vector and a is not self.weaves]
 
     def tasks(self) -> Any:
         """The number of tasks, in terms of the sizes."""
@@ -259,7 +262,7 @@ class Emitter(Tiles, Online, Columns, Scans):
         if self.blocked and self.vector is not None:
             return int(self.vector.size) // self.width
         if not folds:
-            return max(self.schedule.stretch, self.vectors_beside())
+            return 1 if self.weaves is not None else max(self.schedule.stretch, self.vectors_beside())
         roots = [s.value for s in self.nest.stores]
         most = self.schedule.columns
         while self.vector is not None and most > 1 and most * self.width > hinted(self.vector.size):
@@ -390,6 +393,9 @@ class Emitter(Tiles, Online, Columns, Scans):
             self.even_and_odd = {}, {}
             if self.nest.several:
                 self.in_step(stores)
+            if self.weaves is not None:
+                self.store_woven(self.weaves, stores)
+                return
             for store in stores:
                 self.store(store)
             return
