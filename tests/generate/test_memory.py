@@ -764,6 +764,9 @@ def test_lines_come_to_the_nearest_cache_where_that_takes_them(monkeypatch, near
     assert hints(lambda a, b: a.masked_fill(b, 1.0), rand(70, 1041) > 0) == ({"3"} if near else set())
     assert hints(lambda a: a.sum(0)) == {"3" if near else "2"}
     assert hints(lambda a: a.var(0)) == {"2"}, "doubles that wait fill that cache"
+    assert Emitter(nest_of(lambda a: a.var(0), rand(70, 1041)), 16).together() == (columns.PAIRED if near else 1)
+    for rows in (70, 71):
+        check(lambda a: (a.var(0), a.double().sum(0)), rand(rows, 1041), rtol=1e-5)
 
 
 @wide
