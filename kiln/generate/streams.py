@@ -54,6 +54,11 @@ def last_cache() -> int:
         return USUAL_CACHE
 
 
+def is_large(nest: Nest) -> bool:
+    """Whether a nest moves more bytes than the last cache holds."""
+    return moved(nest) >= last_cache()
+
+
 class Streams(Rows):
     """Says which stores of a nest go past the caches, and when, and what is asked for meanwhile."""
 
@@ -260,9 +265,8 @@ class Streams(Rows):
     ) -> None:
         """Ask for what is folded some turns of an axis later, of each a piece of memory of so many elements.
 
-        `before` says how many bytes earlier, for the second cache.
-
         The processor does not foresee pieces that do not follow each other, nor those that take some time.
+        `before` says how many bytes earlier, for the second cache; 0 leaves that, and the cache, to the host.
         """
         whole = self.lanes % self.width == 0 and self.live is None
         if not whole or length > LONGEST_PIECE or moved(self.nest) < FAR:
@@ -337,7 +341,7 @@ class Streams(Rows):
 
     def past_caches(self) -> bool:
         """Whether a nest moves more bytes than the last cache holds."""
-        return moved(self.nest) >= last_cache()
+        return is_large(self.nest)
 
     def row_length(self) -> int:
         return math.prod([hinted(a.size) for a in self.nest.axes if a.reduced or a is self.vector])

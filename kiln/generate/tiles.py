@@ -17,7 +17,7 @@ from kiln.generate.functions import compute_type
 from kiln.generate.lanes import access_cost, shuffled
 from kiln.generate.llvm import Value
 from kiln.generate.scalar import TYPES
-from kiln.generate.streams import Streams, last_cache, moved
+from kiln.generate.streams import Streams, is_large
 
 #: The side of squares in which a large transpose goes: with many elements of each page, and within the cache.
 BLOCK = 256
@@ -69,7 +69,7 @@ def crossing(nest: Nest, width: int, tile: int = 0) -> Crossing | None:
         for across in long:
             found = [load for load in loads if _crosses(load, along, across)]
             if across is not along and found:
-                in_order = host().reads_in_steps and moved(nest) >= last_cache()
+                in_order = host().reads_in_steps and is_large(nest)
                 return Crossing(along, across, tuple(found), tile, in_order)
     return None
 
