@@ -61,6 +61,8 @@ class Cuts:
     """Whether the order of loops is free: those that are folded over stand together and join if they can."""
     at_once: bool = False
     """Whether threads read neighbours at once, where no condition keeps them from it."""
+    turns: int = 0
+    """Turns of a part at least, where that leaves a `few`: each writes all results, and begins anew."""
     anew: int = 0
     """Terms, functions among them, of a value that is made anew from no more bytes than it has."""
 
@@ -70,7 +72,8 @@ class Cuts:
         if products > 1:  # threads have many sums, and few of them fit a processor
             wanted *= MORE
         most = max(min(self.most, wanted // self.tasks(nest)), 1)
-        few = nest.volume() // results(nest) // FEWEST
+        turns = nest.volume() // results(nest)
+        few = min(turns // FEWEST, max(turns // self.turns, self.few)) if self.turns else turns // FEWEST
         wanted = min(hinted(cut.size), most, nest.volume() * products // self.part, few)
         return max(wanted, FEWEST) if type(cut.size) is not int else wanted
 
@@ -139,7 +142,10 @@ def products_of(fold: Fold) -> list[tuple[Term, ...]] | None:
 
 MANY = 1 << 60
 #: Cores with long vectors.
-CORES = Cuts(part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True)
+CORES = Cuts(
+    part=1 << 15, most=64, enough=8, line=4096, columns=MANY, wanted=MANY, borders=True, runs=True,
+    turns=1024,
+)  # fmt: skip
 #: Hundreds of processors, each with thousands of threads.
 GRIDS = Cuts(
     part=1 << 15, most=1024, enough=128, line=256, columns=256, wanted=264, kept_first=True,

@@ -30,6 +30,7 @@ from kiln.fuse.nest import (
     terms,
 )
 from kiln.generate import avx512
+from kiln.generate.afterwards import TOGETHER, Afterwards
 from kiln.generate.columns import Columns, anew
 from kiln.generate.cpu import host
 from kiln.generate.lanes import (
@@ -64,7 +65,7 @@ CROWDED = frozenset({"pow", "fmod", "remainder", "atan2"})  # functions that tak
 DOUBLES = 2  # vectors of a turn that computes in double
 
 
-class Emitter(Tiles, Online, Columns, Scans, Woven):
+class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
     """Writes one nest as `void (ptr …, i64 sizes …, ptr status, i64 begin, i64 end)` over its tasks."""
 
     def __init__(self, nest: Nest, width: int, schedule: Schedule = USUAL) -> None:
@@ -158,9 +159,10 @@ class Emitter(Tiles, Online, Columns, Scans, Woven):
         *others, last = self.outer()
         if axis is last and self.beside():
             return BESIDE
-        if not others or axis is not last:
+        if axis is not last or not (others or self.waiting_folds):
             return 1
-        return max(min(self.schedule.rows // max(self.row_length(), 1), hinted(axis.size)), 1)
+        few = self.schedule.rows // max(self.row_length(), 1)
+        return max(min(max(few, TOGETHER) if self.waiting_folds else few, hinted(axis.size)), 1)
 
     def turns(self, axis: Axis) -> Any:
         """How many tasks an axis makes."""
@@ -190,7 +192,11 @@ class Emitter(Tiles, Online, Columns, Scans, Woven):
             high, size = low + block, self.index(outer[-1].size)
             high = (high < size).where(high, size)
             low = self.rows_beside(low, high) if self.beside() else low
+            if self.waiting_folds:
+                self.hold(block, low)
             self.fn.loop(low, high, 1, [], self.one_row)
+            if self.waiting_folds:
+                self.store_held(outer[-1], low, high)
         else:
             self.rows(task)
         self.pop()
@@ -409,12 +415,14 @@ class Emitter(Tiles, Online, Columns, Scans, Woven):
                 in_one_pass(*joined)
             inside = [s for s in stores if s.phase == phase and not s.kept]
             for store in stores:
-                if store.kept and store.phase == phase:
+                if store.kept and store.phase == phase and not self.held:
                     self.store(store)
             if here or inside and not self.late:
                 self.phase(here, inside)
         if self.late:
             self.leave_row()
+        if self.held:
+            self.keep_folds(self.outer()[-1])
 
     def rounds(self, folds: list[Fold]) -> bool:
         """Whether folds gather errors of rounding in long loops; those of blocks do, as eager's products."""

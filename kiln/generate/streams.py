@@ -284,12 +284,17 @@ class Streams(Rows):
             self.ask_for(axis, max(ahead, least), found, 3 if near else 2)
 
     def ask_for(self, axis: Axis, ahead: int, loads: list[Load], near: int) -> None:
-        """Ask for what is read some turns of a loop later, at the most in its last one."""
+        """Ask for what is read some turns of a loop later.
+
+        Where places are read they are those of the last turn at most. Otherwise what follows is the next
+        part's, and memory that is not there is no fault.
+        """
         here = self.variables[axis.variable]
         later, last = here + ahead, self.index(axis.size) - 1
-        known, self.layers, self.indices = (self.layers, self.indices), [{}], [{}]
-        self.variables[axis.variable] = (later < last).where(later, last)
+        known = self.layers, self.indices
         for load in loads:
+            self.layers, self.indices = [{}], [{}]
+            self.variables[axis.variable] = (later < last).where(later, last) if load.places else later
             for place in load.places:
                 self.variables[place.symbol] = self.lane_or_value(place.term)
             self.prefetch(load, self.index(load.index), near)
