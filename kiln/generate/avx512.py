@@ -103,8 +103,8 @@ ROUNDER_NEAR = 1.5 * 2.0**18  # the same for 32nds
 _ONE_MORE = round(LANES / functions.LN2)  # sixteenths of a power of two that are nearest to e
 #: Whether powers may be loose, to how many parts of one a table has, and to what is added to round to them.
 _PARTS, _ROUNDERS = {False: _NEAR_STEPS, True: LANES}, {False: ROUNDER_NEAR, True: ROUNDER}
-#: How far `exp_reaching` reaches: up to 2^64.
-FURTHEST = {loose: _bits(rounder + 64.0) for loose, rounder in _ROUNDERS.items()}
+#: How far `exp_reaching` reaches: sums of such exponentials are floats.
+FURTHEST = 44.0
 #: So much above 1 are exponentials that are kept: what is 0 in shares of them is a normal number.
 ROOM = 40
 
@@ -380,14 +380,24 @@ def exp_summed(x: Value, loose: bool) -> Value:
     Then no product of a power and a small rest is so small that it takes long. Errors of single powers, of
     either sign, are up to 2^-22; where they may be `loose`, 2^-12.
     """
-    return exp_reaching(x, loose)[0] if x.type.width == LANES else functions.exp_below(x, loose)
-
-
-def exp_reaching(x: Value, loose: bool) -> tuple[Value, Value]:
-    """The same of any x, and how far it reaches: it is right where that is no further than `FURTHEST`."""
+    if x.type.width != LANES:
+        return functions.exp_below(x, loose)
     tables = _registers(x, _entries(_PARTS[loose]))
-    power, _, r, bits = _power_and_rest(functions.at_least(x, -75.0), tables, _ROUNDERS[loose])
-    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power), bits
+    power, _, r, _ = _power_and_rest(functions.at_least(x, -75.0), tables, _ROUNDERS[loose])
+    return _and_rest(power, r, loose)
+
+
+def exp_reaching(x: Value, loose: bool) -> Value:
+    """The same up to `FURTHEST`, of what is far below 0 it is 0, and of infinities no number."""
+    table, rounder = (_POWERS, ROUNDER) if loose else (_FRACTIONS, ROUNDER_NEAR)
+    rounded = fma(x, 1 / functions.LN2, rounder)
+    n = rounded - rounder
+    return _and_rest(registers.scaled(looked_up(table, rounded.bits(I32)), n), fma(n, -LN2_FLOAT, x), loose)
+
+
+def _and_rest(power: Value, r: Value, loose: bool) -> Value:
+    """A power times e^r, r small, for sums."""
+    return fma(power, r, power) if loose else fma(power * r, fma(r, 0.5, 1.0), power)
 
 
 def scaled(x: Value, n: Value) -> Value:

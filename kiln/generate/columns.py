@@ -364,22 +364,40 @@ class Columns(Words, Streams):
         return found
 
     def with_rows(self, held: list[Value], values: list[Value]) -> list[Value]:
-        """The largest values of columns, sums of powers and what these are relative to, with some rows."""
+        """The largest values of columns, sums of powers and what these are relative to, with some rows.
+
+        Where a value is -inf, or near to that, the sum is no number.
+        """
+        assert self.both is not None
+        loose, top = id(self.both[1].value) in self.loose, FOLDS["top"][2]
+        most, sums, near = held
+        powers = [avx512.exp_reaching(value - near, loose) for value in values]
+        largest = tree(values, top)
+        usual = [top(most, largest), sums + tree(powers, FOLDS["sum"][2]), near]
+        return self.fn.rarely(largest - near > avx512.FURTHEST, usual, lambda: self.anew(held, values))
+
+    def anew(self, held: list[Value], values: list[Value]) -> list[Value]:
+        """The same of any values, relative to the largest so far."""
         assert self.both is not None
         loose = id(self.both[1].value) in self.loose
         most, sums, near = held
-        powers, reach = zip(*[avx512.exp_reaching(value - near, loose) for value in values], strict=True)
-        largest = tree([most, *values], FOLDS["top"][2])
-        usual = [largest, sums + tree(list(powers), FOLDS["sum"][2]), near]
+        new = tree([most, *values], FOLDS["amax"][2])
+        powers = [avx512.exp_summed(value - new, loose) for value in values]
+        return [new, fma(sums, exp_below(near - new, loose), tree(powers, FOLDS["sum"][2])), new]
 
-        def anew() -> list[Value]:
-            new = tree([most, *values], FOLDS["amax"][2])
-            powers = [avx512.exp_summed(value - new, loose) for value in values]
-            return [new, fma(sums, exp_below(near - new, loose), tree(powers, FOLDS["sum"][2])), new]
+    def careful(self, strip: Strip, held: list[Value]) -> list[Value]:
+        """The same of all rows, again where that was no number."""
+        low, end = self.index(strip.rows.low), self.index(strip.rows.size)
 
-        # What is no number reaches further than all others.
-        far = tree(list(reach), FOLDS["top"][2]) > avx512.FURTHEST[loose]
-        return self.fn.rarely(far, usual, anew)
+        def row(i: Value, held: list[Value]) -> list[Value]:
+            self.push()
+            self.variables[strip.rows.variable] = i
+            assert self.both is not None
+            found = self.anew(held, [held[0].like(self.value(self.both[0].value))])
+            self.pop()
+            return found
+
+        return self.fn.rarely(is_nan(held[1]), held, lambda: self.fn.loop(low, end, 1, self.of_no_rows(), row))
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
         """What folds carry after a turn; values of running ones are known in it."""
@@ -467,17 +485,19 @@ class Columns(Words, Streams):
         return parts[0]
 
     def begin_columns(self, strip: Strip, memory: Memory) -> None:
-        folds = self.nest.folds()
-        start = [part for fold in folds for part in self.neutral(fold, self.lanes)]
-        if self.both is not None:
-            start = [start[0].like(LOWEST), start[1], start[0].like(LOWEST)]
-        self.write_waiting(strip, memory, start)
+        self.write_waiting(strip, memory, self.of_no_rows())
+
+    def of_no_rows(self) -> list[Value]:
+        """What is folded of no rows."""
+        found = [part for fold in self.nest.folds() for part in self.neutral(fold, self.lanes)]
+        lowest = found[0].like(LOWEST)
+        return found if self.both is None else [lowest, found[1], lowest]
 
     def end_columns(self, strip: Strip) -> None:
         """What comes once for each column."""
         values = self.read_waiting(strip, strip.levels[0])
         if self.both is not None:  # of values that are not all -inf one counts 1
-            most, sums, near = values
+            most, sums, near = self.careful(strip, values)
             sums = sums * exp_below(near - most)
             nothing = sums < 0.5
             values = [nothing.where(-math.inf, most), nothing.where(math.nan, sums)]

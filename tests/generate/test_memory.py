@@ -101,6 +101,8 @@ def test_the_largest_and_the_sum_of_exponentials_of_columns_are_one_pass(dtype):
     x = rand(1001, 300) * 5
     x[:, 0], x[3, 1], x[:700, 2], x[9, 3], x[5, 4], x[6, 4] = -math.inf, math.inf, -math.inf, math.nan, math.inf, math.nan
     x[:, 5], x[:, 6], x[:, 7] = torch.arange(1001), -torch.arange(1001.0), -3.4028234663852886e38
+    for column, masked in enumerate((-math.inf, -3.4e38, -1e9, -1e5, -100.0), 16):
+        x[::3, column :: 16] = masked  # with others in a vector, some from the first row on
     x = x.to(dtype)
     for f in (lambda a: (F.softmax(a, 0), a.amax(0)), lambda a: F.log_softmax(a, 0)):
         found = compile_graph(recorded(f, x))([x])
