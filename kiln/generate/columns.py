@@ -397,7 +397,8 @@ class Columns(Words, Streams):
             self.pop()
             return found
 
-        return self.fn.rarely(is_nan(held[1]), held, lambda: self.fn.loop(low, end, 1, self.of_no_rows(), row))
+        start = self.of_no_rows()
+        return self.fn.rarely(is_nan(held[1]), held, lambda: self.fn.loop(low, end, 1, start, row))
 
     def advanced(self, folds: list[Fold], carried: list[Value]) -> list[Value]:
         """What folds carry after a turn; values of running ones are known in it."""
@@ -490,8 +491,7 @@ class Columns(Words, Streams):
     def of_no_rows(self) -> list[Value]:
         """What is folded of no rows."""
         found = [part for fold in self.nest.folds() for part in self.neutral(fold, self.lanes)]
-        lowest = found[0].like(LOWEST)
-        return found if self.both is None else [lowest, found[1], lowest]
+        return found if self.both is None else [found[0].like(LOWEST), found[1], found[0].like(LOWEST)]
 
     def end_columns(self, strip: Strip) -> None:
         """What comes once for each column."""

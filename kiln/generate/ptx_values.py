@@ -42,6 +42,7 @@ class DeviceValues(Values):
 
     here: Value
     """The place in its row that a thread is at, where there are loops over rows."""
+    returns = False
 
     def __init__(self, nest: Nest, aligned: bool = True, clusters: bool = True) -> None:
         super().__init__(nest, 1)
@@ -318,7 +319,9 @@ class DeviceValues(Values):
 
     # Faults
 
-    def report(self, wrong: Value, fault: int, details: Value | None = None) -> None:
+    def report(
+        self, wrong: Value, fault: int, details: Value | None = None, ends: bool = False
+    ) -> None:  # fmt: skip
         """What eager kernels do with an index outside of its range: end the program of the device."""
         fn = self.fn
         if wrong.type.width > 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM
+from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, from_poly
 from kiln.base.symbols import Expr
 from kiln.fuse.lower import CHECKED, DIVISIONS
 from kiln.fuse.nest import (
@@ -65,6 +65,8 @@ class Values(Reads):
     """A function under construction, over the buffers and sizes of a nest."""
 
     of_registers: Callable[[Term], Value]
+    returns = True
+    """Whether a task ends where it finds a place out of bounds: what others do is lost with the error."""
     even_and_odd: tuple[dict[int, Value], dict[int, Value]] | None = None
     """What is known of the even and of the odd places, where lanes are those of two registers of bf16."""
 
@@ -227,11 +229,11 @@ class Values(Reads):
 
     def load_as(self, stored: Type, term: Load) -> Value:
         """What is loaded, for numbers of a type, which may be another one of as many bits."""
-        address = self.pointers[term.buffer]
+        fn, address = self.fn, self.pointers[term.buffer]
         valid = term.valid
         if valid is not None and id(valid) in self.decided:
             if not self.decided[id(valid)]:
-                return self.fn.constant(0, compute_type(stored))
+                return fn.constant(0, compute_type(stored))
             valid = None
         self.bind(term.places)
         step = self.stride(term.index)
@@ -250,7 +252,8 @@ class Values(Reads):
         if times:
             return self.repeated(address, self.index(term.index), stored, times, mask)
         far = bool(term.places) and self.from_memory()
-        return self.gathered(address, self.lanes_of(term.index), stored, mask, far)
+        same, rest = self.of_lanes(term.index)
+        return self.gathered(fn.at(address, self.index(same), stored), self.lanes_of(rest), stored, mask, far)
 
     def store(self, store: Store) -> None:
         fn = self.fn
@@ -338,11 +341,9 @@ class Values(Reads):
             wrapped = (value < 0).where(value + size, value) if place.wraps else value
             outside = (wrapped < 0) | (wrapped >= size)
             fault = OUTSIDE if place.wraps else OUT_OF_BOUNDS
-            if place.dim < 0:
-                self.report(outside, fault)
-            else:
-                self.report(outside, fault, told(value, size, place.dim))
-            self.variables[place.symbol] = outside.where(0, wrapped)
+            details = None if place.dim < 0 else told(value, size, place.dim)
+            self.report(outside, fault, details, ends=self.returns)
+            self.variables[place.symbol] = wrapped if self.returns else outside.where(0, wrapped)
 
     def nonzero(self, divisor: Value) -> Value:
         """A divisor of integers, with 1 in place of 0, which is reported."""
@@ -350,8 +351,10 @@ class Values(Reads):
         self.report(zero, DIVIDED_BY_ZERO)
         return zero.where(1, divisor)
 
-    def report(self, wrong: Value, fault: int, details: Value | None = None) -> None:
-        """Say that something is at fault, where it is in one lane, and what."""
+    def report(
+        self, wrong: Value, fault: int, details: Value | None = None, ends: bool = False
+    ) -> None:  # fmt: skip
+        """Say that something is at fault, in one lane at least, and what; with `ends`, that is all then."""
         fn, said = self.fn, self.fn.constant(fault, I64)
         lanes = wrong.type.width
         if lanes > 1:
@@ -365,7 +368,10 @@ class Values(Reads):
         fn.branch(wrong, bad, fine)
         fn.start(bad)
         fn.store(said, fn.parameters["status"])
-        fn.jump(fine)
+        if ends:
+            fn.do("ret void")
+        else:
+            fn.jump(fine)
         fn.start(fine)
 
     def stride(self, index: Any) -> int | None:
@@ -385,6 +391,15 @@ class Values(Reads):
             elif any(variable in atom.symbols() for atom in monomial):
                 return None
         return step
+
+    def of_lanes(self, index: Any) -> tuple[Any, Any]:
+        """The part of an index that is the same in all lanes, and the rest."""
+        assert self.vector is not None
+        wide = {s for s in index.symbols() if s in self.variables and self.variables[s].type.width > 1}
+        wide.add(self.vector.variable)
+        same = {m: n for m, n in index.poly.items() if all(wide.isdisjoint(atom.symbols()) for atom in m)}
+        rest = {m: n for m, n in index.poly.items() if m not in same}
+        return from_poly(index.scope, same), from_poly(index.scope, rest)
 
     def lanes_of(self, index: Any) -> Value:
         """An index as a value: a vector where it differs from lane to lane."""
