@@ -2,7 +2,7 @@
 
 #include "_launch.h"
 
-enum { WORDS = 24, REALS = 8, HELD = 64 };
+enum { WORDS = 24, REALS = 8, HELD = 64, LARGE = 1 << 19 };
 
 PyObject *
 failed(const char *what)
@@ -117,6 +117,14 @@ empty(const Run *run, const Form *form)
     if (torch.empty(form->rank, numbers + form->shape, numbers + form->stride, form->dtype, device->type,
                     device->index, &made))
         failed("make a tensor");
+    else if (!device->type) {
+        int64_t elements = 1, bytes;
+        void *memory;
+        for (int i = 0; i < form->rank; i++)
+            elements *= numbers[form->shape + i];
+        if (elements >= LARGE && !torch.storage_size(made, &bytes) && !torch.data_pointer(made, &memory))
+            ask_for_huge_pages(memory, (size_t)bytes);
+    }
     return made;
 }
 

@@ -62,7 +62,7 @@ set_torch(PyObject *module, PyObject *args)
     void **fields[] = {
         (void **)&torch.data_pointer, (void **)&torch.sizes, (void **)&torch.strides, (void **)&torch.storage_offset,
         (void **)&torch.dim, (void **)&torch.dtype, (void **)&torch.empty, (void **)&torch.from_memory, (void **)&torch.view,
-        (void **)&torch.copy, (void **)&torch.clone, (void **)&torch.destroy, (void **)&torch.wrap,
+        (void **)&torch.copy, (void **)&torch.clone, (void **)&torch.destroy, (void **)&torch.storage_size, (void **)&torch.wrap,
         (void **)&torch.parallel, (void **)&torch.max_threads, (void **)&torch.thread_number,
         (void **)&torch.team_size, (void **)&torch.defined, (void **)&torch.hide, (void **)&torch.show,
     };

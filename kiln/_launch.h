@@ -40,6 +40,7 @@ typedef struct {
     int32_t (*copy)(Tensor, Tensor, int32_t);
     int32_t (*clone)(Tensor, Tensor *);
     int32_t (*destroy)(Tensor);
+    int32_t (*storage_size)(Tensor, int64_t *); /* in bytes */
     PyObject *(*wrap)(Tensor);
     void (*parallel)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
     int (*max_threads)(void);
@@ -64,6 +65,7 @@ typedef struct Block {
     Tensor owner; /* of the memory, where it is torch's */
 } Block;
 
+void ask_for_huge_pages(void *memory, size_t size);
 Block *block_lease(size_t size, uint64_t wanted);
 void block_return(Block *);
 PyObject *arena_trim(PyObject *, PyObject *);

@@ -29,9 +29,8 @@ from kiln.generate.words import Words
 FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
-#: Rows that are folded at once; what the caches do not hold is read fastest in more places, or in one, where
-#: two rows of doubles at once go to the nearest cache half as often.
-TOGETHER, STREAMS, PAIRED = 4, 8, 2
+#: Rows that are folded at once; what the caches do not hold is read fastest in more places, or in one.
+TOGETHER, STREAMS = 4, 8
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
 SHORT_TOGETHER = 16  # an even number
@@ -236,9 +235,7 @@ class Columns(Words, Streams):
         if self.past_caches():
             if not host().reads_in_steps or self.short_factors():
                 return STREAMS
-            if self.both is not None:
-                return TOGETHER
-            return PAIRED if host().takes_lines_near and F64 in self.kinds() else 1
+            return 1 if self.both is None else TOGETHER
         return SHORT_TOGETHER if self.short_factors() else TOGETHER
 
     def lie_apart(self) -> bool:

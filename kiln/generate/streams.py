@@ -40,6 +40,8 @@ BEFORE_SHORT = 4 << 10
 #: The same of what is read in one go, or comes to the nearest cache; of all that is read in one go together
 #: where that cache takes it best.
 BEFORE_LINES, BEFORE_ALL = 8 << 10, 16 << 10
+#: Folds of floats that ask of each number whether it is one: that is more than is done while memory comes.
+NAN_TOO = ("amax", "amin")
 #: Bytes of a nest that the nearest caches do not hold.
 FAR = 1 << 20
 
@@ -213,7 +215,7 @@ class Streams(Rows):
     def in_one_go(self) -> set[Buffer]:
         """What is read line after line beside some computing, by processors that do not foresee it then."""
         nest, vector, outer = self.nest, self.vector, self.outer()
-        if not host().reads_in_steps or vector is None or moved(nest) < FAR or nest.part:
+        if not host().reads_in_steps or vector is None or not self.asks() or nest.part:
             return set()
         folds = nest.folds()
         if nest.reduced and nest.reduced[-1] is not vector or any(f.running for f in folds):
@@ -223,6 +225,8 @@ class Streams(Rows):
         if outer and not folds and self.row_length() < SHORTEST:
             return set()
         short = all(f.place is None and f.dtype.itemsize <= 4 and f.phase == 0 for f in folds)
+        if host().takes_lines_near:
+            short = short and not any(f.kind in NAN_TOO and f.dtype.is_floating_point for f in folds)
         waits = short and self.factor([f.value for f in folds] or [s.value for s in nest.stores], 2) > 1
         if waits and (folds or not host().takes_lines_near):
             return set()  # memory is all that is waited for
@@ -241,6 +245,14 @@ class Streams(Rows):
         # Several that go at one pace come faster unasked.
         at_one_pace = waits and len(read) > 1 and len({buffer.dtype.itemsize for buffer in read}) == 1
         return set() if at_one_pace else read
+
+    def asks(self) -> bool:
+        """Whether a nest moves so much that lines are asked for.
+
+        From the last cache to the nearest one they come by themselves, and faster where others go back.
+        """
+        stores = any(not s.kept for s in self.nest.stores)
+        return is_large(self.nest) if stores and host().takes_lines_near else moved(self.nest) >= FAR
 
     def prefetch(self, load: Load, first: Value, near: int, lanes: int = 0) -> None:
         """Ask for so many elements, or as many as there are lanes."""

@@ -17,7 +17,7 @@ FUNCTIONS = (
     "aoti_torch_get_data_ptr", "aoti_torch_get_sizes", "aoti_torch_get_strides",
     "aoti_torch_get_storage_offset", "aoti_torch_get_dim", "aoti_torch_get_dtype", "aoti_torch_empty_strided",
     "aoti_torch_create_tensor_from_blob_v2", "aoti_torch__reinterpret_tensor", "aoti_torch_copy_",
-    "aoti_torch_clone", "aoti_torch_delete_tensor_object",
+    "aoti_torch_clone", "aoti_torch_delete_tensor_object", "aoti_torch_get_storage_size",
 )  # fmt: skip
 #: A tensor as an object of Python's, by what torch's releases call it; all take the address of the tensor.
 WRAPS = (

@@ -764,11 +764,16 @@ def test_lines_come_to_the_nearest_cache_where_that_takes_them(monkeypatch, near
     assert hints(lambda a: a * 2 + 1) == ({"3"} if near else set())
     assert not hints(lambda a, b: a + b, rand(70, 1041) + 1), "what goes at one pace comes faster unasked"
     assert hints(lambda a, b: a.masked_fill(b, 1.0), rand(70, 1041) > 0) == ({"3"} if near else set())
+    assert hints(lambda a: a.amax(-1)) == ({"3"} if near else set()), "it asks of each number whether it is one"
+    assert not hints(lambda a: (a * 100).int().amax(-1))
     assert hints(lambda a: a.sum(0)) == {"3" if near else "2"}
     assert hints(lambda a: a.var(0)) == {"2"}, "doubles that wait fill that cache"
-    assert Emitter(nest_of(lambda a: a.var(0), rand(70, 1041)), 16).together() == (columns.PAIRED if near else 1)
+    assert Emitter(nest_of(lambda a: a.var(0), rand(70, 1041)), 16).together() == 1
     for rows in (70, 71):
-        check(lambda a: (a.var(0), a.double().sum(0)), rand(rows, 1041), rtol=1e-5)
+        check(lambda a: (a.var(0), a.double().sum(0), a.amax(-1)), rand(rows, 1041), rtol=1e-5)
+    monkeypatch.setattr(streams, "last_cache", lambda: 1 << 30)
+    assert hints(lambda a: a.logsumexp(-1)), "from the last cache reads alone"
+    assert bool(hints(torch.exp)) is not near, "others go back there"
 
 
 @wide
