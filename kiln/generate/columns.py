@@ -29,8 +29,9 @@ from kiln.generate.words import Words
 FEWEST = 32
 #: Elements of columns that wait, of all folds together: a part of the nearest cache.
 WAITING = 4096
-#: Rows that are folded at once; what the caches do not hold is read fastest in more places, or in one.
-TOGETHER, STREAMS = 4, 8
+#: Rows that are folded at once; what the caches do not hold is read fastest in more places, or in one, where
+#: fewer rows of short numbers are enough.
+TOGETHER, STREAMS, NEAR_STREAMS = 4, 8, 6
 #: The same of sums in double of numbers of so few bits that some of them, and of their squares, are summed as
 #: floats: those that are near to each other lose nothing, and of others the largest counts.
 SHORT_TOGETHER = 16  # an even number
@@ -234,7 +235,7 @@ class Columns(Words, Streams):
             return 1
         if self.past_caches():
             if not host().reads_in_steps or self.short_factors():
-                return STREAMS
+                return NEAR_STREAMS if host().takes_lines_near else STREAMS
             return 1 if self.both is None else TOGETHER
         return SHORT_TOGETHER if self.short_factors() else TOGETHER
 
