@@ -57,7 +57,10 @@ def packed_transposed(weight: torch.Tensor, *window_and_size: Any) -> torch.Tens
 
 def packed_linear(weight: torch.Tensor, rows: int | None) -> torch.Tensor:
     """The weight of a linear layer, outputs first, in the order that oneDNN wants for so many rows."""
-    plain = laid_out(weight.flatten(1))
+    matrix = weight.flatten(1)
+    if scratch.leaves and (matrix.is_contiguous() or matrix.t().is_contiguous()):
+        return matrix.detach()
+    plain = laid_out(matrix)
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(plain, rows)
     return packed
 
@@ -66,19 +69,21 @@ class Scratch(threading.local):
     """Where weights that are packed one after another are laid out, each in the place of the one before."""
 
     memory: torch.Tensor | None = None
+    leaves = False
+    """Whether weights of linear layers stay as they are: the calls take those too."""
 
 
 scratch = Scratch()
 
 
 @contextmanager
-def packing() -> Iterator[None]:
+def packing(leaves: bool = False) -> Iterator[None]:
     """Several weights are packed meanwhile: memory new to the process takes longer than writing to it."""
-    scratch.memory = torch.empty(0)
+    scratch.memory, scratch.leaves = torch.empty(0), leaves
     try:
         yield
     finally:
-        scratch.memory = None
+        scratch.memory, scratch.leaves = None, False
 
 
 def laid_out(weight: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import getitem
 from typing import Any
@@ -20,7 +20,7 @@ from kiln.base.fx import runner
 from kiln.base.graph import CONSTANT, Graph, Node, Own, argument
 from kiln.base.options import Settings
 from kiln.expand.freeze import Frozen, can_watch, freeze
-from kiln.expand.onednn import packing
+from kiln.expand.onednn import packed_linear, packing
 from kiln.expand.packed import PURE
 from kiln.launch.cache import disk
 from kiln.launch.layers import more_held, repeated
@@ -69,11 +69,11 @@ def with_constants(frozen: Frozen) -> Graph:
 
 
 def computed_once(frozen: Frozen) -> Run:
-    """What follows from held tensors, whatever mode the program is in."""
+    """What follows from held tensors, whatever mode the program is in; linear layers' weights as they are."""
     run = runner(frozen.once)
 
     def values(tensors: list[Any]) -> Sequence[Any]:
-        with torch.inference_mode(False), torch.no_grad(), packing():
+        with torch.inference_mode(False), torch.no_grad(), packing(leaves=True):
             return run(tensors)
 
     return values
@@ -143,6 +143,11 @@ def gains(graph: Graph, settings: Settings, held: Mapping[int, torch.Tensor], fr
     return bool(choice(str(graph), ways, specs, store, held) == "frozen")
 
 
+#: Calls with the same weights of linear layers before these are packed. A copy of all of them is as much new
+#: memory, which takes up to a second, and gains some percent of a call.
+PLAIN = 2
+
+
 class Held:
     """Runs a frozen graph; what follows from held tensors is computed anew when one of them has changed."""
 
@@ -157,6 +162,11 @@ class Held:
         watched = (*used, *constants)
         self.stamp = Watch(watched, tuple(map(extent, watched))).stamp
         self.state: tuple[int, tuple[Any, ...]] = -1, ()
+        outputs = enumerate(frozen.once.outputs)
+        self.packs = {i: node.args[1] for i, node in outputs if node.op is packed_linear}
+        """Which values are weights of linear layers, with the rows that these are given."""
+        self.left = 0
+        """Calls until they are packed; 0 when they are."""
         self.trial: tuple[Graph, Callable[[], Run]] | None = None
         """The graph as it was, and its compiler: until the first call has shown that layers may be packed."""
 
@@ -165,7 +175,7 @@ class Held:
         if self.trial is not None:
             return self.tried(values, *self.trial)
         now = self.stamp()
-        state = self.state if self.state[0] == now else self.computed(now)
+        state = self.state if self.state[0] == now and not self.left else self.computed(now)
         given = [values[i] for i in self.given]
         values.clear()
         given += state[1]
@@ -185,7 +195,7 @@ class Held:
             return mine
         log.say("plan", "packed layers differ from eager's by more than usual rounding and stay as they were")
         self.rest, self.given, self.tensors = compiler(), tuple(range(len(graph.inputs))), []
-        self.stamp, self.state = lambda: 0, (0, ())
+        self.stamp, self.state, self.left = lambda: 0, (0, ()), 0
         return eager
 
     def computed(self, now: int) -> tuple[int, tuple[Any, ...]]:
@@ -194,7 +204,19 @@ class Held:
             if self.state[0] != now:
                 self.state = -1, ()  # what was computed before goes before new memory is taken
                 self.state = now, tuple(self.once(list(self.tensors)))
+                self.left = PLAIN if self.packs else 0
+            elif self.left:
+                self.left -= 1
+                if not self.left:
+                    self.state = now, tuple(self.packed(self.state[1]))
             return self.state
+
+    def packed(self, values: Sequence[Any]) -> Iterator[Any]:
+        """The values with the weights of linear layers packed."""
+        with torch.inference_mode(False), torch.no_grad(), packing():
+            for i, value in enumerate(values):
+                as_it_is = i in self.packs and not value.is_mkldnn
+                yield packed_linear(value, self.packs[i]) if as_it_is else value
 
 
 def extent(tensor: torch.Tensor) -> int:

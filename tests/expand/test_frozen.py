@@ -72,7 +72,7 @@ def agrees(seen, *inputs):
         exact = copy.deepcopy(seen.module).double()(*[
             x.double() if x.is_floating_point() else x for x in inputs
         ])  # fmt: skip
-    for _ in range(2):
+    for _ in range(held.PLAIN + 2):
         got = seen(*inputs)
         assert got.stride() == expected.stride() and got.dtype is expected.dtype
         error, own = ((x.double() - exact).abs().max().item() for x in (got, expected))
@@ -334,6 +334,33 @@ def test_weights_that_lie_inputs_first_are_laid_out_in_the_same_memory(monkeypat
     assert seen.calls().count("_linear_pointwise") == 3
     assert len(places) == 3 and len(set(places)) == 1
     assert onednn.scratch.memory is None
+
+
+def test_weights_are_packed_when_they_have_been_used_for_some_calls(monkeypatch):
+    module = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 3))
+    seen, x = Seen(module), torch.randn(8, 24)
+    for again in range(2):
+        first = seen(x)
+        if not again:
+            pack, rows = held.packed_linear, []
+            monkeypatch.setattr(held, "packed_linear", lambda w, n: rows.append(n) or pack(w, n))
+        for _ in range(held.PLAIN - 1):
+            assert seen(x).equal(first) and not rows
+        assert seen(x).equal(first) and rows == [8, 8]
+        assert seen(x).equal(first) and rows == [8, 8]
+        rows.clear()
+        sgd(module)  # from anew: packed weights that change at each call would be a copy in each
+        assert not seen(x).equal(first)
+        sgd(module)
+
+
+def test_weights_that_lie_in_no_order_of_a_matrix_are_packed_at_once(monkeypatch):
+    laid_out, made = onednn.laid_out, []
+    monkeypatch.setattr(onednn, "laid_out", lambda w: made.append(w.shape) or laid_out(w))
+    module = Tapered()
+    module.weights = nn.ParameterList([nn.Parameter(torch.randn(24, 80)[:, ::2])])
+    seen = checked(module, torch.randn(8, 24))
+    assert made == [(40, 24)] and seen.calls().count("_linear_pointwise") == 1
 
 
 def sgd(module):
