@@ -26,7 +26,7 @@ from kiln.capture import runtime, symbolic
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
 from kiln.capture.frame import Machine, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
-from kiln.check.guards import Custom, Is
+from kiln.check.guards import Custom, Equals, Is
 from kiln.ops.fake import LITERALS, FakeTensor
 from kiln.ops.layout import of_number
 
@@ -99,6 +99,28 @@ _list = [torch.zeros(())]
 if torch._foreach_neg_(_list) is _list:  # type: ignore[func-returns-value]
     _names = [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
     handles(*[getattr(torch, name) for name in _names], told=True)(on_list)
+
+
+_as_strided = "as_strided as_strided_ as_strided_copy as_strided_scatter".split()
+
+
+@handles(torch.Tensor.storage_offset, told=True, *[
+    found for place in (torch, torch.Tensor, torch.ops.aten) for name in _as_strided
+    if (found := getattr(place, name, None)) is not None
+], *[getattr(torch.ops.aten, name).default for name in _as_strided])  # fmt: skip
+def by_place(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
+    """What counts from where memory starts: guards on tensors say nothing of where in it they begin."""
+    counts = function is torch.Tensor.storage_offset or len(args) > 3 or "storage_offset" in kwargs
+    value = args[0] if args else kwargs.get("self", kwargs.get("input"))
+    if counts and type(value) is FakeTensor:
+        reals = m.world.reals
+        root = value if value._base is None else value._base
+        # Memory that the program makes starts where it does in every call; what was detached shows no base.
+        for fake in [root] if id(root) in reals else [f for f in m.world.keep if id(f) in reals]:
+            if (source := m.source(fake)) is not None:
+                offset = Derived(source, torch.Tensor.storage_offset, "storage_offset")
+                m.world.guard(Equals(offset, reals[id(fake)].storage_offset()))
+    return leaf(m, function, args, kwargs)
 
 
 @handles(torch.compiler.is_compiling)

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kiln.base.errors import Break
-from kiln.base.graph import Node
+from kiln.base.graph import Node, TensorSpec
 from kiln.differentiate.functionalise import Functionaliser, Memory, Place
 from kiln.differentiate.interpret import over_leaves
 from kiln.differentiate.joint import Constant, Fresh, Given, Mutation, Origin, Output, Step, Storage, View
@@ -190,6 +190,8 @@ class Results:
     def _steps(self, leaf: FakeTensor, place: Place, base: Place) -> tuple[Step, ...]:
         """The views that lead from a base to an output; what was taken through `data` counts for itself."""
         steps = place.steps(base)
+        seen = reversed(place.above()[1 : 1 + len(steps)])
+        steps = tuple([relative(step, spec) for step, spec in zip(steps, seen, strict=True)])
         detached = any(step.op is aten.detach.default for step in steps)
         if not detached or count_together(leaf, self.functional.fake(base)):
             return steps
@@ -229,6 +231,19 @@ def count_together(one: FakeTensor, other: FakeTensor) -> bool:
     together = bool(other._version != its)
     torch._C._autograd._unsafe_set_version_counter((one,), (before,))
     return together
+
+
+def relative(step: Step, seen: TensorSpec) -> Step:
+    """A view as it is taken of a tensor that may start elsewhere in its memory than the one seen."""
+    if step.op is not aten.as_strided.default:
+        return step
+    size, stride, offset = step.args
+    return Step(strided_from, (size, stride, offset - seen.offset))
+
+
+def strided_from(value: torch.Tensor, size: Any, stride: Any, ahead: int) -> torch.Tensor:
+    """What as_strided shows, so many elements after the first."""
+    return value.as_strided(size, stride, value.storage_offset() + ahead)
 
 
 def data_of(value: torch.Tensor) -> torch.Tensor:
