@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py [--models residual,bert | large | small] [--phase train,infer] [--ways eager,kiln,torch]
 
-What torch's allocator gives out and takes back in one step after two others, counted byte by byte by its profiler, and
+What torch's allocator gives out and takes back in one step after three others, counted byte by byte by its profiler, and
 the memory that Kiln keeps mapped between calls for intermediate values. Weights, and gradients that were there before, are
 on no side. In brackets the first step, with all that compiling takes. Models that need more than eager are marked, with the
 bytes by which they do.
@@ -155,10 +155,10 @@ def peak(built: models.Built, phase: str, way: str) -> tuple[int, int]:
                 run(**inputs)
 
     found = []
-    for _ in range(3):
+    for _ in range(4):
         found.append(counted(step) + (kiln._launch.memory()[0] if way.startswith("kiln") else 0))
         module.zero_grad()
-    return found[0], found[2]
+    return found[0], found[-1]
 
 
 def main() -> None:

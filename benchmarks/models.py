@@ -103,6 +103,13 @@ def _text(model: str, config: str, **sizes: Any) -> Callable[[], Built]:
     return build
 
 
+def vit() -> Built:
+    """A transformer over the squares of an image."""
+    transformers = importlib.import_module("transformers")
+    made = transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))
+    return made, {"pixel_values": torch.randn(1, 3, 224, 224)}
+
+
 MODELS: dict[str, Callable[[], Built]] = {f.__name__: f for f in (residual, inverted, encoder, layers)}
 if importlib.util.find_spec("torchvision"):
     MODELS |= {name: _vision(name) for name in ("resnet18", "mobilenet_v2", "squeezenet1_1", "convnext_tiny")}
@@ -111,6 +118,7 @@ if importlib.util.find_spec("transformers"):
              "num_key_value_heads": 4, "vocab_size": 8000, "use_cache": False}  # fmt: skip
     MODELS["bert"] = _text("BertForMaskedLM", "BertConfig")
     MODELS["gpt2"] = _text("GPT2LMHeadModel", "GPT2Config", use_cache=False)
+    MODELS["vit"] = vit
     MODELS["llama"] = _text("LlamaForCausalLM", "LlamaConfig", **small)
 
 

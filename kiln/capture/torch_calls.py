@@ -104,10 +104,14 @@ if torch._foreach_neg_(_list) is _list:  # type: ignore[func-returns-value]
 _as_strided = "as_strided as_strided_ as_strided_copy as_strided_scatter".split()
 
 
-@handles(torch.Tensor.storage_offset, told=True, *[
+_by_place = [getattr(torch.ops.aten, name).default for name in _as_strided]
+_by_place += [
     found for place in (torch, torch.Tensor, torch.ops.aten) for name in _as_strided
     if (found := getattr(place, name, None)) is not None
-], *[getattr(torch.ops.aten, name).default for name in _as_strided])  # fmt: skip
+]  # fmt: skip
+
+
+@handles(torch.Tensor.storage_offset, *_by_place, told=True)
 def by_place(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """What counts from where memory starts: guards on tensors say nothing of where in it they begin."""
     counts = function is torch.Tensor.storage_offset or len(args) > 3 or "storage_offset" in kwargs

@@ -8,6 +8,7 @@ sums stay in registers.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,24 +37,32 @@ class Product:
     rows: Axis
     panels: Axis | None
     columns: Axis
+    sums: int = 1
+    """How many products of the same loops there are."""
 
     def block(self, lanes: int) -> tuple[int, int]:
         """The rows and panels of a block: as many as there is room for, or fewer that leave no rest."""
         vectors = max(self.columns.size // lanes, 1)
         beside = [n for n in range(1, BESIDE // vectors + 1) if self.panels and self.panels.size % n == 0]
         panels = max(beside, default=1)
-        most = min(REGISTERS[lanes] // (vectors * panels), ROWS, self.rows.size)
+        most = min(REGISTERS[lanes] // (vectors * panels * self.sums), ROWS, self.rows.size)
         even = [n for n in range(most, most // 2, -1) if self.rows.size % n == 0]
         return even[0] if even else most, panels
 
 
 def product_of(nest: Nest) -> Product | None:
     """The product that a nest computes; None where it computes something else."""
-    folds, kept = nest.folds(), nest.kept
-    if len(folds) != 1 or not is_product(folds[0]) or not all(store.kept for store in nest.stores):
+    folds = nest.folds()
+    if not folds or not all(map(is_product, folds)) or not all(store.kept for store in nest.stores):
         return None
-    value: Any = folds[0].value
-    left, right = value.args
+    found = [factors_of(nest, fold) for fold in folds]
+    return None if found[0] is None or len(set(found)) > 1 else replace(found[0], sums=len(found))
+
+
+def factors_of(nest: Nest, fold: Fold) -> Product | None:
+    """The loops of the rows and of the columns of one product."""
+    value: Any = fold.value
+    (left, right), kept = value.args, nest.kept
     for one, other in ((left, right), (right, left)):
         rows = [a for a in kept if reads(one, a) and not reads(other, a)]
         columns = [a for a in kept if reads(other, a) and not reads(one, a)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -243,7 +244,7 @@ class Entries:
             self.in_turns(fn, self.kernel, pointer, run)
             fn.do("ret void")
             self.names.append(self.writer.entry(module))
-            return nests[0].axes[0].size
+            return math.prod(self.kernel.planes)
         total: Any = 0
         pieces: list[tuple[list[Buffer], list[int], Piece]] = []
         for nest in nests:
@@ -269,9 +270,13 @@ class Entries:
         """Write the loop over the turns of nests that follow each other in each of them."""
         rooms = [(b, f"[{count} x {TYPES[b.dtype]}]") for b, count in kernel.held.items()]
         held = {buffer: fn.at_entry(f"alloca {room}, align 64") for buffer, room in rooms}
-        inner = [of_a_plane(nest) for nest in kernel.nests]
+        inner = [of_a_plane(nest, kernel.depth) for nest in kernel.nests]
 
         def turn(i: Value, _: list[Value]) -> list[Value]:
+            turns: list[Value] = []
+            for size in reversed(kernel.planes[1:]):
+                i, turns = i / size, [i - i / size * size, *turns]
+            turns.insert(0, i)
             for nest, moves in inner:
                 pieces, ahead = self.writer.nest(nest, True, self.schedule)
                 for body, places, _, tasks in pieces:
@@ -279,7 +284,9 @@ class Entries:
                     for buffer, more in [(nest.used()[place], ahead[place]) for place in places]:
                         base = held.get(buffer) or pointer(buffer, more)
                         # Alike nests have one function: what they hold may begin elsewhere, too.
-                        move: Any = more if buffer in held else moves[buffer] and i * moves[buffer]
+                        move: Any = more if buffer in held else 0
+                        for at, step in zip(turns, moves[buffer], strict=True):
+                            move = at * step + move if step and buffer not in held else move
                         given.append(fn.at(base, move, TYPES[buffer.dtype]) if move else base)
                     run(body, given, fn.constant(0, I64), fn.constant(tasks, I64))
             return []

@@ -64,6 +64,11 @@ class Host:
         return self.name == "znver5" or self.foresees_little
 
     @property
+    def is_called_slowly(self) -> bool:
+        """Whether torch's library has wide vectors for others alone: small products are slow calls there."""
+        return self.name in ("znver4", "znver5")
+
+    @property
     def takes_lines_near(self) -> bool:
         """Whether lines that are asked for come fastest to the nearest cache, shortly before they are due."""
         return self.name == "znver5"

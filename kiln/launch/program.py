@@ -32,6 +32,7 @@ from kiln.expand.padding import padded
 from kiln.expand.products import by_onednn, summed_up
 from kiln.expand.sizes import determined
 from kiln.expand.stacks import joined_once, unstacked
+from kiln.fuse.attention import ATTENTION
 from kiln.fuse.loops import FOR_LOOPS
 from kiln.fuse.lower import is_pointwise
 from kiln.fuse.program import WAYS, Fusing, Program, fuse
@@ -40,7 +41,7 @@ from kiln.fuse.split import GRIDS
 from kiln.fuse.steps import Call
 from kiln.fuse.views import supported
 from kiln.generate.code import generate
-from kiln.generate.cpu import assembly
+from kiln.generate.cpu import assembly, host
 from kiln.launch.cache import disk
 from kiln.launch.few import Few, few_of
 from kiln.launch.inplace import with_writes_last
@@ -198,8 +199,11 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
     """A graph of aten ops as a program, fused in one way."""
     given = revisable(graph, dump)
     given = sealed(given) if settings.exact else padded(grouped(given))
+    also: dict[Any, Any] = FOR_LOOPS
+    if not settings.exact and any(node.op in ATTENTION for node in given.nodes) and host().is_called_slowly:
+        also = FOR_LOOPS | ATTENTION
     with records.timed("expand", dump.name, dump.half):
-        prims = revisable(expand(given, "prims", FOR_LOOPS), dump, "prims")
+        prims = revisable(expand(given, "prims", also), dump, "prims")
         prims = joined_once(filled(merged(unstacked(prims))))
     if not settings.exact:
         prims = summed_up(by_onednn(with_biases_apart(with_epilogues(prims))))

@@ -52,9 +52,9 @@ def test_several_threads():
 @pytest.mark.parametrize(
     "function, shape",
     [
-        (enlarged, (1, 8, 64, 64)),  # few planes
+        (enlarged, (1, 7, 64, 64)),  # few planes
         (enlarged, (1, 16, 8, 8)),  # little memory
-        (enlarged, (1, 16, 200, 200)),  # large planes
+        (enlarged, (1, 16, 320, 320)),  # large planes
         (lambda a: F.interpolate(a, size=(128, 16), mode="bilinear"), (1, 64, 32, 128)),  # it is made of more
     ],
 )
@@ -74,7 +74,6 @@ def test_what_leaves_or_is_read_again_is_stored():
     x = rand(1, 21, 32, 32)
     assert turns(twice, x)[1] == 1
     for how in ({"leaves": True}, {"again": True}):
-        assert turns(lambda a, how=how: twice(a, **how), x)[1] == 0
         check(lambda a, how=how: twice(a, **how), x)
     check(twice, x)
 

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the profiler's
 
 
 def peak(step):
-    """The most bytes at once in a step after two others."""
-    for _ in range(2):
+    """The most bytes at once in a step after three others."""
+    for _ in range(3):
         step()
     gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
