@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import subprocess
+import sys
 from random import Random
 
 import pytest
@@ -65,21 +65,33 @@ def test_memory_of_middle_size_goes_back_after_a_call(rows, kept):
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+LARGE = """
+import subprocess
+import sys
+import torch
+import kiln
+
+def in_huge_pages(tensor):
+    middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            low, high = (int(place, 16) for place in found.groups())
+            inside = low <= middle < high
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("the tensor has no memory")
+
+compiled = kiln.compile(lambda a: a * 2 + 1, fullgraph=True)
+large = torch.ones(12 << 20)
+assert not in_huge_pages(compiled(torch.ones(1 << 14)))
+assert in_huge_pages(compiled(large)) and not in_huge_pages(large)
+assert torch.equal(compiled(large), large * 2 + 1)
+"""
+
+
 def test_large_results_are_mapped_in_huge_pages():
-    """The system takes as long for a page of 2 MB as for one of 4 KB, and large results are new memory each time."""
+    """The system takes as long for a page of 2 MB as for one of 4 KB, and large results are new memory each time.
 
-    def in_huge_pages(tensor):
-        middle, inside = tensor.data_ptr() + tensor.nbytes // 2, False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-                low, high = (int(place, 16) for place in found.groups())
-                inside = low <= middle < high
-            elif inside and line.startswith("VmFlags:"):
-                return "hg" in line.split()
-        raise AssertionError("the tensor has no memory")
-
-    compiled = kiln.compile(lambda a: a * 2 + 1, fullgraph=True)
-    large = torch.ones(12 << 20)
-    assert in_huge_pages(compiled(large)) and not in_huge_pages(large)
-    assert not in_huge_pages(compiled(torch.ones(1 << 14)))
-    assert torch.equal(compiled(large), large * 2 + 1)
+    In a process of its own: what a program has given back may serve again, with what was said of it.
+    """
+    subprocess.run([sys.executable, "-c", LARGE], check=True)
