@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -64,10 +65,10 @@ def test_memory_of_middle_size_goes_back_after_a_call(rows, kept):
     assert _launch.memory() == (size if kept else 0, 0)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 LARGE = """
-import subprocess
-import sys
+import re
+from pathlib import Path
+
 import torch
 import kiln
 
@@ -89,6 +90,7 @@ assert torch.equal(compiled(large), large * 2 + 1)
 """
 
 
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 def test_large_results_are_mapped_in_huge_pages():
     """The system takes as long for a page of 2 MB as for one of 4 KB, and large results are new memory each time.
 
