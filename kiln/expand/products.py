@@ -3,8 +3,9 @@
 OneDNN multiplies faster than the library behind `mm`. Its call is that of a linear layer; weights are read as
 they lie, and brought into its order in each call: in small parts if they lie as those of layers do, as a
 whole otherwise, which pays where the library has slow code for the processor. Where the rows lie the other
-way round, as for the gradients of weights, it would need a copy of them: those are eager's. The gradients of
-a weight that is used again and again are added to what there is, so that they are not all in memory until
+way round, as for the gradients of weights, it copies them, which pays where its vectors are twice as wide,
+but for results that are new memory in each call: what `mm` writes to is mapped in huge pages. The gradients
+of a weight that is used again and again are added to what there is, so that they are not all in memory until
 the last is made.
 """
 
@@ -13,13 +14,16 @@ from __future__ import annotations
 import torch
 
 from kiln.base.graph import Graph, Made, Node, TensorSpec, nodes_in, substituted
-from kiln.base.processor import maker
+from kiln.base.processor import is_multiplied_narrowly, maker
 from kiln.expand.onednn import NONE, available
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
-#: Multiplications from which a product gains, and bytes of a weight up to which a copy of it may be made.
-LEAST, LARGEST = 1 << 26, 1 << 24
+#: Multiplications from which a product gains: at all, with vectors twice as wide, and with a copy of its rows
+#: then; and for each element that is copied.
+LEAST, LEAST_WIDER, LEAST_TURNED, FOR_EACH = 1 << 26, 1 << 22, 1 << 23, 64
+#: Bytes of an operand up to which a copy of it may be made, and from which memory is mapped anew in each call.
+LARGEST, MAPPED_ANEW = 1 << 24, 1 << 25
 #: The maker of the processors that the library behind `mm` is written for.
 MKL = "GenuineIntel"
 #: Where the operands stand among the arguments.
@@ -28,7 +32,8 @@ PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 def by_onednn(graph: Graph) -> Graph:
     """The graph of primitives, changed in place: large products are linear layers of oneDNN's."""
-    large = {node for node in graph.nodes if node.op in PRODUCTS and fits(node)}
+    added = {arg for node in graph.nodes if name_of(node.op) == "add" and is_summed(node) for arg in node.args}
+    large = {node for node in graph.nodes if node.op in PRODUCTS and fits(node, node in added)}
     if not large or not available():
         return graph
 
@@ -87,8 +92,11 @@ def is_summed(node: Node) -> bool:
     return plain and node.spec.device.type == "cpu" and specs == [node.spec, node.spec]
 
 
-def fits(node: Node) -> bool:
-    """Whether a product is large, and of matrices that lie right, with a bias for all rows if with any."""
+def fits(node: Node, added: bool = False) -> bool:
+    """Whether a product is large, and of matrices that lie right, with a bias for all rows if with any.
+
+    What is added to another matrix is so as it is multiplied, if its rows lie the other way round.
+    """
     first = PRODUCTS[node.op]
     if node.kwargs or len(node.args) != first + 2:
         return False
@@ -99,14 +107,21 @@ def fits(node: Node) -> bool:
     if not all(type(n) is int for spec in specs for n in (*spec.shape, *spec.stride)):
         return False
     (rows, summed), columns = a.shape, b.shape[1]
-    as_layer = is_dense(b, turned=True)
-    if rows * summed * columns < LEAST or not as_layer and (maker() == MKL or summed * columns * 4 > LARGEST):
+    wider, as_layer = is_multiplied_narrowly(), is_dense(b, turned=True)
+    least = LEAST_WIDER if wider else LEAST
+    if not is_dense(a):
+        if not wider or added or not is_dense(a, turned=True) or rows * columns < FOR_EACH * (rows + columns):
+            return False
+        if max(rows * columns * 4 - MAPPED_ANEW, rows * summed * 4 - LARGEST) > 0:
+            return False
+        least = LEAST_TURNED
+    if rows * summed * columns < least or not as_layer and (maker() == MKL or summed * columns * 4 > LARGEST):
         return False
     if first:
         bias = node.args[0].spec
         if bias.shape != (columns,) or bias.stride != (1,) or bias.dtype is not torch.float32:
             return False
-    return is_dense(node.spec) and is_dense(a) and (as_layer or is_dense(b))
+    return is_dense(node.spec) and (as_layer or is_dense(b))
 
 
 def is_dense(spec: TensorSpec, turned: bool = False) -> bool:

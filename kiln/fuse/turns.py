@@ -164,7 +164,7 @@ def _whole(
                 return None
             stores = rewritten(nest.stores, lambda at: at, names)
             nests.append((Nest(nest.axes, stores), turns is not None))
-    mine = {fresh[n]: n for n in own}
+    mine = {b: n for n, b in fresh.items() if n in own}  # in order: kernels that are alike share their code
     results = {n for launch in launches for n in launch.writes.values()} - own
     if len(known) > 1 or min(bytes_of(going), bytes_of(results)) > bytes_of(own):
         return None

@@ -10,6 +10,7 @@ from torch import nn
 
 import kiln
 from kiln.base.errors import Uneven
+from kiln.generate import cpu
 from kiln.launch import layers, program
 from tests.launch.test_layers import Plain, Random, noting
 
@@ -97,6 +98,30 @@ def test_a_value_may_pass_the_layers_by(made):
 def test_a_sum_over_all_layers_is_left_whole(made):
     trained(Stack([Wide() for _ in range(9)], table=nn.Parameter(torch.rand(1, 8))))
     assert len(made) == 1  # the forward
+
+
+class Attending(nn.Module):
+    """A layer of attention over heads, whose gradient is one kernel that holds several values for itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x):
+        q, k, v = (y.view(2, 128, 8, 32).transpose(1, 2) for y in self.into(x).chunk(3, -1))
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_layers_with_attention_as_loops_have_one_kernel(made, monkeypatch):
+    monkeypatch.setattr(cpu.Host, "is_called_slowly", True)
+    model = nn.Sequential(*[Attending() for _ in range(12)])
+    x = torch.randn(2, 128, 256)
+    compiled = kiln.compile(model, fullgraph=True)
+    for _ in range(2):
+        expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+        found = torch.autograd.grad(compiled(x).square().sum(), [*model.parameters()])
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert len(made) == 2 and None not in made
 
 
 def test_one_layer_unlike_the_others(made):
