@@ -22,7 +22,7 @@ from kiln.ops.table import aten
 #: Multiplications from which a product gains: at all, with vectors twice as wide, and with a copy of its rows
 #: then; and for each element that is copied.
 LEAST, LEAST_WIDER, LEAST_TURNED, FOR_EACH = 1 << 26, 1 << 22, 1 << 23, 64
-#: Bytes of an operand up to which a copy of it may be made, and from which memory is mapped anew in each call.
+#: Bytes of an operand up to which a copy of it may be made, and from which memory is mapped in each call.
 LARGEST, MAPPED_ANEW = 1 << 24, 1 << 25
 #: The maker of the processors that the library behind `mm` is written for.
 MKL = "GenuineIntel"
@@ -32,7 +32,8 @@ PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 def by_onednn(graph: Graph) -> Graph:
     """The graph of primitives, changed in place: large products are linear layers of oneDNN's."""
-    added = {arg for node in graph.nodes if name_of(node.op) == "add" and is_summed(node) for arg in node.args}
+    sums = [node for node in graph.nodes if name_of(node.op) == "add" and is_summed(node)]
+    added = {arg for node in sums for arg in node.args}
     large = {node for node in graph.nodes if node.op in PRODUCTS and fits(node, node in added)}
     if not large or not available():
         return graph
