@@ -516,9 +516,9 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
     if caller is not None:
         return caller(m, function, args, kwargs, mode)
     # The owner of a function that bindings of C++ make is a record of theirs, of which it is no method.
-    bound = isinstance(owner, type) or hasattr(type(owner), function.__name__)
-    bound = bound and not isinstance(owner, types.ModuleType)
-    if bound or owner is not None and (function.__module__ or "").startswith("torch."):
+    method = isinstance(owner, type) or hasattr(type(owner), function.__name__)
+    trusted = method or (function.__module__ or "").startswith("torch.")
+    if owner is not None and not isinstance(owner, types.ModuleType) and trusted:
         return call_native_method(m, function, owner, function.__name__, args, kwargs)
     raise unknown(function)
 

@@ -1445,3 +1445,12 @@ def test_a_lazy_module_makes_a_lazy_module():
     out = kiln.compile(module, backend="eager", fullgraph=not EAGER)(X)
     assert torch.equal(out, X + 1.5) and torch.equal(out, module(X))
     assert isinstance(module.inner.w, torch.nn.Parameter)
+
+
+@needs_kiln
+def test_functions_of_torchs_own_extensions_break():
+    def f(x):
+        return x + torch._C._dynamo.eval_frame.unsupported(x, x * 2)
+
+    r = same_as_eager(f, X)
+    assert [b.kind for b in r.found] == ["native-call"]
