@@ -17,7 +17,7 @@ from kiln.base.begun import Begun, begin
 from kiln.base.collecting import uncollected
 from kiln.base.dump import NOWHERE, Dump
 from kiln.base.errors import Break, Uneven
-from kiln.base.expressions import Expr
+from kiln.base.expressions import Condition, Expr
 from kiln.base.fx import runner, to_fx
 from kiln.base.graph import Graph, TensorSpec
 from kiln.base.options import Backend, config, unknown
@@ -44,7 +44,7 @@ from kiln.ops.levels import LEVELS
 from kiln.ops.lift import is_symbolic
 from kiln.ops.random import draw
 from kiln.ops.record import fake_of
-from kiln.ops.symint import wrap
+from kiln.ops.symint import expr_of, wrap
 
 # What stands between the program and its compiled graphs.
 hide(blocks, finish, parts, results, run, training)
@@ -253,9 +253,32 @@ def has_own_backward(node: fx.Node) -> bool:
     """Whether a call may have a backward written in Python: custom functions and custom ops."""
     example = node.meta.get("example_value")
     made = example if isinstance(example, (tuple, list)) else [example]
+    written = is_custom(node) or isinstance(node.target, Named)
+    return written and any(isinstance(v, Tensor) and v.requires_grad for v in made)
+
+
+def is_custom(node: fx.Node) -> bool:
+    """Whether a node calls an op that others than torch have made."""
     op = getattr(node.target, "overloadpacket", node.target)
-    custom = isinstance(op, OpOverloadPacket) and not op._qualified_op_name.startswith("aten::")
-    return (custom or isinstance(op, Named)) and any(isinstance(v, Tensor) and v.requires_grad for v in made)
+    return isinstance(op, OpOverloadPacket) and not op._qualified_op_name.startswith("aten::")
+
+
+def selects(node: fx.Node) -> bool:
+    """Whether what a call gives is as long as the numbers in tensors say."""
+    if not is_custom(node):
+        return node.target in SELECTING
+    given = [n.meta.get("example_value") for n in node.all_input_nodes]
+    return bool(symbols_in(node.meta.get("example_value")) - symbols_in(given))
+
+
+def symbols_in(value: Any) -> frozenset[Any]:
+    """The symbols of the numbers and sizes in a nest."""
+    if isinstance(value, (list, tuple)):
+        return frozenset[Any]().union(*map(symbols_in, value))
+    if isinstance(value, Tensor):
+        return symbols_in((*value.shape, *value.stride())) if is_symbolic(value) else frozenset()
+    expr = expr_of(value)
+    return expr.symbols() if isinstance(expr, (Expr, Condition)) else frozenset()
 
 
 #: What gives as much as the numbers in tensors say.
@@ -268,7 +291,7 @@ def looks_at_numbers(node: fx.Node) -> bool:
     item = node.op == "call_method" and node.target == "item"
     packed = node.target in RECURRENT and of_packed(node.args)
     varies = node.target in RECURRENT and is_symbolic(node.meta.get("example_value"))
-    reads = item or packed or varies or node.target in SELECTING or has_places(node)
+    reads = item or packed or varies or selects(node) or has_places(node)
     return checks or reads or has_own_backward(node) or is_hook(node)
 
 

@@ -22,7 +22,7 @@ from kiln.capture.array_calls import (
     scalar_outside,
     to_tensor,
 )
-from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of
+from kiln.capture.array_checks import ArrayEquals, ArrayMatch, facts_of, quiet, stand_ins
 from kiln.capture.calls import CALLERS, POLICIES, Args, Kwargs, foreign, handles, native, unknown
 from kiln.capture.fake_arrays import FakeArray
 from kiln.capture.frame import Machine
@@ -81,19 +81,43 @@ def call_array_function(m: Machine, function: Any, args: Args, kwargs: Kwargs, m
     name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None) or "numpy"
     if name in IMPURE or module.startswith(("numpy.random", "numpy.testing")):
         raise unknown(function)
+    if any(type(value) is FakeTensor for value in nested((*args, *kwargs.values()))):
+        return call_on_tensors(m, function, args, kwargs)
     kinds = (FakeArray, torch.SymInt) if function in FILLING else (FakeArray,)
     if any(type(value) in kinds for value in nested((*args, *kwargs.values()))):
         return call_function(m, function, args, kwargs)
-    if function in (numpy.asarray, numpy.array) and len(args) == 1 and type(args[0]) is FakeTensor:
-        return call_function(m, function, (of_tensor(m, args[0]),), kwargs)
     for value in nested((*args, *kwargs.values())):
-        if type(value) is FakeTensor:
-            why = f"numpy.{name} needs the values of a tensor"
-            raise Break("data-dependent", why, "use the torch function instead")
         refuse_large(m, value)
         if isinstance(function, types.FunctionType) and foreign(m, value):
             return m.inline(function, args, kwargs, mode)
     return native(m, function, args, kwargs)
+
+
+def call_on_tensors(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A function of numpy that tensors are arguments of: it sees the arrays over their memory.
+
+    What numpy gives for real tensors says what becomes of the result: an array, or a tensor again, as
+    universal functions hand it back to them. Others call methods of theirs.
+    """
+    m.world.touch_deep([args, kwargs])
+    tensors = [value for value in nested((args, kwargs)) if type(value) is FakeTensor]
+    arrays = {id(tensor): of_tensor(m, tensor) for tensor in tensors}
+    real = mapped(
+        (args, kwargs), lambda v: torch.from_numpy(arrays[id(v)].like.copy()) if id(v) in arrays else v
+    )
+    args, kwargs = mapped((args, kwargs), lambda v: arrays.get(id(v), v))
+    try:
+        with quiet(), torch._C.DisableTorchFunction():
+            answer = function(*stand_ins(real[0]), **stand_ins(real[1]))
+    except Exception:
+        answer = None
+    again = type(answer) is torch.Tensor and isinstance(function, numpy.ufunc)
+    again = again and answer.dim() > 0 and answer.dtype is not torch.uint8  # which truth values become
+    if not again and not isinstance(answer, (numpy.ndarray, numpy.generic)):
+        why = f"numpy.{getattr(function, '__name__', '')} needs the values of a tensor"
+        raise Break("data-dependent", why, "use the torch function instead")
+    result = call_function(m, function, args, kwargs)
+    return to_tensor(m, result, torch.from_numpy, (), {}) if again else result
 
 
 def refuse_large(m: Machine, value: Any) -> None:

@@ -90,8 +90,11 @@ TENSOR = object()
 PLAIN = (int, float, str, type(None))
 
 
-def capture_body(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Function:
-    """Interpret a call of the function, on example tensors, into a graph of its own."""
+def capture_body(m: Machine, function: Any, args: Args, kwargs: Kwargs, writes: bool = False) -> Function:
+    """Interpret a call of the function, on example tensors, into a graph of its own.
+
+    With `writes` it may write to the tensors that it is given.
+    """
     parent, before = m.recorder, pending(m)
     body = Body(parent)
     m.recorder = m.world.recorder = body
@@ -103,7 +106,8 @@ def capture_body(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Funct
         out = m.call(function, args, kwargs)
         m.world.touch_deep(out)
         leaves, shape = pytree.tree_flatten(out)
-        if pending(m) != before or any(fake._version != version for fake, version in body.versions):
+        watched = [(t, version) for t, version in body.versions if not (writes and id(t) in given)]
+        if pending(m) != before or any(fake._version != version for fake, version in watched):
             raise refused(m, "side-effect", f"{name_of(function)} has effects outside itself")
         tensors = [leaf for leaf in leaves if type(leaf) is FakeTensor]
         if any(type(leaf) is not FakeTensor and not isinstance(leaf, PLAIN) for leaf in leaves):

@@ -21,6 +21,7 @@ from kiln.base.errors import Break, Skip
 from kiln.base.source import Const
 from kiln.capture import attributes, operators, symbolic
 from kiln.capture.calls import METHODS, Args, Kwargs, declare, handles, native, refuses, runs_now
+from kiln.capture.expected import Chosen
 from kiln.capture.fake_arrays import FakeArray, OpenNumber, OpenText
 from kiln.capture.frame import Frame, Machine, Restart, UserError
 from kiln.capture.identity import Address, sought
@@ -494,8 +495,9 @@ def extremum(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
         other = m.call(key, (value,)) if key else value
         better = operators.compare(m, ">" if function is max else "<", other, score)
         if type(better) is FakeTensor and not key and alike(best, value):
-            best = score = m.torch_call(torch.where, (better, value, best), {})
-            m.chosen.append((best, m.safe_step()))
+            pair = value, best
+            best = score = m.torch_call(torch.where, (better, *pair), {})
+            m.chosen.append(Chosen.made(m, best, pair))
         elif m.truth(better):
             best, score = value, other
     return best

@@ -408,8 +408,10 @@ def call_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs,
 
 def enter_module(m: Machine, module: torch.nn.Module, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """Interpret a call of a module: straight to forward when no hook is registered anywhere."""
-    if "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
-        # A lazy module takes its shapes from its first arguments, and its parameters are drawn now.
+    lazy = "_initialize_hook" in module.__dict__ and isinstance(module, torch.nn.modules.lazy.LazyModuleMixin)
+    if lazy and m.source(module) is not None:
+        # A lazy module takes its shapes from its first arguments, and its parameters are drawn now. One that
+        # the program makes does so in every call: its hook is interpreted.
         if m.recorder.dispatch.draws:
             why = f"a {type(module).__name__} is initialized after random numbers were drawn"
             raise Break("random-state", why, "call the module once before it is compiled")
@@ -513,9 +515,26 @@ def call_builtin(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: st
     caller = POLICIES.get(purity.builtin_policy(function))
     if caller is not None:
         return caller(m, function, args, kwargs, mode)
-    if owner is not None and not isinstance(owner, types.ModuleType):
+    # The owner of a function that bindings of C++ make is a record of theirs, of which it is no method.
+    method = isinstance(owner, type) or hasattr(type(owner), function.__name__)
+    trusted = method or (function.__module__ or "").startswith("torch.")
+    if owner is not None and not isinstance(owner, types.ModuleType) and trusted:
         return call_native_method(m, function, owner, function.__name__, args, kwargs)
     raise unknown(function)
+
+
+def call_setting(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A read of a setting of torch's, guarded unless the program may have set it itself."""
+    value = native(m, function, args, kwargs)
+    if not args and not kwargs and type(value) in CONSTANTS:
+        m.world.setting(function, value)
+    return value
+
+
+def call_effect(m: Machine, function: Any, args: Args, kwargs: Kwargs, mode: str) -> Any:
+    """A write of a setting: a node of the graph, made now, too."""
+    m.world.switched = m.world.switched or not function.__name__.startswith(purity.MODE_WRITES)
+    return m.native(m.recorder.effect, function, args, kwargs)
 
 
 def call_native_method(m: Machine, function: Any, owner: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -732,7 +751,8 @@ CALLERS: dict[type, Callable[..., Any]] = {
 POLICIES: dict[str, Callable[..., Any]] = {
     "leaf": call_leaf,
     "native": lambda m, function, args, kwargs, mode: native(m, function, args, kwargs),
-    "effect": lambda m, function, args, kwargs, mode: m.native(m.recorder.effect, function, args, kwargs),
+    "setting": call_setting,
+    "effect": call_effect,
     "own": call_own,
     "break": call_world,
     "dropped": lambda m, function, args, kwargs, mode: None,

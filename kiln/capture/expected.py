@@ -8,15 +8,20 @@ backend compiles that writes at its end may check later, too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
+from kiln.base.dataclass import dataclass
 from kiln.base.errors import Break
 from kiln.bytecode.decode import Instruction
 from kiln.capture.fake_arrays import OpenNumber
 from kiln.capture.foreseen import foreseen, text_of
-from kiln.capture.frame import Frame, Machine, place_at
+from kiln.capture.frame import Frame, Machine, Restart, place_at
 from kiln.capture.recorder import Recorder
-from kiln.ops.fake import constant_of
+from kiln.ops.fake import FakeTensor, constant_of
+from kiln.ops.meta import memory_of
 
 LONGEST = 80  # instructions of an arm that is looked at
 #: What an arm may do on its way to its raise: make the exception, and the text of it.
@@ -66,3 +71,50 @@ def refusal() -> Break:
     """The break where a branch depends on a tensor."""
     return Break("branch-on-tensor", "the condition is the value of a tensor",
                  "use torch.where, or move the branch out of the compiled function")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A tensor that stands for whichever of two values a comparison chooses, and the step that chose.
+
+    It serves while nobody can tell it from the one that is chosen: none of them is written afterwards.
+    """
+
+    tensor: FakeTensor
+    of: tuple[Any, Any]
+    step: int
+    versions: tuple[int, ...]
+
+    @classmethod
+    def made(cls, m: Machine, tensor: FakeTensor, of: tuple[Any, Any]) -> Chosen:
+        return cls(tensor, of, m.safe_step(), versions(m, (tensor, *of)))
+
+    def serves(self, m: Machine, outputs: list[FakeTensor]) -> bool:
+        """Whether it may stand in a graph with these outputs.
+
+        It may be one of them where nothing may break and both others are tensors of the graph's own that
+        nothing else leads to.
+        """
+        if versions(m, (self.tensor, *self.of)) != self.versions:
+            return False
+        others = [out for out in outputs if out is not self.tensor]
+        if len(others) == len(outputs):
+            return True
+        lent = {id(memory_of(out)) for out in others}
+        return m.whole and all(
+            type(value) is FakeTensor and getattr(memory_of(value), "own", False)
+            and id(memory_of(value)) not in lent for value in self.of
+        )  # fmt: skip
+
+
+def versions(m: Machine, values: Iterable[Any]) -> tuple[int, ...]:
+    """How often each of the tensors among some values has been written to; inference tensors do not tell."""
+    tensors = (value for value in values if type(value) is FakeTensor)
+    return tuple(m.recorder.dispatch.writes if t.is_inference() else t._version for t in tensors)
+
+
+def indistinct(m: Machine, *values: Any) -> None:
+    """The program asks which object a value is: one that stands for either of two is neither."""
+    for chosen in m.chosen:
+        if any(value is chosen.tensor for value in values):
+            raise Restart(chosen.step, refusal())

@@ -70,10 +70,10 @@ class Finisher:
         if self.m.expected and not self.replays():
             self.refuse_late()
         dry = self.dry(tail)
-        for fake, step in self.m.chosen:
-            if any(fake is out for out in dry.outputs):
+        for chosen in self.m.chosen:
+            if not chosen.serves(self.m, dry.outputs):
                 # The program would see a new tensor where it has a number, or one of two tensors.
-                raise Restart(step, expected.refusal())
+                raise Restart(chosen.step, expected.refusal())
         self.keep_exchanged(dry.outputs)
         self.m.world.varying.settle()
         call, inputs = self.compile_graph(dry.outputs, self.after if reason is None else None)

@@ -103,7 +103,7 @@ class Machine:
         #: None where no branch is taken so.
         self.foreseen: set[str] = set()
         self.unforeseen: frozenset[str] | None = None
-        self.chosen: list[tuple[Any, int]] = []  # tensors that stand for one of two values, and their steps
+        self.chosen: list[expected.Chosen] = []  # tensors that stand for one of two values
         #: Tensors that get other data than the graph has read before, and the steps at which they do.
         self.exchanged: list[tuple[int, FakeTensor]] = []
         self.calls: dict[Any, list[Call] | None] = {}  # those of modules, by what must be equal in two
@@ -469,6 +469,8 @@ class Machine:
         """`a is b`, guarded when both come from outside and only their types are known to stay."""
         if type(a) is FakeTensor and type(b) is FakeTensor:
             self.world.looked = True
+            if self.chosen and a is not b:
+                expected.indistinct(self, a, b)
         if a is not b and not open_numbers.UNKNOWN.isdisjoint((type(a), type(b))):
             return open_numbers.one_object(self, a, b)
         if a is not b and type(a) is type(b):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library import fake_impl
 
 from kiln.base.conditions import eq, ge, le
 from kiln.base.errors import Break
@@ -33,7 +34,7 @@ def selected(m: Machine, function: Any, args: Any, kwargs: Any, reason: Break) -
 
     `reason` is that of the break without it.
     """
-    rule = RULES.get(function)
+    rule = RULES.get(function) or registered(function)
     if rule is None or kwargs.keys() & ELSEWHERE or not m.numbers and not taken(m):
         return MISSING
     m.selecting = m.frames[-1].step, Break(reason.kind, reason.why, reason.hint, m.frames[-1].place())
@@ -332,6 +333,61 @@ def bincount(m: Machine, x: Any, weights: Any = None, minlength: Any = 0) -> Any
 
 
 #: Arguments of calls that the rules leave alone.
+def registered(function: Any) -> Callable[..., Any] | None:
+    """The rule of a custom op for which the program says what it gives, with sizes that it asks for."""
+    op = function
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        names = function.overloads()
+        op = getattr(function, names[0]) if len(names) == 1 else None
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace == "aten" or op._schema.is_mutable:
+        return None
+    kernel = torch._library.simple_registry.singleton.find(op.name()).fake_impl.kernel
+    return None if kernel is None else functools.partial(sized, op=op, gives=kernel.func)
+
+
+class Sizes:
+    """What a function that a program registered for fakes asks for sizes that depend on values."""
+
+    def __init__(self, m: Machine) -> None:
+        self.m = m
+        self.made: list[Symbol] = []
+
+    def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
+        self.made.append(symbol := opened(self.m, low=2))
+        if type(max) is int:
+            symbol.scope.learn(le(symbol, max))
+        return wrap(symbol)
+
+    create_unbacked_symint = new_dynamic_size
+
+
+def sized(m: Machine, *args: Any, op: Any, gives: Callable[..., Any], **kwargs: Any) -> Any:
+    """A custom op whose results have sizes that the graph reads; MISSING where it may have a gradient."""
+    names = [arg.name for arg in op._schema.arguments]
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    lists = any(isinstance(value, (list, tuple)) for value in (*args, *kwargs.values()))
+    differs = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if differs or lists or kwargs.keys() - set(names):
+        return MISSING
+    args += tuple([kwargs.get(arg.name, arg.default_value) for arg in op._schema.arguments[len(args) :]])
+    sizes = Sizes(m)
+
+    def on_fakes(*args: Any) -> Any:
+        with fake_impl.set_ctx_getter(lambda: sizes):
+            return gives(*args)
+
+    found = m.native(m.recorder.record, op, args, on_fakes)
+    parts = [part for part in (found if isinstance(found, tuple) else (found,)) if type(part) is FakeTensor]
+    for symbol in sizes.made:
+        places = ((part, dim) for part in parts for dim, n in enumerate(part.shape) if expr_of(n) is symbol)
+        part, dim = next(places, (None, 0))
+        if part is None:
+            raise Restart(*m.selecting)
+        found_by(m, symbol, "size", torch.Tensor.size, part, dim)
+        expect_size(m, symbol)
+    return found
+
+
 ELSEWHERE = frozenset({"input", "out"})
 RULES: dict[Any, Callable[..., Any]] = {
     torch.where: where,

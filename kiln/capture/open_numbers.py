@@ -133,12 +133,12 @@ def within_bounds(question: Condition) -> Truth | None:
 def tolist(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """The numbers of a short tensor, where nothing may break."""
     (tensor,) = args
-    if not m.numbers or tensor.dim() > 1 or tensor.numel() > LONGEST:
+    if not m.numbers or tensor.numel() > LONGEST:
         return m.torch_call(torch.Tensor.tolist, args, kwargs)
     if not tensor.dim():
         return item(m, args, kwargs)
-    rows = [m.torch_call(torch.Tensor.select, (tensor, 0, i), {}) for i in range(tensor.numel())]
-    return [item(m, (row,), {}) for row in rows]
+    rows = [m.torch_call(torch.Tensor.select, (tensor, 0, i), {}) for i in range(tensor.shape[0])]
+    return [tolist(m, (row,), {}) for row in rows]
 
 
 #: How many numbers of a tensor one graph reads at most.

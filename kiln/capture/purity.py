@@ -133,8 +133,19 @@ STATE_READS = frozenset("""
     _len_torch_dispatch_stack get_autocast_xla_dtype is_multithreading_enabled promote_types result_type
     can_cast is_floating_point is_complex is_signed is_same_size _cuda_isCurrentStreamCapturing
     _cuda_getDeviceCount _cuda_getDevice get_num_interop_threads is_vulkan_available _dispatch_keys
-    _dispatch_tls_is_dispatch_key_excluded
+    _dispatch_tls_is_dispatch_key_excluded _profiler_enabled _profiler_type
 """.split())  # fmt: skip
+#: Those of what a program may change at any time, which the guard on torch's state as a whole leaves out.
+SETTINGS = frozenset("""
+    get_num_threads is_anomaly_enabled is_anomaly_check_nan_enabled _is_multithreading_enabled
+    _is_view_replay_enabled _is_grad_layout_enforcement_enabled _profiler_enabled _profiler_type
+    _get_flash_sdp_enabled _get_fa3_sdp_enabled _get_mem_efficient_sdp_enabled _get_math_sdp_enabled
+    _get_overrideable_sdp_enabled _get_cudnn_sdp_enabled
+""".split()) | {
+    name for name in vars(torch._C) if name.startswith("_get_") and f"_set_{name[5:]}" in vars(torch._C)
+} - {"_get_tracing_state", "_get_deterministic_algorithms", "_get_torch_function_state"}  # fmt: skip
+#: How the names of writes begin that change no setting of these.
+MODE_WRITES = ("_set_grad_enabled", "set_autocast", "autocast_", "clear_autocast", "_set_default_dtype")
 STATE_WRITES = frozenset("""
     _set_grad_enabled set_autocast_enabled set_autocast_cpu_enabled set_autocast_dtype
     set_autocast_cpu_dtype set_autocast_gpu_dtype autocast_increment_nesting autocast_decrement_nesting
@@ -147,7 +158,7 @@ STATE_WRITES = frozenset("""
 
 
 def builtin_policy(function: Any) -> str:
-    """How a call of a builtin function is captured: leaf, effect, native, or unknown."""
+    """How a call of a builtin function is captured: leaf, effect, native, setting, or unknown."""
     name, owner = function.__name__, function.__self__
     module = function.__module__ or ""
     if (
@@ -158,7 +169,7 @@ def builtin_policy(function: Any) -> str:
         if name in STATE_WRITES or name.startswith("_set_sdp"):
             return "effect"
         if name in STATE_READS or name.startswith(READS):
-            return "native"
+            return "setting" if name in SETTINGS else "native"
     if id(function) in TORCH_NODES:
         return "leaf"
     if function in PURE_NATIVES:

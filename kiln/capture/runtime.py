@@ -172,9 +172,10 @@ def entered(kind: Any) -> Any:
     return made
 
 
-def muted(*filters: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> warnings.catch_warnings[None]:
-    """A block of warnings that is entered, with what was set in it."""
-    block: warnings.catch_warnings[None] = entered(warnings.catch_warnings)
+def muted(record: bool, *filters: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> Any:
+    """A block of warnings that is entered, with what was set in it; what it may `record` nobody reads."""
+    block = warnings.catch_warnings(record=record)
+    block.__enter__()
     for function, args, kwargs in filters:
         function(*args, **kwargs)
     return block

@@ -24,7 +24,7 @@ from kiln.base.outside import computes
 from kiln.base.source import Const, Derived, Source
 from kiln.capture import runtime, symbolic
 from kiln.capture.calls import CALLERS, Args, Kwargs, call, declare, handles, leaf, refuses, runs_now
-from kiln.capture.frame import Machine, Restart, UserError
+from kiln.capture.frame import Frame, Machine, Restart, UserError
 from kiln.capture.world import CONSTANTS, nested, rooted
 from kiln.check.guards import Custom, Equals, Is
 from kiln.ops.fake import LITERALS, FakeTensor
@@ -311,12 +311,19 @@ def _in_python(m: Machine, why: str) -> Exception:
 
 @handles(warnings.catch_warnings.__enter__)
 def catch_warnings(m: Machine, args: Args, kwargs: Kwargs) -> Any:
-    """Warnings within the block are not given."""
+    """Warnings within the block are not given; where the program keeps them, the frame runs in Python."""
     (block,) = args
-    if m.source(block) is not None or m.getattr(block, "_record"):
+    recorded = m.getattr(block, "_record")
+    if m.source(block) is not None or recorded and not unnamed(m.frames[-1]):
         raise _in_python(m, "warnings are recorded")
     m.muted += 1
-    m.world.entered[id(block)] = (runtime.muted,)
+    m.world.entered[id(block)] = (runtime.muted, bool(recorded))
+
+
+def unnamed(frame: Frame) -> bool:
+    """Whether a frame is at a with statement that gives what it enters no name."""
+    here, then = frame.code.instructions[frame.index : frame.index + 2]
+    return here.name == "BEFORE_WITH" and then.name == "POP_TOP"
 
 
 @handles(warnings.simplefilter, warnings.filterwarnings, warnings.resetwarnings, told=True)

@@ -68,7 +68,7 @@ def call_vmap(m: Machine, function: Any, args: Args, kwargs: Kwargs) -> Any:
     m.world.touch_deep([args, kwargs])
     dims = flat_dims(given["in_dims"], args)
     inner = examples(args, dims), examples(kwargs, [0] * len(pytree.tree_leaves(kwargs)))
-    body = capture_body(m, given["func"], *inner)
+    body = capture_body(m, given["func"], *inner, writes=True)
     settings = {k: given[k] for k in ("in_dims", "out_dims", "randomness", "chunk_size") if k in given}
     return record(m, Transform("vmap", lambda f: torch.func.vmap(f, **settings), body), args, kwargs)
 

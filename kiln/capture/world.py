@@ -174,6 +174,7 @@ class World:
         self.looked = False  # whether the program may have looked at a fact of a tensor: its shape, dtype, …
         self.owned_matches: list[TensorMatch] = []  # what parameters and buffers of pinned modules are
         self.counted = False  # whether a number that varies is a key of a dict or set
+        self.switched = False  # whether the program has changed a setting of torch's
         self.class_writes = False  # whether writes to attributes of classes are held back
         self.made_cells: set[int] = set()  # ids of the cells made during capture
         self.made_classes: set[int] = set()  # and of the classes: nobody else changes them
@@ -782,6 +783,12 @@ class World:
         """Whether an attribute of a class was put there by the program, in the body of a class."""
         owners = [base for base in getattr(cls, "__mro__", ()) if name in base.__dict__]
         return bool(owners) and id(owners[0]) in self.made_classes
+
+    def setting(self, function: Any, value: Any) -> None:
+        """What a function of torch's says of a setting was read."""
+        if not self.switched:
+            said = Derived(Const(function, function.__name__), operator.call, "answer")
+            self.guard(Equals(said, value))
 
     def builtin(self, name: str, value: Any) -> None:
         """A builtin was read."""

@@ -316,6 +316,9 @@ def second_opinion(
     tensors = tensors_in((args, kwargs))
     # A custom op without a rule says so by another type.
     missing = isinstance(error, NotImplementedError) or "no fake impl registered" in str(error)
+    if func.namespace != "aten" and "data-dependent shape" in str(error):
+        why = f"what {func} gives has a size that depends on values"
+        raise Break("data-dependent", why, "move it out of the compiled function") from None
     answer, refused = None, not missing
     if missing and not func._schema.returns:
         return None, tensors

@@ -1300,3 +1300,157 @@ def methods_that_others_hide_across_breaks(x):
 
 def test_methods_that_others_hide_across_breaks():
     same_as_eager(methods_that_others_hide_across_breaks, X)
+
+
+# ------------------------------------------------------------------------------- the larger of two tensors
+
+WHOLE = How(options={"fullgraph": True})
+
+
+def larger_returned(x):
+    return max(x.sum(), (x * 2).sum()), min([x.mean(), x.sum(), x.sum() - 1]), x + 1
+
+
+def larger_written(x):
+    a, b = x.sum(), (x * 2).sum()
+    max(a, b).add_(1)
+    return a + b
+
+
+def larger_of_written(x):
+    a, b = x.sum(), (x * 2).sum()
+    most = min(a, b)
+    a.add_(100)
+    return most * 2
+
+
+def larger_written_without_history(x):
+    with torch.inference_mode():
+        a, b = x.sum(), (x * 2).sum()
+        max(a, b).add_(1)
+        return a + b
+
+
+def larger_identified(x):
+    a, b = x.sum(), (x * 2).sum()
+    most = max(a, b)
+    return most is a, most is b, most + 1
+
+
+def larger_of_inputs(x):
+    return max(x[0], x[2])
+
+
+def larger_and_one_of_both(x):
+    a = x.sum()
+    return max(a, (x * 2).sum()), a
+
+
+def test_the_larger_of_two_tensors_is_what_a_whole_graph_gives():
+    one_graph(larger_returned, X, how=WHOLE)
+
+
+TOLD_APART = [
+    larger_written, larger_of_written, larger_written_without_history, larger_identified, larger_of_inputs,
+    larger_and_one_of_both,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("f", TOLD_APART)
+def test_the_larger_of_two_tensors_is_one_of_them(f):
+    r = same_as_eager(f, X)
+    assert EAGER or r.found[0].kind == "branch-on-tensor"
+    if not EAGER:
+        with pytest.raises(kiln.Break, match="branch-on-tensor"):
+            kiln.compile(f, backend="eager", fullgraph=True)(X)
+
+
+# ------------------------------------------------------------------------------------- settings of torch's
+
+SETTINGS = {
+    "threads": (torch.get_num_threads, torch.set_num_threads, (1, 2)),
+    "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, ("highest", "high")),
+    "warnings": (torch.is_warn_always_enabled, torch.set_warn_always, (False, True)),
+    "anomaly": (torch.is_anomaly_enabled, torch._C.set_anomaly_enabled, (False, True)),
+    "fill": (
+        torch._C._get_deterministic_fill_uninitialized_memory,
+        torch._C._set_deterministic_fill_uninitialized_memory, (True, False),
+    ),
+    "kernels": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, (True, False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_are_read_are_guarded(name):
+    read, write, values = SETTINGS[name]
+
+    def f(x):
+        return x + 1, read()
+
+    before, w = read(), Watch(f)
+    try:
+        for value in (*values, *values):
+            write(value)
+            assert w(X)[1] == value
+    finally:
+        write(before)
+    assert EAGER or len(w.backend.modules) == 2 and not w.breaks
+
+
+def test_whether_a_profiler_runs_is_guarded():
+    def f(x):
+        return x + 1 if torch.autograd._profiler_enabled() else x - 1
+
+    w = Watch(f)
+    w(X)
+    with torch.autograd.profiler.profile():
+        w(X)
+    w(X)
+    assert EAGER or len(w.backend.modules) == 2 and not w.breaks
+
+
+@needs_kiln
+def test_functions_of_other_extensions_break(monkeypatch):
+    native = torch._C._autograd._saved_tensors_hooks_is_enabled  # made by bindings of C++, as others' are
+    monkeypatch.setattr(native, "__module__", "extension")
+
+    def f(x):
+        return x + torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+    r = same_as_eager(f, X)
+    assert [b.kind for b in r.found] == ["native-call"]
+
+
+# ------------------------------------------------------------------------------------------- lazy modules
+
+
+class Lazy(torch.nn.modules.lazy.LazyModuleMixin, torch.nn.Module):
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner = inner
+
+    def initialize_parameters(self, x):
+        with torch.no_grad():
+            if self.inner is None:
+                self.inner = Lazy(torch.nn.Identity())
+            else:
+                self.w = torch.nn.Parameter(torch.full(x.shape, 0.5))
+
+    def forward(self, x):
+        return self.inner(x) + (self.w if hasattr(self, "w") else 1)
+
+
+def test_a_lazy_module_makes_a_lazy_module():
+    module = Lazy()
+    out = kiln.compile(module, backend="eager", fullgraph=not EAGER)(X)
+    assert torch.equal(out, X + 1.5) and torch.equal(out, module(X))
+    assert isinstance(module.inner.w, torch.nn.Parameter)
+
+
+@needs_kiln
+def test_functions_of_torchs_own_extensions_break():
+    def f(x):
+        return x + torch._C._dynamo.eval_frame.unsupported(x, x * 2)
+
+    r = same_as_eager(f, X)
+    assert [b.kind for b in r.found] == ["native-call"]

@@ -7,7 +7,7 @@ import torch
 
 from kiln.base import records
 from tests.same import Same
-from tests.support import EAGER, Counting, kiln
+from tests.support import EAGER, Counting, Watch, kiln, same_as_eager, t
 
 pytestmark = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
 
@@ -252,3 +252,49 @@ def test_counts_are_as_many_as_are_asked_for(backend):
         breaks.append(len(log.breaks))
     assert not any(breaks[:6])
     assert breaks[6] > 0  # after two calls with more of them
+
+
+# ---------------------------------------------------------------- custom ops that say how much they give
+
+
+@torch.library.custom_op("kiln_masks::above", mutates_args=())
+def above(x: torch.Tensor, low: float = 0.0) -> torch.Tensor:
+    return x[x > low].clone()
+
+
+@above.register_fake
+def _(x, low=0.0):
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(min=0, max=x.numel()))
+
+
+@torch.library.custom_op("kiln_masks::pair", mutates_args=())
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = x[x > 0].clone()
+    return y, torch.stack([y, y * 2])
+
+
+@pair.register_fake
+def _(x):
+    size = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(size), x.new_empty(2, size)
+
+
+def sized_by_custom_ops(x):
+    y = torch.ops.kiln_masks.above(x + 1, low=1.0)
+    one, both = pair(x)
+    return y * 2, len(y), (one + both).sum(0), both.shape, above(x).view(-1, 1) + 1
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager", "kiln"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_custom_ops_give_as_much_as_they_say(fullgraph, backend):
+    w = Watch(sized_by_custom_ops, fullgraph=fullgraph)
+    w.backend.backend = backend
+    for x in (t(9), t(9) + 1, t(9) - 3, t(9) + 0.5):  # nothing is above 0 in the third
+        w(x)
+    assert EAGER or len(w.backend.modules) <= 2 and not w.breaks
+
+
+def test_gradients_of_custom_ops_that_select_are_the_programs():
+    r = same_as_eager(lambda x: (above(x * 2).detach() * x.sum(), x + 1), t(9, grad=True))
+    assert EAGER or r.graphs >= 1

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tests.support import EAGER, kiln, one_graph, pin, same_as_eager, t
+from tests.support import EAGER, How, kiln, one_graph, pin, same_as_eager, t
 
 needs_kiln = pytest.mark.skipif(EAGER, reason="asks Kiln itself")
 
@@ -603,3 +603,11 @@ def test_truths_of_tensors_are_asked_of_and_checked(backend):
         assert [type(v) for v in got] == [type(v) for v in expected]
     with pytest.raises(RuntimeError, match="Expected cond to be True"):
         compiled(-torch.ones(3))
+
+
+def test_numbers_of_a_tensor_of_several_dimensions():
+    def f(x, empty):
+        rows = (x * 2).long().tolist()
+        return [[n * 4 for n in row] for row in rows], x[:, :1].tolist(), empty.tolist(), x + rows[1][0]
+
+    one_graph(f, t(2, 3), torch.ones(2, 0), how=How(options={"fullgraph": True}))

@@ -278,3 +278,35 @@ def test_scripts_are_traced_op_by_op():
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = kiln.compile(f)(torch.ones(2))
     assert "aten::mul" in str(traced.graph) and torch.equal(traced(torch.ones(3)), torch.full((3,), 3.0))
+
+
+def given_is_written(z):
+    x = z * 1
+    y = torch.vmap(torch.Tensor.neg_)(x)
+    return y is x, x, y
+
+
+def both_given_are_written(z):
+    def f(a, b):
+        a.add_(b)
+        return a * 2, b.mul_(3)
+
+    x = z * 1
+    return torch.vmap(f)(x, x), x
+
+
+def one_for_all_is_read(z):
+    x, y = z * 1, torch.ones(2)
+    return torch.vmap(lambda a, b: a.add_(b.sum()), in_dims=(0, None))(x, y), x, y
+
+
+def input_is_written(z):
+    return torch.vmap(lambda row: row.mul_(2).sum())(z), z + 1
+
+
+@pytest.mark.parametrize("backend", ["", "aot_eager", "kiln"])
+@pytest.mark.parametrize("f", [given_is_written, both_given_are_written, one_for_all_is_read, input_is_written])
+def test_what_vmap_gives_its_function_may_be_written(f, backend):
+    one_graph(f, t(3, 2), how=How(backend=backend))
+    if f is not input_is_written:
+        one_graph(f, t(3, 2, grad=True), how=How(backend=backend))

@@ -36,7 +36,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import EAGER, How, Watch, one_graph, program, same_as_eager, t
+from tests.support import EAGER, How, Watch, kiln, one_graph, pin, program, same_as_eager, t
 
 X = t(3, 4)
 G = t(3, 4, grad=True)
@@ -220,6 +220,28 @@ def recorded():
         warnings.simplefilter("always")
         warnings.warn("heard")
     return len(caught)
+
+
+def test_warnings_that_are_recorded_for_nobody():
+    def f(x):
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            warnings.warn("unheard")
+            y = x + 1
+        return y
+
+    def broken(x):
+        with warnings.catch_warnings(record=True):
+            warnings.simplefilter("always")
+            kiln.graph_break()
+            warnings.warn("unheard")
+            y = x + 1
+        return y * 2
+
+    before = warnings.filters
+    one_graph(f, X)
+    pin(same_as_eager(broken, X), 2, 2)  # the block is left in Python
+    assert warnings.filters is before
 
 
 def raised():
