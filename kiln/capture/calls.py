@@ -454,13 +454,19 @@ def unhooked(m: Machine, module: torch.nn.Module) -> bool:
 
 # ---------------------------------------------------------------------- classes
 
+TYPE_CALL = attributes.mro_lookup(type, "__call__")
+
 
 def call_class(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """Make an instance: `__new__`, then `__init__`, each inlined where it is Python."""
     meta_call = attributes.mro_lookup(type(cls), "__call__")
-    if isinstance(meta_call, types.FunctionType) and not purity.native_class(cls):
-        m.world.class_attr(type(cls), "__call__", meta_call)
-        return m.inline(meta_call, (cls, *args), kwargs, "opaque")
+    if meta_call is not TYPE_CALL and not purity.native_class(cls):
+        if isinstance(meta_call, types.FunctionType):
+            m.world.class_attr(type(cls), "__call__", meta_call)
+            return m.inline(meta_call, (cls, *args), kwargs, "opaque")
+        if isinstance(meta_call, type):  # not bound: a TypedDict is made by `dict`
+            m.world.class_attr(type(cls), "__call__", meta_call)
+            return call(m, m.world.constant(meta_call), args, kwargs, mode)
     if purity.native_class(cls):
         return native(m, cls, args, kwargs)
     if purity.leaf_class(cls):

@@ -155,6 +155,13 @@ def legacy_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     return leaf(m, torch.empty, args, {"dtype": function.dtype, **device} if typed else {})
 
 
+@handles(torch._shape_as_tensor)
+def shape_as_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A tensor's sizes as a tensor: made of numbers that are known."""
+    shape = m.getattr(args[0] if args else kwargs["self"], "shape")
+    return m.call(torch.tensor, ([*shape],), {"dtype": torch.int64, "device": "cpu"})
+
+
 @handles(torch.Tensor.new)
 def legacy_like(m: Machine, args: Args, kwargs: Kwargs) -> Any:
     """A tensor of another's type; of a `torch.Size` as above."""
