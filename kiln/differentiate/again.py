@@ -14,6 +14,7 @@ from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View, turned
 from kiln.differentiate.kinds import kind
+from kiln.differentiate.watched import Watchers
 from kiln.ops.random import Again, own_uniform
 
 
@@ -85,9 +86,13 @@ class Replay:
     # Gradients with a history
 
     def gradients(
-        self, ctx: Any, present: int, tangents: Sequence[torch.Tensor], history: bool = True
+        self, ctx: Any, present: int, tangents: Sequence[torch.Tensor], history: bool = True,
+        watchers: Watchers | None = None,
     ) -> tuple[Any, ...]:
-        """The gradients of the primals, by default with a history, for the tangents in the set `present`."""
+        """The gradients of the primals, by default with a history, for the tangents in the set `present`.
+
+        `watchers` are told the gradients of results.
+        """
         if ctx.primals is None:
             raise RuntimeError(
                 "second derivatives were asked for after the first backward pass freed the graph; "
@@ -100,7 +105,7 @@ class Replay:
                 "supported; use the form that returns a new tensor, or kiln.disable"
             )
         self._check_versions(ctx)
-        self.seconds += history
+        self.seconds += history or watchers is not None
         if 1 < self.seconds > self.calls // 2 and not self.random:  # eager draws other numbers
             self.leave()  # what most calls run again had better run as captured at once
         with torch.enable_grad(), self._state(ctx):
@@ -108,6 +113,10 @@ class Replay:
             outputs = self._run(stand_ins)
             here = [k for k in range(len(self.outputs)) if present >> k & 1]
             results = [self.outputs[k](outputs, stand_ins) for k in here]
+            for k, hooks in watchers.items() if watchers else ():
+                result = self.outputs[k](outputs, stand_ins)
+                for hook in hooks if result.requires_grad else ():
+                    result.register_hook(hook)
             tangents = [turned(t, self.joint.turned[k]) for k, t in zip(here, tangents, strict=True)]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
