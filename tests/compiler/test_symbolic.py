@@ -444,6 +444,28 @@ def test_a_number_in_a_cache() -> None:
     assert len(log.graphs) == 2 and not log.fallbacks
 
 
+#: Tensors that are made of a number that varies, in old ways.
+MADE: dict[str, Callable[..., Any]] = {
+    "like another": lambda x, n: x * x.new_tensor(n) + x.new_tensor([n, 1.0, n + 1]),
+    "rows": lambda x, n: x.new_tensor([[0, n], [n * 2, 4]], dtype=torch.float64, requires_grad=True) * x[0],
+    "of integers": lambda x, n: torch.arange(3).new_tensor([n, 2, 3]) * x,
+    "by its class": lambda x, n: torch.Tensor([n, 2, 3]) * torch.DoubleTensor((1, n, n)) * x,
+    "nested": lambda x, n: torch.FloatTensor([[n, 2, 3], (1, n, n)]) @ x,
+}
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_of_numbers_that_vary(name: str, kind: Any) -> None:
+    kiln.reset()
+    f = MADE[name]
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as log:
+        for n in (2, 3, 5, 4) if kind is int else (1.5, 2.25, 0.5, 3.0):
+            check(lambda x, n=n: f(x, n), lambda x, n=n: compiled(x, n), (randn(3),))
+    assert not log.fallbacks and len(log.graphs) == 2
+
+
 #: Ops whose derivatives ask what a number is, over tensors and a number that varies.
 NUMBERS: dict[str, Callable[..., Any]] = {
     "power": lambda x, n: (1 - x) ** n * x.log(),
