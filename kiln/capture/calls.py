@@ -7,7 +7,9 @@ then by the callable's type.
 
 from __future__ import annotations
 
+import _heapq
 import array
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -603,6 +605,8 @@ def native(
         for value in parts:
             if isinstance(value, OpenNumber):
                 raise value.needed()
+        if function in CHANGES and args and isinstance(args[0], list):
+            list.__setitem__(args[0], slice(None), [symbolic.concrete(item) for item in args[0]])
         args, kwargs = symbolic.concrete(args), symbolic.concrete(kwargs)
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
         why = "the memory of an array is read"
@@ -632,6 +636,11 @@ SEARCHES = frozenset("get pop setdefault add discard remove index count __contai
                      " __delitem__ move_to_end".split())  # fmt: skip
 #: Native code that leaves keys as they are.
 ORDERED = frozenset("items keys values copy clear popitem len iter list tuple reversed ref".split())
+#: Native code that changes the list that it is given first.
+CHANGES = frozenset({
+    *[f for name in vars(_heapq) if isinstance(f := getattr(_heapq, name), types.BuiltinFunctionType)],
+    bisect.insort_left, bisect.insort_right,
+})  # fmt: skip
 BUFFERS = (bytearray, memoryview, array.array)
 HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber, OpenText}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})
