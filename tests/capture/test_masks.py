@@ -149,7 +149,7 @@ def test_what_lasts_may_be_written_after_what_was_selected(program, backend):
         x = given(0, seed)[0] + share
         mine, mine_too = x.clone(), x.clone()
         found = [programs[0](mine, seen[0]), compiled(mine_too, seen[1])]
-        torch.testing.assert_close(*found, equal_nan=True)
+        torch.testing.assert_close(*found, equal_nan=True, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine, mine_too, equal_nan=True)
         graphs.append(len(counting.modules))
     Same()(*seen)
