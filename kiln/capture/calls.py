@@ -7,7 +7,9 @@ then by the callable's type.
 
 from __future__ import annotations
 
+import _heapq
 import array
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -456,13 +458,19 @@ def unhooked(m: Machine, module: torch.nn.Module) -> bool:
 
 # ---------------------------------------------------------------------- classes
 
+TYPE_CALL = attributes.mro_lookup(type, "__call__")
+
 
 def call_class(m: Machine, cls: type, args: Args, kwargs: Kwargs, mode: str) -> Any:
     """Make an instance: `__new__`, then `__init__`, each inlined where it is Python."""
     meta_call = attributes.mro_lookup(type(cls), "__call__")
-    if isinstance(meta_call, types.FunctionType) and not purity.native_class(cls):
-        m.world.class_attr(type(cls), "__call__", meta_call)
-        return m.inline(meta_call, (cls, *args), kwargs, "opaque")
+    if meta_call is not TYPE_CALL and not purity.native_class(cls):
+        if isinstance(meta_call, types.FunctionType):
+            m.world.class_attr(type(cls), "__call__", meta_call)
+            return m.inline(meta_call, (cls, *args), kwargs, "opaque")
+        if isinstance(meta_call, type):  # not bound: a TypedDict is made by `dict`
+            m.world.class_attr(type(cls), "__call__", meta_call)
+            return call(m, m.world.constant(meta_call), args, kwargs, mode)
     if purity.native_class(cls):
         return native(m, cls, args, kwargs)
     if purity.leaf_class(cls):
@@ -616,6 +624,8 @@ def native(
         for value in parts:
             if isinstance(value, OpenNumber):
                 raise value.needed()
+        if function in CHANGES and args and isinstance(args[0], list):
+            list.__setitem__(args[0], slice(None), [symbolic.concrete(item) for item in args[0]])
         args, kwargs = symbolic.concrete(args), symbolic.concrete(kwargs)
     if FakeArray in kinds and function in (bytes, bytearray, memoryview):
         why = "the memory of an array is read"
@@ -645,6 +655,11 @@ SEARCHES = frozenset("get pop setdefault add discard remove index count __contai
                      " __delitem__ move_to_end".split())  # fmt: skip
 #: Native code that leaves keys as they are.
 ORDERED = frozenset("items keys values copy clear popitem len iter list tuple reversed ref".split())
+#: Native code that changes the list that it is given first.
+CHANGES = frozenset({
+    *[f for name in vars(_heapq) if isinstance(f := getattr(_heapq, name), types.BuiltinFunctionType)],
+    bisect.insort_left, bisect.insort_right,
+})  # fmt: skip
 BUFFERS = (bytearray, memoryview, array.array)
 HOLDERS = symbolic.SYMBOLIC | {torch.Size, slice, OpenNumber, OpenText}
 CALLABLE = frozenset({types.FunctionType, types.MethodType, functools.partial, type})

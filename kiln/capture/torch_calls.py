@@ -148,11 +148,42 @@ def parameter(m: Machine, args: Args, kwargs: Kwargs) -> Any:
 @handles(torch.Tensor, *[cls for cls in torch._tensor_classes if cls.layout is torch.strided], told=True)
 def legacy_tensor(m: Machine, args: Args, kwargs: Kwargs, function: Any) -> Any:
     """A tensor of a class: a `torch.Size` is its size; a tuple, which nodes have in its place, is data."""
+    if not kwargs and len(args) == 1 and vary(args[0]):
+        dtype = torch.get_default_dtype() if function is torch.Tensor else function.dtype
+        cuda = function is not torch.Tensor and function.is_cuda
+        if dtype.is_floating_point:
+            return m.call(torch.tensor, (args[0],), {"dtype": dtype, "device": "cuda" if cuda else "cpu"})
     if kwargs or len(args) != 1 or type(args[0]) is not torch.Size:
         return leaf(m, function, args, kwargs)
     typed = function is not torch.Tensor
     device = {"device": "cuda"} if typed and function.is_cuda else {}
     return leaf(m, torch.empty, args, {"dtype": function.dtype, **device} if typed else {})
+
+
+def vary(data: Any) -> bool:
+    """Whether this is a nest of numbers, some of them symbolic, which old constructors read as they are."""
+    if type(data) not in (list, tuple) or not symbolic.holds_symbols(data):
+        return False
+    plain = {int, float, bool, list, tuple} | symbolic.SYMBOLIC
+    return all(type(v) in plain for v in nested(data))
+
+
+@handles(torch.Tensor.new_tensor)
+def new_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A tensor of data like another one: of numbers that vary, what `torch.tensor` makes of them."""
+    if len(args) != 2 or type(args[0]) is not FakeTensor:
+        return leaf(m, torch.Tensor.new_tensor, args, kwargs)
+    if not vary(args[1]) and type(args[1]) not in symbolic.SYMBOLIC:
+        return leaf(m, torch.Tensor.new_tensor, args, kwargs)
+    like = {name: m.getattr(args[0], name) for name in ("dtype", "device") if kwargs.get(name) is None}
+    return m.call(torch.tensor, args[1:], {**kwargs, **like})
+
+
+@handles(torch._shape_as_tensor)
+def shape_as_tensor(m: Machine, args: Args, kwargs: Kwargs) -> Any:
+    """A tensor's sizes as a tensor: made of numbers that are known."""
+    shape = m.getattr(args[0] if args else kwargs["self"], "shape")
+    return m.call(torch.tensor, ([*shape],), {"dtype": torch.int64, "device": "cpu"})
 
 
 @handles(torch.Tensor.new)

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from kiln.base.graph import Graph, TensorSpec, ancestors, nodes_in
+from kiln.base.graph import Graph, Node, TensorSpec, argument, nodes_in, reached
 from kiln.differentiate import engine
 from kiln.differentiate.interpret import fetch, interpret
 from kiln.differentiate.joint import Attribute, Fresh, Joint, Placeholder, View, turned
 from kiln.differentiate.kinds import kind
+from kiln.differentiate.watched import Watchers
 from kiln.ops.random import Again, own_uniform
+from kiln.ops.table import aten
+
+#: Batch norms that give new running statistics, with where they are told whether to train (-1: always).
+BATCH_NORMS = {
+    aten._native_batch_norm_legit_functional.default: 5,
+    aten._batch_norm_with_update_functional.default: -1,
+}
 
 
 class Replay:
@@ -38,12 +46,8 @@ class Replay:
     def _lost(self) -> list[int]:
         """The primals whose old values matter for what is differentiated, and are gone after the forward."""
         graph = self.joint.graph
-        needed = ancestors([graph.outputs[index] for index in self.joint.tangents])
-        return [
-            m.primal
-            for m in self.joint.mutated
-            if m.counted and (m.with_grad or graph.inputs[m.primal] in needed)
-        ]
+        needed = set(reached([graph.outputs[index] for index in self.joint.tangents], _read))
+        return [m.primal for m in self.joint.mutated if m.with_grad or graph.inputs[m.primal] in needed]
 
     def _outputs(self) -> list[Callable[..., torch.Tensor]]:
         """For each tangent, its value of the replayed graph's outputs, or their bases, and mutated inputs."""
@@ -85,9 +89,13 @@ class Replay:
     # Gradients with a history
 
     def gradients(
-        self, ctx: Any, present: int, tangents: Sequence[torch.Tensor], history: bool = True
+        self, ctx: Any, present: int, tangents: Sequence[torch.Tensor], history: bool = True,
+        watchers: Watchers | None = None,
     ) -> tuple[Any, ...]:
-        """The gradients of the primals, by default with a history, for the tangents in the set `present`."""
+        """The gradients of the primals, by default with a history, for the tangents in the set `present`.
+
+        `watchers` are told the gradients of results.
+        """
         if ctx.primals is None:
             raise RuntimeError(
                 "second derivatives were asked for after the first backward pass freed the graph; "
@@ -100,7 +108,7 @@ class Replay:
                 "supported; use the form that returns a new tensor, or kiln.disable"
             )
         self._check_versions(ctx)
-        self.seconds += history
+        self.seconds += history or watchers is not None
         if 1 < self.seconds > self.calls // 2 and not self.random:  # eager draws other numbers
             self.leave()  # what most calls run again had better run as captured at once
         with torch.enable_grad(), self._state(ctx):
@@ -108,6 +116,10 @@ class Replay:
             outputs = self._run(stand_ins)
             here = [k for k in range(len(self.outputs)) if present >> k & 1]
             results = [self.outputs[k](outputs, stand_ins) for k in here]
+            for k, hooks in watchers.items() if watchers else ():
+                result = self.outputs[k](outputs, stand_ins)
+                for hook in hooks if result.requires_grad else ():
+                    result.register_hook(hook)
             tangents = [turned(t, self.joint.turned[k]) for k, t in zip(here, tangents, strict=True)]
             wanted = [i for i, p in enumerate(self.joint.primals) if p.requires_grad]
             pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
@@ -167,6 +179,15 @@ class Replay:
             if self.draws:
                 stack.enter_context(Again(self.joint.random, self.draws))
             yield
+
+
+def _read(node: Node) -> Iterable[Node]:
+    """What a node's value follows from: a batch norm that trains does not look at its running statistics."""
+    at = BATCH_NORMS.get(node.op)
+    if at is None or at >= 0 and not argument(node, at, "training"):
+        return node.inputs()
+    statistics = argument(node, 3, "running_mean"), argument(node, 4, "running_var")
+    return [read for read in node.inputs() if not any(read is one for one in statistics)]
 
 
 def _pair(nest: Any, value: Any, flat: list[Any]) -> None:

@@ -16,7 +16,7 @@ from torch.nn import functional
 from kiln.base.errors import Break
 from kiln.differentiate import masks, places
 from kiln.ops.cudnn_rnn import MODES, of_any_length, of_packed
-from kiln.ops.forms import form_of
+from kiln.ops.forms import FORMS, form_of
 from kiln.ops.symint import SYMBOLIC, below_zero
 
 
@@ -192,7 +192,9 @@ def interpret(
             function = STAND_INS.get(node.target, node.target)
             known[node] = call(function, getattr(function, "__name__", ""), args, kwargs)
         elif kind == "call_method":
-            known[node] = call(method_of(args[0], node.target), node.target, args, kwargs)
+            method = getattr(torch.Tensor, node.target, None) if isinstance(args[0], torch.Tensor) else None
+            function = method if method in FORMS else method_of(args[0], node.target)
+            known[node] = call(function, node.target, args, kwargs)
         elif kind == "placeholder":
             known[node] = next(given)
         elif kind == "get_attr":

@@ -183,6 +183,7 @@ class Joint:
     `turned` has, for each tangent, what its base became by ops that change a tensor's own shape.
     `layers`, where it is not empty, says that the graph stands for one of more layers: those between two that
     it has do the same over attributes of their own, by name.
+    `hooked` are the tangents of results that the graph registered hooks on.
     """
 
     graph: Graph
@@ -197,6 +198,7 @@ class Joint:
     random: str = "eager"
     turned: tuple[tuple[Step, ...], ...] = ()
     layers: tuple[Own, ...] = ()
+    hooked: frozenset[int] = frozenset()
 
     @property
     def differentiates(self) -> bool:

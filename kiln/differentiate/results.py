@@ -57,6 +57,10 @@ class Results:
                 made[id(leaf)] = self._output(leaf, places[id(leaf)], fresh)
             self.outputs.append(made[id(leaf)])
 
+    def hooked(self) -> frozenset[int]:
+        """The tangents of results that have hooks on their gradients."""
+        return frozenset(k for k, i in enumerate(self.tangents) if self.fakes[i]._backward_hooks)
+
     def add(self, place: Place, fake: FakeTensor, differentiable: bool) -> int:
         """A new result."""
         self.values.append(self.functional.exact(self.functional.current(place), place.spec))

@@ -167,6 +167,7 @@ class Tracer:
             graph.check(), tuple(self.primals), tuple(results.outputs), results.nest, tuple(results.mutated),
             tuple(results.tangents), len(results.values), effects,
             tuple([m.primal for m in results.mutated]), turned=results.turns(),
+            hooked=results.hooked(),
         )  # fmt: skip
         if self.layers is None:
             return joint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +22,7 @@ from kiln.differentiate.joint import Fresh, Joint, View
 from kiln.differentiate.leaves import Leaves
 from kiln.differentiate.prune import pruned, uses
 from kiln.differentiate.trial import Trial
+from kiln.differentiate.watched import Watched, Watchers, called, within
 from kiln.ops.table import aten
 
 Run: TypeAlias = Callable[[list[Any]], Sequence[Any]]
@@ -87,6 +87,7 @@ def training(
             if aside:
                 ctx.mark_non_differentiable(*[out[i] for i in aside])
             found += out[:results]
+            watched.remember(ctx, found)
             return tuple([found[i] for i in shown])
 
         boxed_grads_call = True
@@ -94,7 +95,8 @@ def training(
         @staticmethod
         def backward(ctx: Any, *given: Any) -> Any:
             grads = placed(unboxed(given), shown, [None] * results)
-            unusual = otherwise(ctx, grads)
+            watchers = watched.watchers(ctx, grads)
+            unusual = otherwise(ctx, grads) if watchers is None else otherwise.told(ctx, grads, watchers)
             if unusual is not None:
                 return None, *unusual
             present, values = tangents(grads, ctx)
@@ -113,7 +115,7 @@ def training(
                 replay.forget(ctx)
             return None, *leaves.settled(ctx, found)
 
-    Hooks.apart(Compiled, joint)
+    watched = Watched(Compiled, joint, shown)
     # Without the layer that looks for functorch's transforms, under which nothing is compiled.
     apply = super(torch.autograd.Function, Compiled).apply
     if not _grad_enabled():  # the program turns gradients on within the graph
@@ -144,24 +146,6 @@ def without_gradient(joint: Joint, gradients: Sequence[Any]) -> tuple[Joint, fro
     return replace(joint, primals=tuple(primals)), unreached
 
 
-class Hooks(OrderedDict[int, Any]):
-    """The hooks on one of several results: called where it has a gradient, as if its node were its own."""
-
-    def __setitem__(self, key: int, hook: Callable[[Any], Any]) -> None:
-        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
-
-    @classmethod
-    def apart(cls, function: Any, joint: Joint) -> None:
-        """Let these be the hooks that somebody registers on results of a function that has several."""
-
-        def register(node: Any, result: torch.Tensor) -> None:
-            result._backward_hooks = cls()
-            _register_hooks(node, result)
-
-        if len(joint.tangents) > 1:
-            function._backward_cls._register_hook_dict = register
-
-
 class Otherwise:
     """Gradients that are not to be had from the compiled half: with a history, or within a transform."""
 
@@ -170,6 +154,7 @@ class Otherwise:
     ) -> None:
         self.places, self.saving, self.tangents, self.replay = joint.tangents, saving, tangents, replay
         self.op_by_op = Backward(halves, len(joint.tangents), runner)
+        self.within = within(joint)
 
     def __call__(self, ctx: Any, grads: list[Any]) -> Sequence[Any] | None:
         """The gradients of the primals; None for usual ones."""
@@ -184,6 +169,21 @@ class Otherwise:
         present = sum(1 << k for k, _ in there)
         saved = [*self.saving.load(ctx, present), *ctx.numbers]
         return self.op_by_op.run([*saved, *[grad for _, grad in there]], present)
+
+    def told(self, ctx: Any, grads: list[Any], watchers: Watchers) -> Sequence[Any] | None:
+        """The same where somebody looks at gradients of results: tells them, or has the replay do so."""
+        present = sum(1 << k for k, i in enumerate(self.places) if grads[i] is not None)
+        plain = not any(grad is not None and (_is_transformed(grad) or _is_batch(grad)) for grad in grads)
+        if plain and not self.replay.lost and any(self.within[k] & present for k in watchers):
+            present, values = self.tangents(grads, ctx)
+            self.saving.check(ctx, present)
+            found = self.replay.gradients(ctx, present, values, _grad_enabled(), watchers)
+            if not _keeps_graph() and self.saving.release(ctx, present):
+                self.replay.forget(ctx)
+            return found
+        for k, hooks in watchers.items():
+            grads[self.places[k]] = called(hooks, grads[self.places[k]])
+        return self(ctx, grads)
 
 
 def placed(values: Sequence[Any], places: Sequence[int], among: list[Any]) -> list[Any]:
@@ -304,7 +304,6 @@ class _Holder(torch.autograd.Function):
         return None, None
 
 
-_register_hooks = torch._C._FunctionBase._register_hook_dict
 _ANCHOR = torch.empty(0, requires_grad=True)
 _hold = super(torch.autograd.Function, _Holder).apply
 

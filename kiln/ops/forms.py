@@ -169,6 +169,37 @@ def set_item(x: Any, index: Any, value: Any) -> None:
     operator.setitem(x, index, value)
 
 
+def asked(x: Any, number: Any) -> bool:
+    """Whether the derivative with respect to a tensor would ask what a symbolic number is."""
+    followed = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+    return followed and type(number) in SYMBOLIC and x.dtype in (torch.float32, torch.float64)
+
+
+def beside(x: Tensor, number: Any) -> Tensor:
+    """A symbolic number as a tensor that changes no dtype, of which autograd asks nothing."""
+    return torch.full((), number, dtype=x.dtype, device=x.device)
+
+
+def power(function: Any, x: Any, exponent: Any, *rest: Any) -> Any:
+    """`x ** exponent`, by the function that is given; of two tensors autograd keeps the power itself."""
+    if asked(x, exponent):
+        written = function in IN_PLACE
+        found = torch.pow(x.clone() if written else x, beside(x, exponent)).clone()
+        return x.copy_(found) if written else found
+    if asked(exponent, x):
+        return torch.pow(beside(exponent, x), exponent).clone()
+    return function(x, exponent, *rest)
+
+
+IN_PLACE = frozenset({Tensor.pow_, Tensor.__ipow__, operator.ipow})
+
+
+def lerp(function: Any, input: Tensor, end: Any, weight: Any) -> Tensor:
+    """What torch's function gives."""
+    found: Tensor = function(input, end, beside(input, weight) if asked(input, weight) else weight)
+    return found
+
+
 def applied(name: str, function: Any, x: Any, *rest: Any) -> Any:
     """A function of the module math on a symbolic number."""
     return function(x, *rest) if rest or type(x) not in SYMBOLIC else wrap(call(name, expr_of(x)))
@@ -184,6 +215,8 @@ FORMS: dict[Any, Any] = {
     torch.cov: cov,
     torch.corrcoef: corrcoef,
     torch.stft: stft,
+    **{f: partial(power, f) for f in (torch.pow, Tensor.pow, Tensor.__pow__, operator.pow, *IN_PLACE)},
+    **{f: partial(lerp, f) for f in (torch.lerp, Tensor.lerp, Tensor.lerp_)},
     **dict.fromkeys((operator.getitem, Tensor.__getitem__), item),
     **dict.fromkeys((operator.setitem, Tensor.__setitem__), set_item),
     **{f: partial(applied, name, f) for name, f in CALLS.items() if name.startswith("math.")},

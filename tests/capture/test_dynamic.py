@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import gc
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -626,3 +627,30 @@ def test_powers_that_count_steps():
         return x.addcdiv(x, x.abs().sqrt() / math.sqrt(second) + 1e-8, value=-(1e-3 / first)), pow(2.5, step), math.pow(step, -0.5)
 
     vary(f, [(counted(3), n) for n in (1, 2, 3, 7, 50)], compiles=2)
+
+
+def smallest(heap, value):
+    least = heapq.heappop(heap)
+    heapq.heappush(heap, value)
+    bisect.insort(heap, value + 1)
+    last = heapq.heapreplace(heap, 0.0)
+    heapq.heapify(heap)
+    return torch.ones(2) * least, last, len(heap)
+
+
+def emptied(heap):
+    found = []
+    while heap:
+        found.append(heapq.heappop(heap)[1])
+    return torch.stack(found)
+
+
+def test_functions_that_change_a_list_of_numbers_that_vary():
+    compiled = kiln.compile(smallest, backend="eager", fullgraph=True)
+    for numbers in ([1.5, 2.5, 3.5], [2.25, 3.0, 9.0], [0.5, 1.0, 2.0], [4.0, 5.0, 6.5]):
+        mine, other = list(numbers), list(numbers)
+        Same()([smallest(mine, 2.0), mine], [compiled(other, 2.0), other])
+    compiled = kiln.compile(emptied, backend="eager", fullgraph=True)
+    for numbers in ([1.5, 2.5, 3.5], [2.25, 3.0, 9.0], [0.5, 1.0, 2.0]):
+        mine, other = ([(n, torch.tensor(n)) for n in numbers] for _ in range(2))
+        Same()([emptied(mine), mine], [compiled(other), other])

@@ -115,16 +115,49 @@ def test_whether_anything_was_selected_is_taken_to_be_so():
     both_ways(program, compiled, *given(9.0))
 
 
-def test_a_break_where_the_graph_writes_what_lasts():
-    """It could not run again in Python, should too little be selected."""
-    norms = [torch.nn.BatchNorm1d(16) for _ in range(2)]
-    programs = [lambda x, mask, norm=norm: norm(x[mask[:, 0]]) for norm in norms]
-    counting = Counting("kiln")
+def added_to(x, seen):
+    x[x < 0] += 1
+    seen.append("added")
+    return x * 2
+
+
+def normed(x, seen, norm):
+    return norm(x[x[:, 0] > 0, :1].sum(0) + torch.arange(3.0)[:, None])
+
+
+def written_before(x, seen):
+    x.add_(1)
+    return x[x < 0].sum()
+
+
+def between_writes(x, seen):
+    below = x[x < 0]
+    x.sub_(below.sum())
+    seen.append(below)
+    return x[x > 0.5].sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+@pytest.mark.parametrize("program", [added_to, normed, written_before, between_writes])
+def test_what_lasts_may_be_written_after_what_was_selected(program, backend):
+    """What was written before could not be written again, should too little be selected."""
+    norms = [torch.nn.BatchNorm1d(1) for _ in range(2)]
+    programs = [lambda *a, n=n: program(*a, n) for n in norms] if program is normed else [program] * 2
+    counting, graphs, seen = Counting(backend), [], ([], [])
     compiled = kiln.compile(programs[1], backend=counting)
-    for share in (0.0, 0.5, -0.5):
-        both_ways(programs[0], compiled, *given(share))
-    torch.testing.assert_close(*[norm.running_mean for norm in norms])
-    assert "nonzero" not in "".join(module.code for module in counting.modules)
+    for seed, share in enumerate((0, 0, 5, -0.5, -5, 0)):  # some, none, few, all
+        x = given(0, seed)[0] + share
+        mine, mine_too = x.clone(), x.clone()
+        found = [programs[0](mine, seen[0]), compiled(mine_too, seen[1])]
+        torch.testing.assert_close(*found, equal_nan=True, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine, mine_too, equal_nan=True)
+        graphs.append(len(counting.modules))
+    Same()(*seen)
+    torch.testing.assert_close(*[norm.running_mean for norm in norms], equal_nan=True)
+    if program in (added_to, normed):
+        assert graphs[:2] == [1, 1]
+    else:
+        assert graphs[0] == 2
 
 
 @pytest.mark.parametrize("name", ["loss", "both sides"])

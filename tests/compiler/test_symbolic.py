@@ -442,3 +442,61 @@ def test_a_number_in_a_cache() -> None:
             torch.testing.assert_close(compiled(caches[1], new, place), step(caches[0], new, place))
             torch.testing.assert_close(caches[1], caches[0])
     assert len(log.graphs) == 2 and not log.fallbacks
+
+
+#: Tensors that are made of a number that varies, in old ways.
+MADE: dict[str, Callable[..., Any]] = {
+    "like another": lambda x, n: x * x.new_tensor(n) + x.new_tensor([n, 1.0, n + 1]),
+    "rows": lambda x, n: x.new_tensor([[0, n], [n * 2, 4]], dtype=torch.float64, requires_grad=True) * x[0],
+    "of integers": lambda x, n: torch.arange(3).new_tensor([n, 2, 3]) * x,
+    "by its class": lambda x, n: torch.Tensor([n, 2, 3]) * torch.DoubleTensor((1, n, n)) * x,
+    "nested": lambda x, n: torch.FloatTensor([[n, 2, 3], (1, n, n)]) @ x,
+}
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("name", MADE)
+def test_tensors_of_numbers_that_vary(name: str, kind: Any) -> None:
+    kiln.reset()
+    f = MADE[name]
+    compiled = kiln.compile(f, fullgraph=True)
+    with records.collect() as log:
+        for n in (2, 3, 5, 4) if kind is int else (1.5, 2.25, 0.5, 3.0):
+            check(lambda x, n=n: f(x, n), lambda x, n=n: compiled(x, n), (randn(3),))
+    assert not log.fallbacks and len(log.graphs) == 2
+
+
+#: Ops whose derivatives ask what a number is, over tensors and a number that varies.
+NUMBERS: dict[str, Callable[..., Any]] = {
+    "power": lambda x, n: (1 - x) ** n * x.log(),
+    "power of a number": lambda x, n: torch.pow(n + 0.5, x) + x.pow(n - 2),
+    "of a negative base": lambda x, n: torch.pow(-x, 2 * n),
+    "in place": lambda x, n: (x * 1).pow_(n).mul_(2),
+    "assigned": lambda x, n: (y := x * 1, y.__ipow__(n), y)[-1],
+    "two sizes": lambda x, n: x[:, None].expand(-1, n if type(n) is int else 2) ** (n + 1),
+    "between": lambda x, n: torch.lerp(x.sin(), x, n / 8) + x.lerp(x.exp(), n),
+    "between in place": lambda x, n: (x * 1).lerp_(x.exp(), n),
+    "a scalar": lambda x, n: x.sum() ** n,
+    "written afterwards": lambda x, n: (x**n).mul_(2),
+}
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "kiln"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_derivatives_ask_for(name: str, backend: str, kind: Any) -> None:
+    f = NUMBERS[name]
+    if name == "of a negative base" and kind is float:
+        pytest.skip("it has no power")
+    kiln.reset()
+    compiled = kiln.compile(f, backend=backend, fullgraph=True)
+    with records.collect() as log:
+        for n in (2, 3, 5, 4) if kind is int else (1.5, 2.25, 0.5, 3.0):
+            grads = []
+            for call in (f, compiled):
+                x = torch.linspace(0.125, 0.875, 6).requires_grad_()
+                result = call(x, n)
+                result.sum().backward()
+                grads.append((result.detach(), x.grad))
+            torch.testing.assert_close(grads[1], grads[0])
+    assert not log.fallbacks and len(log.graphs) == 2

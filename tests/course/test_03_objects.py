@@ -8,7 +8,7 @@ import dataclasses
 import enum
 from collections import namedtuple
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import pytest
 import torch
@@ -977,3 +977,22 @@ def test_objects_with_arithmetic_beside_tensors(f, kind, given):
 @pytest.mark.parametrize("kind", [Amount, Told])
 def test_arithmetic_that_nobody_knows_is_refused_as_in_eager(kind):
     same_as_eager(a_product_that_nobody_knows, kind, X)
+
+
+class Item(TypedDict):
+    value: torch.Tensor
+    count: int
+
+
+class Made(type):
+    __call__ = list
+
+
+class Letters(metaclass=Made):
+    pass
+
+
+@program(X)
+def test_classes_whose_metaclass_has_another_class_make_instances(x):
+    item = Item(value=x * 2, count=1)
+    return item, type(item) is dict, Item({"value": x, "count": 2}), Letters("ab"), [Letters] == [Letters]

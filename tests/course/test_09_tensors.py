@@ -458,3 +458,13 @@ SIZED = {
 def test_sizes_and_tuples_mean_different_things_to_old_constructors(make):
     one_graph(make, X)
     one_graph(make, X, how=How(options={"dynamic": True}))
+
+
+def test_a_shape_as_a_tensor_is_made_of_known_numbers():
+    def f(x):
+        rows, columns = torch._shape_as_tensor(x)
+        room = x.new_ones(4, 4) if 2 * columns - 1 > 6 else x.new_zeros(rows, columns)
+        return room, torch.arange(columns - rows, columns), torch._shape_as_tensor(x) * 2
+
+    one_graph(f, X)
+    one_graph(f, X, how=How(options={"dynamic": True}))

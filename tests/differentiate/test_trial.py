@@ -109,3 +109,48 @@ def test_layers_stay_as_they_are_where_packing_shows(scale, packed):
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
     assert torch.equal(found[0], expected) is not packed
     torch.testing.assert_close(found[0], expected, rtol=closeness.TOLERANCE, atol=closeness.TOLERANCE)
+
+
+class Codebook(nn.Module):
+    """What a vector is nearest to, and moving averages of what was near, written without a version."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.linspace(-1, 1, 20).reshape(5, 4).sin())
+
+    def forward(self, z):
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        found = nn.functional.embedding(nearest, self.codes)
+        counts = nn.functional.one_hot(nearest, 5).type_as(z)
+        self.codes.data.mul_(0.5).add_(counts.T @ z.detach(), alpha=0.5)
+        return z + (found - z).detach() + nn.functional.mse_loss(z, found.detach())
+
+
+def test_old_values_of_what_is_written_through_data_are_not_to_be_had_again(replays):
+    model = Codebook()
+    other, run = copy.deepcopy(model), kiln.compile(model, fullgraph=True)
+    with records.collect() as log:
+        for _ in range(2):
+            grads = []
+            for f in (other, run):
+                z = torch.linspace(-1, 1, 24).reshape(6, 4).requires_grad_()
+                f(z).sum().backward()
+                grads.append(z.grad)
+            torch.testing.assert_close(grads[1], grads[0])
+    torch.testing.assert_close(model.codes, other.codes)
+    assert not log.fallbacks and not replays
+    z = torch.rand(6, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"writes to its inputs \(\w*codes\w*\)"):
+        torch.autograd.grad(run(z).sum(), z, create_graph=True)
+
+
+def test_running_statistics_are_no_old_values():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).train()
+    other, run, found = copy.deepcopy(model), kiln.compile(model, backend="aot_eager"), []
+    for f in (other, run):
+        z = torch.linspace(-1, 1, 24).reshape(6, 4).sin().requires_grad_()
+        (grad,) = torch.autograd.grad(f(z).square().sum(), z, create_graph=True)
+        grad.square().sum().backward()
+        found.append(z.grad)
+    torch.testing.assert_close(found[1], found[0])
