@@ -15,7 +15,7 @@ HOOK = Extension(
 
 LAUNCH = Extension(
     "kiln._launch",
-    sources=[f"kiln/_{part}.c" for part in ("launch", "arena", "call", "grid", "plan", "run")],
+    sources=[f"kiln/_{part}.c" for part in ("launch", "arena", "call", "grid", "plan", "products", "run")],
     depends=["kiln/_launch.h"],
     extra_compile_args=["-O2", "-std=c11", "-fvisibility=hidden"],
 )

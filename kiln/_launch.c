@@ -89,6 +89,8 @@ set_marker(PyObject *module, PyObject *given)
 static PyMethodDef functions[] = {
     {"set_marker", set_marker, METH_O, "set_marker(marker): marker(plan, step) -> end(), called around steps; or None"},
     {"set_torch", set_torch, METH_VARARGS, "set_torch(offset, type, *addresses): what is used of torch's libraries"},
+    {"set_products", set_products, METH_VARARGS,
+     "set_products(mm, addmm, multiply): addresses in torch's library; those of what stands for the first two"},
     {"trim", arena_trim, METH_NOARGS, "trim(): gives the memory that no call uses back to the system"},
     {"set_limit", arena_limit, METH_O, "set_limit(bytes): how much memory stays mapped between calls"},
     {"set_driver", grid_set_driver, METH_VARARGS,

@@ -71,6 +71,7 @@ void block_return(Block *);
 PyObject *arena_trim(PyObject *, PyObject *);
 PyObject *arena_limit(PyObject *, PyObject *);
 PyObject *arena_sizes(PyObject *, PyObject *);
+PyObject *set_products(PyObject *, PyObject *);
 
 /* Numbers stand in a table of the layout; shapes and strides are `rank` numbers from a place in it. */
 typedef struct {

@@ -3,10 +3,10 @@
 OneDNN multiplies faster than the library behind `mm`. Its call is that of a linear layer; weights are read as
 they lie, and brought into its order in each call: in small parts if they lie as those of layers do, as a
 whole otherwise, which pays where the library has slow code for the processor. Where the rows lie the other
-way round, as for the gradients of weights, it copies them, which pays where its vectors are twice as wide,
-but for results that are new memory in each call: what `mm` writes to is mapped in huge pages. The gradients
-of a weight that is used again and again are added to what there is, so that they are not all in memory until
-the last is made.
+way round, as for the gradients of weights, it would need a copy of them: those are eager's. Where `mm` itself
+is called in oneDNN (`kiln/_products.c`), layers with a bias alone are its layers. The gradients of a weight
+that is used again and again are added to what there is, so that they are not all in memory until the last is
+made.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from kiln.expand.onednn import NONE, available
 from kiln.ops.levels import name_of
 from kiln.ops.table import aten
 
-#: Multiplications from which a product gains: at all, with vectors twice as wide, and with a copy of its rows
-#: then; and for each element that is copied.
-LEAST, LEAST_WIDER, LEAST_TURNED, FOR_EACH = 1 << 26, 1 << 22, 1 << 23, 64
-#: Bytes of an operand up to which a copy of it may be made, and from which memory is mapped in each call.
-LARGEST, MAPPED_ANEW = 1 << 24, 1 << 25
+#: Multiplications from which a product gains, also where the library multiplies half of the vectors; bytes
+#: of a weight up to which a copy of it may be made.
+LEAST, LEAST_NARROWLY, LARGEST = 1 << 26, 1 << 22, 1 << 24
 #: The maker of the processors that the library behind `mm` is written for.
 MKL = "GenuineIntel"
 #: Where the operands stand among the arguments.
 PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
-def by_onednn(graph: Graph) -> Graph:
-    """The graph of primitives, changed in place: large products are linear layers of oneDNN's."""
-    sums = [node for node in graph.nodes if name_of(node.op) == "add" and is_summed(node)]
-    added = {arg for node in sums for arg in node.args}
-    large = {node for node in graph.nodes if node.op in PRODUCTS and fits(node, node in added)}
+def by_onednn(graph: Graph, biased: bool = False) -> Graph:
+    """The graph of primitives, changed in place: large products are layers of oneDNN's, or those `biased`."""
+    sought = {aten.addmm.default} if biased else PRODUCTS
+    large = {node for node in graph.nodes if node.op in sought and fits(node)}
     if not large or not available():
         return graph
 
@@ -93,11 +90,8 @@ def is_summed(node: Node) -> bool:
     return plain and node.spec.device.type == "cpu" and specs == [node.spec, node.spec]
 
 
-def fits(node: Node, added: bool = False) -> bool:
-    """Whether a product is large, and of matrices that lie right, with a bias for all rows if with any.
-
-    What is added to another matrix is so as it is multiplied, if its rows lie the other way round.
-    """
+def fits(node: Node) -> bool:
+    """Whether a product is large, and of matrices that lie right, with a bias for all rows if with any."""
     first = PRODUCTS[node.op]
     if node.kwargs or len(node.args) != first + 2:
         return False
@@ -108,21 +102,14 @@ def fits(node: Node, added: bool = False) -> bool:
     if not all(type(n) is int for spec in specs for n in (*spec.shape, *spec.stride)):
         return False
     (rows, summed), columns = a.shape, b.shape[1]
-    wider, as_layer = is_multiplied_narrowly(), is_dense(b, turned=True)
-    least = LEAST_WIDER if wider else LEAST
-    if not is_dense(a):
-        if not wider or added or not is_dense(a, turned=True) or rows * columns < FOR_EACH * (rows + columns):
-            return False
-        if max(rows * columns * 4 - MAPPED_ANEW, rows * summed * 4 - LARGEST) > 0:
-            return False
-        least = LEAST_TURNED
+    as_layer, least = is_dense(b, turned=True), LEAST_NARROWLY if is_multiplied_narrowly() else LEAST
     if rows * summed * columns < least or not as_layer and (maker() == MKL or summed * columns * 4 > LARGEST):
         return False
     if first:
         bias = node.args[0].spec
         if bias.shape != (columns,) or bias.stride != (1,) or bias.dtype is not torch.float32:
             return False
-    return is_dense(node.spec) and (as_layer or is_dense(b))
+    return is_dense(node.spec) and is_dense(a) and (as_layer or is_dense(b))
 
 
 def is_dense(spec: TensorSpec, turned: bool = False) -> bool:

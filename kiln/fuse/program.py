@@ -53,13 +53,15 @@ class Program:
     """What a graph became: steps in order, over the graph's inputs and outputs.
 
     `overwrites` gives for outputs the inputs in whose memory they may be written, once that is not read.
-    `left` are the bytes of more outputs, those of blocks for which its steps are repeated.
+    `left` are the bytes of more outputs, those of blocks for which its steps are repeated. `by_onednn` says
+    whether large products may be its own.
     """
 
     graph: Graph
     steps: list[Step]
     overwrites: dict[Node, Node] = field(default_factory=dict)
     left: int = 0
+    by_onednn: bool = False
 
     @property
     def kernels(self) -> list[Kernel]:

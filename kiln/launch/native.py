@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kiln import _held, _launch
+from kiln.base.processor import is_multiplied_narrowly
 
 #: In the order in which `_launch.c` takes them.
 FUNCTIONS = (
@@ -27,6 +28,12 @@ WRAPS = (
 )
 #: A tensor's version; takes the address of the tensor.
 VERSION = "_ZNK2at10TensorBase8_versionEv"
+#: OneDNN's product of two matrices, written or added to a third, and the first of torch's releases whose
+#: function was seen to take float32: what it refuses would end the process.
+MULTIPLY = "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff"
+SINCE = (2, 13)
+#: What stands for torch's products where oneDNN has them faster.
+PRODUCTS = ("kiln_mm_out", "kiln_addmm_out")
 #: What hides keys from the ops of a thread, and what shows them again: an object is made and ended.
 HIDE = "_ZN3c104impl23ExcludeDispatchKeyGuardC1ENS_14DispatchKeySetE"
 SHOW = "_ZN3c104impl23ExcludeDispatchKeyGuardD1Ev"
@@ -75,8 +82,33 @@ def hides() -> bool:
 
 
 @functools.cache
+def products() -> tuple[int, int]:
+    """The addresses of what stands for torch's products in place; 0 where that is not to be had."""
+    names = [name.replace("kiln_", "aoti_torch_cpu_") for name in PRODUCTS]
+    found = all(hasattr(library(), name) for name in (*names, MULTIPLY))
+    if not (CALLS_ANY and found and torch.__version__ >= SINCE):
+        return 0, 0
+    set_up()
+    made: tuple[int, int] = _launch.set_products(*[address(library(), name) for name in (*names, MULTIPLY)])
+    return made
+
+
+def multiplies_in_place() -> bool:
+    """Whether large products are oneDNN's, in place: where the library multiplies half of the vectors."""
+    return is_multiplied_narrowly() and all(products())
+
+
+def product_for(name: str) -> str:
+    """The name of what stands for one of torch's products, or the name itself."""
+    own = name.replace("aoti_torch_cpu_", "kiln_")
+    return own if own in PRODUCTS and multiplies_in_place() else name
+
+
+@functools.cache
 def function(name: str) -> int:
     """The address of one of torch's C functions; 0 where there is none, or it cannot be called here."""
+    if name in PRODUCTS:
+        return products()[PRODUCTS.index(name)]
     place = library("cuda" if name.startswith("aoti_torch_cuda") else "cpu")
     return address(place, name) if CALLS_ANY and hasattr(place, name) else 0
 

@@ -25,7 +25,7 @@ from kiln.generate.cpu import Code
 from kiln.launch.events import Event, Events, apart_from, events_of, last_uses, lodgers, native_reads
 from kiln.launch.inplace import heirs, never_fails, successors
 from kiln.launch.memory import Lodging, size_of
-from kiln.launch.native import dtype_code, function, hides, set_up
+from kiln.launch.native import dtype_code, function, hides, product_for, set_up
 from kiln.launch.numbers import Numbers, Settled
 from kiln.launch.shims import LASTING, lasting, signature, words_of, work_of_call
 from kiln.launch.sources import Sources
@@ -370,7 +370,8 @@ class Planner:
             self.fresh.update(event.makes)
             words = (*words, *signature(node.op)[1])
         work = work_of_call(node)
-        self.steps.append(("call", op, arguments, names, results, packed, shim.name, words, work, ()))
+        native = product_for(shim.name) if self.program.by_onednn else shim.name
+        self.steps.append(("call", op, arguments, names, results, packed, native, words, work, ()))
 
     def summand(self, node: Node) -> Node | None:
         """The matrix in whose memory a product may be added to it."""

@@ -28,6 +28,7 @@ from kiln.expand.exact import opened, sealed
 from kiln.expand.expand import expand
 from kiln.expand.fit import filled
 from kiln.expand.heads import grouped
+from kiln.expand.onednn import available
 from kiln.expand.padding import padded
 from kiln.expand.products import by_onednn, summed_up
 from kiln.expand.sizes import determined
@@ -46,6 +47,7 @@ from kiln.launch.cache import disk
 from kiln.launch.few import Few, few_of
 from kiln.launch.inplace import with_writes_last
 from kiln.launch.kept import keeping
+from kiln.launch.native import multiplies_in_place
 from kiln.launch.plan import Planner, linked
 from kiln.ops.aliases import owner_of
 
@@ -206,9 +208,10 @@ def fused(graph: Graph, settings: Settings, fusing: Fusing, dump: Dump = NOWHERE
         prims = revisable(expand(given, "prims", also), dump, "prims")
         prims = joined_once(filled(merged(unstacked(prims))))
     if not settings.exact:
-        prims = summed_up(by_onednn(with_biases_apart(with_epilogues(prims))))
+        prims = summed_up(by_onednn(with_biases_apart(with_epilogues(prims)), multiplies_in_place()))
     with records.timed("fuse", dump.name, dump.half):
         program = fuse(conformed(prims, graph.outputs), settings.exact, fusing)
+    program.by_onednn = not settings.exact and available()
     for step in program.steps:
         if isinstance(step, Call):
             opened(step.node)

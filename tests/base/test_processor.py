@@ -7,13 +7,24 @@ import pytest
 from kiln.base import processor
 
 
+def of_amd(family: int) -> str:
+    return f"processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t: 2\n"
+
+
 @pytest.mark.parametrize(
-    ("told", "found"),
-    [("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel\t: 1\n", "GenuineIntel"), ("BogoMIPS\t: 50.00\n", ""), (None, "")],
+    ("told", "maker", "narrowly"),
+    [
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\ncpu family\t: 26\nmodel\t: 1\n", "GenuineIntel", False),
+        (of_amd(25), "AuthenticAMD", False),
+        (of_amd(26), "AuthenticAMD", True),
+        ("BogoMIPS\t: 50.00\n", "", False),
+        (None, "", False),
+    ],
 )
-def test_the_maker_is_read_from_the_system(monkeypatch, tmp_path, told, found):
+def test_what_the_system_tells_of_the_processor(monkeypatch, tmp_path, told, maker, narrowly):
     path = tmp_path / "cpuinfo"
     if told is not None:
         path.write_text(told)
     monkeypatch.setattr(processor, "Path", lambda _: pathlib.Path(path))
-    assert processor.maker.__wrapped__() == found
+    monkeypatch.setattr(processor, "told", processor.told.__wrapped__)
+    assert (processor.maker(), processor.is_multiplied_narrowly()) == (maker, narrowly)

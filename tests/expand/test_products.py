@@ -19,25 +19,18 @@ def called(monkeypatch):
     """The products that graphs call, small ones too."""
     found = []
 
-    def noted(graph):
-        graph = products.by_onednn(graph)
+    def noted(graph, biased=False):
+        graph = products.by_onednn(graph, biased)
         found.extend(label(node.op) for node in graph.nodes if label(node.op) in NAMES)
         return graph
 
-    for name in ("LEAST", "LEAST_WIDER", "LEAST_TURNED"):
-        monkeypatch.setattr(products, name, 1 << 12)
+    monkeypatch.setattr(products, "LEAST", 1 << 12)
     monkeypatch.setattr(products, "maker", lambda: "AuthenticAMD")
     monkeypatch.setattr(products, "is_multiplied_narrowly", lambda: False)
+    monkeypatch.setattr(program, "multiplies_in_place", lambda: False)
     monkeypatch.setattr(program, "keeping", lambda *_: None)
     monkeypatch.setattr(program, "by_onednn", noted)
     return found
-
-
-@pytest.fixture
-def wider(monkeypatch):
-    """As on processors that multiply vectors twice as wide as the library's, for small copies, too."""
-    monkeypatch.setattr(products, "is_multiplied_narrowly", lambda: True)
-    monkeypatch.setattr(products, "FOR_EACH", 4)
 
 
 def compiled(function, **options):
@@ -89,51 +82,29 @@ def test_none_is_made_where_the_library_has_code_for_the_processor(monkeypatch, 
     assert called == ["_linear_pointwise"], "the weight of a layer is read as it lies"
 
 
+def test_less_is_large_where_the_library_multiplies_half_of_the_vectors(monkeypatch, called):
+    monkeypatch.setattr(products, "LEAST", 1 << 30)
+    monkeypatch.setattr(products, "LEAST_NARROWLY", 1 << 12)
+    given = torch.randn(16, 64), torch.randn(64, 32)
+    for narrowly in (True, False):
+        monkeypatch.setattr(products, "is_multiplied_narrowly", lambda narrowly=narrowly: narrowly)
+        kiln.reset()
+        torch.testing.assert_close(compiled(torch.mm)(*given), torch.mm(*given))
+    assert called == ["_linear_pointwise", "mm"]
+
+
+def test_layers_with_a_bias_alone_where_products_are_made_in_place(monkeypatch, called):
+    monkeypatch.setattr(program, "multiplies_in_place", lambda: True)
+    a, b, row = torch.randn(16, 64), torch.randn(64, 32), torch.randn(32)
+    torch.testing.assert_close(compiled(torch.mm)(a, b), a @ b)
+    torch.testing.assert_close(compiled(torch.addmm)(row, a, b), row + a @ b)
+    assert called == ["mm", "_linear_pointwise"]
+
+
 def test_infinities_and_nan_stay_in_their_rows():
     a, b = torch.randn(16, 64), torch.randn(64, 32)
     a[2, 3], a[5, 1] = float("nan"), float("inf")
     torch.testing.assert_close(compiled(torch.mm)(a, b), a @ b, equal_nan=True)
-
-
-def test_rows_the_other_way_round_are_copied_where_vectors_are_wider(called, wider, monkeypatch):
-    def calls(a, b):
-        got, expected = compiled(torch.mm)(a, b), a @ b
-        assert got.stride() == expected.stride()
-        torch.testing.assert_close(got, expected)
-        return called.pop()
-
-    a, b = torch.randn(64, 16).t(), torch.randn(64, 32)
-    assert calls(a, b) == calls(a, torch.randn(32, 64).t()) == "_linear_pointwise"
-    assert calls(torch.randn(64, 16, 2)[..., 0].t(), b) == "mm", "rows with gaps"
-    assert calls(torch.randn(64, 4).t(), b) == "mm", "little is computed of what is copied"
-    monkeypatch.setattr(products, "MAPPED_ANEW", 16 * 32 * 4 - 1)
-    assert calls(a, b) == "mm", "the result is mapped in huge pages"
-    monkeypatch.setattr(products, "MAPPED_ANEW", 1 << 20)
-    monkeypatch.setattr(products, "LARGEST", 64 * 16 * 4 - 1)
-    assert calls(a, torch.randn(32, 64).t()) == "mm", "too much would be copied"
-    assert calls(torch.randn(16, 64), torch.randn(32, 64).t()) == "_linear_pointwise"
-
-
-def test_less_is_large_where_vectors_are_wider(called, wider, monkeypatch):
-    monkeypatch.setattr(products, "LEAST", 1 << 30)
-    given = torch.randn(16, 64), torch.randn(64, 32)
-    torch.testing.assert_close(compiled(torch.mm)(*given), torch.mm(*given))
-    monkeypatch.setattr(products, "is_multiplied_narrowly", lambda: False)
-    kiln.reset()
-    torch.testing.assert_close(compiled(torch.mm)(*given), torch.mm(*given))
-    assert called == ["_linear_pointwise", "mm"]
-
-
-def test_gradients_of_layers_where_vectors_are_wider(called, wider):
-    layers = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48, bias=False))
-    x, sent = torch.randn(4, 9, 48, requires_grad=True), torch.randn(4, 9, 48)
-    leaves = [x, *layers.parameters()]
-    expected = torch.autograd.grad(layers(x), leaves, sent)
-    got = torch.autograd.grad(compiled(layers)(x), leaves, sent)
-    assert called == ["_linear_pointwise"] * 6
-    for mine, theirs in zip(got, expected, strict=True):
-        assert mine.stride() == theirs.stride()
-        torch.testing.assert_close(mine, theirs)
 
 
 def test_gradients_of_layers(called):
@@ -173,18 +144,6 @@ def test_gradients_of_a_weight_that_is_used_again_are_added_as_they_are_made(cal
     torch.testing.assert_close(got, expected)
     backward = made[-1]
     assert (backward.count("addmm"), backward.count("mm")) == (3, 5)
-
-
-def test_gradients_that_are_added_are_not_copied(called, wider):
-    layer, x = nn.Linear(48, 48, bias=False), torch.randn(64, 48, requires_grad=True)
-
-    def twice(x):
-        return layer(layer(x).tanh())
-
-    leaves = [x, layer.weight]
-    expected = torch.autograd.grad(twice(x).sum(), leaves)
-    torch.testing.assert_close(torch.autograd.grad(compiled(twice)(x).sum(), leaves), expected)
-    assert called.count("mm") == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
