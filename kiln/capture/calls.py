@@ -148,10 +148,19 @@ def call_function(m: Machine, function: types.FunctionType, args: Args, kwargs: 
     if special is not None:
         return special(m, function, args, kwargs)
     caller = POLICIES.get(purity.python_policy(function))
+    if caller is call_world and is_patched(function):
+        return call_wrapped(m, function, args, kwargs)
     # What is asked of a generator is not to be asked of what stands for it here.
     if caller is None or caller is POLICIES["native"] and any(type(v) is Generator for v in args):
         return m.inline(function, args, kwargs, mode)
     return caller(m, function, args, kwargs, mode)
+
+
+def is_patched(function: types.FunctionType) -> bool:
+    """Whether PyTorch's compiler, once used in the process, has put this around a function of optimizers."""
+    around = function.__globals__.get("__name__") == "torch._dynamo.eval_frame"
+    wraps = around and "__wrapped__" in vars(function)
+    return wraps and (function.__module__ or "").startswith("torch.optim")
 
 
 def call_rest(m: Machine, rest: Within, args: Args, kwargs: Kwargs, mode: str) -> Any:
