@@ -14,7 +14,9 @@ static Block *idle;
 static size_t kept, leased, limit = (size_t)1 << 32;
 
 /* Has the system map what is whole huge pages of some memory as such. A page takes it about a microsecond, of 4 KB as
-   of 2 MB, and large values are new memory in each call: glibc maps what has more than 32 MB anew. */
+   of 2 MB, and large values are new memory in each call: glibc maps what has more than 32 MB anew. What a first call
+   gets has been free for long, though: a host takes whole huge pages back then, and giving them again takes it as long
+   as 500 faults, while remains of others, of 4 KB, have stayed. Later calls find what was freed just before. */
 void
 ask_for_huge_pages(void *memory, size_t size)
 {

@@ -117,7 +117,7 @@ empty(const Run *run, const Form *form)
     if (torch.empty(form->rank, numbers + form->shape, numbers + form->stride, form->dtype, device->type,
                     device->index, &made))
         failed("make a tensor");
-    else if (!device->type) {
+    else if (!device->type && run->plan->called) {
         int64_t elements = 1, bytes;
         void *memory;
         for (int i = 0; i < form->rank; i++)

@@ -191,7 +191,8 @@ typedef struct {
     int steps_count, lodged_count, outputs_count, symbols_count, inputs, slots, arena;
     double grain;
     Device device;
-    char pure; /* no step calls an eager kernel, or what those leave out is hidden from them */
+    char called; /* its first call has ended */
+    char pure;   /* no step calls an eager kernel, or what those leave out is hidden from them */
     unsigned long long hidden;
 } Plan;
 

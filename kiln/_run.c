@@ -305,6 +305,7 @@ plan_call(PyObject *self, PyObject *const *args, size_t nargsf, PyObject *names)
     if (run.layout != NULL) {
         give_back(&run, own);
         Py_DECREF(run.layout);
+        plan->called = 1;
     }
     if (slots != few)
         PyMem_Free(slots);
