@@ -333,7 +333,6 @@ def bincount(m: Machine, x: Any, weights: Any = None, minlength: Any = 0) -> Any
     return m.torch_call(torch.scatter_add, (zeros, 0, m.torch_call(torch.Tensor.long, (x,), {}), ones), {})
 
 
-#: Arguments of calls that the rules leave alone.
 def registered(function: Any) -> Callable[..., Any] | None:
     """The rule of a custom op for which the program says what it gives, with sizes that it asks for."""
     op = function
@@ -389,6 +388,7 @@ def sized(m: Machine, *args: Any, op: Any, gives: Callable[..., Any], **kwargs: 
     return found
 
 
+#: Arguments of calls that the rules leave alone.
 ELSEWHERE = frozenset({"input", "out"})
 RULES: dict[Any, Callable[..., Any]] = {
     torch.where: where,
