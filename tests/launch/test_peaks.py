@@ -21,7 +21,7 @@ from kiln.ops.record import recorded
 
 from .recording import check, planned
 
-SCRATCH = 66_560  # what oneDNN takes for a product
+SCRATCH = 66_560 * torch.get_num_threads()  # what oneDNN takes for a product
 pytestmark = pytest.mark.filterwarnings("ignore")  # the profiler's
 
 
