@@ -402,8 +402,7 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             if self.weaves is not None:
                 self.store_woven(self.weaves, stores)
                 return
-            for store in stores:
-                self.store(store)
+            self.store_together(stores)
             return
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
         self.keep_costly(last)
@@ -414,9 +413,8 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             if phase == 0 and joined is not None:
                 in_one_pass(*joined)
             inside = [s for s in stores if s.phase == phase and not s.kept]
-            for store in stores:
-                if store.kept and store.phase == phase and not self.held:
-                    self.store(store)
+            if not self.held:
+                self.store_together([s for s in stores if s.kept and s.phase == phase])
             if here or inside and not self.late:
                 self.phase(here, inside)
         if self.late:
@@ -476,8 +474,7 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
                     layer[id(fold)] = here
                 results.append(after)
             self.lanes = wide
-            for store in stores:
-                self.store(store)
+            self.store_together(stores)
             self.lanes, self.even_and_odd = outside, None
             self.pop()
             return results
@@ -528,8 +525,7 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             self.fetch_pieces(folds)
             results = self.advanced(folds, carried)
             self.even_and_odd = ({}, {}) if self.lanes > wide else None
-            for store in stores:
-                self.store(store)
+            self.store_together(stores)
             self.even_and_odd = None
             return results
 

@@ -90,8 +90,7 @@ class Late(Streams):
 
     def _store_here(self, carried: list[Value]) -> list[Value]:
         self.even_and_odd = ({}, {}) if self.lanes > self.width else None
-        for store in self.late:
-            self.store(store)
+        self.store_together(self.late)
         self.even_and_odd = None
         return carried
 

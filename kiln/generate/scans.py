@@ -84,8 +84,7 @@ class Scans(Streams):
                 layer[id(term)] = row
             results.append(sums)
         for _ in self.each_beside(first, i, known):
-            for store in self.nest.stores:
-                self.store(store)
+            self.store_together(self.nest.stores)
         self.lanes = outside
         return results
 

@@ -58,6 +58,10 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
                                  ["v0 = torch.cat([a0 // (a0.abs() + 1), a1 % (a1.abs() + 2)]) + 1"]),
     "one place of an argument with gaps": ([plain(1, 1, dtype="i32", layout="padded")], ["a0.flatten()[:1].fill_(2)", "v0 = a0 + 1"]),
     "as_strided of a view that starts later": ([plain(3, 4)], ["v0 = a0 * 1", "v0[1:].as_strided((2,), (1,), 0).mul_(2)", "v1 = v0 + 1"]),
+    "a result in the place of what another one reads, too, by a choice that depends on the place": (
+        [plain(1, 64, dtype="bf16", grad=True)],
+        ["v0 = F.pad(a0, (1, 2))", "v1 = torch.select_scatter(v0, a0.select(1, -1), 1, -55)", "v2 = F.linear(v1, (v1.abs() + 0.5) ** 1.5)"],
+    ),
     "as_strided of a value": ([plain(100, 33, dtype="bf16", grad=True)], ["v0 = (a0 != a0).as_strided((2,), (1,))", "v1 = v0 + 2"]),
     "a row of an expanded argument": ([plain(3, 4, layout="expanded")], ["a0[0].add_(1)", "v0 = a0 * 2"]),
     "a row of an expanded value": ([plain(1, 4)], ["v0 = a0 * 2", "v0.expand(3, 4)[0].mul_(3)", "v1 = v0 + 1"]),
