@@ -258,8 +258,8 @@ class Values(Reads):
     def store_together(self, stores: Sequence[Store]) -> None:
         """Store what one turn makes.
 
-        Numbers of bf16 all come before the first is stored: what is moved, rounded in pairs or alone reads memory
-        for itself, in which another result may lie by then.
+        Numbers of bf16 all come before the first is stored: what is moved, rounded in pairs or alone reads
+        memory for itself, in which another result may lie by then.
         """
         if "to_bf16" in self.module.own and any(s.buffer.dtype is torch.bfloat16 for s in stores):
             made = [self.made_for(store) for store in stores]
