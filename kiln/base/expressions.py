@@ -250,6 +250,17 @@ def hinted(size: Any) -> int:
     return size if type(size) is int else int(getattr(size, "hint", size))
 
 
+def grows(index: Any, symbol: Any) -> int | None:
+    """By how much an index grows with a symbol, wherever that is; None where it is not one number."""
+    step = 0
+    for monomial, factor in index.poly.items() if hasattr(index, "poly") else ():
+        if monomial == (symbol,):
+            step = factor
+        elif any(symbol in atom.symbols() for atom in monomial):
+            return None
+    return step
+
+
 def weight(monomial: Monomial) -> tuple[int, tuple[int, ...]]:
     """The order of terms: high degrees first."""
     return -len(monomial), tuple([part.order for part in monomial])

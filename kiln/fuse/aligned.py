@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kiln.base.expressions import grows
 from kiln.base.graph import TensorSpec, reached
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
@@ -195,12 +196,8 @@ def unmasked(stores: list[Store], freed: dict[int, Term | None], asked: dict[int
 
 def starts_whole(load: Load, along: Axis) -> bool:
     """Whether the elements of a row lie side by side, and each row starts where a read at once does."""
-    poly = load.index.poly
-    return poly.get((along.variable,)) == 1 and all(
-        factor % STEP == 0 and along.variable not in {s for part in monomial for s in part.symbols()}
-        for monomial, factor in poly.items()
-        if monomial != (along.variable,)
-    )
+    rest = [factor for monomial, factor in load.index.poly.items() if monomial != (along.variable,)]
+    return grows(load.index, along.variable) == 1 and all(factor % STEP == 0 for factor in rest)
 
 
 def without_rest(stores: list[Store], row: Axis, end: int) -> list[Store]:

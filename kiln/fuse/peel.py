@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kiln.base.expressions import FLOORDIV, hinted
+from kiln.base.expressions import FLOORDIV, grows, hinted
 from kiln.base.symbols import Expr, Scope
 from kiln.fuse.axes import axis
 from kiln.fuse.merge import merged, rewritten, substituted
@@ -79,8 +79,7 @@ def at_most(a: Any, b: Any) -> bool:
 def in_line(nest: Nest) -> Axis:
     """The loop along which elements lie side by side where they are stored."""
     index = nest.stores[0].index
-    poly = index.poly if isinstance(index, Expr) else {}
-    return next((a for a in reversed(nest.axes) if poly.get((a.variable,)) == 1), nest.axes[-1])
+    return next((a for a in reversed(nest.axes) if grows(index, a.variable) == 1), nest.axes[-1])
 
 
 def turning(term: Term, axes: Sequence[Axis]) -> tuple[Axis, Any, bool] | None:

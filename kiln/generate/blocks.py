@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kiln.base.dataclass import dataclass
+from kiln.base.expressions import grows
 from kiln.base.symbols import Expr
 from kiln.fuse.axes import axis
 from kiln.fuse.neighbours import at_once
@@ -66,7 +67,7 @@ def factors_of(nest: Nest, fold: Fold) -> Product | None:
     for one, other in ((left, right), (right, left)):
         rows = [a for a in kept if reads(one, a) and not reads(other, a)]
         columns = [a for a in kept if reads(other, a) and not reads(one, a)]
-        if rows and columns and columns[-1] is kept[-1] and other.index.poly.get((kept[-1].variable,)) == 1:
+        if rows and columns and columns[-1] is kept[-1] and grows(other.index, kept[-1].variable) == 1:
             panels = columns[0] if len(columns) == 2 else None
             return Product(max(reversed(rows), key=lambda a: int(a.size)), panels, kept[-1])
     return None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
 from kiln.base.dataclass import dataclass
-from kiln.base.expressions import MAX, MIN, SUM, hinted
+from kiln.base.expressions import MAX, MIN, SUM, grows, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.moments import SHORT, is_call, is_plain, source
 from kiln.fuse.nest import Apply, Axis, Fold, Load, Place, Term, children, is_affine, terms
@@ -74,6 +74,12 @@ def anew(axis: Axis) -> int:
     return max(1 << (turns.bit_length() // 2), ANEW)
 
 
+def may_pass(axes: Sequence[Axis], turns: int) -> bool:
+    """Whether loops may have more turns than some in all: a length that varies may be any up to its bound."""
+    count = math.prod([a.size - a.low for a in axes])
+    return bool((count.scope.bounds(count)[1] if isinstance(count, Expr) else count) > turns)
+
+
 def _whole(count: Any, together: int) -> bool:
     """Whether a number is one of rows that are folded at once, whatever its symbols are."""
     if not isinstance(count, Expr):
@@ -126,7 +132,7 @@ class Columns(Words, Streams):
         }
         rounds = self.rounds([fold for fold in self.nest.folds() if fold.dtype is not torch.float64])
         rounds = rounds and not any(fold.running or fold.phase for fold in self.nest.folds())
-        count = 2 if rounds and hinted(rows.size) - hinted(rows.low) > 2 * ANEW * self.together() else 1
+        count = 2 if rounds and may_pass([rows], 2 * ANEW * self.together()) else 1
         levels = [[fn.at_entry(f"alloca [{room} x {k}], align 64") for k in kinds] for _ in range(count)]
         if isinstance(low, int) and isinstance(high, int) and high - low <= room:
             self.fold_strip(Strip(rows, low, high, high - low, levels, rounds, same))
@@ -427,8 +433,8 @@ class Columns(Words, Streams):
             loops.append(self.vector)
         if not isinstance(place, Place) or not isinstance(place.index, Expr):
             return False
-        steps = [place.index.poly.get((a.variable,), 0) for a in loops]
-        return all(type(n) is int for n in steps) and steps[-1:] > [0] and steps == sorted(set(steps))[::-1]
+        steps = [grows(place.index, a.variable) or 0 for a in loops]
+        return steps[-1:] > [0] and steps == sorted(set(steps))[::-1]
 
     def added(self, term: Term, held: Value) -> Value:
         """A sum after a turn; products and sums in one."""

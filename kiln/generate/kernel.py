@@ -31,7 +31,7 @@ from kiln.fuse.nest import (
 )
 from kiln.generate import avx512
 from kiln.generate.afterwards import TOGETHER, Afterwards
-from kiln.generate.columns import Columns, anew
+from kiln.generate.columns import Columns, anew, may_pass
 from kiln.generate.cpu import host
 from kiln.generate.lanes import (
     access_cost,
@@ -540,7 +540,7 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
 
         def blocks(axis: Axis, length: int, carried: list[Value], loop: Loop) -> list[Value]:
             """A long loop as a loop over blocks."""
-            if not rounds or hinted(axis.size) <= length:
+            if not rounds or not may_pass([axis], length):
                 return loop(axis.low, axis.size, carried)
             end = self.index(axis.size)
 
@@ -554,13 +554,13 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             if depth < len(axes):
                 axis = axes[depth]
                 deep = [a for a in self.nest.reduced if a not in axes[: depth + 1]]
-                inner: int = math.prod([hinted(a.size) for a in deep])
+                long = rounds and may_pass(deep, BLOCK - 1)
 
                 def turn(i: Value, values: list[Value]) -> list[Value]:
                     self.push()
                     self.variables[axis.variable] = i
                     deeper = partial(nest, depth + 1)
-                    results = apart(values, deeper) if rounds and inner >= BLOCK else deeper(values)
+                    results = apart(values, deeper) if long else deeper(values)
                     self.pop()
                     return results
 

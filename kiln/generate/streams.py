@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kiln.base.expressions import hinted
+from kiln.base.expressions import grows, hinted
 from kiln.base.symbols import Expr
 from kiln.fuse.costs import COSTLY
 from kiln.fuse.nest import Apply, Axis, Buffer, Fold, Load, Nest, Place, Store, Term, terms
@@ -375,9 +375,7 @@ def in_rows(store: Store, vector: Axis) -> bool:
     """Whether vectors are written side by side, of elements of two bytes and more."""
     if store.buffer.dtype.itemsize < 2 or not isinstance(store.index, Expr):
         return False
-    rest = [m for m in store.index.poly if m != (vector.variable,)]
-    inside = any(vector.variable in atom.symbols() for m in rest for atom in m)
-    return store.index.poly.get((vector.variable,)) == 1 and not inside
+    return grows(store.index, vector.variable) == 1
 
 
 def _number(fn: Function, pointer: Value) -> Value:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, from_poly
+from kiln.base.expressions import FLOORDIV, MAX, MIN, MOD, SUM, from_poly, grows
 from kiln.base.symbols import Expr
 from kiln.fuse.lower import CHECKED, DIVISIONS
 from kiln.fuse.nest import (
@@ -396,19 +396,14 @@ class Values(Reads):
         """By how much an index grows from lane to lane; None when that is not one number."""
         if self.vector is None or not isinstance(index, Expr):
             return 0
-        variable, step = self.vector.variable, 0
+        variable = self.vector.variable
         if self.lanes > 1 and any(
             s in self.variables and self.variables[s].type.width > 1
             for s in index.symbols()
             if s is not variable
         ):
             return None
-        for monomial, factor in index.poly.items():
-            if monomial == (variable,):
-                step = factor
-            elif any(variable in atom.symbols() for atom in monomial):
-                return None
-        return step
+        return grows(index, variable)
 
     def of_lanes(self, index: Any) -> tuple[Any, Any]:
         """The part of an index that is the same in all lanes, and the rest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kiln.base.expressions import grows
 from kiln.fuse.nest import Axis, Nest, Store
 from kiln.generate.lanes import shuffled
 from kiln.generate.llvm import I64, Value
@@ -21,7 +22,7 @@ def woven(nest: Nest, vector: Axis | None) -> Axis | None:
     if last is vector or type(last.size) is not int or not 1 < last.size <= MOST or last.low != 0:
         return None
     for store in nest.stores:
-        along, across = (store.index.poly.get((a.variable,)) for a in (last, vector))
+        along, across = (grows(store.index, a.variable) for a in (last, vector))
         if (along, across) != (1, last.size) or store.adds or store.buffer.dtype.itemsize < 4:
             return None
     return last

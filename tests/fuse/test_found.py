@@ -149,6 +149,9 @@ RESIZED: dict[str, tuple[list[Input], list[Input], list[str]]] = {
                                          ["v0 = F.pixel_shuffle(a0, 2)", "v0[::2, ...].mul_(2)", "v1 = v0.cummax(2)[0]"]),
     "strides that are compared": ([plain(17, 1, 3, dtype="i16")], [plain(7, 1, 2, dtype="i16")],
                                   ["v0 = a0.int()", "v1 = torch.add(v0.unfold(2, 1, 3), v0, alpha=2)"]),
+    "a border along rows whose distance varies": ([plain(17, 100, 3, 1)], [plain(17, 7, 2, 1)], ["v0 = F.pad(a0, (0, 1, 2, 0), value=3)"]),
+    "a sum that grows long": ([plain(3, 3, 3, 33, layout="transposed")], [plain(40, 40, 40, 2, layout="transposed")],
+                              ["v0 = F.binary_cross_entropy_with_logits(a0, a0.sigmoid().detach())"]),
     "a size known by its half": ([plain(17, 4, 2, grad=True)], [plain(40, 17, 2, grad=True)], ["v0 = torch.copysign(F.glu(a0 * 2, 2), a0)"]),
 }  # fmt: skip
 
