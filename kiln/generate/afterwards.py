@@ -85,7 +85,8 @@ class Afterwards(Streams):
             for (fold, _memory), address in zip(self.held, self.of_row(axis), strict=True):
                 kind = compute_type(TYPES[fold.dtype]).wide(self.lanes)
                 self.layers[-1][id(fold)] = self.fn.load(address, kind)
-            self.store_together(self.nest.stores)
+            for store in self.nest.stores:
+                self.store(store)
             return []
 
         self.along(axis, low, high, [], some)

@@ -273,7 +273,9 @@ class Columns(Words, Streams):
                 held = self.advanced(self.nest.folds(), held)
             else:
                 met.append(held[0].like(self.value(self.both[0].value)))
-            self.store_together([store for store in self.nest.stores if not store.kept])
+            for store in self.nest.stores:
+                if not store.kept:
+                    self.store(store)
         return held if self.both is None else self.with_rows(held, met)
 
     def at_rows(self, strip: Strip, rows: list[Value]) -> Iterator[None]:
@@ -507,7 +509,9 @@ class Columns(Words, Streams):
             *_, result = [values.pop(0) for _ in fold.parts]
             if not fold.running:
                 self.layers[-1][id(fold)] = result
-        self.store_together([store for store in self.nest.stores if store.kept])
+        for store in self.nest.stores:
+            if store.kept:
+                self.store(store)
 
     def waiting(self, strip: Strip, memory: Memory) -> list[Value]:
         """The addresses of what is folded at the columns at hand."""

@@ -402,7 +402,8 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             if self.weaves is not None:
                 self.store_woven(self.weaves, stores)
                 return
-            self.store_together(stores)
+            for store in stores:
+                self.store(store)
             return
         last = max([s.phase for s in stores] + [f.phase for f in folds], default=0)
         self.keep_costly(last)
@@ -413,8 +414,9 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             if phase == 0 and joined is not None:
                 in_one_pass(*joined)
             inside = [s for s in stores if s.phase == phase and not s.kept]
-            if not self.held:
-                self.store_together([s for s in stores if s.kept and s.phase == phase])
+            for store in stores:
+                if store.kept and store.phase == phase and not self.held:
+                    self.store(store)
             if here or inside and not self.late:
                 self.phase(here, inside)
         if self.late:
@@ -474,7 +476,8 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
                     layer[id(fold)] = here
                 results.append(after)
             self.lanes = wide
-            self.store_together(stores)
+            for store in stores:
+                self.store(store)
             self.lanes, self.even_and_odd = outside, None
             self.pop()
             return results
@@ -525,7 +528,8 @@ class Emitter(Tiles, Online, Columns, Scans, Afterwards, Woven):
             self.fetch_pieces(folds)
             results = self.advanced(folds, carried)
             self.even_and_odd = ({}, {}) if self.lanes > wide else None
-            self.store_together(stores)
+            for store in stores:
+                self.store(store)
             self.even_and_odd = None
             return results
 

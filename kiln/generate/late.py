@@ -90,7 +90,8 @@ class Late(Streams):
 
     def _store_here(self, carried: list[Value]) -> list[Value]:
         self.even_and_odd = ({}, {}) if self.lanes > self.width else None
-        self.store_together(self.late)
+        for store in self.late:
+            self.store(store)
         self.even_and_odd = None
         return carried
 

@@ -84,7 +84,8 @@ class Scans(Streams):
                 layer[id(term)] = row
             results.append(sums)
         for _ in self.each_beside(first, i, known):
-            self.store_together(self.nest.stores)
+            for store in self.nest.stores:
+                self.store(store)
         self.lanes = outside
         return results
 

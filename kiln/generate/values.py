@@ -255,36 +255,18 @@ class Values(Reads):
         same, rest = self.of_lanes(term.index)
         return self.gathered(fn.at(address, self.index(same), stored), self.lanes_of(rest), stored, mask, far)
 
-    def store_together(self, stores: Sequence[Store]) -> None:
-        """Store what one turn makes.
-
-        Numbers of bf16 all come before the first is stored: what is moved, rounded in pairs or alone reads
-        memory for itself, in which another result may lie by then.
-        """
-        if "to_bf16" in self.module.own and any(s.buffer.dtype is torch.bfloat16 for s in stores):
-            made = [self.made_for(store) for store in stores]
-            for store, (stored, value) in zip(stores, made, strict=True):
-                self.write(store, stored, value)
-        else:
-            for store in stores:
-                self.store(store)
-
     def store(self, store: Store) -> None:
-        self.write(store, *self.made_for(store))
-
-    def made_for(self, store: Store) -> tuple[Type, Value]:
-        """What is stored, and the type that its numbers have in memory."""
+        fn = self.fn
         stored, term = self.module.held(TYPES[store.buffer.dtype]), store.value
         rounds = self.module.own.get("to_bf16") if store.buffer.dtype is torch.bfloat16 else None
         bits = self.moved(term, {}) if rounds and not store.adds else None
         if bits is not None:
-            return I16, bits
-        if rounds and self.lanes == 32 and self.even_and_odd is not None:
-            return stored, self.of_registers(term)
-        return stored, self.value(term)
-
-    def write(self, store: Store, stored: Type, value: Value) -> None:
-        fn, base = self.fn, self.pointers[store.buffer]
+            stored, value = I16, bits
+        elif rounds and self.lanes == 32 and self.even_and_odd is not None:
+            value = self.of_registers(term)
+        else:
+            value = self.value(term)
+        base = self.pointers[store.buffer]
         if self.lanes == 1:
             place = fn.at(base, self.index(store.index), stored)
             fn.store((fn.load(place, stored) + value if store.adds else value).to(stored), place)

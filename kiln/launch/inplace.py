@@ -22,6 +22,8 @@ from kiln.fuse.steps import Launch, Step
 from kiln.generate.functions import FUNCTIONS, PARTLY_BY_LIBRARY
 from kiln.launch.memory import size_of
 
+HALVES = torch.float16, torch.bfloat16
+
 
 def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, list[Buffer]]:
     """For each buffer that a kernel writes, those that it reads and that may be the same memory.
@@ -53,12 +55,12 @@ def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, li
         read = [b for b in nest.buffers()[0] if b not in stores and b.dtype == written.dtype]
         found[written] = [b for b in read if _lies_as(number, nest, store, loads[b])]
         if found[written]:
-            used, later = _direct(store.value), set() if nest in reads_first else _later(nest, store)
-            # What one term loads is loaded once in a turn.
-            if later and not nest.ordered and _in_vectors(nest):
-                again = _later(nest, store, store.phase + 1)
-                later = {b for b in later if b in again or len({id(load) for *_, load in loads[b]}) > 1}
-            found[written] = [b for b in found[written] if b in used and b not in later]
+            used, beside = _direct(store.value), set() if nest in reads_first else _beside(nest, store)
+            # What one term loads is loaded once in a turn, but halves: as they are, and as numbers.
+            if beside and not nest.ordered and _in_vectors(nest):
+                again = _beside(nest, store, store.phase + 1)
+                beside = {b for b in beside if b in again or b.dtype in HALVES or _times(loads[b]) > 1}
+            found[written] = [b for b in found[written] if b in used and b not in beside]
     return found
 
 
@@ -129,12 +131,20 @@ def _in_vectors(nest: Nest) -> bool:
     )
 
 
-def _later(nest: Nest, store: Store, phase: int | None = None) -> set[Buffer]:
-    """The buffers that may be loaded after a store: from a phase on, or from its own for what follows it."""
-    start = (store.phase, nest.stores.index(store) + 1) if phase is None else (phase, 0)
-    after = [s.value for i, s in enumerate(nest.stores) if (s.phase, i) >= start]
-    folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= start[0]]
-    roots = [*after, *[part for fold in folds for part in children(fold)]]
+def _times(loads: list[tuple[int, Nest, Load]]) -> int:
+    """How many terms load a buffer."""
+    return len({id(load) for *_, load in loads})
+
+
+def _beside(nest: Nest, store: Store, phase: int | None = None) -> set[Buffer]:
+    """The buffers that may be loaded after a store, for other ones: from a phase on, or from its own.
+
+    Of two stores of a turn either may come first in machine code.
+    """
+    start = store.phase if phase is None else phase
+    others = [s.value for s in nest.stores if s.phase >= start and s is not store]
+    folds = [t for t in nest.terms() if isinstance(t, Fold) and t.phase >= start]
+    roots = [*others, *[part for fold in folds for part in children(fold)]]
     # Folds of earlier phases are done.
     found = reached(roots, lambda term: () if isinstance(term, Fold) else children(term))
     return {term.buffer for term in found if isinstance(term, Load)}

@@ -62,6 +62,8 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
         [plain(1, 64, dtype="bf16", grad=True)],
         ["v0 = F.pad(a0, (1, 2))", "v1 = torch.select_scatter(v0, a0.select(1, -1), 1, -55)", "v2 = F.linear(v1, (v1.abs() + 0.5) ** 1.5)"],
     ),
+    "halves that are written where others are kept as they were": (
+        [plain(4, 16, 1, dtype="f16")], ["v0 = a0.amax(-1)", "v1 = v0.chunk(2, 1)[-1]", "v2 = a0.exp_()", "v3 = v1.flatten()"]),
     "as_strided of a value": ([plain(100, 33, dtype="bf16", grad=True)], ["v0 = (a0 != a0).as_strided((2,), (1,))", "v1 = v0 + 2"]),
     "a row of an expanded argument": ([plain(3, 4, layout="expanded")], ["a0[0].add_(1)", "v0 = a0 * 2"]),
     "a row of an expanded value": ([plain(1, 4)], ["v0 = a0 * 2", "v0.expand(3, 4)[0].mul_(3)", "v1 = v0 + 1"]),
