@@ -48,7 +48,7 @@ def folds_last(node: Node) -> bool:
 def lies_across(node: Any) -> bool:
     """Whether a large value is computed element by element, and its last dimension does not lie in order."""
     spec = node.spec
-    if not isinstance(spec, TensorSpec) or not elementwise(node) or spec.stride[-1] == 1:
+    if not isinstance(spec, TensorSpec) or not elementwise(node) or spec.stride[-1:] in ((), (1,)):
         return False
     if not all(type(n) is int for n in (*spec.shape, *spec.stride)) or spec.shape[-1] == 1:
         return False

@@ -135,7 +135,7 @@ class Values(Reads):
         if self.now > first:
             return self.fn.load(address, kind.wide(self.lanes))
         value = self.compute(term)
-        self.fn.store(value, address)
+        self.fn.store(value if value.type.width == self.lanes else value.splat(self.lanes), address)
         return value
 
     def pending(self, root: Term) -> list[Term]:
