@@ -32,6 +32,8 @@ from tests.differentiate.samples import (
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = None if ALL else 1
+#: Ops whose numbers cancel, which have no argument whose last bits tell by how much; to the usual tolerances.
+CANCELLING = {"signal.windows.nuttall": "four cosines nearly cancel at its ends"}
 
 
 def check(name: str) -> Found:
@@ -41,7 +43,9 @@ def check(name: str) -> Found:
         compare(expected.value, got.value, where, values=False)
         compare(expected.gradients, got.gradients, f"{where}: gradients", False, name not in RESTRIDED)
         compare(expected.inputs, got.inputs, f"{where}: inputs", values=False)
-        if name not in UNDEFINED:
+        if name in CANCELLING:
+            compare(expected.value, got.value, where)
+        elif name not in UNDEFINED:
             Nearness(partial(again, name, sample))(everything(expected), everything(got))
 
     def compiled(f: Any, expected: Outcome) -> Any:

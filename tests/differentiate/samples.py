@@ -70,7 +70,7 @@ NO_GRAPH = {"broadcast_shapes"}
 SOMETIMES = {
     "__getitem__": {"data-dependent"},  # by a mask
     "cov": {"data-dependent"},  # whether weights are negative is asked of their values
-    "nonzero": {"data-dependent"},  # of a number
+    **dict.fromkeys(["masked_select", "nonzero"], {"data-dependent"}),  # of a number
     "repeat_interleave": {"data-dependent"},  # repeats given as a tensor
 }
 
@@ -78,6 +78,7 @@ SOMETIMES = {
 FALLBACKS: dict[str, str] = {
     "index_fill": "the gradient of the value counts the distinct indices",
     "index_put": "the gradient of values put by a mask has as many as the mask holds",
+    "repeat_interleave": "how many elements there are follows from how often each is repeated",
 }
 
 if DEVICE == "cuda":
