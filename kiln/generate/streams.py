@@ -373,9 +373,7 @@ class Streams(Rows):
 
 def in_rows(store: Store, vector: Axis) -> bool:
     """Whether vectors are written side by side, of elements of two bytes and more."""
-    if store.buffer.dtype.itemsize < 2 or not isinstance(store.index, Expr):
-        return False
-    return grows(store.index, vector.variable) == 1
+    return store.buffer.dtype.itemsize >= 2 and grows(store.index, vector.variable) == 1
 
 
 def _number(fn: Function, pointer: Value) -> Value:

@@ -15,14 +15,13 @@ import torch
 from kiln.base.expressions import hinted
 from kiln.base.graph import Node, nodes_in, reached
 from kiln.fuse.costs import COSTLY
+from kiln.fuse.lower import HALVES
 from kiln.fuse.nest import Apply, Buffer, Fold, Kernel, Load, Nest, Store, Term, children, terms
 from kiln.fuse.program import Program
 from kiln.fuse.repeats import nodes_of
 from kiln.fuse.steps import Launch, Step
 from kiln.generate.functions import FUNCTIONS, PARTLY_BY_LIBRARY
 from kiln.launch.memory import size_of
-
-HALVES = torch.float16, torch.bfloat16
 
 
 def heirs(kernel: Kernel, reads_first: Collection[Nest] = ()) -> dict[Buffer, list[Buffer]]:
