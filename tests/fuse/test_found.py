@@ -65,6 +65,7 @@ PROGRAMS: dict[str, tuple[list[Input], list[str]]] = {
     "halves that are written where others are kept as they were": (
         [plain(4, 16, 1, dtype="f16")], ["v0 = a0.amax(-1)", "v1 = v0.chunk(2, 1)[-1]", "v2 = a0.exp_()", "v3 = v1.flatten()"]),
     "a softmax of what is one number at several places": ([plain(17, 1, 1, layout="expanded")], ["v0 = a0[torch.tensor([-10, -17])].softmax(0)"]),
+    "a mean along the dimension that a number has not": ([plain()], ["v0 = (a0 * 2).mean(-1)"]),
     "as_strided of a value": ([plain(100, 33, dtype="bf16", grad=True)], ["v0 = (a0 != a0).as_strided((2,), (1,))", "v1 = v0 + 2"]),
     "a row of an expanded argument": ([plain(3, 4, layout="expanded")], ["a0[0].add_(1)", "v0 = a0 * 2"]),
     "a row of an expanded value": ([plain(1, 4)], ["v0 = a0 * 2", "v0.expand(3, 4)[0].mul_(3)", "v1 = v0 + 1"]),
